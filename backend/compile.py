@@ -54,7 +54,7 @@ from qsync_fx.passes.pass_base import Pass
 from qsync_fx.passes.pass_manager import pipeline, run_or_fall_back
 from qsync_fx.passes.printer import Instrument
 from qsync_fx.passes.tracing.dynamo_frames import (
-    Place,
+    SourcePlace,
     compile_for_this_module_only,
     in_backward_pass,
     place,
@@ -68,7 +68,7 @@ from qsync_fx.plan_cache import SWITCH, Candidates, candidates_for
 _LOG = logging.getLogger("qsync_fx")
 
 
-def candidates(here: Place, options: Options, device: torch.device) -> Candidates | None:
+def candidates(here: SourcePlace, options: Options, device: torch.device) -> Candidates | None:
     """Returns the plans that a graph may get without having asked; None where there are none."""
     if here.root is None:
         return None
@@ -85,7 +85,7 @@ def with_cached_plan(passes: Sequence[Pass], found: Candidates | None, tell: Cal
     return (*passes[:at], CachedPlan(found, tell), *passes[at:])
 
 
-def note_unasked(graph: PrecisionGraph, here: Place, options: Options) -> None:
+def note_unasked(graph: PrecisionGraph, here: SourcePlace, options: Options) -> None:
     """Notes down the plan that a graph has got without having asked, and says so of the model's first one."""
     plan = graph.context.options.plan
     if not options.automatic or plan is None or here.root is None:
@@ -96,7 +96,7 @@ def note_unasked(graph: PrecisionGraph, here: Place, options: Options) -> None:
         _LOG.warning("%s: %s", type(here.root).__name__, plan.notes[CACHED])
 
 
-def tell_of_a_stale_profile(why: str, here: Place, options: Options) -> None:
+def tell_of_a_stale_profile(why: str, here: SourcePlace, options: Options) -> None:
     """Says once that a profile is there and is not taken."""
     log, name = log_of(options), type(here.root).__name__
     if here.root is None or not here.root.training or name in log.stale:
@@ -280,7 +280,7 @@ def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options,
     )
 
 
-def _seen(here: Place, options: Options) -> Iterator[OpId]:
+def _seen(here: SourcePlace, options: Options) -> Iterator[OpId]:
     """Yields the operators that earlier graphs of the model held."""
     for frame in log_of(options).frames.values():
         if here.root is not None and frame.root() is here.root:
@@ -323,7 +323,7 @@ def _unhooked() -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _is_complete(module: fx.GraphModule, here: Place) -> bool:
+def _is_complete(module: fx.GraphModule, here: SourcePlace) -> bool:
     """Whether the graph is the whole of what is compiled: DDP has not split it, and no graph break ends, precedes or surrounds it."""
     reason = getattr(module, "compile_subgraph_reason", None)
     whole = here.entered and here.resumes_at is None and not here.nested

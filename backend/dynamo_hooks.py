@@ -77,7 +77,14 @@ from qsync_fx.graph.graph import Operator, PrecisionGraph
 from qsync_fx.module_paths import joined, own_parameters, paths, unwrapped
 from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
-from qsync_fx.passes.tracing.dynamo_frames import Calls, Place, calls, given_to_compile, modules_in_reach, translator
+from qsync_fx.passes.tracing.dynamo_frames import (
+    Calls,
+    SourcePlace,
+    calls,
+    given_to_compile,
+    modules_in_reach,
+    translator,
+)
 from qsync_fx.plan.operator_id import OpId
 
 _SAYS: Final = "DistributedDataParallel does not split the graph where it runs, or has split it"
@@ -103,7 +110,7 @@ def compile_anew_where_split(inputs: Sequence[Any]) -> None:
     install_guard(Guard(GlobalStateSource(), outside_of_parallel))
 
 
-def record(graph: PrecisionGraph, here: Place, options: Options, module: fx.GraphModule, alone: bool) -> None:
+def record(graph: PrecisionGraph, here: SourcePlace, options: Options, module: fx.GraphModule, alone: bool) -> None:
     """Notes down `graph`, made of Dynamo's `module`, in the log of `options`; `alone` where the code is for one module only."""
     if here.code is None:
         return
@@ -119,7 +126,7 @@ def record(graph: PrecisionGraph, here: Place, options: Options, module: fx.Grap
             note_graph(frame, here.root or root, path, inside, held)
 
 
-def _roots(here: Place) -> Iterator[tuple[str, nn.Module]]:
+def _roots(here: SourcePlace) -> Iterator[tuple[str, nn.Module]]:
     if here.module is not None:
         yield here.path, here.module
     else:
@@ -139,7 +146,7 @@ def _tensors(module: fx.GraphModule) -> set[int]:
     return {id(t) for t in (*inputs, *module.parameters()) if isinstance(t, torch.Tensor)}
 
 
-def tell_of_shared_code(graph: PrecisionGraph, here: Place, options: Options) -> None:
+def tell_of_shared_code(graph: PrecisionGraph, here: SourcePlace, options: Options) -> None:
     """Warns where a graph decides for operators of other modules too, which the plan decides on otherwise.
 
     Raises:
@@ -169,7 +176,7 @@ def tell_of_shared_code(graph: PrecisionGraph, here: Place, options: Options) ->
     warnings.warn_explicit(str(error), PlanWarning, here.code.co_filename, here.code.co_firstlineno)
 
 
-def _alike(operator: Operator, here: Place) -> Iterator[OpId]:
+def _alike(operator: Operator, here: SourcePlace) -> Iterator[OpId]:
     """Yields the ids that an operator has in other modules that may run its code."""
     assert here.root is not None and here.module is not None
     rest, shape = below(operator.id.module, here.path), shape_of(here.module)
@@ -274,13 +281,13 @@ def observe(context: OptimizeContext, given: Any, options: Options) -> None:
     """Notes from now on what Dynamo makes of what torch.compile is given, in the log of `options`."""
     if type(context.callback) is CatchErrorsWrapper:
         callback: Any = context.callback
-        callback.__class__ = Observed
+        callback.__class__ = ObservedGraphs
         module = given_to_compile(given)
         callback.qsync_given = weakref.ref(unwrapped(module)) if isinstance(module, nn.Module) else None
         callback.put_in_force(options)
 
 
-class Observed(CatchErrorsWrapper):
+class ObservedGraphs(CatchErrorsWrapper):
     """Dynamo's callback for a frame that has no compiled code yet.
 
     Attributes:

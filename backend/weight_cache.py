@@ -34,7 +34,7 @@ from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.errors import PlanWarning
 from qsync_fx.formats import precision
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.alias_analysis import Memory
+from qsync_fx.graph.alias_analysis import AliasSets
 from qsync_fx.graph.fx_utils import arguments
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.operand_formats import Origin, Origins
@@ -43,7 +43,7 @@ _COMPARED: Final = 256
 """How many values of a weight are compared, as far apart as they can be."""
 
 
-class Made(NamedTuple):
+class CopySpec(NamedTuple):
     """How a copy is made: what `qsync::quantize` is given beside the weight and a random number."""
 
     stream: int
@@ -64,7 +64,7 @@ class _Copy:
 
 
 @dataclass
-class _Kept:
+class _CachedCopies:
     """What is kept of a weight.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Kept:
     trusted: bool = True
 
 
-_kept: Final[MutableMapping[Tensor, _Kept]] = WeakTensorKeyDictionary()
+_kept: Final[MutableMapping[Tensor, _CachedCopies]] = WeakTensorKeyDictionary()
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def _after_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         kept.copies.clear()
 
 
-def copies(weights: Sequence[tuple[Tensor, Made]], seed: Tensor) -> list[tuple[Tensor, Tensor]]:
+def copies(weights: Sequence[tuple[Tensor, CopySpec]], seed: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Returns values and scales of weights: kept ones, and where there are none new ones, rounded by `seed`."""
     queue = _queue(seed.device)
     _watch_steps()
@@ -107,13 +107,13 @@ def _queue(device: torch.device) -> int | None:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def _copy(weight: Tensor, made: Made, seed: Tensor, queue: int | None) -> tuple[Tensor, Tensor]:
+def _copy(weight: Tensor, made: CopySpec, seed: Tensor, queue: int | None) -> tuple[Tensor, Tensor]:
     # What was made in inference mode has no counter, and DDP has what is compiled run once on tensors without values.
     if queue is None or weight.is_inference() or isinstance(weight, FakeTensor):
         return made.of(weight, seed)
     kept = _kept.get(weight)
     if kept is None:
-        kept = _kept[weight] = _Kept()
+        kept = _kept[weight] = _CachedCopies()
     if not kept.trusted:
         return made.of(weight, seed)
     state = weight._version, weight.data_ptr(), weight.dtype, weight.device, weight.shape, weight.stride()
@@ -173,7 +173,7 @@ class Lifted:
 
     device: torch.device
     draws: bool = False
-    weights: tuple[tuple[int, Made], ...] = ()
+    weights: tuple[tuple[int, CopySpec], ...] = ()
     inputs: tuple[Any, ...] = ()
 
     def around(self, compiled: Compiled) -> Compiled:
@@ -242,13 +242,13 @@ class _Inputs:
             self.graph.graph.erase_node(node)
 
 
-def _made(own: dict[str, Any]) -> Made:
-    return Made(own["stream"], own["fmt"], own["rounding"], tuple(own["keep"]))
+def _made(own: dict[str, Any]) -> CopySpec:
+    return CopySpec(own["stream"], own["fmt"], own["rounding"], tuple(own["keep"]))
 
 
 def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
     """Yields the casts of weights to scaled formats, and why one stays where it is; "" where it does not."""
-    origins, memory = Origins(graph), Memory(graph)
+    origins, memory = Origins(graph), AliasSets(graph)
     for part in graph.walk():
         for node in part.graph.find_nodes(op="call_function", target=torch.ops.qsync.quantize.default):
             if origins.of(node.args[0]) is Origin.PARAMETER:
@@ -256,7 +256,7 @@ def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
                 yield node, inside if part is not graph else _obstacle(graph, node, memory)
 
 
-def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: Memory) -> str:
+def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
     own = arguments(node)
     weight, value = own["x"], graph.value(own["x"])
     if weight.op != "placeholder":

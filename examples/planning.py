@@ -16,10 +16,10 @@ from messages import FORMATS, ROLES, RUNS, Foreseen, Job, Phase, Planned
 from training import Batch, batches, fresh, step_of
 
 import qsync_fx
-from qsync_fx.allocator.evaluator import Judge
+from qsync_fx.allocator.evaluator import PlanEvaluator
 from qsync_fx.plan.plan_loading import read_plan
 from qsync_fx.predictor.cost_mapper import states
-from qsync_fx.predictor.memory import Training, peak_bytes
+from qsync_fx.predictor.memory import TrainingMemory, peak_bytes
 from qsync_fx.predictor.model import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import optimizer_memory
 
@@ -74,7 +74,7 @@ def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan
             profile.save(job.profile(role))
         problem = plan.answer.problem
         runs = dict(zip(RUNS, (problem.uniform(), plan.answer.plans), strict=True))
-        foreseen = {name: _foreseen(Judge(problem, plans), job.timeline(name)) for name, plans in runs.items()}
+        foreseen = {name: _foreseen(PlanEvaluator(problem, plans), job.timeline(name)) for name, plans in runs.items()}
         pipe.send(Planned(plan.answer.text(job.width), memory, foreseen))
     return plan
 
@@ -84,11 +84,11 @@ def _share(job: Job, images: data.Data) -> float:
     model, optimizer = fresh(job, images)
     x, _ = next(batches(replace(job, rank=1), images, 0))
     graph = build_model_graph(qsync_fx.explain(model, images.normalized(x)), FORMATS[1])
-    held = Training(optimizer_memory(optimizer), buckets=True)
+    held = TrainingMemory(optimizer_memory(optimizer), buckets=True)
     return SHARE * peak_bytes(states(graph, qsync_fx.Plan.uniform("fp32")), held)
 
 
-def _foreseen(judge: Judge, timeline: Path) -> Foreseen:
+def _foreseen(judge: PlanEvaluator, timeline: Path) -> Foreseen:
     """Returns what is foreseen of a run, and writes its timeline."""
     judge.timeline.save_perfetto(timeline)
     judged = judge.judged()

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.cost_algebra import Cost, Work
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import Costing, flops_of, size_in
 from qsync_fx.passes.pass_base import Scope
 
@@ -30,7 +30,7 @@ class AnnotateCost:
 def costed(graph: PrecisionGraph, costing: Costing) -> list[tuple[Operator, Cost]]:
     """Returns the operators of a graph whose states are decided, each with its cost."""
     operators = graph.operators()
-    costs = costing.of({operator.id: State.of(operator.note) for operator in operators})
+    costs = costing.of({operator.id: OperandState.of(operator.note) for operator in operators})
     return [(operator, costs.get(operator.id) or _moved(operator)) for operator in operators]
 
 

@@ -95,7 +95,7 @@ def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dty
     with graph.graph.inserting_before(node):
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
     owner = node_metadata.NOTE[node].id
-    node_metadata.CAST[cast] = node_metadata.Cast(
+    node_metadata.CAST[cast] = node_metadata.CastInfo(
         node_metadata.Part.CONVERT, owner, precision_of(wanted), None, node_metadata.Purpose.AUTOCAST, what
     )
     graph.propagate(cast)

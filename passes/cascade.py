@@ -17,7 +17,7 @@ from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import operands
 from qsync_fx.graph.cascade_rules import Rule, handed_on, rule_of, wants_wide, wide_readers
 from qsync_fx.graph.fx_utils import format_of
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops import Kind
 from qsync_fx.passes.pass_base import Scope
 
@@ -74,7 +74,7 @@ def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
     operator.update(precision=found, output=rule.output(found), reason=reason)
 
 
-def _output(graph: PrecisionGraph, node: fx.Node, note: Note) -> Precision | None:
+def _output(graph: PrecisionGraph, node: fx.Node, note: OperatorInfo) -> Precision | None:
     """An operator's output format: its precision's, but FP32 from a scaled operator whose every reader wants FP32 (paper, footnote 3)."""
     assert note.precision is not None, f"{note.id} was not assigned"
     own = format_of(graph.value(node))

@@ -31,12 +31,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from qsync_fx.formats import Precision, precision_of
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.alias_analysis import Memory, Places, Sharing, handed_in, in_place, operands, writes
+from qsync_fx.graph.alias_analysis import AliasSets, Places, Sharing, handed_in, in_place, operands, writes
 from qsync_fx.graph.fx_utils import is_float, tensors
 from qsync_fx.graph.graph import PrecisionGraph
-from qsync_fx.graph.node_metadata import Cast, Part, Purpose
+from qsync_fx.graph.node_metadata import CastInfo, Part, Purpose
 from qsync_fx.plan.operator_id import OpId
-from qsync_fx.rounding import Rounding, Streams
+from qsync_fx.rounding import RandomStreams, Rounding
 
 
 def drawn(graph: PrecisionGraph, rounding: Rounding) -> fx.Node:
@@ -50,7 +50,7 @@ def drawn(graph: PrecisionGraph, rounding: Rounding) -> fx.Node:
         target, args, keywords = torch.ops.aten.zeros.default, ([1],), {"dtype": torch.int64, "device": device}
     with graph.graph.inserting_before(first):
         seed = graph.graph.create_node("call_function", target, args, keywords, name="seed")
-    node_metadata.CAST[seed] = node_metadata.Cast(node_metadata.Part.SEED, None)
+    node_metadata.CAST[seed] = node_metadata.CastInfo(node_metadata.Part.SEED, None)
     seed.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     graph.propagate(seed)
     return seed
@@ -71,10 +71,10 @@ class Casts:
         self.graph, self.rounding, self.outer = graph, rounding, outer
         self.own = {node: plain_type(graph.value(node)) for node in graph.nodes}
         self.values = {node: graph.value(node) for node in graph.nodes}
-        self.sharing: Sharing = Sharing(graph, Memory(graph, self._given()))
+        self.sharing: Sharing = Sharing(graph, AliasSets(graph, self._given()))
         self._made: dict[Any, Any] = {}
         self._seed: fx.Node | None = None
-        self.streams: Streams = outer[0].streams if outer is not None else Streams()
+        self.streams: RandomStreams = outer[0].streams if outer is not None else RandomStreams()
 
     def passed(self, node: fx.Node) -> None:
         """Goes on to the next node. A cast that stood in the graph before is shared, or gives way to one that is."""
@@ -134,7 +134,7 @@ class Casts:
                     name=f"{source.name}_{fmt}_{precision_of(dtype)}",
                 )
                 self._describe(
-                    self._made[key, dtype], source, Cast(Part.DEQUANTIZE, _owner(before), precision_of(dtype))
+                    self._made[key, dtype], source, CastInfo(Part.DEQUANTIZE, _owner(before), precision_of(dtype))
                 )
         dequantized: fx.Node = self._made[key, dtype]
         return dequantized
@@ -147,7 +147,7 @@ class Casts:
         cast = self.graph.graph.create_node(
             "call_function", torch.ops.aten.to.dtype, (source, dtype), name=f"{source.name}_{found}"
         )
-        self._describe(cast, source, Cast(Part.CONVERT, owner, found, purpose=purpose))
+        self._describe(cast, source, CastInfo(Part.CONVERT, owner, found, purpose=purpose))
         return cast
 
     def again(self, node: fx.Node, operand: fx.Node, instead: fx.Node) -> fx.Node:
@@ -189,7 +189,7 @@ class Casts:
             places |= memory.of(node.args[0])  # type: ignore[arg-type]
         return not places & memory.written and self.sharing.records_as_here(node)
 
-    def _describe(self, new: fx.Node, source: fx.Node, cast: Cast | None) -> None:
+    def _describe(self, new: fx.Node, source: fx.Node, cast: CastInfo | None) -> None:
         if cast is not None:
             node_metadata.CAST[new] = cast
         for key in ("stack_trace", "nn_module_stack"):
@@ -209,7 +209,7 @@ class Casts:
                 (source, self._seed_node(), stream, fmt.name, self.rounding),
                 name=f"{source.name}_{fmt}",
             )
-            self._describe(rounded, source, Cast(Part.ROUND, owner, fmt, stream))
+            self._describe(rounded, source, CastInfo(Part.ROUND, owner, fmt, stream))
             return rounded
         pair = graph.create_node(
             "call_function",
@@ -217,13 +217,13 @@ class Casts:
             (source, self._seed_node(), stream, fmt.name, self.rounding, list(keep)),
             name=f"{source.name}_{fmt}",
         )
-        self._describe(pair, source, Cast(Part.QUANTIZE, owner, fmt, stream))
+        self._describe(pair, source, CastInfo(Part.QUANTIZE, owner, fmt, stream))
         parts = []
         for at, (name, part) in enumerate((("q", Part.VALUES), ("scale", Part.SCALE))):
             parts.append(
                 graph.create_node("call_function", py_operator.getitem, (pair, at), name=f"{pair.name}_{name}")
             )
-            self._describe(parts[-1], source, Cast(part, owner, fmt))
+            self._describe(parts[-1], source, CastInfo(part, owner, fmt))
         return tuple(parts)
 
     def _seed_node(self) -> fx.Node:

@@ -38,7 +38,7 @@ from qsync_fx.graph import node_metadata
 from qsync_fx.graph.cost_dag import charge
 from qsync_fx.graph.fx_utils import format_of, is_switch, target_name
 from qsync_fx.graph.graph import Context, Operator, PrecisionGraph, copied
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops.spec import Kind
 from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.assign import Assign
@@ -48,14 +48,14 @@ from qsync_fx.passes.insert_casts import InsertCasts
 from qsync_fx.passes.lower import Lower
 from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.rewriting.apply_rewrite import OF_THE_MODEL, adopted, inlined
-from qsync_fx.passes.rewriting.trace_pattern import Traced, Untraceable, trace_call
+from qsync_fx.passes.rewriting.trace_pattern import TracedPattern, Untraceable, trace_call
 from qsync_fx.passes.tracing.operator_ids import identify_new, mark
 from qsync_fx.passes.tracing.retrace import modes, restored
 from qsync_fx.plan.operator_id import Numbering, OpId
 
 
 @dataclass(frozen=True)
-class Seen:
+class GraphSnapshot:
     """A graph, and the bodies of its higher-order operators, as they were.
 
     Attributes:
@@ -66,23 +66,23 @@ class Seen:
 
     nodes: dict[fx.Node, tuple[Any, ...]]
     values: tuple[Any, ...]
-    notes: dict[fx.Node, Note]
+    notes: dict[fx.Node, OperatorInfo]
 
     def holds(self, value: Any) -> bool:
         """Whether a value was that of a node."""
         return any(known is value for known in self.values)
 
 
-def look(graph: PrecisionGraph) -> Seen:
+def look(graph: PrecisionGraph) -> GraphSnapshot:
     nodes = [node for part in graph.walk() for node in part.nodes]
-    return Seen(
+    return GraphSnapshot(
         {node: (node.target, node.args, node.kwargs, id(node.meta.get("val"))) for node in nodes},
         tuple(node.meta.get("val") for node in nodes),
         {node: node_metadata.NOTE[node] for node in nodes if node in node_metadata.NOTE},
     )
 
 
-def replaced(before: Seen, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
+def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
     """Returns for new nodes which ones that are gone they are read in place of."""
     alive = set(graph.nodes)
     found: dict[fx.Node, fx.Node] = {}
@@ -97,13 +97,13 @@ def replaced(before: Seen, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def only_decided(before: Seen, after: Seen) -> bool:
+def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
     """Whether nothing but `Operator.assign` tells the two apart."""
     same = list(before.nodes.items()) == list(after.nodes.items()) and before.notes.keys() == after.notes.keys()
     return same and all(_decided(note, after.notes[node]) for node, note in before.notes.items())
 
 
-def _decided(before: Note, after: Note) -> bool:
+def _decided(before: OperatorInfo, after: OperatorInfo) -> bool:
     undone = dataclasses.replace(
         after, planned=before.planned, precision=before.precision, reason=before.reason, pinned=before.pinned
     )
@@ -135,7 +135,7 @@ def spell(graph: PrecisionGraph, node: fx.Node) -> None:
     _replace(graph, node, tuple(local[output] for output in traced.outputs), several)
 
 
-def _traced(graph: PrecisionGraph, node: fx.Node, given: dict[str, Any]) -> tuple[Traced, bool]:
+def _traced(graph: PrecisionGraph, node: fx.Node, given: dict[str, Any]) -> tuple[TracedPattern, bool]:
     called, several = _called(graph, node), False
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ def _replace(graph: PrecisionGraph, node: fx.Node, outputs: tuple[fx.Node, ...],
         graph.module.delete_submodule(str(node.target))
 
 
-def evaluate(graph: PrecisionGraph, node: fx.Node, before: Seen | None = None) -> None:
+def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None = None) -> None:
     """Gives a new node the value of what it computes; one that was copied with the node too.
 
     Raises:
@@ -209,7 +209,7 @@ def evaluate(graph: PrecisionGraph, node: fx.Node, before: Seen | None = None) -
         graph.propagate(node)
 
 
-def take_in(graph: PrecisionGraph, before: Seen, by: str, passed: Sequence[str]) -> None:
+def take_in(graph: PrecisionGraph, before: GraphSnapshot, by: str, passed: Sequence[str]) -> None:
     """Makes what the pass called `by` has put in part of a graph, after the passes named in `passed`.
 
     Raises:
@@ -251,11 +251,11 @@ def take_in(graph: PrecisionGraph, before: Seen, by: str, passed: Sequence[str])
         AnnotateCost()(graph)
 
 
-def _new(graph: PrecisionGraph, before: Seen) -> list[fx.Node]:
+def _new(graph: PrecisionGraph, before: GraphSnapshot) -> list[fx.Node]:
     return [node for node in graph.nodes if node not in before.nodes]
 
 
-def _identify(graph: PrecisionGraph, before: Seen, free: dict[fx.Node, list[fx.Node]], by: str) -> None:
+def _identify(graph: PrecisionGraph, before: GraphSnapshot, free: dict[fx.Node, list[fx.Node]], by: str) -> None:
     copied_from = {id(note): node for node, note in before.notes.items()}
     instead = replaced(before, graph)
     for node in _new(graph, before):
@@ -272,7 +272,7 @@ def _identify(graph: PrecisionGraph, before: Seen, free: dict[fx.Node, list[fx.N
         identify_new(graph, [node], by, "inserted", note, free.get(old, []) if old is not None else [])
 
 
-def _place_of(node: fx.Node, instead: dict[fx.Node, fx.Node], before: Seen) -> fx.Node | None:
+def _place_of(node: fx.Node, instead: dict[fx.Node, fx.Node], before: GraphSnapshot) -> fx.Node | None:
     """The node of the model in whose place a new one stands, together with others of its pass that read it."""
     todo = [node]
     for at in todo:
@@ -342,8 +342,8 @@ _ATTRIBUTES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 
 _KEYS: Mapping[str, type] = MappingProxyType(
     {
-        node_metadata.NOTE.name: Note,
-        node_metadata.CAST.name: node_metadata.Cast,
+        node_metadata.NOTE.name: OperatorInfo,
+        node_metadata.CAST.name: node_metadata.CastInfo,
         node_metadata.BODIES.name: tuple,
         "custom": dict,
     }
@@ -382,7 +382,7 @@ class Damage(NamedTuple):
     repair: str
 
 
-def refuse_damage(graph: PrecisionGraph, before: Seen, by: str) -> None:
+def refuse_damage(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
     """Check the structure of a graph and of the bodies of its higher-order operators.
 
     Args:
@@ -397,7 +397,7 @@ def refuse_damage(graph: PrecisionGraph, before: Seen, by: str) -> None:
         _refuse(damage, by)
 
 
-def refuse_calls(graph: PrecisionGraph, before: Seen, by: str) -> None:
+def refuse_calls(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
     """Check that each operator that a pass has changed accepts its arguments.
 
     Args:
@@ -430,7 +430,7 @@ def _refuse(damage: Damage, by: str) -> None:
     )
 
 
-def _damage(graph: PrecisionGraph, before: Seen) -> Iterator[Damage]:
+def _damage(graph: PrecisionGraph, before: GraphSnapshot) -> Iterator[Damage]:
     yield from _damage_to_attributes(graph)
     for node in graph.nodes:
         yield from _damage_to_node(node, before)
@@ -452,7 +452,7 @@ def _damage_to_attributes(graph: PrecisionGraph) -> Iterator[Damage]:
         yield Damage(None, problem, "set a torch.fx.Graph")
 
 
-def _damage_to_node(node: fx.Node, before: Seen) -> Iterator[Damage]:
+def _damage_to_node(node: fx.Node, before: GraphSnapshot) -> Iterator[Damage]:
     facts = getattr(node, "meta", None)
     if not isinstance(facts, dict):
         yield Damage(node, f"its meta is {type(facts).__name__}, not dict", _LEAVE)

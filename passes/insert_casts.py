@@ -19,8 +19,8 @@ from torch import fx
 from qsync_fx.graph import PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import in_place, operands, results, writes
 from qsync_fx.graph.fx_utils import is_float, is_switch, memory_order, same_strides
-from qsync_fx.graph.node_metadata import Cast, Note, Part, Purpose
-from qsync_fx.graph.operand_formats import Operand, Reader, map_operands
+from qsync_fx.graph.node_metadata import CastInfo, OperatorInfo, Part, Purpose
+from qsync_fx.graph.operand_formats import Operand, OperandReader, map_operands
 from qsync_fx.ops import Kind
 from qsync_fx.passes.casting import Casts, cast_outputs, drop_unread_casts, plain_type
 from qsync_fx.passes.lowering_registry import Lowering, Role
@@ -83,8 +83,8 @@ class _Inserter:
         self._keep_apart(node)
         self._output(node, note)
 
-    def _operands(self, node: fx.Node, note: Note) -> None:
-        reader, fmt = Reader.of(node, note, self.casts.values[node]), note.precision
+    def _operands(self, node: fx.Node, note: OperatorInfo) -> None:
+        reader, fmt = OperandReader.of(node, note, self.casts.values[node]), note.precision
         rounds = note.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain
         # Until it is lowered torch computes it, in the format of its output; only then are other operands read as they were written.
         computed = note.output if rounds and fmt is not None and fmt.scaled else fmt
@@ -137,9 +137,9 @@ class _Inserter:
             node, lambda: self.graph.graph.call_function(torch.ops.qsync.in_order.default, (node, order))
         )
         note = node_metadata.NOTE.get(node)
-        node_metadata.CAST[copy] = Cast(Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT)
+        node_metadata.CAST[copy] = CastInfo(Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT)
 
-    def _rounded(self, node: fx.Node, operand: Operand, note: Note) -> fx.Node:
+    def _rounded(self, node: fx.Node, operand: Operand, note: OperatorInfo) -> fx.Node:
         """Returns a factor on the grid of the operator's format."""
         row, fmt, output = note.row, note.precision, note.output
         keep: tuple[int, ...] = ()
@@ -183,9 +183,9 @@ class _Inserter:
         if memory.of(node) & memory.of(source) or not (memory.of(node) | memory.of(source)) & memory.written:
             return
         copy = self._after(node, lambda: self.graph.graph.call_function(torch.ops.aten.clone.default, (node,)))
-        node_metadata.CAST[copy] = Cast(Part.COPY, node_metadata.NOTE[node].id)
+        node_metadata.CAST[copy] = CastInfo(Part.COPY, node_metadata.NOTE[node].id)
 
-    def _output(self, node: fx.Node, note: Note) -> None:
+    def _output(self, node: fx.Node, note: OperatorInfo) -> None:
         """Converts a result that is not in the format that the note promises."""
         value = self.graph.value(node)
         if note.output is None or not is_float(value) or value.dtype is note.output.dtype or in_place(node):

@@ -15,7 +15,7 @@ from torch import fx
 from qsync_fx.errors import PassError
 from qsync_fx.graph import PrecisionGraph, node_metadata
 from qsync_fx.passes.pass_base import Scope
-from qsync_fx.passes.tracing.dynamo_frames import Place, place
+from qsync_fx.passes.tracing.dynamo_frames import SourcePlace, place
 from qsync_fx.passes.tracing.graph_cleanup import without_idle_conversions, without_needless_writes
 from qsync_fx.passes.tracing.operator_ids import identify, name_inputs, numbering, remember_break
 from qsync_fx.passes.tracing.retrace import current, rebuild, restored
@@ -42,7 +42,7 @@ class Normalize:
         remember_break(here, numbers)
 
 
-def _normalize(graph: PrecisionGraph, here: Place) -> None:
+def _normalize(graph: PrecisionGraph, here: SourcePlace) -> None:
     def keep(node: fx.Node, module: fx.GraphModule) -> None:
         bodies, replaced = [], {}
         for used in node.all_input_nodes:

@@ -43,7 +43,7 @@ from qsync_fx.passes.normalize import Normalize
 from qsync_fx.passes.pass_base import GraphPass, Pass, Scope, scope
 from qsync_fx.passes.printer import Instrument
 from qsync_fx.passes.stochastic_gradients import StochasticGradients
-from qsync_fx.passes.tracing.dynamo_frames import Place, place
+from qsync_fx.passes.tracing.dynamo_frames import SourcePlace, place
 from qsync_fx.passes.tracing.operator_ids import numbering_now
 from qsync_fx.passes.tracing.retrace import restored
 from qsync_fx.passes.verifier import verify
@@ -100,7 +100,7 @@ def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
     )
 
 
-def warn(error: PassError, here: Place) -> None:
+def warn(error: PassError, here: SourcePlace) -> None:
     what = error.what[0].upper() + error.what[1:]
     text = (
         f"{what} ({error.where}). That is a bug in qsync_fx. This graph trains in the formats that the model holds, without the plan; the "

@@ -29,7 +29,7 @@ from qsync_fx.passes.casting import drawn, drop_unread_casts
 from qsync_fx.passes.lower import replace
 from qsync_fx.passes.lowering_registry import Lowering, Operands
 from qsync_fx.passes.pass_base import Scope
-from qsync_fx.rounding import GRADIENTS, RESULT, Streams
+from qsync_fx.rounding import GRADIENTS, RESULT, RandomStreams
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Rewriter:
         self, graph: PrecisionGraph, lowerings: Mapping[str, Lowering], outer: tuple[_Rewriter, fx.Node] | None = None
     ) -> None:
         self.graph, self.lowerings, self.outer = graph, lowerings, outer
-        self.streams: Streams = outer[0].streams if outer is not None else Streams(GRADIENTS, RESULT)
+        self.streams: RandomStreams = outer[0].streams if outer is not None else RandomStreams(GRADIENTS, RESULT)
         self._seed: fx.Node | None = None
 
     def run(self) -> None:

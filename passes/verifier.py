@@ -20,8 +20,8 @@ from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import Sharing, in_place
 from qsync_fx.graph.cost_dag import computes
 from qsync_fx.graph.fx_utils import arguments, describe, is_float, memory_order, same_strides, tensors
-from qsync_fx.graph.node_metadata import Note
-from qsync_fx.graph.operand_formats import Reader
+from qsync_fx.graph.node_metadata import OperatorInfo
+from qsync_fx.graph.operand_formats import OperandReader
 from qsync_fx.ops import Kind
 from qsync_fx.passes.printer import graph_text
 
@@ -29,7 +29,7 @@ Broken = tuple[fx.Node | None, str]
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerifierRule:
     """One invariant: what it says, the pass from which on it holds, and what finds the nodes that break it."""
 
     says: str
@@ -221,7 +221,7 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
         note, node = operator.note, operator.node
         if _lowered(note, node):  # it takes the original beside each operand
             continue
-        reader = Reader.of(node, note, graph.value(node))
+        reader = OperandReader.of(node, note, graph.value(node))
         for operand in () if reader.in_place else reader.operands:
             value = graph.value(operand.node)
             asked = reader.asks(note.precision, operand, value)
@@ -229,7 +229,7 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
                 yield node, f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}"
 
 
-def _lowered(note: Note, node: fx.Node) -> bool:
+def _lowered(note: OperatorInfo, node: fx.Node) -> bool:
     return note.kind is Kind.ADJUSTABLE and note.precision is not None and note.precision.name in node.args
 
 
@@ -265,26 +265,28 @@ def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
             yield node, "no operator is charged with the time that it takes"
 
 
-STRIDES = Rule("results have the strides that the model was traced with", "insert_casts", _keeps_strides)
+STRIDES = VerifierRule("results have the strides that the model was traced with", "insert_casts", _keeps_strides)
 RULES = (
-    Rule("the graph is well formed", "normalize", _is_a_graph),
-    Rule("every node has a value", "normalize", _has_values),
-    Rule("every operator has one id", "normalize", _keeps_ids),
-    Rule("every decision has a reason", "classify", _has_reasons),
-    Rule("every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned),
-    Rule("dependent operators follow their inputs", "cascade", _follows_inputs),
-    Rule("types match", "insert_casts", _types_match),
+    VerifierRule("the graph is well formed", "normalize", _is_a_graph),
+    VerifierRule("every node has a value", "normalize", _has_values),
+    VerifierRule("every operator has one id", "normalize", _keeps_ids),
+    VerifierRule("every decision has a reason", "classify", _has_reasons),
+    VerifierRule(
+        "every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned
+    ),
+    VerifierRule("dependent operators follow their inputs", "cascade", _follows_inputs),
+    VerifierRule("types match", "insert_casts", _types_match),
     STRIDES,
-    Rule("operators read operands of their precision", "insert_casts", _reads_what_it_asks_for),
-    Rule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
-    Rule("each rounding draws from a stream of its own", "insert_casts", _streams_are_apart),
-    Rule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
-    Rule("what stands for a quantized operand is for lowering", "insert_casts", _dequantizes_for_products),
-    Rule("losses read FP32", "insert_casts", _losses_are_wide),
-    Rule("the graph holds no format that the device does not compile", "lower", _is_compiled),
-    Rule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
-    Rule("every node says whose time it takes", "lower", _is_charged),
-    Rule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),
+    VerifierRule("operators read operands of their precision", "insert_casts", _reads_what_it_asks_for),
+    VerifierRule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
+    VerifierRule("each rounding draws from a stream of its own", "insert_casts", _streams_are_apart),
+    VerifierRule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
+    VerifierRule("what stands for a quantized operand is for lowering", "insert_casts", _dequantizes_for_products),
+    VerifierRule("losses read FP32", "insert_casts", _losses_are_wide),
+    VerifierRule("the graph holds no format that the device does not compile", "lower", _is_compiled),
+    VerifierRule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
+    VerifierRule("every node says whose time it takes", "lower", _is_charged),
+    VerifierRule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),
 )
 
 
@@ -306,7 +308,7 @@ def verify_strides(graph: PrecisionGraph, step: str) -> None:
     _check(graph, [STRIDES], step)
 
 
-def _check(graph: PrecisionGraph, rules: Sequence[Rule], step: str) -> None:
+def _check(graph: PrecisionGraph, rules: Sequence[VerifierRule], step: str) -> None:
     for part in graph.walk():
         for rule in rules:
             for node, problem in rule.check(part):

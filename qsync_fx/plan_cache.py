@@ -108,7 +108,7 @@ SUFFIX: Final = ".plan.json"
 
 
 @dataclass(frozen=True)
-class KeptPlan:
+class CachedPlan:
     """
     Attributes:
         machine, model: where its profile was measured, and of what.
@@ -127,7 +127,7 @@ class KeptPlan:
 
 
 KEPT: Final = Schema(
-    KeptPlan,
+    CachedPlan,
     noun="plan of a cached profile",
     error=PlanError,
     remedy="remove it, and save the profile again: Profile.save()",
@@ -140,7 +140,7 @@ def folder(structure: str) -> Path:
     return caches() / "profiles" / structure
 
 
-def kept(structure: str) -> list[tuple[Path, KeptPlan]]:
+def kept(structure: str) -> list[tuple[Path, CachedPlan]]:
     """Returns the plans that are there for models of a structure, the latest first."""
     try:
         files = [(path, path.stat()) for path in folder(structure).glob(f"*{SUFFIX}")]
@@ -152,7 +152,7 @@ def kept(structure: str) -> list[tuple[Path, KeptPlan]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _read(path: Path, _written: int, _bytes: int) -> KeptPlan | None:
+def _read(path: Path, _written: int, _bytes: int) -> CachedPlan | None:
     try:
         return KEPT.load(path)
     except PlanError:
@@ -173,7 +173,7 @@ class Candidates:
     """
 
     model: Fingerprint
-    kept: tuple[tuple[Path, KeptPlan], ...]
+    kept: tuple[tuple[Path, CachedPlan], ...]
     before: Plan | None
 
     def plan(self, operators: Mapping[str, str], complete: bool) -> Plan | None:
@@ -192,7 +192,7 @@ class Candidates:
         """Returns what the latest of them was measured of that is not at hand, in words; "" where there are none."""
         return next((what for _, found in self.kept for what in self._differing(found, operators, complete)), "")
 
-    def _differing(self, found: KeptPlan, operators: Mapping[str, str], complete: bool) -> Iterator[str]:
+    def _differing(self, found: CachedPlan, operators: Mapping[str, str], complete: bool) -> Iterator[str]:
         try:
             found.machine.check(here_for(found.machine))
         except ProfileError as error:
@@ -222,7 +222,7 @@ def candidates_for(root: nn.Module, options: Options, before: Plan | None) -> Ca
     return found if found.kept or before is not None else None
 
 
-def _plan(path: Path, found: KeptPlan) -> Plan:
+def _plan(path: Path, found: CachedPlan) -> Plan:
     said = (
         f"no plan was asked for, so it trains under the fastest one within the variance of {found.within}, found from a profile of it: "
         f"{found.seconds * 1e3:.4g} ms a step foreseen, {found.uniform_seconds * 1e3:.4g} ms in {found.within} ({path})"

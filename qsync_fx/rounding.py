@@ -55,7 +55,7 @@ BACKWARD: Final = {"shared": SHARED, "activation": 2 * _BACKWARD, "weight": 3 * 
 """Added in a backward pass, by the operand whose gradient a rounding is for."""
 
 
-class Streams:
+class RandomStreams:
     """Hands out the numbers from `first` to `end` that tell the roundings of a graph and of its bodies apart; no two are equal."""
 
     def __init__(self, first: int = 0, end: int = GRADIENTS) -> None:
@@ -172,7 +172,7 @@ PLACE: Final = "qsync_rounding"
 """The attribute of a state of torch's generator that holds the state of the rounding stream at that time."""
 
 
-class Watched:
+class WatchedSeed:
     """Torch's default generator for `torch.random`, and a stream that moves with it."""
 
     def __init__(self, generator: torch.Generator, stream: RoundingStream) -> None:
@@ -212,5 +212,5 @@ class Watched:
 def watch() -> None:
     """Puts the watch in place, once for all."""
     module: Any = torch.random
-    if not isinstance(module.default_generator, Watched):
-        module.default_generator = Watched(module.default_generator, rounding_stream)
+    if not isinstance(module.default_generator, WatchedSeed):
+        module.default_generator = WatchedSeed(module.default_generator, rounding_stream)

@@ -45,7 +45,7 @@ from qsync_fx.formats import Precision, encoding
 
 
 @dataclass(frozen=True)
-class Unit:
+class TranslationUnit:
     """
     Attributes:
         name: for messages and file names: letters, digits, `_`.
@@ -90,19 +90,19 @@ _NAMES: Final = {
 }
 
 
-def copier(arch: Arch) -> Unit:
+def copier(arch: Arch) -> TranslationUnit:
     """Returns what is to be compiled to copy matrices as they are."""
     return _unit(f"copy_{arch}", arch, "qsync::Bits")
 
 
-def converter(arch: Arch, x: str) -> Unit:
+def converter(arch: Arch, x: str) -> TranslationUnit:
     """Returns what is to be compiled to convert numbers in the format `x` to floats."""
     return _unit(f"convert_{arch}_{x}", arch, f"qsync::FloatsOf<qsync::Element::{_NAMES[x]}>")
 
 
-def _unit(name: str, arch: Arch, library: str) -> Unit:
+def _unit(name: str, arch: Arch, library: str) -> TranslationUnit:
     source = f'#include "plain/convert_library.cuh"\n\nQSYNC_CONVERT("{name}", {library})\n'
-    return Unit(name=name, arch=arch, source=source, interface="convert")
+    return TranslationUnit(name=name, arch=arch, source=source, interface="convert")
 
 
 CUTLASS_TYPES: Final = {
@@ -126,7 +126,7 @@ def unit(
     constants: Mapping[str, int | bool | str],
     opcode: str,
     heavy: bool,
-) -> Unit:
+) -> TranslationUnit:
     """Returns what is to be compiled for a configuration: what `header` makes of a structure `Config`.
 
     Args:
@@ -161,7 +161,9 @@ def unit(
         "",
     ]
     text = "\n".join(lines)
-    return Unit(name=config.name, arch=config.arch, source=text, interface=interface, opcode=opcode, heavy=heavy)
+    return TranslationUnit(
+        name=config.name, arch=config.arch, source=text, interface=interface, opcode=opcode, heavy=heavy
+    )
 
 
 def _declared(name: str, value: int | bool | str) -> str:
@@ -210,7 +212,7 @@ def conv_opcode(config: KernelConfig) -> str:
     return f"{letter}GMMA" if conv_on_hopper(config) else f"{letter}MMA"
 
 
-def conv_source(config: KernelConfig) -> Unit:
+def conv_source(config: KernelConfig) -> TranslationUnit:
     """Returns what is to be compiled for `config`, a convolution that `rules.problems` finds nothing wrong with."""
     header, fields = (
         ("conv/conv_sm90.cuh", _conv_fields_3x(config))
@@ -272,7 +274,7 @@ def gemm_opcode(config: KernelConfig) -> str:
     return (_WGMMA_OPCODES if gemm_on_hopper(config) else _OPCODES)[config.a]
 
 
-def gemm_source(config: KernelConfig) -> Unit:
+def gemm_source(config: KernelConfig) -> TranslationUnit:
     """Returns what is to be compiled for `config`, a GEMM that `rules.problems` finds nothing wrong with."""
     if gemm_on_hopper(config):
         header, fields = "gemm/gemm_sm90.cuh", _gemm_fields_3x(config)
@@ -342,7 +344,7 @@ def written(row: Precision) -> str | None:
     return name if name in QUANTIZER_FORMATS else None
 
 
-def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
+def quantizer(arch: Arch, x: str, fmt: str) -> TranslationUnit:
     """Returns what is to be compiled to quantize.
 
     Args:
@@ -355,4 +357,4 @@ def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
         '#include "plain/quantizer_library.cuh"\n\n'
         f'QSYNC_QUANTIZER("{name}", qsync::{_X_NAMES[x]}, qsync::{_FORMAT_NAMES[fmt]})\n'
     )
-    return Unit(name=name, arch=arch, source=source, interface="quantize")
+    return TranslationUnit(name=name, arch=arch, source=source, interface="quantize")

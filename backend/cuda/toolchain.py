@@ -171,7 +171,7 @@ BESIDE: Final = Path(__file__).resolve().parents[3] / "third_party" / "cutlass"
 
 
 @dataclass(frozen=True)
-class Program:
+class ToolProgram:
     """A program and the version it tells."""
 
     path: Path
@@ -199,8 +199,8 @@ class Toolchain:
         toolkit: folders of CUDA's headers, for NVRTC; nvcc has its own.
     """
 
-    nvcc: Program
-    host: Program
+    nvcc: ToolProgram
+    host: ToolProgram
     cutlass: Headers
     toolkit: tuple[Path, ...] = ()
 
@@ -233,7 +233,7 @@ def _compiles_for_volta() -> bool:
         return False
 
 
-def nvcc() -> Program:
+def nvcc() -> ToolProgram:
     """Returns nvcc: $QSYNC_NVCC, $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin, or that of a pip wheel."""
     unfit: list[str] = []
     for name in ("QSYNC_NVCC", "CUDACXX"):
@@ -281,7 +281,7 @@ def package_folders(name: str) -> list[Path]:
     return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
 
 
-def host_compiler(compiler: Program | None) -> Program:
+def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
     """Returns what host code is compiled with: $NVCC_CCBIN, $CUDAHOSTCXX, g++, or the newest `g++-N` that nvcc accepts, if one is given."""
     newest = NEWEST_GCC.get(compiler.version[:2]) if compiler else None
     for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
@@ -314,7 +314,7 @@ def host_compiler(compiler: Program | None) -> Program:
     return found
 
 
-def _host(name: str) -> Program | None:
+def _host(name: str) -> ToolProgram | None:
     return _program(shutil.which(name), ("-dumpfullversion", "-dumpversion"), r"^([\d.]+)\s*$")
 
 
@@ -386,7 +386,7 @@ def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def _program(path: str | None, arguments: tuple[str, ...], pattern: str) -> Program | None:
+def _program(path: str | None, arguments: tuple[str, ...], pattern: str) -> ToolProgram | None:
     if path is None:
         return None
     try:
@@ -394,7 +394,7 @@ def _program(path: str | None, arguments: tuple[str, ...], pattern: str) -> Prog
     except OSError:
         return None
     version = _version(path, arguments, pattern, changed)
-    return Program(Path(os.path.abspath(path)), version) if version else None
+    return ToolProgram(Path(os.path.abspath(path)), version) if version else None
 
 
 @functools.cache
@@ -407,7 +407,7 @@ def _version(path: str, arguments: tuple[str, ...], pattern: str, changed: int) 
     return tuple(int(number) for number in found[1].split(".") if number) if found else None
 
 
-def _too_old(name: str, found: Program, oldest: Version, do: str) -> ToolchainError:
+def _too_old(name: str, found: ToolProgram, oldest: Version, do: str) -> ToolchainError:
     return ToolchainError(
         f"{name} is {dotted(found.version)}: {dotted(oldest)} or later is needed", where=str(found.path), do=do
     )
@@ -424,7 +424,7 @@ _HEADERS: Final = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cuda/s
 class Nvrtc:
     """The library with its version, and the folders of CUDA's headers."""
 
-    library: Program
+    library: ToolProgram
     folders: tuple[Path, ...]
 
 
@@ -482,4 +482,4 @@ def _checked_nvrtc(library: Path, version: str, headers: Iterator[Path]) -> Nvrt
     folders = tuple(headers)
     numbers = tuple(map(int, re.findall(r"\d+", version)))
     whole = library.is_file() and all(any((folder / name).is_file() for folder in folders) for name in _HEADERS)
-    return Nvrtc(Program(library, numbers), folders) if whole and OLDEST <= numbers < (13,) else None
+    return Nvrtc(ToolProgram(library, numbers), folders) if whole and OLDEST <= numbers < (13,) else None

@@ -158,7 +158,7 @@ class Timer(Protocol):
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedChoice:
     """What tuning found out about one problem; a row of the tables that cost models read.
 
     Attributes:
@@ -189,7 +189,7 @@ def name_of(candidate: Candidate) -> str:
     return candidate if isinstance(candidate, str) else candidate.name
 
 
-def tune(problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rounds: int = ROUNDS) -> Choice:
+def tune(problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rounds: int = ROUNDS) -> TunedChoice:
     """Measures torch and the candidates for one problem and chooses.
 
     Candidates take turns, and each round starts with another one, so that what a GPU does over time (clocks, heat) falls on all of them.
@@ -215,7 +215,7 @@ def tune(problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rou
             where=shown(problem),
             do="see what `qsync doctor` says of the device",
         )
-    return Choice(problem, _winner(seconds), seconds, failed, None, rounds)
+    return TunedChoice(problem, _winner(seconds), seconds, failed, None, rounds)
 
 
 def _valid(values: Iterable[float]) -> list[float]:
@@ -237,7 +237,7 @@ def counterpart(problem: Problem, wide: str = "bf16") -> Problem | None:
     return replace(problem, a=wide, b=wide, a_scale="none", b_scale="none")
 
 
-def gated(choice: Choice, wide: Choice | None) -> Choice:
+def gated(choice: TunedChoice, wide: TunedChoice | None) -> TunedChoice:
     """Returns a choice with the answer whether its product beats that in 16 bits."""
     return choice if wide is None else replace(choice, faster_than_bf16=choice.best < wide.best)
 
@@ -247,9 +247,9 @@ def tune_all(
     candidates: Callable[[Problem], Sequence[KernelConfig]],
     timer: Callable[[Problem], Timer],
     rounds: int = ROUNDS,
-    report: Callable[[Problem, Choice | None, str], None] = lambda problem, choice, why: None,
+    report: Callable[[Problem, TunedChoice | None, str], None] = lambda problem, choice, why: None,
     wide: str = "bf16",
-) -> list[Choice]:
+) -> list[TunedChoice]:
     """Tunes each bucket of some problems, and the buckets in 16 bits that narrow formats are compared with.
 
     Args:
@@ -263,7 +263,7 @@ def tune_all(
     Returns:
         The choices, in the order in which buckets first occur, those in 16 bits last.
     """
-    found: dict[Problem, Choice] = {}
+    found: dict[Problem, TunedChoice] = {}
     for problem in buckets(problems, wide):
         try:
             found[problem] = tune(problem, candidates(problem), timer(problem), rounds)
@@ -320,19 +320,19 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Table:
+class TuningTable:
     """What was measured in one environment, by bucket."""
 
     environment: Environment
-    choices: Mapping[Problem, Choice] = field(default_factory=dict)
+    choices: Mapping[Problem, TunedChoice] = field(default_factory=dict)
 
-    def choice(self, problem: Problem) -> Choice | None:
+    def choice(self, problem: Problem) -> TunedChoice | None:
         """Returns what is known of a problem's bucket."""
         return self.choices.get(problem.bucket())
 
-    def updated(self, choices: Iterable[Choice]) -> Table:
+    def updated(self, choices: Iterable[TunedChoice]) -> TuningTable:
         """Returns the table with these choices in place of older ones for the same problems."""
-        return Table(self.environment, {**self.choices, **{choice.problem: choice for choice in choices}})
+        return TuningTable(self.environment, {**self.choices, **{choice.problem: choice for choice in choices}})
 
 
 def path_in(folder: Path, environment: Environment) -> Path:
@@ -340,14 +340,14 @@ def path_in(folder: Path, environment: Environment) -> Path:
     return folder / f"{environment.digest}.json"
 
 
-def load_table(path: Path, environment: Environment | None = None) -> Table:
+def load_table(path: Path, environment: Environment | None = None) -> TuningTable:
     """Returns the table in a file; an empty one where there is no file and an environment is given.
 
     Raises:
         TuningError: the file cannot be read, is no table of this version, or is one of another environment.
     """
     if environment is not None and not path.exists():
-        return Table(environment)
+        return TuningTable(environment)
     rows = TABLE.load(path)
     if environment is not None and rows.environment != environment:
         raise TuningError(
@@ -355,10 +355,10 @@ def load_table(path: Path, environment: Environment | None = None) -> Table:
             where=str(path),
             do="remove it; `qsync tune` writes a new one",
         )
-    return Table(rows.environment, {choice.problem: choice for choice in rows.choices})
+    return TuningTable(rows.environment, {choice.problem: choice for choice in rows.choices})
 
 
-def save_table(path: Path, environment: Environment, choices: Iterable[Choice]) -> Table:
+def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoice]) -> TuningTable:
     """Merges choices into the table at `path`, which other processes may do at the same time, and returns the whole.
 
     A file that cannot be read is kept beside the new one, with `.unreadable` at the end of its name.
@@ -399,12 +399,12 @@ def _told(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _present(path: Path, environment: Environment) -> Table:
+def _present(path: Path, environment: Environment) -> TuningTable:
     try:
         return load_table(path, environment)
     except TuningError:
         path.replace(path.with_name(path.name + ".unreadable"))
-        return Table(environment)
+        return TuningTable(environment)
 
 
 @dataclass(frozen=True)
@@ -412,20 +412,20 @@ class _Rows:
     """A table as its file holds it."""
 
     environment: Environment
-    choices: list[Choice]
+    choices: list[TunedChoice]
 
 
-def choice_as_json(choice: Choice) -> dict[str, Any]:
+def choice_as_json(choice: TunedChoice) -> dict[str, Any]:
     """Returns one row of a table."""
     row: dict[str, Any] = TABLE.part(_short(choice))
     return row
 
 
-def _short(choice: Choice) -> Choice:
+def _short(choice: TunedChoice) -> TunedChoice:
     return replace(choice, failed={name: why[:_LONGEST] for name, why in choice.failed.items()})
 
 
-def _check_choice(choice: Choice) -> str | None:
+def _check_choice(choice: TunedChoice) -> str | None:
     if choice.problem != choice.problem.bucket():
         return "the sizes of its problem are those of no bucket"
     if choice.name not in choice.seconds:
@@ -454,12 +454,12 @@ TABLE: Final = Schema(
     remedy="remove it; `qsync tune` writes a new one",
     name="qsync tuning table",
     largest=LARGEST_FILE,
-    checks={**CHECKS, **ENVIRONMENT, Choice: _check_choice},
+    checks={**CHECKS, **ENVIRONMENT, TunedChoice: _check_choice},
 )
 
 
 @dataclass(frozen=True)
-class Recording:
+class TimingRecording:
     """Timings of one environment: the seconds of every run, by problem and name of the candidate."""
 
     environment: Environment
@@ -484,7 +484,7 @@ class RecordedTimer:
 
 
 @dataclass
-class Keeper:
+class TableWriter:
     """A timer that keeps what another one measures, for a recording. `timer` may be dropped when it has measured."""
 
     timer: Timer | None
@@ -512,16 +512,16 @@ class _RecordedRows:
     timings: list[_Row]
 
 
-def save_recording(path: Path, recording: Recording) -> None:
+def save_recording(path: Path, recording: TimingRecording) -> None:
     """Writes a recording to `path` in one step; raises `TuningError` if it cannot."""
     rows = [_Row(problem, dict(seconds)) for problem, seconds in recording.timings.items()]
     RECORDING.write(path, RECORDING.encode(_RecordedRows(recording.environment, recording.arch, rows)))
 
 
-def load_recording(path: Path) -> Recording:
+def load_recording(path: Path) -> TimingRecording:
     """Returns the recording in a file; raises `TuningError` where it is none."""
     found = RECORDING.load(path)
-    return Recording(found.environment, found.arch, {row.problem: row.seconds for row in found.timings})
+    return TimingRecording(found.environment, found.arch, {row.problem: row.seconds for row in found.timings})
 
 
 def _check(row: _Row) -> str | None:

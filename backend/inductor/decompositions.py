@@ -30,12 +30,12 @@ from qsync_fx.backend.operators.masks import keep, pack_bits, unpack_bits
 from qsync_fx.backend.operators.scatter_gradients import embedding_gradient, max_pool2d_gradient
 from qsync_fx.errors import PlanWarning
 from qsync_fx.graph.graph import PrecisionGraph, drawn, may_be_drawn
-from qsync_fx.rounding import DROPOUT, SHARED, Streams
+from qsync_fx.rounding import DROPOUT, SHARED, RandomStreams
 
 
 def decomposition(bits: bool = False) -> Callable[..., Any]:
     """Returns `aten.native_dropout` for one graph, its masks kept in bytes or in bits; what it is not for, it leaves to torch."""
-    streams = Streams(DROPOUT, SHARED)
+    streams = RandomStreams(DROPOUT, SHARED)
 
     def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
         if not train or not 0.0 < p < 1.0 or not x.dtype.is_floating_point or x.device.type != "cpu":
@@ -94,7 +94,7 @@ def _max_pool2d_backward(
     return result.contiguous(memory_format=suggest_memory_format(x))
 
 
-class Table(dict[OpOverload, Callable[..., Any]]):
+class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
     """A table that is pickled as what it was made of: torch 2.13 has it in the key of a graph in its caches, and none of its operators
     can be pickled, so that no graph was ever found there."""
 
@@ -106,14 +106,16 @@ class Table(dict[OpOverload, Callable[..., Any]]):
         return for_inductor, self._made_of
 
 
-def for_inductor(device: torch.device, fast_dropout: bool = False, keep_less: bool = False) -> Table | None:
+def for_inductor(
+    device: torch.device, fast_dropout: bool = False, keep_less: bool = False
+) -> DecompositionTable | None:
     """Returns Inductor's table of decompositions with ours in it, those of the options too; None where its own is right."""
     from torch._inductor.decomposition import select_decomp_table
 
     made_of = device, fast_dropout, keep_less
     if device.type != "cpu":
         written = quantize_lowerings.decompositions(device)
-        return Table({**select_decomp_table(), **written}, made_of) if written else None
+        return DecompositionTable({**select_decomp_table(), **written}, made_of) if written else None
 
     table, dropping = select_decomp_table(), aten.native_dropout.default
     if fast_dropout:
@@ -127,4 +129,4 @@ def for_inductor(device: torch.device, fast_dropout: bool = False, keep_less: bo
         aten.max_pool2d_with_indices_backward.default: _max_pool2d_backward,
         aten.embedding_dense_backward.default: embedding_gradient,
     }
-    return Table({**table, **ours}, made_of)
+    return DecompositionTable({**table, **ours}, made_of)

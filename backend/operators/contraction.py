@@ -15,11 +15,11 @@ from torch import Tensor
 
 from qsync_fx.backend.operators.linear import linear
 from qsync_fx.backend.operators.memory_order import in_order
-from qsync_fx.backend.operators.product_utils import Given, define_product
+from qsync_fx.backend.operators.product_utils import ProductArguments, define_product
 from qsync_fx.ops.contractions import STRETCHED, Contraction
 
 
-def contract(given: Given, equation: str, order: Sequence[int]) -> Tensor:
+def contract(given: ProductArguments, equation: str, order: Sequence[int]) -> Tensor:
     """Computes the product of `x` and `weight` that an equation names, and its gradients, as `qsync::linear` does.
 
     Args:

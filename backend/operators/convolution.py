@@ -20,7 +20,7 @@ from qsync_fx.backend.operators.gemm import dispatch, implicit_gemm
 from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.backend.operators.once_differentiable import first_only, link, place
 from qsync_fx.backend.operators.product_utils import (
-    Given,
+    ProductArguments,
     backward_operand,
     carried,
     carrier,
@@ -40,7 +40,7 @@ from qsync_fx.passes.lowering_registry import Role
 
 
 def convolution(
-    given: Given,
+    given: ProductArguments,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -165,7 +165,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *shared, geometry, order = arguments
-        given = Given(*shared)
+        given = ProductArguments(*shared)
         xq, x_scale, wq, w_scale, bias = given.xq, given.x_scale, given.wq, given.w_scale, given.bias
         # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
         linked = link()

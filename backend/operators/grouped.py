@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qsync_fx.backend.operators.once_differentiable import first_only, link, place
 from qsync_fx.backend.operators.product_utils import (
-    Given,
+    ProductArguments,
     combined,
     define_product,
     incoming,
@@ -27,7 +27,7 @@ from qsync_fx.formats import Precision, precision
 from qsync_fx.passes.lowering_registry import Role
 
 
-def grouped(given: Given, offs: Tensor) -> Tensor:
+def grouped(given: ProductArguments, offs: Tensor) -> Tensor:
     """Computes `x[start:end] @ weight[e]` for each group `e`, and the gradients, as `qsync::linear` does.
 
     Args:
@@ -59,7 +59,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *shared, offs = arguments
-        given = Given(*shared)
+        given = ProductArguments(*shared)
         xq, x_scale, wq, w_scale, out_dtype = given.xq, given.x_scale, given.wq, given.w_scale, given.out_dtype
         need_x, need_weight = ctx.needs_input_grad[:2]
         linked = link()

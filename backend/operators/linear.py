@@ -20,7 +20,7 @@ from qsync_fx.backend.operators.gemm import dispatch, int_mm
 from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.backend.operators.once_differentiable import first_only, link, place
 from qsync_fx.backend.operators.product_utils import (
-    Given,
+    ProductArguments,
     carried,
     combined,
     define_product,
@@ -40,7 +40,7 @@ from qsync_fx.formats import Precision, precision
 from qsync_fx.passes.lowering_registry import Role
 
 
-def linear(given: Given) -> Tensor:
+def linear(given: ProductArguments) -> Tensor:
     """Computes `x @ weight.T + bias` from operands in a format, and the gradients likewise.
 
     Output: INT8 products are summed exactly in INT32 (in FP32 from 133,000 products an output on); formats with a carrier are
@@ -198,7 +198,7 @@ def _by_integers(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        given = Given(*arguments)
+        given = ProductArguments(*arguments)
         xq, x_scale, wq, w_scale, bias = given.xq, given.x_scale, given.wq, given.w_scale, given.bias
         need_x, need_weight = ctx.needs_input_grad[:2]
         # With a frozen weight nothing needs the activation again, and the other way round.

@@ -188,7 +188,7 @@ def summed(dtype: torch.dtype, gradients: str) -> torch.dtype:
     return torch.float32 if gradients == "stochastic" and dtype.itemsize < 4 else dtype
 
 
-class Given(NamedTuple):
+class ProductArguments(NamedTuple):
     """The arguments that `qsync::linear` and its kin share, in the order in which their autograd functions take them.
 
     Attributes:
@@ -250,7 +250,7 @@ def define_product(
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         by_name = filled(getattr(torch.ops.qsync, name).default, args, kwargs)
-        given = Given(*(by_name.pop(field, _LEFT_OUT.get(field)) for field in Given._fields))
+        given = ProductArguments(*(by_name.pop(field, _LEFT_OUT.get(field)) for field in ProductArguments._fields))
         return compute(given, **by_name)
 
     define(f"{name}({arguments}{known}) -> Tensor", {"CompositeImplicitAutograd": kernel})
@@ -258,7 +258,7 @@ def define_product(
 
 def without_gradients(gradients: tuple[Tensor | None, ...], own: int = 0) -> tuple[Tensor | None, ...]:
     """Returns what a backward function gives: gradients of the first arguments, and none of the others, `own` of which are its own."""
-    return gradients + (None,) * (len(Given._fields) + own - len(gradients))
+    return gradients + (None,) * (len(ProductArguments._fields) + own - len(gradients))
 
 
 def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:

@@ -22,10 +22,10 @@ from qsync_fx.communication import codec_benchmarks
 from qsync_fx.communication.codec_benchmarks import Reduction, reductions
 from qsync_fx.communication.codec_cost_model import coded, of_speeds
 from qsync_fx.communication.codecs import PLAIN, codec_named
-from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.communication.hierarchical import NodeGroups
 from qsync_fx.distributed import node_topology
 from qsync_fx.predictor.replayer import cluster
-from qsync_fx.predictor.replayer.cluster_step import Bucket, travel
+from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, travel
 from qsync_fx.predictor.times import Parameter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -35,7 +35,7 @@ from benchmarks.communication.ranks import found_by, told
 from benchmarks.support.harness import Row, arguments, finish
 
 RATES = ("1gbit", "100mbit")
-NODES = Nodes(((0, 1), (2, 3)))
+NODES = NodeGroups(((0, 1), (2, 3)))
 VALUES = round(26e6 / 4)
 CODECS = ("qsgd8", "qsgd4", "1bit*", "fp16")
 
@@ -70,7 +70,7 @@ def rank(job: dict[str, Any]) -> None:
     found = reductions(job["codecs"], job["values"], job["repeats"], NODES)
     if distributed.get_rank() == 0:
         world = distributed.get_world_size()
-        fleet = Cluster({"all": cluster.Device(world)}, nodes=measured)
+        fleet = Cluster({"all": cluster.ClusterDevice(world)}, nodes=measured)
         rows = [row(one, fleet, speeds, job["values"]) for one in found if one.coding is not None]
         Path(job["path"]).write_text(json.dumps(rows))
     distributed.barrier()
@@ -82,7 +82,7 @@ def row(found: Reduction, fleet: Cluster, speeds: list[codec_benchmarks.Speed], 
     how = coded([parameter], {"gradient": found.way}, fleet.ranks, of_speeds(speeds, "here"), size=NODES.size)
     ways = {"model": how, "in turns": dataclasses.replace(how, stretches=1)}
     taken = {
-        name: float(travel(fleet, [Bucket(("gradient",), 4 * values, one.nbytes, one)])[0])
+        name: float(travel(fleet, [SimulatedBucket(("gradient",), 4 * values, one.nbytes, one)])[0])
         for name, one in ways.items()
     }
     ratios = {f"to_{name}": found.seconds / seconds for name, seconds in taken.items()}

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import CostMapper
-from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from qsync_fx.profiler.profile import PROFILE
 from qsync_fx.profiler.run_statistics import faster_half
 from qsync_fx.timeline.codec_costs import NONE, best, paying, rates
-from qsync_fx.timeline.device_profiles import known_devices
+from qsync_fx.timeline.device_profiles import load_device_profiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -96,7 +96,7 @@ def training(case: Case, way: str) -> Callable[[], None]:
 def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Returns what was foreseen of each way and what it took."""
     profiles = {f"rank {own}": PROFILE.decode(one["profile"]) for own, one in enumerate(seen)}
-    fleet, known = known_devices(profiles, Cluster({one: Device() for one in profiles}))
+    fleet, known = load_device_profiles(profiles, Cluster({one: ClusterDevice() for one in profiles}))
     plan = Plan.uniform(FORMAT)
     schedules = {one: CostMapper(found.graph, found.times(), plan).schedule() for one, found in profiles.items()}
     without, found = paying(schedules, fleet, CODECS, rates(fleet, known))

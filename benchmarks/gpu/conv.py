@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from qsync_fx.backend.cuda.problem import ConvProblem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
-from qsync_fx.backend.cuda.runtime.event_timer import Operands, operands, peer
+from qsync_fx.backend.cuda.runtime.event_timer import TimedOperands, operands, peer
 from qsync_fx.backend.cuda.tuning import shown, work
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
@@ -43,14 +43,14 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
     return sorted(chosen, key=lambda p: (-p.flops, shown(p)))
 
 
-def operator(p: ConvProblem, o: Operands) -> Call:
+def operator(p: ConvProblem, o: TimedOperands) -> Call:
     """Returns a call of `qsync::conv2d_product`, which decides, checks and falls back as it does in training."""
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     how = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
     return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
 
 
-def cudnn(p: ConvProblem, o: Operands) -> Call:
+def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
     """Returns a call of cuDNN's product alone; what it is told of the shape of a gradient lies ready, as it does in training."""
     a, b = o.a.to(BF16), o.b.to(BF16)
     geometry = list(p.stride), list(p.padding), list(p.dilation), False, [0, 0], 1

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import gemm_problem
-from qsync_fx.backend.cuda.runtime.event_timer import Operands
+from qsync_fx.backend.cuda.runtime.event_timer import TimedOperands
 from qsync_fx.backend.operators.gemm.gemm import gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -52,11 +52,11 @@ def values(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
     return torch.randn(shape, device=device).to(dtype)
 
 
-def problem_of(o: Operands) -> Problem:
+def problem_of(o: TimedOperands) -> Problem:
     return gemm_problem(o.a, o.b, o.a_scale, o.b_scale, o.bias, BF16, False)
 
 
-def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, Call], dict[str, Operands]]:
+def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, Call], dict[str, TimedOperands]]:
     """Returns the calls to be compared, and the operands of ours by format."""
     (m, n, k), device = shape, options.device
     bias = torch.randn(n, device=device)
@@ -65,7 +65,7 @@ def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, 
     for fmt, dtype in FORMATS.items():
         a_scale, b_scale = (None, None) if fmt == "bf16" else one
         a, b = values((m, k), dtype, device), values((n, k), dtype, device).t()
-        ours[fmt] = Operands(a, b, a_scale, b_scale, bias)
+        ours[fmt] = TimedOperands(a, b, a_scale, b_scale, bias)
     x, w, half = ours["bf16"].a, ours["bf16"].b.t(), (torch.randn(m, k), torch.randn(n, k), bias.half())
     x16, w16, bias16 = (t.to(device).half() for t in half)
     i8, f8 = ours["int8"], ours["fp8"]
@@ -94,7 +94,7 @@ def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, 
     return cases, ours
 
 
-def operator(o: Operands) -> Call:
+def operator(o: TimedOperands) -> Call:
     return lambda: gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, out_dtype=BF16)
 
 

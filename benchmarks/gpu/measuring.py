@@ -23,7 +23,7 @@ from benchmarks.support.harness import Row, Times, arguments, measure as measure
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.runtime.device_state import environment, known_of
-from qsync_fx.backend.cuda.runtime.event_timer import Operands, call_of
+from qsync_fx.backend.cuda.runtime.event_timer import TimedOperands, call_of
 from qsync_fx.backend.cuda.selection.select import known, way
 
 Call = Callable[[], object]
@@ -203,7 +203,7 @@ def tuned(problem: Problem, device: torch.device) -> bool:
     return table is not None and table.choice(problem) is not None
 
 
-def by_kernel(problem: Problem, given: Operands, device: torch.device) -> Call | None:
+def by_kernel(problem: Problem, given: TimedOperands, device: torch.device) -> Call | None:
     """Returns a call of the fastest of our kernels on some operands, without what decides and checks; None where there is none."""
     found = best(problem, device)
     if found is None:

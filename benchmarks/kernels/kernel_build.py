@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, library
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime.device_state import assumed
@@ -36,7 +36,7 @@ COMPILE = Target("first compile below 3 minutes on two cores", most=180)
 LOAD = Target("from the cache below 50 ms", most=50)
 
 
-def units_of_layer(arch: Arch) -> list[Unit]:
+def units_of_layer(arch: Arch) -> list[TranslationUnit]:
     """Returns the kernels that a layer of BERT-base is trained with in INT8, its gradients too, where nothing was tuned."""
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
@@ -47,7 +47,7 @@ def units_of_layer(arch: Arch) -> list[Unit]:
         return candidates.of_problems(problems_of(explained), arch, False)
 
 
-def loaded(units: list[Unit], folder: Path) -> float:
+def loaded(units: list[TranslationUnit], folder: Path) -> float:
     """Returns the seconds until libraries that are in the cache can be called."""
     since = time.perf_counter()
     for unit, path in compiler.build(units, progress=False, folder=folder).items():
@@ -55,7 +55,7 @@ def loaded(units: list[Unit], folder: Path) -> float:
     return time.perf_counter() - since
 
 
-def rows_of(arch: Arch, units: list[Unit], repeats: int) -> list[Row]:
+def rows_of(arch: Arch, units: list[TranslationUnit], repeats: int) -> list[Row]:
     case = {"case": "a layer of BERT-base, 16,384 tokens, int8_grad", "arch": arch, "kernels": len(units)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry, library as abi
 from qsync_fx.backend.cuda.kernel_build.library import load
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import Window, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem
 from qsync_fx.backend.cuda.runtime import call_cache
 from qsync_fx.backend.cuda.runtime.device_state import assumed, decision
 from qsync_fx.backend.operators import quantize
@@ -52,7 +52,7 @@ const char *qsync_error(int status) {{ return 0; }}
 """
 
 
-def had(unit: Unit, folder: Path) -> None:
+def had(unit: TranslationUnit, folder: Path) -> None:
     """Has a unit's library loaded, as one that launches nothing."""
     source, library = folder / f"{unit.name}.c", folder / f"{unit.name}.so"
     source.write_text(_NOTHING.format(abi=abi.VERSION, name=unit.name))
@@ -81,7 +81,7 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
     image = torch.ones(size, 64, 8, 8, dtype=torch.int8).to(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=torch.int8).to(memory_format=torch.channels_last)
     scale, bias = torch.ones(()), torch.ones(64)
-    window = Window((1, 1), (1, 1), (1, 1))
+    window = ConvWindow((1, 1), (1, 1), (1, 1))
     chosen(conv_problem(image, weight, scale, scale, bias, (3, 3), window, "fprop", torch.float16, False), folder)
     one = [1, 1]
     return lambda: implicit_gemm._kernel(

@@ -28,8 +28,8 @@ from qsync_fx.communication.aqgb import allgather
 from qsync_fx.communication.aqgb.bit_allocation import Block, Broadcast, broadcast
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.truncation import Adaptive
-from qsync_fx.communication.ddp_hook import Compression, to_all
-from qsync_fx.communication.point_to_point import Flight
+from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
+from qsync_fx.communication.point_to_point import PendingTransfers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -158,11 +158,11 @@ def rank(job: dict[str, Any]) -> None:
     codec = codec_named("fp32") if job["way"] == "fp32" else adaptive
     named = [(str(at), p) for at, p in enumerate(parameters)]
     assigned = to_all(codec, [1] * len(BLOCKS), 0)
-    handle = Compression(distributed.new_group(backend="gloo"), own, 2, named, assigned, seed=0, check_every=0)
+    handle = DdpCompressor(distributed.new_group(backend="gloo"), own, 2, named, assigned, seed=0, check_every=0)
     busy: list[tuple[float, float]] = []
     began = 0.0
 
-    class Recorded(Flight):
+    class Recorded(PendingTransfers):
         """Notes from when to when each message is under way."""
 
         def __init__(self, group: Any, about: str) -> None:
@@ -181,7 +181,7 @@ def rank(job: dict[str, Any]) -> None:
                 busy.append((max(self.sent[number], before), time.perf_counter() - began))
 
     for module in (allgather, allreduce):
-        vars(module)["Flight"] = Recorded
+        vars(module)["PendingTransfers"] = Recorded
     found = []
     for step in range(job["steps"]):
         distributed.barrier()

@@ -10,8 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from qsync_fx.allocator.evaluator import Judge
-from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator.evaluator import PlanEvaluator
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.serialization.atomic_files import write_text
 from qsync_fx.timeline.timeline import Timeline
 
@@ -38,8 +38,8 @@ def main() -> None:
     asked = problem(graphs, sensitivity, case.batch, COUNTS[0], None)
     rows: list[Row] = []
     timelines: dict[str, Timeline] = {}
-    for name, answer in {"uniform": narrow(asked), "ours": Exact().allocate(asked)}.items():
-        timelines[name] = timeline = Judge(asked, answer.plans).timeline
+    for name, answer in {"uniform": narrow(asked), "ours": MilpAllocator().allocate(asked)}.items():
+        timelines[name] = timeline = PlanEvaluator(asked, answer.plans).timeline
         timeline.save_perfetto(options.folder / f"fig6-{name}.json")
         rows.append(
             {

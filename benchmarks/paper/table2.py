@@ -12,11 +12,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from qsync_fx.allocator import Answer
-from qsync_fx.allocator.baselines import Hessian, Random
-from qsync_fx.allocator.evaluator import judged
-from qsync_fx.allocator.milp.milp_allocator import Exact
-from qsync_fx.allocator.recovery import Greedy
+from qsync_fx.allocator import PlanResult
+from qsync_fx.allocator.baselines import HessianGreedy, RandomGreedy
+from qsync_fx.allocator.evaluator import evaluate_plan
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
+from qsync_fx.allocator.recovery import PrecisionRecovery
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,16 +25,16 @@ from benchmarks.paper.support.experiment import OPTIONS, OnImages
 from benchmarks.support.harness import arguments, show
 
 
-def plans_of(known: Looked, batch: int) -> dict[str, Answer]:
+def plans_of(known: Looked, batch: int) -> dict[str, PlanResult]:
     """Returns the plan of each indicator, under one limit of memory."""
     memory = capped(problem(known, batch))
     ours, theirs = (problem(known, batch, method, memory=memory) for method in ("exact", "paper"))
     return {
-        "random": Random(0).allocate(ours),
-        "hessian": Hessian(known.sensitivities["hessian"]).allocate(ours),
-        "paper": Greedy().allocate(theirs),
-        "exact": Greedy().allocate(ours),
-        "exact, solved": Exact().allocate(ours),
+        "random": RandomGreedy(0).allocate(ours),
+        "hessian": HessianGreedy(known.sensitivities["hessian"]).allocate(ours),
+        "paper": PrecisionRecovery().allocate(theirs),
+        "exact": PrecisionRecovery().allocate(ours),
+        "exact, solved": MilpAllocator().allocate(ours),
     }
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     for name, known in experiment.networks():
         asked = problem(known, batch, memory=capped(problem(known, batch)))
         for indicator, answer in plans_of(known, batch).items():
-            plan, said = answer.plans[SLOW], judged(asked, answer.plans)
+            plan, said = answer.plans[SLOW], evaluate_plan(asked, answer.plans)
             experiment.add(
                 {
                     "network": name,

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qsync_fx.allocator import Answer, Problem
+from qsync_fx.allocator import PlanResult, Problem
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
 from qsync_fx.allocator.evaluator import resized
-from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,7 +32,7 @@ Trained = Callable[[str, Mapping[str, str], Sequence[int]], Mapping[str, Any]]
 """From what it is called, a plan of the T4, and both batches, to the accuracy over all seeds."""
 
 
-def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, Answer]]:
+def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, PlanResult]]:
     """Yields what each way of training makes of a cluster."""
 
     def other(name: str, batch: int) -> object:
@@ -42,7 +42,7 @@ def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, Answer]]:
     yield "oracle", FullPrecision().allocate(asked)
     yield "dynamic batches", DynamicBatches(other).allocate(asked)  # type: ignore[arg-type]
     yield "uniform", uniform
-    yield "ours", Exact().allocate(within(asked, uniform.judged.seconds))
+    yield "ours", MilpAllocator().allocate(within(asked, uniform.judged.seconds))
 
 
 def rows(known: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM) -> Iterator[Row]:

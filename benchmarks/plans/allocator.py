@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 import qsync_fx
-from qsync_fx.allocator import DeviceClass, Judge, Problem
-from qsync_fx.allocator.api import HOMES, allocator_of
-from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator import DeviceClass, PlanEvaluator, Problem
+from qsync_fx.allocator.api import HOMES, get_allocator
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.devices import get
 from qsync_fx.errors import QSyncError
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-from qsync_fx.predictor.memory import ADAM, Training
+from qsync_fx.predictor.memory import ADAM, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
-from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from qsync_fx.predictor.times import Times
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,7 +42,7 @@ from benchmarks.support.models import Case, Step, bert, gpt2, perceptron, resnet
 SHARES = {"tf32": 0.004, "bf16": 0.02, "fp16": 0.005, "int8": 1.0, "int8_grad": 1.6}
 THREE = ("fp32", "bf16", "int8")
 SIDE_BY_SIDE = ("fp32", "bf16", "fp16", "int8")
-CLUSTER = Cluster({"a100": Device(count=2)}, Network(12.5e9, 30e-6))
+CLUSTER = Cluster({"a100": ClusterDevice(count=2)}, Network(12.5e9, 30e-6))
 LIMITS = ((0.02, None), (0.1, None), (0.3, None), (0.6, None), (0.3, 0.3), (0.1, 0.6), (0.3, 0.6), (0.6, 0.3))
 FEWER = ((0.1, None), (0.3, None), (0.3, 0.3))
 QUICK = ((0.1, None),)
@@ -75,11 +75,11 @@ def drawn(graph: ModelGraph, seed: int) -> Sensitivity:
 
 
 def problems(
-    graph: ModelGraph, times: Times, formats: tuple[str, ...], limits: Any, training: Training | None
+    graph: ModelGraph, times: Times, formats: tuple[str, ...], limits: Any, training: TrainingMemory | None
 ) -> Iterator[tuple[str, Problem]]:
     part = DeviceClass(graph, times, drawn(graph, len(graph.operators)), formats, training=training)
     problem = Problem({"a100": part}, CLUSTER)
-    judge = Judge(problem, problem.uniform())
+    judge = PlanEvaluator(problem, problem.uniform())
     uniform = [judge.become(problem.uniform(fmt)) for fmt in formats]
     low, high = (pick(one.seconds for one in uniform) for pick in (min, max))
     peaks = [one.classes["a100"].peak_bytes or 0 for one in uniform]
@@ -100,17 +100,17 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
     }
     begin, busy = time.perf_counter(), time.process_time()
     try:
-        answer = Exact(gap, seconds=600.0).allocate(problem)
+        answer = MilpAllocator(gap, seconds=600.0).allocate(problem)
     except QSyncError as error:
         return {**found, "error": error.what}
     found |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
     found |= {"processor": time.process_time() - busy, "rounds": len(answer.rounds)}
-    found["judged"] = not Judge(problem, answer.plans).judged().exceeds(problem)
+    found["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
     # Under limits of memory the paper's allocator asks for a peak at each of its steps.
     for name in HOMES if others and part.memory is None else ():
         if name != "exact":
             try:
-                other = allocator_of(name).allocate(problem)
+                other = get_allocator(name).allocate(problem)
             except QSyncError:
                 continue
             if other.fits and answer.value:
@@ -136,7 +136,7 @@ def main() -> None:
             graph = build_model_graph(explanation, formats)
             times = DeviceTimes(get("a100"), graph)
             some = limits if formats is THREE or options.quick else FEWER
-            for limit, problem in problems(graph, times, formats, some, Training(ADAM)):
+            for limit, problem in problems(graph, times, formats, some, TrainingMemory(ADAM)):
                 for gap in (1e-2, 1e-4):
                     rows.append(row(name, limit, problem, gap, gap == 1e-4 and formats is THREE))
                     print(rows[-1], flush=True)
@@ -153,7 +153,7 @@ def main() -> None:
             sensitivity=None,
             all_reduce=False,
         )
-        for limit, problem in problems(profile.graph, profile.times(), THREE, limits, Training(ADAM)):
+        for limit, problem in problems(profile.graph, profile.times(), THREE, limits, TrainingMemory(ADAM)):
             for gap in (1e-2, 1e-4):
                 rows.append(row(name, limit, problem, gap, False))
                 print(rows[-1], flush=True)

@@ -25,18 +25,18 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.allocator import Answer, Problem
-from qsync_fx.allocator.api import allocator_of
+from qsync_fx.allocator import PlanResult, Problem
+from qsync_fx.allocator.api import get_allocator
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
 from qsync_fx.allocator.evaluator import resized
-from qsync_fx.allocator.problem_builder import Wishes, problem_of
+from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.devices import get
 from qsync_fx.errors import PlanError
 from qsync_fx.formats import FORMATS as EVERY
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
-from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -171,12 +171,12 @@ def problem(
     graphs: dict[str, ModelGraph], sensitivity: qsync_fx.Sensitivity, batch: int, count: int, memory: int | None
 ) -> Problem:
     """Returns the problem of a fleet, as fast as the uniform plan; a T4 may hold so many bytes, or as many as it has."""
-    devices = {name: Device(count=count, device=name, batch=batch) for name in FORMATS}
+    devices = {name: ClusterDevice(count=count, device=name, batch=batch) for name in FORMATS}
     known: dict[str, Any] = {
         name: Known(_at(graph, batch), name, sensitivity, FORMATS[name]) for name, graph in graphs.items()
     }
-    wishes = Wishes(memory={"t4": "100%" if memory is None else memory, "v100": "100%"}, target=float("inf"))
-    free, _ = problem_of(Cluster(devices, NETWORK), known, wishes)
+    wishes = PlanRequest(memory={"t4": "100%" if memory is None else memory, "v100": "100%"}, target=float("inf"))
+    free, _ = build_problem(Cluster(devices, NETWORK), known, wishes)
     uniform = narrow(free)
     return replace(free, seconds=uniform.judged.seconds) if uniform.fits else free
 
@@ -188,7 +188,7 @@ def allowed(whole: Problem) -> int:
     return share if held["int8"] <= share else int(held["int8"] + SHARE * (held["fp16"] - held["int8"]))
 
 
-def narrow(asked: Problem) -> Answer:
+def narrow(asked: Problem) -> PlanResult:
     """Returns the widest narrow uniform plan that fits into memory; the narrowest where none does."""
     formats = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
     found = [Uniform(fmt).allocate(asked) for fmt in formats]
@@ -200,21 +200,21 @@ def _at(graph: ModelGraph, batch: int) -> ModelGraph:
     return graph.at(**{symbol: batch})
 
 
-def answers(asked: Problem, graphs: dict[str, ModelGraph]) -> Iterator[tuple[str, Answer | PlanError]]:
+def answers(asked: Problem, graphs: dict[str, ModelGraph]) -> Iterator[tuple[str, PlanResult | PlanError]]:
     """Yields what each allocator makes of a fleet."""
 
     def other(name: str, batch: int) -> Any:
         return resized(asked.classes[name], graphs[name], batch)
 
     yield "uniform", narrow(asked)
-    for allocator in (allocator_of("exact"), allocator_of("paper"), DynamicBatches(other), FullPrecision()):
+    for allocator in (get_allocator("exact"), get_allocator("paper"), DynamicBatches(other), FullPrecision()):
         try:
             yield allocator.name, allocator.allocate(asked)
         except PlanError as error:
             yield allocator.name, error
 
 
-def row(model: str, fleet: str, count: int, name: str, found: Answer | PlanError) -> Row:
+def row(model: str, fleet: str, count: int, name: str, found: PlanResult | PlanError) -> Row:
     if isinstance(found, PlanError):
         return {"model": model, "cluster": fleet, "devices": 2 * count, "allocator": name, "why not": found.what}
     judged, over = found.judged, found.judged.exceeds(found.problem)
@@ -238,7 +238,7 @@ def row(model: str, fleet: str, count: int, name: str, found: Answer | PlanError
     }
 
 
-def orderings(model: str, fleet: str, count: int, found: dict[str, Answer | PlanError]) -> Row:
+def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | PlanError]) -> Row:
     """Returns which of the paper's orderings of throughput hold; None where one of the two has no plan that fits into memory."""
 
     def seconds(name: str) -> float | None:
@@ -260,7 +260,7 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, Answer | Plan
     held = {f"{first} >= {second}": faster(first, second) for first, second in pairs}
     beside = {"model": model, "cluster": fleet, "devices": 2 * count, "allocator": "orderings", **held}
     ours = found["exact"]
-    if held["exact >= dynamic-batches"] is False and isinstance(ours, Answer):
+    if held["exact >= dynamic-batches"] is False and isinstance(ours, PlanResult):
         waits = ours.judged.classes["v100"].waiting
         beside["why not"] = (
             f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer samples"

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.devices import get
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
-from qsync_fx.predictor.model.model_graph import Follows, ModelParameter, Operator, Read, StateNames, Value
+from qsync_fx.predictor.model.model_graph import Follows, ModelOperator, ModelParameter, ModelRead, StateNames, Value
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 
 DEVICE = "a100"
@@ -42,19 +42,19 @@ class Repeated:
         self._block, self._times, self._seed = block, DeviceTimes(get(DEVICE), block), seed
         self._factors: dict[str, float] = {}
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         own = operator.partition("|")[2]
         known = self._block.operator(own).costs
-        asked = state if state.names in known else State(*(precision_named(name) for name in next(iter(known))))
+        asked = state if state.names in known else OperandState(*(precision_named(name) for name in next(iter(known))))
         share = 1.0 if asked is state or state.output is None else state.output.bits / 32
         found = self._times.operator(own, asked)
         factor = self._factor(operator) * share
         return Seconds(found.forward * factor, found.backward * factor)
 
-    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         return self.operator(operator, state, ())
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         return TOLD_BY_NONE
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
@@ -87,7 +87,7 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
     """Returns the graph of `count` blocks, one behind the other."""
     source = next(at for at, value in enumerate(block.values) if value.source == "input")
     last = block.outputs[0].value
-    operators: list[Operator] = []
+    operators: list[ModelOperator] = []
     values: list[Value] = []
     parameters: list[ModelParameter] = []
     for number in range(count):
@@ -96,7 +96,7 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
         def place(value: int, before: int = before, number: int = number) -> int:
             return value + before if value != source or number == 0 else last + before - len(block.values)
 
-        def read(one: Read, points: int = points, place: object = place) -> Read:
+        def read(one: ModelRead, points: int = points, place: object = place) -> ModelRead:
             point = None if one.point is None else one.point + points
             return replace(one, value=place(one.value), origin=place(one.origin), point=point)  # type: ignore[operator]
 

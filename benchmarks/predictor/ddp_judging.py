@@ -17,8 +17,8 @@ import qsync_fx
 from benchmarks.predictor.replay_accuracy import errors
 from benchmarks.support.harness import Row
 from qsync_fx import Plan, Profile
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Device, Network
-from qsync_fx.predictor.replayer.collectives import Measured
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.collectives import MeasuredCollectives
 from qsync_fx.profiler.links.link_measurement import least_for
 from qsync_fx.profiler.profile import Collective
 from qsync_fx.profiler.run_statistics import faster_half
@@ -156,7 +156,7 @@ def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
         alone / qsync_fx.replay(uniform, profile).seconds
         for alone, profile in zip(real.alone, profiles.values(), strict=True)
     ]
-    (bucket,) = Measured(links(profiles).seconds, RANKS).seconds([BUCKET_MIB * 2**20], RANKS)
+    (bucket,) = MeasuredCollectives(links(profiles).seconds, RANKS).seconds([BUCKET_MIB * 2**20], RANKS)
     found = Pace(devices, real.sending / float(bucket), 0.0)
     both = dict.fromkeys(profiles, uniform)
     busy = least_for(lambda busy: replayed(both, profiles, replace(found, busy=busy), REPLAYED), real.together)
@@ -178,7 +178,7 @@ def replayed(plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: P
     copies = 0.0 if way == NOTHING_COPIED else None
     cluster = Cluster(
         {
-            key: Device(copies=copies, slowdown=slower, delay=pace.network * measured.buffers)
+            key: ClusterDevice(copies=copies, slowdown=slower, delay=pace.network * measured.buffers)
             for key, slower in zip(profiles, pace.devices, strict=True)
         },
         Network(

@@ -29,7 +29,7 @@ from qsync_fx.predictor.memory import (
     Category,
     LossMemory,
     OptimizerMemory,
-    Training,
+    TrainingMemory,
     anchored_bytes,
     step_memory,
 )
@@ -142,8 +142,8 @@ def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
     plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, count)
     loss = loss_of(case)
     trainings = {
-        "passes": Training(OptimizerMemory(), loss=loss),
-        "step": Training(optimizer_memory(case.optimizer), loss=loss),
+        "passes": TrainingMemory(OptimizerMemory(), loss=loss),
+        "step": TrainingMemory(optimizer_memory(case.optimizer), loss=loss),
     }
     anchors: dict[str, list[Anchor]] = {space: [] for space in SPACE}
     for label, plan in plans.items():
@@ -154,7 +154,9 @@ def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
             yield _row(name, label, space, found, real[space], anchors[space], trainings[space])
 
 
-def _row(name: str, label: str, space: str, found: States, real: int, anchors: list[Anchor], training: Training) -> Row:
+def _row(
+    name: str, label: str, space: str, found: States, real: int, anchors: list[Anchor], training: TrainingMemory
+) -> Row:
     memory = step_memory(found, training)
     mixed = label not in PRECISIONS
     corrected = anchored_bytes(found, anchors, training) if mixed else real

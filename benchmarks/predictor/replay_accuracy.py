@@ -28,7 +28,7 @@ from qsync_fx import Plan, Profile
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.profiler import measurement
 from qsync_fx.profiler.measurement import label_of
-from qsync_fx.profiler.run_statistics import Run, paces
+from qsync_fx.profiler.run_statistics import MeasuredRun, paces
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -193,7 +193,7 @@ def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float
     return statistics.mean(off), max(off)
 
 
-def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | None) -> tuple[Profile, list[Run]]:
+def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | None) -> tuple[Profile, list[MeasuredRun]]:
     """Measures a model and plans in turns; returns the profile without these, and what was measured of each, in their order.
 
     A plan that puts operators into the states of one that every profile measures would test nothing: it is left out.

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from benchmarks.published.fitting import Fitting, Numbers
 from qsync_fx import devices
-from qsync_fx.devices.roofline import Machine, Shape, multiplied, uncorrected
-from qsync_fx.devices.spec import Convolution, Tiles
+from qsync_fx.devices.roofline import GemmShape, RooflineMachine, multiplied, uncorrected
+from qsync_fx.devices.spec import ConvolutionSpec, Tiles
 from qsync_fx.formats import FP32, precision
 
 
@@ -128,7 +128,7 @@ class Part:
 
     device: int
     at: NDArray[np.int_]
-    machine: Machine
+    machine: RooflineMachine
     sides: Numbers
     layouts: Sequence[str]
 
@@ -166,7 +166,7 @@ class Problem:
         own |= _KERNELS[self.product].get(f"{self.devices[device]} {self.precision}", {})
         if self.product != "gemm":
             own["step"] = 8 if precision(self.precision) is FP32 else 32
-            return Convolution(**own, source="a fit")
+            return ConvolutionSpec(**own, source="a fit")
         layouts = {name: own.pop(name) for name in ("tn", "nt")}
         return Tiles(**own, alignment=_ALIGNED.get(self.precision, 1), layouts=layouts, source="a fit")
 
@@ -187,8 +187,8 @@ class Problem:
         width = fmt.dtype.itemsize
         for part in parts:
             by = self.constants(away, part.device)
-            if isinstance(by, Convolution):
-                shape = Shape.of(*part.sides)
+            if isinstance(by, ConvolutionSpec):
+                shape = GemmShape.of(*part.sides)
                 found = uncorrected(by, part.machine, shape, self.product, width, fmt is not FP32)
             else:
                 result = 4 if fmt.kind == "integer" else width

@@ -23,7 +23,7 @@ import numpy as np
 
 from qsync_fx import devices
 from qsync_fx.devices.roofline import interpolated
-from qsync_fx.devices.spec import Convolution, Tiles
+from qsync_fx.devices.spec import ConvolutionSpec, Tiles
 from qsync_fx.serialization.atomic_files import write_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -231,7 +231,7 @@ def written(
         gemm = product == "gemm"
         table = f"products.{precision}" if gemm else f"convolutions.{precision}.{product}"
         lines += ["", f"[{table}]", f'source = "{source.format("matrix products" if gemm else "convolutions")}"']
-        usual = Tiles(1.0, "") if gemm else Convolution(1.0, "")
+        usual = Tiles(1.0, "") if gemm else ConvolutionSpec(1.0, "")
         lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value != getattr(usual, name)]
     if device == "v100" and folder is not None:
         for ranks, measured in reductions(folder).items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qsync_fx.communication.codecs.qsgd import Qsgd
-from qsync_fx.predictor.replayer.collectives import EXCHANGES, Exchange, Sample
+from qsync_fx.predictor.replayer.collectives import EXCHANGES, CollectiveSample, Exchange
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -34,7 +34,7 @@ class Cell:
     primitive: str
     gpus: int
     bits: int
-    sample: Sample
+    sample: CollectiveSample
 
 
 def cells() -> list[Cell]:
@@ -48,7 +48,7 @@ def cells() -> list[Cell]:
             row["primitive"],
             int(row["gpus"]),
             int(row["bits"]),
-            Sample(
+            CollectiveSample(
                 float(row["parameters"]),
                 Qsgd(int(row["bits"]), int(row["bucket"])).theory(1),
                 full[_place(row)],

@@ -32,11 +32,11 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.alias_analysis import Memory, handed_in, may_write, operands
+from qsync_fx.graph.alias_analysis import AliasSets, handed_in, may_write, operands
 from qsync_fx.graph.fx_utils import describe, tensors
 from qsync_fx.graph.graph import PrecisionGraph
-from qsync_fx.passes.rewriting.match import Match, Site
-from qsync_fx.passes.rewriting.trace_pattern import Traced, Untraceable, trace_call
+from qsync_fx.passes.rewriting.match import Match, MatchSite
+from qsync_fx.passes.rewriting.trace_pattern import TracedPattern, Untraceable, trace_call
 from qsync_fx.passes.tracing.operator_ids import identify_new
 from qsync_fx.passes.tracing.retrace import Modes, restored
 
@@ -97,7 +97,7 @@ OF_THE_MODEL = ("stack_trace", "nn_module_stack")
 
 
 def inlined(
-    graph: PrecisionGraph, traced: Traced, given: Sequence[fx.Node], origin: Mapping[str, Any]
+    graph: PrecisionGraph, traced: TracedPattern, given: Sequence[fx.Node], origin: Mapping[str, Any]
 ) -> dict[fx.Node, fx.Node]:
     """Copies traced code to where the graph's insertion point is; returns the new node for each of the traced ones.
 
@@ -127,7 +127,7 @@ def _constant(graph: PrecisionGraph, node: fx.Node, value: Any) -> None:
 
 
 def put(
-    graph: PrecisionGraph, site: Site, name: str, function: Callable[..., Any], match: Match, modes: Modes
+    graph: PrecisionGraph, site: MatchSite, name: str, function: Callable[..., Any], match: Match, modes: Modes
 ) -> dict[fx.Node, fx.Node]:
     """Puts what `function` computes in place of what stands at a site; returns the new node for each of the old results.
 
@@ -164,7 +164,7 @@ def _traced(
     others: dict[str, Any],
     where: str,
     modes: Modes,
-) -> Traced:
+) -> TracedPattern:
     values = fx.node.map_arg(arguments, graph.value)
     assert graph.context.fake_mode is not None
 
@@ -183,7 +183,7 @@ def _traced(
             ) from error.__cause__
 
 
-def _check(traced: Traced, site: Site, name: str, where: str) -> None:
+def _check(traced: TracedPattern, site: MatchSite, name: str, where: str) -> None:
     old = ", ".join(describe(output.meta["val"]) for output in site.outputs)
     new = ", ".join(describe(output.meta["val"]) for output in traced.outputs)
     if old != new:
@@ -194,7 +194,7 @@ def _check(traced: Traced, site: Site, name: str, where: str) -> None:
         )
 
 
-def obstacle(graph: PrecisionGraph, site: Site, modes: Mapping[fx.Node, Modes]) -> str:
+def obstacle(graph: PrecisionGraph, site: MatchSite, modes: Mapping[fx.Node, Modes]) -> str:
     """Returns why a place cannot be rewritten; "" where it can."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     matched, last = set(site.matched), order[site.matched[-1]]
@@ -212,12 +212,12 @@ def obstacle(graph: PrecisionGraph, site: Site, modes: Mapping[fx.Node, Modes]) 
     return _written_within(graph, site, order)
 
 
-def _written_within(graph: PrecisionGraph, site: Site, order: Mapping[fx.Node, int]) -> str:
+def _written_within(graph: PrecisionGraph, site: MatchSite, order: Mapping[fx.Node, int]) -> str:
     first, last = order[site.matched[0]], order[site.matched[-1]]
     between = [node for node in graph.nodes[first:last] if node not in site.matched and may_write(node)]
     if not between:
         return ""
-    memory = Memory(graph)
+    memory = AliasSets(graph)
     used = {node for one in site.matched for node in (one, *one.all_input_nodes) if tensors(graph.value(node))}
     places = frozenset().union(*map(memory.of, used))
     for node in between:

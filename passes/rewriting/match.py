@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from qsync_fx.graph.fx_utils import describe, tensors
 from qsync_fx.graph.graph import Operator, PrecisionGraph
-from qsync_fx.passes.rewriting.pattern import Pattern, Shape, operands, same
-from qsync_fx.passes.rewriting.trace_pattern import Traced, Untraceable
+from qsync_fx.passes.rewriting.pattern import Pattern, PatternShape, operands, same
+from qsync_fx.passes.rewriting.trace_pattern import TracedPattern, Untraceable
 from qsync_fx.passes.tracing.retrace import Modes, restored
 
 
@@ -65,7 +65,7 @@ _Bound = dict[fx.Node, Any]
 
 
 @dataclass(frozen=True)
-class Site:
+class MatchSite:
     """A place where a pattern occurs.
 
     Attributes:
@@ -79,10 +79,10 @@ class Site:
     outputs: tuple[fx.Node, ...]
 
 
-def sites(graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes]) -> Iterator[Site]:
+def sites(graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes]) -> Iterator[MatchSite]:
     """Yields the places in a graph where a pattern occurs, by their last node; they may overlap."""
     order = {node: at for at, node in enumerate(graph.nodes)}
-    cache: dict[Any, Traced | None] = {}
+    cache: dict[Any, TracedPattern | None] = {}
     seen: set[tuple[fx.Node, ...]] = set()
     for node in graph.nodes:
         for shape in pattern.shapes:
@@ -95,11 +95,11 @@ def sites(graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes
                     if exact is not None:
                         seen.add(outputs)
                         matched = {found for found in exact if found.op == "call_function"}
-                        yield Site(arguments, tuple(sorted(matched, key=order.__getitem__)), outputs)
+                        yield MatchSite(arguments, tuple(sorted(matched, key=order.__getitem__)), outputs)
                         break
 
 
-def _anchored(graph: PrecisionGraph, shape: Shape, node: fx.Node) -> Iterator[_Bound]:
+def _anchored(graph: PrecisionGraph, shape: PatternShape, node: fx.Node) -> Iterator[_Bound]:
     """Yields the ways in which the first result of a shape is a node; further results may be anywhere."""
     first, *others = dict.fromkeys(shape.traced.outputs)
     bound: _Bound = {}
@@ -121,7 +121,7 @@ def _also(graph: PrecisionGraph, output: fx.Node, known: _Bound) -> Iterator[_Bo
             yield bound
 
 
-def _arguments(pattern: Pattern, shape: Shape, bound: _Bound) -> Iterator[dict[str, Any]]:
+def _arguments(pattern: Pattern, shape: PatternShape, bound: _Bound) -> Iterator[dict[str, Any]]:
     """Yields what the arguments may stand for. A default that shows in several places may be of any of them."""
     nodes = dict(zip(pattern.tensors, (bound[node] for node in shape.traced.inputs), strict=True))
     choices: list[list[Any]] = []
@@ -142,7 +142,7 @@ def _confirmed(
     arguments: Mapping[str, Any],
     outputs: tuple[fx.Node, ...],
     modes: Modes,
-    cache: dict[Any, Traced | None],
+    cache: dict[Any, TracedPattern | None],
 ) -> list[fx.Node] | None:
     """Returns the nodes of a place whose numbers are the pattern's too; None where it is another computation."""
     leaves = [leaf for leaf in pytree.tree_leaves(dict(arguments)) if isinstance(leaf, fx.Node)]
@@ -162,7 +162,9 @@ def _confirmed(
     return None
 
 
-def _traced(graph: PrecisionGraph, pattern: Pattern, arguments: Mapping[str, Any], modes: Modes) -> Traced | None:
+def _traced(
+    graph: PrecisionGraph, pattern: Pattern, arguments: Mapping[str, Any], modes: Modes
+) -> TracedPattern | None:
     assert graph.context.fake_mode is not None
     with restored(), graph.context.fake_mode:
         modes.apply()

@@ -26,7 +26,7 @@ from qsync_fx.errors import OptionError, PassError
 from qsync_fx.graph import Context, PrecisionGraph
 from qsync_fx.graph.fx_utils import arguments
 from qsync_fx.options import Options
-from qsync_fx.passes.rewriting.trace_pattern import Traced, Untraceable, trace_call
+from qsync_fx.passes.rewriting.trace_pattern import TracedPattern, Untraceable, trace_call
 from qsync_fx.passes.tracing.graph_cleanup import without_needless_writes
 from qsync_fx.plan import Plan
 
@@ -68,21 +68,21 @@ class Pattern:
             )
         return cls(function, tensors, {p.name: p.default for p in given if p.default is not p.empty}, example)
 
-    def with_values(self, given: Mapping[str, Any], context: Context) -> Traced:
+    def with_values(self, given: Mapping[str, Any], context: Context) -> TracedPattern:
         """Traces the function for values of its arguments, and spells it as normalize does."""
         traced = trace_call(self.function, given)
         without_needless_writes(PrecisionGraph(traced.module, list(given.values()), context))
         (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
-        return Traced(traced.module, traced.tensors, tuple(pytree.tree_leaves(output.args[0])))
+        return TracedPattern(traced.module, traced.tensors, tuple(pytree.tree_leaves(output.args[0])))
 
     @functools.cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[PatternShape, ...]:
         """The graphs that the function has.
 
         Raises:
             PassError: none of what was tried could be traced.
         """
-        found: dict[tuple[str, ...], Shape] = {}
+        found: dict[tuple[str, ...], PatternShape] = {}
         reason = ""
         with FakeTensorMode() as mode, _quiet_failures():
             context = Context(torch.device("cpu"), Options(), Plan(), mode)
@@ -95,7 +95,7 @@ class Pattern:
                     reason = reason or str(error)
                     continue
                 key = tuple(str(node.target) for node in traced.module.graph.nodes if node.op == "call_function")
-                found.setdefault(key, Shape.of(self, traced))
+                found.setdefault(key, PatternShape.of(self, traced))
         if not found:
             raise PassError(
                 f"the pattern {self.function.__name__!r} cannot be traced: {reason}",
@@ -105,7 +105,7 @@ class Pattern:
             )
         return tuple(found.values())
 
-    def _examples(self, found: Mapping[Any, Shape]) -> Iterator[tuple[Tensor, ...]]:
+    def _examples(self, found: Mapping[Any, PatternShape]) -> Iterator[tuple[Tensor, ...]]:
         """Yields tensors to try: with as many dimensions each; if nothing was `found` with these, with others until something is."""
         if self.example is not None:
             yield tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in self.example)
@@ -122,7 +122,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PatternShape:
     """One graph of a pattern.
 
     Attributes:
@@ -130,11 +130,11 @@ class Shape:
         literals: for each argument that is no tensor where its value shows: nodes, and names of their arguments.
     """
 
-    traced: Traced
+    traced: TracedPattern
     literals: Mapping[str, tuple[tuple[fx.Node, str], ...]]
 
     @classmethod
-    def of(cls, pattern: Pattern, traced: Traced) -> Shape:
+    def of(cls, pattern: Pattern, traced: TracedPattern) -> PatternShape:
         """Raises `PassError` for a graph that says nothing to find."""
         where, name = _place(pattern.function), pattern.function.__name__
         unread = [argument for argument, node in zip(pattern.tensors, traced.inputs, strict=False) if not node.users]
@@ -166,7 +166,7 @@ def operands(node: fx.Node) -> dict[str, Any]:
     return {str(at): value for at, value in enumerate((*node.args, *node.kwargs.values()))}
 
 
-def _where(traced: Traced, literal: Any) -> Iterator[tuple[fx.Node, str]]:
+def _where(traced: TracedPattern, literal: Any) -> Iterator[tuple[fx.Node, str]]:
     for node in traced.module.graph.nodes:
         for name, value in operands(node).items() if node.op == "call_function" else ():
             if same(value, literal):

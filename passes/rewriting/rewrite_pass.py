@@ -20,7 +20,7 @@ from qsync_fx.graph.node_metadata import Rewritten
 from qsync_fx.passes.casting import drop_unread_casts
 from qsync_fx.passes.pass_base import GraphPass
 from qsync_fx.passes.rewriting.apply_rewrite import obstacle, put
-from qsync_fx.passes.rewriting.match import Match, Site, sites
+from qsync_fx.passes.rewriting.match import Match, MatchSite, sites
 from qsync_fx.passes.rewriting.pattern import Pattern
 from qsync_fx.passes.tracing.retrace import modes
 
@@ -69,7 +69,7 @@ class Rewrite(GraphPass):
 
     def _rewrite(self, graph: PrecisionGraph) -> Rewritten:
         in_force, taken = modes(graph), set[fx.Node]()
-        chosen: list[tuple[Site, Match]] = []
+        chosen: list[tuple[MatchSite, Match]] = []
         left: list[str] = []
         for site in sites(graph, self._pattern, in_force):
             if not taken.isdisjoint(site.matched):
@@ -89,7 +89,7 @@ class Rewrite(GraphPass):
         drop_unread_casts(graph)
         return Rewritten(len(chosen), tuple(left))
 
-    def _match(self, graph: PrecisionGraph, site: Site) -> Match:
+    def _match(self, graph: PrecisionGraph, site: MatchSite) -> Match:
         operators = tuple(Operator(graph, node) for node in site.matched if node in node_metadata.NOTE)
         return Match(graph, operators, fx.node.map_arg(dict(site.arguments), graph.value))
 
@@ -106,10 +106,10 @@ class Rewrite(GraphPass):
             ) from error
 
 
-def _moved(site: Site, now: Mapping[fx.Node, fx.Node]) -> Site:
+def _moved(site: MatchSite, now: Mapping[fx.Node, fx.Node]) -> MatchSite:
     """Returns a site as it is now that what it reads has been replaced."""
     arguments = fx.node.map_arg(dict(site.arguments), lambda node: now.get(node, node))
-    return Site(arguments, site.matched, site.outputs)
+    return MatchSite(arguments, site.matched, site.outputs)
 
 
 @overload

@@ -22,7 +22,7 @@ from qsync_fx.passes.tracing.retrace import pre_dispatch
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedPattern:
     """
     Attributes:
         module: the graph; its placeholders are the given values, then `tensors`.
@@ -43,7 +43,7 @@ class Untraceable(Exception):
     """A function that has no graph; the text says why."""
 
 
-def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = False) -> Traced:
+def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = False) -> TracedPattern:
     """Traces a function of fake tensors and symbolic numbers, under the fake mode that is active.
 
     Args:
@@ -80,7 +80,7 @@ def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = 
             return _checked(module, lift)
 
 
-def trace_call(function: Callable[..., Any], given: Mapping[str, Any], recorded: bool = False) -> Traced:
+def trace_call(function: Callable[..., Any], given: Mapping[str, Any], recorded: bool = False) -> TracedPattern:
     """Traces a call by name. What is a tensor or a symbolic number, also in lists, is a value of the graph; the rest stays as it is."""
     leaves, spec = pytree.tree_flatten(dict(given))
     at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat))]
@@ -92,7 +92,7 @@ def trace_call(function: Callable[..., Any], given: Mapping[str, Any], recorded:
     return trace(run, [leaves[n] for n in at], recorded)
 
 
-def _checked(module: fx.GraphModule, lift: _Lift) -> Traced:
+def _checked(module: fx.GraphModule, lift: _Lift) -> TracedPattern:
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     outputs = tuple(pytree.tree_leaves(output.args[0]))
     if not all(isinstance(value, Tensor) for value in lift.outputs) or len(outputs) != len(lift.outputs):
@@ -101,7 +101,7 @@ def _checked(module: fx.GraphModule, lift: _Lift) -> Traced:
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(module, str(node.target)), FakeTensor):
             raise Untraceable("it computes a value past torch's dispatcher, which tracing sees")
-    return Traced(module, tuple(lift.tensors), outputs)
+    return TracedPattern(module, tuple(lift.tensors), outputs)
 
 
 @dataclass

@@ -102,7 +102,7 @@ _RESUMES = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)")
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePlace:
     """
     Attributes:
         code: of the frame that is compiled; None outside of Dynamo.
@@ -157,7 +157,7 @@ def clean_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part and part not in _CONTAINERS)
 
 
-def place(options: Options) -> Place:
+def place(options: Options) -> SourcePlace:
     """Returns where the graph stands that Dynamo is compiling."""
     tx = translator()
     code = tx.f_code if tx is not None else None
@@ -167,13 +167,13 @@ def place(options: Options) -> Place:
     chain = [*inside, *([compiled] if compiled is not None else [])]
     if not chain:
         given = modules_in_reach(code, tx.f_locals, tx.f_globals) if tx is not None and code is not None else ()
-        return Place(code, entered=around.entered(code), given=tuple(given))
+        return SourcePlace(code, entered=around.entered(code), given=tuple(given))
     outside = [unwrapped(module) for module in around.outside] if compiled is not None else []
     root, within = root_of(chain[-1], outside, options)
-    return Place(code, chain[0], root, within, around.entered(code))
+    return SourcePlace(code, chain[0], root, within, around.entered(code))
 
 
-def compile_for_this_module_only(here: Place) -> bool:
+def compile_for_this_module_only(here: SourcePlace) -> bool:
     """Keeps Dynamo from using the code of a part of the model, such as one layer, for the next one, whose plan may be another.
 
     Returns:
@@ -213,7 +213,7 @@ def in_backward_pass() -> bool:
     return compilation is not None and compilation.compiled_autograd_id is not None
 
 
-def warn_at_the_limit(here: Place) -> None:
+def warn_at_the_limit(here: SourcePlace) -> None:
     """Warns where Dynamo may compile a frame for the last time: of what it compiles no more a plan makes an error."""
     limit = torch._dynamo.config.recompile_limit
     if here.code is None or not _last_version():

@@ -35,7 +35,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.nn import functional as F
 
-from qsync_fx.graph.alias_analysis import Memory, in_place, writes
+from qsync_fx.graph.alias_analysis import AliasSets, in_place, writes
 from qsync_fx.graph.fx_utils import is_alias, is_float, switches_grad
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import row_for
@@ -117,7 +117,7 @@ def without_idle_conversions(graph: PrecisionGraph) -> None:
     conversions = [node for node in graph.nodes if (row := row_for(node.target)) is not None and row.converts]
     if not conversions:
         return
-    memory = Memory(graph)
+    memory = AliasSets(graph)
     leaving: Counter[Hashable] = Counter(place for used in graph.nodes[-1].all_input_nodes for place in memory.of(used))
     strided = [node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default]
     by_strides = frozenset(place for node in strided for place in memory.of(node))

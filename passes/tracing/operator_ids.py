@@ -21,10 +21,10 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph import PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import writes
 from qsync_fx.graph.fx_utils import format_of, is_float, is_switch, tensors
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.module_paths import joined, unwrapped
 from qsync_fx.ops import Kind, OperatorRow, row_for
-from qsync_fx.passes.tracing.dynamo_frames import Place, clean_path, translator
+from qsync_fx.passes.tracing.dynamo_frames import SourcePlace, clean_path, translator
 from qsync_fx.plan.operator_id import Numbering, OpId
 
 _VARIABLE = re.compile(r"([LG])\['(\w+)'\]")
@@ -34,7 +34,7 @@ _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.Weak
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
 
 
-def numbering(here: Place) -> Numbering:
+def numbering(here: SourcePlace) -> Numbering:
     """Returns the numbering of the compilation under way, which goes on where an earlier graph of the same frame ended.
 
     DDP's buckets are compiled one by one, in one tracing context. What follows a graph break is another frame: it finds the numbering by
@@ -67,7 +67,7 @@ def numbering_now() -> Callable[[], None]:
     return put_back
 
 
-def remember_break(here: Place, numbers: Numbering) -> None:
+def remember_break(here: SourcePlace, numbers: Numbering) -> None:
     """Keeps the numbering for what follows the graph break, if it is one that ends the graph."""
     tx = translator()
     reason = tx.output.compile_subgraph_reason if tx is not None else None
@@ -76,7 +76,7 @@ def remember_break(here: Place, numbers: Numbering) -> None:
             _at_breaks.setdefault(here.root, {})[frame.filename, frame.lineno or 0] = numbers.copy()
 
 
-def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
+def identify(graph: PrecisionGraph, numbers: Numbering, here: SourcePlace) -> None:
     """Writes a note with an id to every node that computes with floating-point values."""
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
@@ -86,7 +86,7 @@ def identify(graph: PrecisionGraph, numbers: Numbering, here: Place) -> None:
         (name, row), module, by = _named(node), module_path(node, here), node_metadata.put_in_by(node)
         near = OpId(module, name, after="" if module else numbers.last)
         op_id = numbers.put_in(near, f"{by}.{name}") if by else numbers.number(module, name)
-        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
+        _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
 
 
 def mark(node: fx.Node, by: str) -> None:
@@ -95,7 +95,7 @@ def mark(node: fx.Node, by: str) -> None:
 
 
 def identify_new(
-    graph: PrecisionGraph, nodes: list[fx.Node], by: str, how: str, near: Note | None, instead_of: list[fx.Node]
+    graph: PrecisionGraph, nodes: list[fx.Node], by: str, how: str, near: OperatorInfo | None, instead_of: list[fx.Node]
 ) -> None:
     """Writes a note with an id to each of the nodes that a pass has put in.
 
@@ -119,10 +119,10 @@ def identify_new(
             continue
         op_id = whole.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
         region = _region(graph, node, near)
-        _note(node, Note(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=how))
+        _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=how))
 
 
-def _region(graph: PrecisionGraph, node: fx.Node, near: Note | None) -> Precision | Literal["off"] | None:
+def _region(graph: PrecisionGraph, node: fx.Node, near: OperatorInfo | None) -> Precision | Literal["off"] | None:
     """What the autocast region of an operator says of one that is put beside it."""
     region = near.autocast if near is not None else None
     return (format_of(graph.value(node)) or region) if isinstance(region, Precision) else region
@@ -133,7 +133,7 @@ def _named(node: fx.Node) -> tuple[str, OperatorRow | None]:
     return (row.name if row else _operator_name(node)), row
 
 
-def _note(node: fx.Node, note: Note) -> None:
+def _note(node: fx.Node, note: OperatorInfo) -> None:
     node_metadata.NOTE[node] = note
     node_metadata.charge(node, note.id)
 
@@ -150,7 +150,7 @@ def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
     return any(is_float(t) for t in made) or (bool(made) and any(is_float(t) for t in read))
 
 
-def module_path(node: fx.Node, here: Place) -> str:
+def module_path(node: fx.Node, here: SourcePlace) -> str:
     """Returns the path of the innermost module that a node belongs to, as state_dict spells it; "" outside any."""
     stack: dict[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
     if not stack:
@@ -161,7 +161,7 @@ def module_path(node: fx.Node, here: Place) -> str:
     return known if known is not None else joined(here.path, clean_path(path))
 
 
-def name_inputs(graph: fx.Graph, here: Place) -> None:
+def name_inputs(graph: fx.Graph, here: SourcePlace) -> None:
     """Notes the paths that parameters and buffers have in the model, and names inputs after them.
 
     `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
@@ -178,7 +178,7 @@ def name_inputs(graph: fx.Graph, here: Place) -> None:
             node._rename(name)
 
 
-def _holder(text: str, here: Place) -> str:
+def _holder(text: str, here: SourcePlace) -> str:
     """Returns the path in the model of the module that Dynamo's name of an input starts from; "" where that is none."""
     tx, found = translator(), _VARIABLE.match(text)
     if tx is None or found is None:

@@ -110,7 +110,7 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GraphPiece:
     """Consecutive nodes: either re-traced together, or kept as Dynamo wrote them."""
 
     nodes: tuple[fx.Node, ...]
@@ -119,7 +119,7 @@ class Piece:
     """Whether the nodes are between the entry and the exit of a level."""
 
 
-def pieces(graph: fx.Graph) -> Iterator[Piece]:
+def pieces(graph: fx.Graph) -> Iterator[GraphPiece]:
     """Splits a graph's computing nodes into pieces to re-trace and pieces to keep."""
     current: list[fx.Node] = []
     kept: set[fx.Node] = set()
@@ -133,19 +133,19 @@ def pieces(graph: fx.Graph) -> Iterator[Piece]:
         if before or nesting:
             region.append(node)
             if nesting == 0:
-                yield from ([Piece(tuple(current), kept=False)] if current else [])
-                yield Piece(tuple(region), kept=True, leveled=True)
+                yield from ([GraphPiece(tuple(current), kept=False)] if current else [])
+                yield GraphPiece(tuple(region), kept=True, leveled=True)
                 kept.update(region)
                 current, region = [], []
         elif _stays(node) or _unpacks(node, kept):
-            yield from ([Piece(tuple(current), kept=False)] if current else [])
-            yield Piece((node,), kept=True)
+            yield from ([GraphPiece(tuple(current), kept=False)] if current else [])
+            yield GraphPiece((node,), kept=True)
             kept.add(node)
             current = []
         else:
             current.append(node)
     if region or current:
-        yield Piece(tuple(current + region), kept=bool(region), leveled=bool(region))
+        yield GraphPiece(tuple(current + region), kept=bool(region), leveled=bool(region))
 
 
 def _stays(node: fx.Node) -> bool:

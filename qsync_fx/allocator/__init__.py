@@ -6,8 +6,19 @@ Invariant: an answer says of a plan what the judge says of it: the cost mapper, 
 with meanwhile is its own.
 """
 
-from qsync_fx.allocator.evaluator import Judge, Judged, judged
-from qsync_fx.allocator.plan_result import Allocator, Answer, Note, NoteKind, Round
+from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, evaluate_plan
+from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult, SolverIteration
 from qsync_fx.allocator.problem import DeviceClass, Problem
 
-__all__ = ["Allocator", "Answer", "DeviceClass", "Judge", "Judged", "Note", "NoteKind", "Problem", "Round", "judged"]
+__all__ = [
+    "Allocator",
+    "DeviceClass",
+    "Evaluation",
+    "PlanEvaluator",
+    "PlanNote",
+    "PlanNoteKind",
+    "PlanResult",
+    "Problem",
+    "SolverIteration",
+    "evaluate_plan",
+]

@@ -35,18 +35,27 @@ from rich.text import Text
 
 from qsync_fx.allocator.api import allocators
 from qsync_fx.allocator.baselines import Uniform
-from qsync_fx.allocator.evaluator import TOLERANCE, Judge, Judged, judged
-from qsync_fx.allocator.plan_result import Allocator, Answer, Note, NoteKind
+from qsync_fx.allocator.evaluator import TOLERANCE, Evaluation, PlanEvaluator, evaluate_plan
+from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem, uniforms, width
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.formatting import duration, short
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.text_tables import Fitted, table_of
 
-__all__ = ["Compared", "Front", "OneStep", "compare", "one_step", "pareto", "selected", "what_if"]
+__all__ = [
+    "AllocatorComparison",
+    "ParetoFront",
+    "SingleChange",
+    "compare",
+    "pareto",
+    "selected",
+    "single_change",
+    "what_if",
+]
 
 
-def open_class(answer: Answer, device: str | None) -> str:
+def open_class(answer: PlanResult, device: str | None) -> str:
     """Returns the class of devices that is meant; raises `PlanError` where that cannot be told."""
     known = answer.problem.open
     if device is None and len(known) == 1:
@@ -59,7 +68,7 @@ def open_class(answer: Answer, device: str | None) -> str:
     return device
 
 
-def selected(answer: Answer, which: str, device: str | None = None) -> list[str]:
+def selected(answer: PlanResult, which: str, device: str | None = None) -> list[str]:
     """Returns the ids of the operators that are meant, those that a plan decides on.
 
     Args:
@@ -88,7 +97,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Compared:
+class AllocatorComparison:
     """What an allocator made of a problem.
 
     Attributes:
@@ -99,7 +108,7 @@ class Compared:
     """
 
     allocator: str
-    answer: Answer | None
+    answer: PlanResult | None
     error: PlanError | None
     bound: float | None
 
@@ -119,17 +128,17 @@ def side_by_side(problem: Problem, more: Sequence[Allocator] = ()) -> list[Alloc
     return [*(known[name] for name in known if name != Uniform().name), *formats, *more]
 
 
-def compare(problem: Problem, asked: Sequence[Allocator], say: Say = lambda name: None) -> list[Compared]:
+def compare(problem: Problem, asked: Sequence[Allocator], say: Say = lambda name: None) -> list[AllocatorComparison]:
     """Returns what the allocators asked make of a problem, in order; `say` is called with the name of each that is done."""
     found = list(_each(problem, asked, say))
     bounds = [answer.bound for _, answer, _ in found if answer is not None and answer.bound is not None]
     bound = max(bounds, default=None)
-    return [Compared(name, answer, error, bound) for name, answer, error in found]
+    return [AllocatorComparison(name, answer, error, bound) for name, answer, error in found]
 
 
 def _each(
     problem: Problem, asked: Sequence[Allocator], say: Say
-) -> Iterator[tuple[str, Answer | None, PlanError | None]]:
+) -> Iterator[tuple[str, PlanResult | None, PlanError | None]]:
     for allocator in asked:
         try:
             yield allocator.name, allocator.allocate(problem), None
@@ -149,7 +158,7 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True)
-class OneStep:
+class SingleChange:
     """An operator in a format.
 
     Attributes:
@@ -165,7 +174,7 @@ class OneStep:
     device: str
     operator: str
     fmt: str
-    judged: Judged = field(repr=False)
+    judged: Evaluation = field(repr=False)
     seconds: float
     computing: float
     peak_bytes: int | None
@@ -174,7 +183,7 @@ class OneStep:
     why: Why
 
 
-def one_step(answer: Answer, operator: str, device: str | None = None) -> list[OneStep]:
+def single_change(answer: PlanResult, operator: str, device: str | None = None) -> list[SingleChange]:
     """Returns the formats that an operator can have on a class of devices, from the narrowest up, the one that it has among them.
 
     Args:
@@ -190,7 +199,7 @@ def one_step(answer: Answer, operator: str, device: str | None = None) -> list[O
     part = problem.classes[name]
     (operator,) = _one(answer, operator, name)
     together = next((list(group) for group in problem.tied if operator in group), [operator])
-    judge = Judge(problem, answer.plans, answer.judged.codecs)
+    judge = PlanEvaluator(problem, answer.plans, answer.judged.codecs)
     now = judge.judged()
     found = []
     for fmt in sorted(part.choices[operator], key=width):
@@ -204,7 +213,7 @@ def one_step(answer: Answer, operator: str, device: str | None = None) -> list[O
     return found
 
 
-def _one(answer: Answer, operator: str, name: str) -> list[str]:
+def _one(answer: PlanResult, operator: str, name: str) -> list[str]:
     """Returns the one operator that is meant; raises `PlanError` where a pattern selects several."""
     found = selected(answer, operator, name)
     if len(found) > 1:
@@ -213,11 +222,11 @@ def _one(answer: Answer, operator: str, name: str) -> list[str]:
     return found
 
 
-def _step(answer: Answer, name: str, operator: str, fmt: str, now: Judged, then: Judged) -> OneStep:
+def _step(answer: PlanResult, name: str, operator: str, fmt: str, now: Evaluation, then: Evaluation) -> SingleChange:
     before, after = now.classes[name], then.classes[name]
     more = None if before.peak_bytes is None or after.peak_bytes is None else after.peak_bytes - before.peak_bytes
     exceeds = then.exceeds(answer.problem)
-    return OneStep(
+    return SingleChange(
         name,
         operator,
         fmt,
@@ -231,7 +240,7 @@ def _step(answer: Answer, name: str, operator: str, fmt: str, now: Judged, then:
     )
 
 
-def _why(answer: Answer, chosen: bool, now: Judged, then: Judged, exceeds: Mapping[str, float]) -> Why:
+def _why(answer: PlanResult, chosen: bool, now: Evaluation, then: Evaluation, exceeds: Mapping[str, float]) -> Why:
     if chosen:
         return Why.CHOSEN
     if exceeds:
@@ -243,7 +252,7 @@ def _why(answer: Answer, chosen: bool, now: Judged, then: Judged, exceeds: Mappi
 
 
 @dataclass(frozen=True)
-class Front:
+class ParetoFront:
     """
     Attributes:
         points: from the fastest to that of least variance.
@@ -251,9 +260,9 @@ class Front:
         chosen: the plan that was asked for, where one was; it need not be on the front.
     """
 
-    points: tuple[Answer, ...]
-    uniform: Mapping[str, Answer]
-    chosen: Answer | None = None
+    points: tuple[PlanResult, ...]
+    uniform: Mapping[str, PlanResult]
+    chosen: PlanResult | None = None
 
 
 def check_points(points: int) -> None:
@@ -263,8 +272,12 @@ def check_points(points: int) -> None:
 
 
 def pareto(
-    problem: Problem, allocator: Allocator, points: int = 9, chosen: Answer | None = None, say: Say = lambda name: None
-) -> Front:
+    problem: Problem,
+    allocator: Allocator,
+    points: int = 9,
+    chosen: PlanResult | None = None,
+    say: Say = lambda name: None,
+) -> ParetoFront:
     """Returns the front of plans between the fastest one and one of least variance, within the problem's memory.
 
     Args:
@@ -292,19 +305,19 @@ def pareto(
             found.append(allocator.allocate(replace(free, least="variance", seconds=seconds)))
         say(f"{at} of {points - 2}")
     uniform = {fmt: Uniform(fmt).allocate(free) for fmt in uniforms(free)}
-    return Front(tuple(_undominated(found)), uniform, chosen)
+    return ParetoFront(tuple(_undominated(found)), uniform, chosen)
 
 
-def _undominated(found: list[Answer]) -> list[Answer]:
+def _undominated(found: list[PlanResult]) -> list[PlanResult]:
     ordered = sorted(found, key=lambda answer: (answer.judged.seconds, answer.judged.variance))
-    kept: list[Answer] = []
+    kept: list[PlanResult] = []
     for answer in ordered:
         if not kept or answer.judged.variance < kept[-1].judged.variance:
             kept.append(answer)
     return kept
 
 
-def what_if(answer: Answer, changes: Mapping[str, str], device: str | None = None) -> Answer:
+def what_if(answer: PlanResult, changes: Mapping[str, str], device: str | None = None) -> PlanResult:
     """Returns the answer with other formats for some operators, which may exceed limits, and says so.
 
     Args:
@@ -325,15 +338,15 @@ def what_if(answer: Answer, changes: Mapping[str, str], device: str | None = Non
             raise PlanError(f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do)
         asked |= {operator: part.called(operator, fmt) for operator in operators}
     plans = {**answer.plans, name: asked}
-    found = judged(problem, plans, answer.judged.codecs)
+    found = evaluate_plan(problem, plans, answer.judged.codecs)
     over = found.exceeds(problem)
-    notes = (Note(NoteKind.UNFIT, numbers=over),) if over else ()
+    notes = (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
     return replace(
         answer, plans=plans, judged=found, bound=answer.bound, took=0.0, rounds=(), notes=notes, trials=(), ran=None
     )
 
 
-def comparison_table(compared: Sequence[Compared]) -> RenderableType:
+def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
     """Returns allocators side by side, in the order in which they were asked; those that exceed limits say which."""
     answers = [one.answer for one in compared if one.answer is not None]
     classes = list(answers[0].judged.classes) if answers else []
@@ -349,7 +362,7 @@ def comparison_table(compared: Sequence[Compared]) -> RenderableType:
     return Fitted(table)
 
 
-def _compared(one: Compared, answer: Answer) -> list[str]:
+def _compared(one: AllocatorComparison, answer: PlanResult) -> list[str]:
     judged = answer.judged
     cells = [duration(judged.seconds), _samples(answer)]
     for figures in judged.classes.values():
@@ -358,7 +371,7 @@ def _compared(one: Compared, answer: Answer) -> list[str]:
     return [*cells, f"{judged.variance:.4g}", gap, f"{answer.took:.2f} s", _limits(judged.exceeds(answer.problem))]
 
 
-def steps_table(steps: Sequence[OneStep]) -> RenderableType:
+def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
     """Returns the formats of an operator on a class of devices, and why it has the one that it has."""
     columns = ["format", "a step", "computing", "memory", "variance", "why not"]
     table = table_of(columns, right=columns[1:-1])
@@ -369,7 +382,7 @@ def steps_table(steps: Sequence[OneStep]) -> RenderableType:
     return Group(Text(f"{steps[0].operator} on {steps[0].device}; what other formats would change:"), table)
 
 
-def changes_table(before: Answer, after: Answer) -> RenderableType:
+def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
     """Returns what a plan costs beside another one, and what changes from the first to the second."""
     table = table_of(["", "before", "after", "change"], right=["before", "after", "change"])
     for name, (first, second, shown) in _figures(before.judged, after.judged).items():
@@ -379,7 +392,7 @@ def changes_table(before: Answer, after: Answer) -> RenderableType:
     return Group(table, Text(f"exceeds limits: {_limits(over)}" if over else "all limits are kept"))
 
 
-def front_table(front: Front) -> RenderableType:
+def front_table(front: ParetoFront) -> RenderableType:
     """Returns the points of a front from the fastest on, then uniform plans, then the one that was chosen."""
     judged = front.points[0].judged
     columns = ["plan", "a step", "variance", *(f"memory {name}" for name in judged.classes), "limits"]
@@ -399,7 +412,7 @@ def front_table(front: Front) -> RenderableType:
 Shown = Callable[[float], str]
 
 
-def _figures(before: Judged, after: Judged) -> Mapping[str, tuple[float | None, float | None, Shown]]:
+def _figures(before: Evaluation, after: Evaluation) -> Mapping[str, tuple[float | None, float | None, Shown]]:
     found: dict[str, tuple[float | None, float | None, Shown]] = {
         "a step": (before.seconds, after.seconds, duration),
         "variance": (before.variance, after.variance, "{:.4g}".format),
@@ -438,7 +451,7 @@ def _bytes(peak: int | None) -> str:
     return "?" if peak is None else _size(peak)
 
 
-def _samples(answer: Answer) -> str:
+def _samples(answer: PlanResult) -> str:
     devices = answer.problem.cluster.devices.values()
     batches = [device.batch * device.count for device in devices if device.batch is not None]
     if len(batches) < len(devices) or not answer.judged.seconds:

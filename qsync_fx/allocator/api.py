@@ -28,24 +28,24 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
-from qsync_fx.allocator.evaluator import Judge, judged
+from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.feasibility import margins, unfit, with_margin
-from qsync_fx.allocator.measure_and_replan import CORRECTIONS, TURNS, AtHand, check_corrections, settled
-from qsync_fx.allocator.plan_result import Allocator, Answer, Note, NoteKind
+from qsync_fx.allocator.measure_and_replan import CORRECTIONS, TURNS, LocalModel, check_corrections, settled
+from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem, width
-from qsync_fx.allocator.problem_builder import Objective, Wishes, problem_of, target_of
+from qsync_fx.allocator.problem_builder import Objective, PlanRequest, build_problem, target_of
 from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import OptionError, ProfileError, nearest
-from qsync_fx.plan_cache import KEPT, SUFFIX, KeptPlan, folder
+from qsync_fx.plan_cache import KEPT, SUFFIX, CachedPlan, folder
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.replayer.cluster import Cluster, Memory
-from qsync_fx.predictor.replayer.cluster_step import played
+from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.profiler.measurement import GivenOptimizer
 from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
 from qsync_fx.serialization.schema import Path
-from qsync_fx.timeline.device_profiles import Given, Known, known_devices
+from qsync_fx.timeline.device_profiles import DeviceInputs, Given, load_device_profiles
 
 if TYPE_CHECKING:
     from qsync_fx.profiler.profile import Profile
@@ -57,19 +57,19 @@ LONG: Final = 0.1
 """Of a step, how long a device waits for gradients that this is worth a word."""
 
 
-def looked(answer: Answer) -> Iterator[Note]:
+def diagnose(answer: PlanResult) -> Iterator[PlanNote]:
     """Yields what there is to know."""
-    judge = Judge(answer.problem, answer.plans, answer.judged.codecs)
+    judge = PlanEvaluator(answer.problem, answer.plans, answer.judged.codecs)
     yield from _binding(answer)
     yield from _waiting(answer)
     if answer.codecs and (size := answer.problem.cluster.nodes.ranks) > 1:
-        yield Note(NoteKind.BETWEEN_NODES, numbers={"ranks a node": float(size)})
+        yield PlanNote(PlanNoteKind.BETWEEN_NODES, numbers={"ranks a node": float(size)})
     yield from _joining(answer, judge)
     for name in answer.problem.open:
         yield from _not_faster(answer, judge, name)
 
 
-def _binding(answer: Answer) -> Iterator[Note]:
+def _binding(answer: PlanResult) -> Iterator[PlanNote]:
     """The limits that the plan comes near to, where there is anything to win beyond them."""
     problem, judged = answer.problem, answer.judged
     if problem.least == "variance" and not any(judged.classes[name].variance for name in problem.open):
@@ -79,22 +79,22 @@ def _binding(answer: Answer) -> Iterator[Note]:
         values.append((name, "memory", float(judged.classes[name].peak_bytes or 0), problem.classes[name].memory))
     for name, what, value, limit in values:
         if limit and value > limit * (1 - NEAR):
-            yield Note(NoteKind.BINDS, name, numbers={what: value, "limit": limit})
+            yield PlanNote(PlanNoteKind.BINDS, name, numbers={what: value, "limit": limit})
 
 
-def _waiting(answer: Answer) -> Iterator[Note]:
+def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
     """The classes that wait for gradients to travel, where no codecs were allowed, and any could win."""
     cluster = answer.problem.cluster
     if answer.problem.coding is not None or cluster.ranks == cluster.nodes.ranks:
         return
     for name, figures in answer.judged.classes.items():
         if figures.sending > LONG * answer.judged.seconds:
-            yield Note(
-                NoteKind.WAITS, name, numbers={"seconds": figures.sending, "of a step of": answer.judged.seconds}
+            yield PlanNote(
+                PlanNoteKind.WAITS, name, numbers={"seconds": figures.sending, "of a step of": answer.judged.seconds}
             )
 
 
-def _joining(answer: Answer, judge: Judge) -> Iterator[Note]:
+def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
     """Whether the run makes more samples a second with each class than without it, taking batches to be equal where none is known."""
     problem = answer.problem
     if len(problem.classes) == 1:
@@ -108,10 +108,10 @@ def _joining(answer: Answer, judge: Judge) -> Iterator[Note]:
         own = {other: judge.schedules()[other] for other in others}
         coding = problem.coding
         how = None if coding is None else by_bucket(own, alone, answer.codecs, coding.rates)
-        seconds = float(played(own, alone, how).step.seconds)
+        seconds = float(simulate(own, alone, how).step.seconds)
         without = _samples(problem, others) / seconds
-        kind = NoteKind.JOINS if rate > without else NoteKind.DOES_NOT_HELP
-        yield Note(kind, name, numbers={"samples a second": rate, "without it": without})
+        kind = PlanNoteKind.JOINS if rate > without else PlanNoteKind.DOES_NOT_HELP
+        yield PlanNote(kind, name, numbers={"samples a second": rate, "without it": without})
 
 
 def _samples(problem: Problem, names: list[str]) -> float:
@@ -120,7 +120,7 @@ def _samples(problem: Problem, names: list[str]) -> float:
     return float(sum(devices[name].count * ((devices[name].batch or 1) if known else 1) for name in names))
 
 
-def _not_faster(answer: Answer, judge: Judge, name: str) -> Iterator[Note]:
+def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator[PlanNote]:
     """The operators that keep a wider format where no narrower one is faster on this device."""
     part, before = answer.problem.classes[name], judge.computing(name)
     for operator, asked in answer.plans[name].items():
@@ -132,21 +132,21 @@ def _not_faster(answer: Answer, judge: Judge, name: str) -> Iterator[Note]:
             judge.undo()
         if more and min(more.values()) >= 0:
             best = min(more, key=lambda fmt: more[fmt])
-            yield Note(NoteKind.NOT_FASTER, name, operator, (best, asked), {"seconds more": more[best]})
+            yield PlanNote(PlanNoteKind.NOT_FASTER, name, operator, (best, asked), {"seconds more": more[best]})
 
 
 HOMES: Final[dict[str, tuple[str, str]]] = {
-    "exact": ("qsync_fx.allocator.milp.milp_allocator", "Exact"),
-    "paper": ("qsync_fx.allocator.recovery", "Greedy"),
+    "exact": ("qsync_fx.allocator.milp.milp_allocator", "MilpAllocator"),
+    "paper": ("qsync_fx.allocator.recovery", "PrecisionRecovery"),
     "uniform": ("qsync_fx.allocator.baselines", "Uniform"),
     "full-precision": ("qsync_fx.allocator.baselines", "FullPrecision"),
-    "random": ("qsync_fx.allocator.baselines", "Random"),
+    "random": ("qsync_fx.allocator.baselines", "RandomGreedy"),
 }
 """By name, the module and the class. Allocators that take something more to be made are not among them."""
 MADE: Final[dict[str, tuple[str, str]]] = {
     "hessian": (
         "the curvature of each operator",
-        'give qsync_fx.allocator.baselines.Hessian(qsync_fx.sensitivity(..., method="hessian")), or qsync plan --compare --hessian',
+        'give qsync_fx.allocator.baselines.HessianGreedy(qsync_fx.sensitivity(..., method="hessian")), or qsync plan --compare --hessian',
     ),
     "dynamic-batches": (
         "the model with other batches, and makes plans for those",
@@ -156,7 +156,7 @@ MADE: Final[dict[str, tuple[str, str]]] = {
 """Those, by name: what each takes, and how it is had."""
 
 
-def allocator_of(which: str | Allocator) -> Allocator:
+def get_allocator(which: str | Allocator) -> Allocator:
     """Returns an allocator, which may be given by name; raises `OptionError` where there is none."""
     if not isinstance(which, str):
         return which
@@ -201,7 +201,7 @@ def find_plan(
     corrections: int = CORRECTIONS,
     rounds: int = TURNS,
     progress: bool = True,
-) -> Answer:
+) -> PlanResult:
     """Returns the plan that is best for a model on devices of which profiles are at hand.
 
     Args:
@@ -227,8 +227,9 @@ def find_plan(
             where a step takes longer than is foreseen. By default, of several classes, what is uncertain of a profile: how far its steps
             differ, 2% at least; nothing of the catalog's. Where no plan leaves it, none is left.
         model: the model itself, where the device that a profile was measured on is at hand. Then the plan is run, the profile corrected by
-            what was measured, and the plan looked for again, until what is foreseen and what is measured agree. `Answer.trials` says what
-            came out, `Answer.profiles` has the profile as corrected.
+            what was measured, and the plan looked for again, until what is foreseen and what is measured agree. `PlanResult.trials` says
+            what
+            came out, `PlanResult.profiles` has the profile as corrected.
         step, batches, optimizer, options: as `qsync_fx.measure` was given them for the profile.
         corrections: how often at most that is done; 0 to leave it.
         rounds: how many turns a plan has each time.
@@ -238,18 +239,18 @@ def find_plan(
         PlanError: no plan keeps the limits; says which of them, by how much, and what would do.
         ProfileError: a profile is missing, or does not say what is needed of it; none is of this machine and model, which are at hand.
     """
-    fleet, known = known_devices(profile, cluster)
-    wishes = Wishes(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin)
-    chosen = allocator_of(allocator)
+    fleet, known = load_device_profiles(profile, cluster)
+    wishes = PlanRequest(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin)
+    chosen = get_allocator(allocator)
     check_corrections(corrections)
 
-    def solve(known: Mapping[str, Known]) -> Answer:
-        problem, notes = problem_of(fleet, known, wishes)
+    def solve(known: Mapping[str, DeviceInputs]) -> PlanResult:
+        problem, notes = build_problem(fleet, known, wishes)
         shares = margins(problem, known, wishes.margin)
         answer = with_margin(problem, shares, lambda slower: target_of(slower, wishes), chosen)
         if not answer.fits:
             raise unfit(problem, [answer.judged])
-        return replace(answer, notes=(*notes, *answer.notes, *looked(answer)))
+        return replace(answer, notes=(*notes, *answer.notes, *diagnose(answer)))
 
     if model is None:
         for name, value in (("step", step), ("optimizer", optimizer), ("options", options)):
@@ -261,7 +262,7 @@ def find_plan(
         do = "give step(model, batch), which returns the loss, and batches"
         raise OptionError("a plan is run by a step, and there is none", where="step", do=do)
     first, _ = first_batch(batches)
-    at_hand = AtHand(model, step, first, optimizer, options, rounds, progress)
+    at_hand = LocalModel(model, step, first, optimizer, options, rounds, progress)
     return settled(solve(known), known, solve, at_hand, corrections)
 
 
@@ -280,9 +281,9 @@ def keep(profile: Profile) -> pathlib.Path:
     within = default_precision(torch.device(profile.machine.device)).name
     answer = find_plan(profile, objective="fastest", budget=within)
     (name,) = answer.plans
-    uniform = judged(answer.problem, answer.problem.uniform(within))
+    uniform = evaluate_plan(answer.problem, answer.problem.uniform(within))
     operators = dict(answer.plans[name])
-    found = KeptPlan(profile.machine, model, within, answer.judged.seconds, uniform.seconds, operators)
+    found = CachedPlan(profile.machine, model, within, answer.judged.seconds, uniform.seconds, operators)
     path = folder(model.structure) / f"{_name(profile)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

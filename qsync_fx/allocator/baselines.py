@@ -28,16 +28,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from qsync_fx.allocator.evaluator import Judge, Judged, beyond, judged
+from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, beyond, evaluate_plan
 from qsync_fx.allocator.feasibility import excess
-from qsync_fx.allocator.plan_result import Answer, Note, NoteKind
+from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, uniforms
-from qsync_fx.allocator.recovery import Greedy, Indicator
+from qsync_fx.allocator.recovery import Indicator, PrecisionRecovery
 from qsync_fx.errors import PlanError, nearest, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
-__all__ = ["DynamicBatches", "FullPrecision", "Hessian", "Random", "Uniform"]
+__all__ = ["DynamicBatches", "FullPrecision", "HessianGreedy", "RandomGreedy", "Uniform"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Uniform:
     def name(self) -> str:
         return "uniform" if self.fmt is None else f"uniform-{self.fmt}"
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan, which may exceed limits; raises `PlanError` where the format is not one of all classes'."""
         began = time.perf_counter()
         known = uniforms(problem)
@@ -62,7 +62,7 @@ class Uniform:
         tried = known.values() if self.fmt is None else [known[self.fmt]]
         plans, judged = best(problem, tried)
         took = time.perf_counter() - began
-        return Answer(problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged))
+        return PlanResult(problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged))
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class FullPrecision:
     def name(self) -> str:
         return "full-precision"
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan, which may exceed limits."""
         began = time.perf_counter()
         plans, judged = best(problem, [full(problem)])
         took = time.perf_counter() - began
-        return Answer(problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged))
+        return PlanResult(problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged))
 
 
 def full(problem: Problem) -> Plans:
@@ -87,21 +87,21 @@ def full(problem: Problem) -> Plans:
     return problem.completed({name: part.uniform(part.widest) for name, part in parts.items()})
 
 
-def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Judged]:
+def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Evaluation]:
     """Returns the best of plans that keep the limits; where none does, the nearest to that."""
-    judge = Judge(problem, problem.uniform())
+    judge = PlanEvaluator(problem, problem.uniform())
     found = [(plans, judge.become(plans)) for plans in tried]
     return min(found, key=lambda pair: (excess(problem, pair[1]), pair[1].value(problem), pair[1].seconds))
 
 
-def exceeded(problem: Problem, judged: Judged) -> tuple[Note, ...]:
+def exceeded(problem: Problem, judged: Evaluation) -> tuple[PlanNote, ...]:
     """Returns the note of plans that exceed limits."""
     over = judged.exceeds(problem)
-    return (Note(NoteKind.UNFIT, numbers=over),) if over else ()
+    return (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
 
 
 @dataclass(frozen=True)
-class Random:
+class RandomGreedy:
     """
     Attributes:
         seed: of what is drawn.
@@ -113,7 +113,7 @@ class Random:
     def name(self) -> str:
         return "random"
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan, which exceeds limits where none was found within them."""
 
         def drawn(name: str, operator: str) -> float:
@@ -123,7 +123,7 @@ class Random:
 
 
 @dataclass(frozen=True)
-class Hessian:
+class HessianGreedy:
     """
     Attributes:
         sensitivity: that the method "hessian" found, of the model or of each class.
@@ -135,7 +135,7 @@ class Hessian:
     def name(self) -> str:
         return "hessian"
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan, which exceeds limits where none was found within them; raises `ProfileError` where an operator is not known."""
 
         def known(name: str, operator: str) -> float:
@@ -161,12 +161,12 @@ def halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicato
 FP32_BITS = FORMATS["fp32"].bits
 
 
-def _ordered(problem: Problem, indicator: Indicator, name: str) -> Answer:
+def _ordered(problem: Problem, indicator: Indicator, name: str) -> PlanResult:
     try:
-        return Greedy(indicator, name).allocate(problem)
+        return PrecisionRecovery(indicator, name).allocate(problem)
     except PlanError:
         plans, judged = best(problem, uniforms(problem).values())
-        return Answer(problem, plans, judged, name, notes=exceeded(problem, judged))
+        return PlanResult(problem, plans, judged, name, notes=exceeded(problem, judged))
 
 
 Resized = Callable[[str, int], DeviceClass]
@@ -188,7 +188,7 @@ class DynamicBatches:
     def name(self) -> str:
         return "dynamic-batches"
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns plans in full precision on devices with other batches; raises `PlanError` where batches are not known."""
         began = time.perf_counter()
         before = _batches(problem)
@@ -196,9 +196,9 @@ class DynamicBatches:
         after = _within_memory(sized, before)
         found = sized.problem(after)
         plans = full(found)
-        said = judged(found, plans)
+        said = evaluate_plan(found, plans)
         took = time.perf_counter() - began
-        return Answer(
+        return PlanResult(
             found, plans, said, self.name, took=took, notes=(*exceeded(found, said), *_notes(problem, before, after))
         )
 
@@ -229,7 +229,7 @@ class _Sized:
         if key not in self._figures:
             # The others' batches do not matter to what one class computes and holds.
             now = self.problem({**_batches(self.asked), name: batch})
-            judge = Judge(now, full(now))
+            judge = PlanEvaluator(now, full(now))
             self._figures[key] = judge.computing(name), float(judge.peak(name) or 0)
         return self._figures[key]
 
@@ -308,12 +308,12 @@ def _most(sized: _Sized, name: str, batch: int) -> int:
     return low
 
 
-def _notes(problem: Problem, before: Mapping[str, int], after: Mapping[str, int]) -> list[Note]:
+def _notes(problem: Problem, before: Mapping[str, int], after: Mapping[str, int]) -> list[PlanNote]:
     devices = problem.cluster.devices
     samples, now = (sum(devices[name].count * batch for name, batch in each.items()) for each in (before, after))
     return [
-        Note(
-            NoteKind.BATCH,
+        PlanNote(
+            PlanNoteKind.BATCH,
             name,
             numbers={
                 "batch": batch,

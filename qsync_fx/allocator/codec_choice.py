@@ -14,7 +14,7 @@ from qsync_fx.communication.codec_cost_model import Rates, coded, small
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.cluster import Cluster
-from qsync_fx.predictor.replayer.cluster_step import Bucket, Coded, beside_computing, travel
+from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, SimulatedBucket, beside_computing, travel
 from qsync_fx.predictor.times import Parameter
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ Codecs = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Coding:
+class CodecSearchSpace:
     """What codecs there are to choose from.
 
     Attributes:
@@ -38,7 +38,7 @@ class Coding:
 
 
 @dataclass(frozen=True)
-class Options:
+class CodecOptions:
     """What each choice makes of each bucket.
 
     Attributes:
@@ -50,7 +50,7 @@ class Options:
 
     alone: tuple[float, ...]
     alone_beside: tuple[float, ...]
-    coded: tuple[Mapping[str, Coded], ...] = ()
+    coded: tuple[Mapping[str, CompressedTransfer], ...] = ()
     seconds: tuple[Mapping[str, float], ...] = ()
     beside: tuple[Mapping[str, float], ...] = ()
     variance: tuple[Mapping[str, float], ...] = ()
@@ -78,7 +78,7 @@ class Options:
         """Returns what a choice adds to the variance of the mean gradient."""
         return sum(by[codec] for by, codec in zip(self.variance, codecs, strict=True))
 
-    def compression(self, codecs: Codecs) -> list[Coded] | None:
+    def compression(self, codecs: Codecs) -> list[CompressedTransfer] | None:
         """Returns a choice as the replayer takes it."""
         if codecs == self.plain:
             return None
@@ -100,7 +100,7 @@ class Options:
         }
 
 
-def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> Options:
+def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Sequence[SimulatedBucket]) -> CodecOptions:
     """Returns what there is to choose for these buckets.
 
     Raises:
@@ -109,10 +109,10 @@ def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Seque
     cluster, coding = problem.cluster, problem.coding
     alone, alone_beside = _taken(cluster, buckets)
     if coding is None or not buckets:
-        return Options(alone, alone_beside)
+        return CodecOptions(alone, alone_beside)
     known = {parameter.path: parameter for parameter in parameters}
     left = small(parameters)
-    tables: list[dict[str, Coded]] = []
+    tables: list[dict[str, CompressedTransfer]] = []
     seconds: list[dict[str, float]] = []
     beside: list[dict[str, float]] = []
     variance: list[dict[str, float]] = []
@@ -126,16 +126,16 @@ def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Seque
             for codec in coding.codecs
         }
         tables.append(table)
-        sent = [Bucket(bucket.parameters, bucket.nbytes, one.nbytes, one) for one in table.values()]
+        sent = [SimulatedBucket(bucket.parameters, bucket.nbytes, one.nbytes, one) for one in table.values()]
         for into, found in zip((seconds, beside), _taken(cluster, sent), strict=True):
             into.append(dict(zip(table, found, strict=True)))
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
-    return Options(
+    return CodecOptions(
         alone, alone_beside, tuple(tables), tuple(seconds), tuple(beside), tuple(variance), parameters=tuple(inside)
     )
 
 
-def _taken(cluster: Cluster, buckets: Sequence[Bucket]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _taken(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns the seconds that buckets take to be sent, and those that devices compute later for them."""
     seconds = travel(cluster, buckets)
     return tuple(seconds.tolist()), tuple(beside_computing(cluster, buckets, seconds))

@@ -33,21 +33,21 @@ from functools import cached_property
 from qsync_fx.allocator.codec_choice import Codecs, options_of
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem
 from qsync_fx.errors import ProfileError, shown
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper.cost_cache import scheduled
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.memory.buffers import Task, whole
-from qsync_fx.predictor.memory.outside_passes import LossMemory, Training
-from qsync_fx.predictor.memory.peak_memory import Memory, Orders, anchored_bytes, step_memory
+from qsync_fx.predictor.memory.outside_passes import LossMemory, TrainingMemory
+from qsync_fx.predictor.memory.peak_memory import Orders, StepMemory, anchored_bytes, step_memory
 from qsync_fx.predictor.model.model_graph import ModelGraph, StateNames
-from qsync_fx.predictor.replayer.cluster_step import played
+from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import ANYBODY, Beside, Schedule, Seconds, Times
 from qsync_fx.timeline.timeline import Timeline
 
 
-class Memories:
+class PeakMemoryEvaluator:
     """
     Args:
         part: the class.
@@ -68,7 +68,7 @@ class Memories:
         return self._orders.written if self.worst is self.written else self._orders.expected
 
     @property
-    def worst(self) -> Memory:
+    def worst(self) -> StepMemory:
         """What a step holds at each moment in that order, uncorrected."""
         return max(self.expected, self.written, key=lambda memory: memory.peak.bytes)
 
@@ -81,12 +81,12 @@ class Memories:
         return found.held_bytes + anchored_bytes(self._states, self._part.anchors, self._part.training, found)
 
     @cached_property
-    def expected(self) -> Memory:
+    def expected(self) -> StepMemory:
         """What a step holds at each moment in the order in which it is expected to run, uncorrected."""
         return step_memory(self._states, self._part.training, self._orders.expected)
 
     @cached_property
-    def written(self) -> Memory:
+    def written(self) -> StepMemory:
         """The same in the order in which it is written."""
         return step_memory(self._states, self._part.training, self._orders.written)
 
@@ -97,10 +97,10 @@ class Memories:
 
 def remembered(times: Times) -> Times:
     """Returns times that remember their answers; these themselves where they do."""
-    return times if isinstance(times, Remembered) else Remembered(times)
+    return times if isinstance(times, CachedTimes) else CachedTimes(times)
 
 
-class Remembered:
+class CachedTimes:
     """Times that are asked once for each question."""
 
     def __init__(self, times: Times) -> None:
@@ -110,20 +110,20 @@ class Remembered:
         self._told: dict[tuple[str, object], Sequence[Collection[StateNames] | None]] = {}
         self._casts: dict[tuple[str, str, str, int, bool], Seconds] = {}
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         key = operator, state.names, tuple(None if one is None else one.names for one in around)
         if key not in self._operators:
             self._operators[key] = self._times.operator(operator, state, around)
         return self._operators[key]
 
-    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         near = frozenset((by, None if one is None else one.names) for by, one in beside.items())
         key = operator, state.names, near
         if key not in self._least:
             self._least[key] = self._times.least(operator, state, beside)
         return self._least[key]
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         key = operator, state.names
         if key not in self._told:
             self._told[key] = self._times.told_apart(operator, state)
@@ -151,7 +151,7 @@ _SEEN = 8
 
 
 @dataclass(frozen=True)
-class Figures:
+class DeviceMetrics:
     """What a plan costs one device of a class, in a step of the cluster.
 
     Attributes:
@@ -170,7 +170,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Evaluation:
     """
     Attributes:
         seconds: from one step of the cluster to the next.
@@ -183,7 +183,7 @@ class Judged:
 
     seconds: float
     variance: float
-    classes: Mapping[str, Figures]
+    classes: Mapping[str, DeviceMetrics]
     codecs: Codecs = ()
     coding: float = 0.0
     sent: Mapping[str, str] = field(default_factory=dict)
@@ -207,7 +207,7 @@ def beyond(value: float, limit: float) -> bool:
     return value > limit * (1 + TOLERANCE)
 
 
-class Judge:
+class PlanEvaluator:
     """
     Args:
         problem: what is asked.
@@ -231,10 +231,10 @@ class Judge:
         self._undo: list[tuple[str, str, str]] = []
         self._states: dict[str, States] = {}
         self._schedules: dict[str, Schedule] = {}
-        self._memories: dict[str, Memories] = {}
-        self._seen: dict[tuple[str, tuple[StateNames, ...]], Memories] = {}
+        self._memories: dict[str, PeakMemoryEvaluator] = {}
+        self._seen: dict[tuple[str, tuple[StateNames, ...]], PeakMemoryEvaluator] = {}
         self._timeline: Timeline | None = None
-        fleet = played(self.schedules(), problem.cluster)
+        fleet = simulate(self.schedules(), problem.cluster)
         parameters = next(iter(self._schedules.values())).parameters
         places = {p.path: at for at, p in enumerate(parameters)}
         # Gradients arrive in one order under all plans, so that buckets are those of any.
@@ -251,7 +251,7 @@ class Judge:
         """Takes back the last change that was not taken back yet."""
         self._change(*self._undo.pop())
 
-    def become(self, plans: Plans, codecs: Codecs | None = None) -> Judged:
+    def become(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
         """Changes to other plans, and to other codecs where these are given, which cannot be undone; returns what they cost."""
         if codecs is not None and codecs != self.codecs:
             self.codecs, self._timeline = codecs, None
@@ -312,14 +312,14 @@ class Judge:
                 self._schedules[name] = scheduled(self.states(name), self._times[name], whole)
         return self._schedules
 
-    def memory(self, name: str) -> Memories | None:
+    def memory(self, name: str) -> PeakMemoryEvaluator | None:
         """Returns what a step of a class holds; None where that is not known."""
         part = self.problem.classes[name]
         if name not in self._memories and part.training is not None:
             found = self.states(name)
             key = name, found.names
             # What a step holds takes long to know, and a search comes back to plans: uniform ones, and the best so far.
-            known = self._seen.pop(key) if key in self._seen else Memories(part, found)
+            known = self._seen.pop(key) if key in self._seen else PeakMemoryEvaluator(part, found)
             self._memories[name] = self._seen[key] = known
             while len(self._seen) > _SEEN:
                 del self._seen[next(iter(self._seen))]
@@ -343,11 +343,11 @@ class Judge:
         limits = {name: found.memory for name, found in problem.classes.items() if found.memory is not None}
         return not any(beyond(self.peak(name) or 0, limit) for name, limit in limits.items())
 
-    def judged(self) -> Judged:
+    def judged(self) -> Evaluation:
         """Returns all of it."""
         found = self.timeline
         figures = {
-            name: Figures(
+            name: DeviceMetrics(
                 float(found.played.devices[name].seconds.sum()) + found.played.devices[name].optimizer,
                 found.waiting[name],
                 found.sending[name],
@@ -357,7 +357,7 @@ class Judge:
             for name in self.problem.classes
         }
         sent = self.options.by_parameter(self.codecs)
-        return Judged(found.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs), sent)
+        return Evaluation(found.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs), sent)
 
     @property
     def timeline(self) -> Timeline:
@@ -365,7 +365,7 @@ class Judge:
         if self._timeline is None:
             peaks = {name: memory.expected_bytes for name, memory in self._memories.items()}
             how = self.options.compression(self.codecs)
-            fleet = played(
+            fleet = simulate(
                 self.schedules(),
                 self.problem.cluster,
                 how,
@@ -394,19 +394,19 @@ class Judge:
             known.pop(name, None)
 
 
-def with_peaks(problem: Problem, plans: Plans, found: Judged) -> Judged:
+def with_peaks(problem: Problem, plans: Plans, found: Evaluation) -> Evaluation:
     """Returns what was judged of plans where what a step holds was left out of some classes, as a judge of the problem says it."""
     figures = dict(found.classes)
     for name, part in problem.classes.items():
         if part.training is not None and figures[name].peak_bytes is None:
-            peak = Memories(part, states(part.graph, plans[name])).peak_bytes
+            peak = PeakMemoryEvaluator(part, states(part.graph, plans[name])).peak_bytes
             figures[name] = replace(figures[name], peak_bytes=peak)
     return replace(found, classes=figures)
 
 
-def judged(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Judged:
+def evaluate_plan(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
     """Returns what plans of all classes cost, with all gradients in FP32 or in the codecs that are given for buckets."""
-    return Judge(problem, plans, codecs).judged()
+    return PlanEvaluator(problem, plans, codecs).judged()
 
 
 def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
@@ -437,7 +437,7 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
     return replace(part, graph=graph, times=times, anchors=(), training=_trained(part.training, part.graph, graph))
 
 
-def _trained(training: Training | None, before: ModelGraph, after: ModelGraph) -> Training | None:
+def _trained(training: TrainingMemory | None, before: ModelGraph, after: ModelGraph) -> TrainingMemory | None:
     """What a loss takes follows what the model returns."""
     if training is None or training.loss is None or (held := _returned(before)) == (now := _returned(after)):
         return training
@@ -464,15 +464,15 @@ class Scaled:
     before: ModelGraph = field(repr=False)
     after: ModelGraph = field(repr=False)
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         found, more = self.times.operator(operator, state, around), self._more(operator, state)
         return Seconds(found.forward * more, found.backward * more, interpolated=True)
 
-    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         found, more = self.times.least(operator, state, beside), self._more(operator, state)
         return Seconds(found.forward * more, found.backward * more, interpolated=True)
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         return self.times.told_apart(operator, state)
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
@@ -484,7 +484,7 @@ class Scaled:
     def optimizer(self) -> float:
         return self.times.optimizer()
 
-    def _more(self, operator: str, state: State) -> float:
+    def _more(self, operator: str, state: OperandState) -> float:
         before, after = (graph.operator(operator).costs[state.names].work for graph in (self.before, self.after))
         if before.flops:
             return float(after.flops) / float(before.flops)

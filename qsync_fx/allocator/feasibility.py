@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from qsync_fx.allocator.evaluator import Judged, judged
-from qsync_fx.allocator.plan_result import AGREES, Allocator, Answer, Note, NoteKind
+from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
+from qsync_fx.allocator.plan_result import AGREES, Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.profiler.profile import Profile
-from qsync_fx.timeline.device_profiles import Known
+from qsync_fx.timeline.device_profiles import DeviceInputs
 
 MOST: Final = 0.1
 """Beyond this share, what steps differ by is by others on the machine, and says nothing of the device."""
@@ -39,7 +39,7 @@ def check_margin(margin: float | None) -> None:
         )
 
 
-def margins(problem: Problem, known: Mapping[str, Known], asked: float | None) -> dict[str, float]:
+def margins(problem: Problem, known: Mapping[str, DeviceInputs], asked: float | None) -> dict[str, float]:
     """Returns the share by which each class that is open to choice is to be planned on as slower; none where nobody would wait.
 
     Args:
@@ -55,7 +55,7 @@ def margins(problem: Problem, known: Mapping[str, Known], asked: float | None) -
     return {name: share for name, share in found.items() if share > 0}
 
 
-def uncertain(profile: Known) -> float:
+def uncertain(profile: DeviceInputs) -> float:
     """Returns the share by which a step may be longer than is foreseen; 0 where no two steps of one plan were measured."""
     runs = profile.runs if isinstance(profile, Profile) else []
     spreads = [run.spread for run in runs if len(run.steps) > 1]
@@ -78,7 +78,7 @@ def slowed(problem: Problem, shares: Mapping[str, float]) -> Problem:
 
 def with_margin(
     problem: Problem, shares: Mapping[str, float], target: Callable[[Problem], float | None], chosen: Allocator
-) -> Answer:
+) -> PlanResult:
     """Returns what an allocator chooses that leaves a margin, as it is on devices as they are.
 
     Args:
@@ -93,14 +93,14 @@ def with_margin(
             answer = chosen.allocate(replace(careful, seconds=target(careful)))
         except PlanError:
             return chosen.allocate(problem)
-        notes = tuple(Note(NoteKind.LEAVES, name, numbers={"share": share}) for name, share in shares.items())
-        found = judged(problem, answer.plans, answer.judged.codecs)
+        notes = tuple(PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share}) for name, share in shares.items())
+        found = evaluate_plan(problem, answer.plans, answer.judged.codecs)
         if not found.exceeds(problem):
             return replace(answer, problem=problem, judged=found, notes=(*notes, *answer.notes))
     return chosen.allocate(problem)
 
 
-def unfit(problem: Problem, tried: Sequence[Judged]) -> PlanError:
+def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
     """Returns what says which limits the nearest plan breaks, by how much, and what would do."""
     nearest = min(tried, key=lambda judged: excess(problem, judged))
     over = nearest.exceeds(problem)
@@ -115,7 +115,7 @@ def unfit(problem: Problem, tried: Sequence[Judged]) -> PlanError:
     )
 
 
-def excess(problem: Problem, judged: Judged) -> float:
+def excess(problem: Problem, judged: Evaluation) -> float:
     """Returns by how much of a limit plans exceed it, summed over all limits."""
     return sum(
         by / limit(problem, what) if limit(problem, what) else float("inf")
@@ -124,7 +124,7 @@ def excess(problem: Problem, judged: Judged) -> float:
 
 
 def limit(problem: Problem, what: str) -> float:
-    """Returns a limit by the name that `Judged.exceeds` gives it."""
+    """Returns a limit by the name that `Evaluation.exceeds` gives it."""
     if what in ("seconds", "variance"):
         found = problem.seconds if what == "seconds" else problem.variance
     else:

@@ -13,25 +13,25 @@ from typing import Any, Final
 
 from torch import nn
 
-from qsync_fx.allocator.evaluator import Judge, judged
-from qsync_fx.allocator.plan_result import Answer, Note, NoteKind, Trial
+from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
+from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult, Trial
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.devices.machine import here_for
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
 from qsync_fx.profiler.profile import Profile, anchors
 from qsync_fx.profiler.timing.step_timers import StepFunction
-from qsync_fx.timeline.device_profiles import Known
+from qsync_fx.timeline.device_profiles import DeviceInputs
 
 CORRECTIONS: Final = 3
 TURNS: Final = 3
 
-Solve = Callable[[Mapping[str, Known]], Answer]
+Solve = Callable[[Mapping[str, DeviceInputs]], PlanResult]
 """From what is known of each class of devices to the plan that is best for them."""
 
 
 @dataclass(frozen=True)
-class AtHand:
+class LocalModel:
     """A model as it trains here: what a plan is run with.
 
     Attributes:
@@ -49,7 +49,7 @@ class AtHand:
     turns: int = TURNS
     progress: bool = True
 
-    def corrected(self, profile: Profile, answer: Answer, name: str) -> Profile:
+    def corrected(self, profile: Profile, answer: PlanResult, name: str) -> Profile:
         """Returns a profile of a class, corrected by a run of its part of an answer."""
         return measure(
             self.model,
@@ -70,14 +70,14 @@ def check_corrections(limit: int) -> None:
         raise OptionError(f"a plan cannot be run in {limit} rounds", where="corrections", do="give 0 or more")
 
 
-class Rounds:
+class ReplanLoop:
     """
     Attributes:
         answer: the plan to run next, or, where no more is to run, the one to take.
         more: whether it is to run.
     """
 
-    def __init__(self, answer: Answer, solve: Solve, limit: int) -> None:
+    def __init__(self, answer: PlanResult, solve: Solve, limit: int) -> None:
         check_corrections(limit)
         self.answer, self.more = answer, limit > 0
         self._solve, self._limit = solve, limit
@@ -85,7 +85,9 @@ class Rounds:
         self._ran: list[Mapping[str, Profile]] = []
         self._trials: list[tuple[Trial, ...]] = []
 
-    def learn(self, known: Mapping[str, Known], before: Mapping[str, Profile], after: Mapping[str, Profile]) -> None:
+    def learn(
+        self, known: Mapping[str, DeviceInputs], before: Mapping[str, Profile], after: Mapping[str, Profile]
+    ) -> None:
         """Takes what was measured of the answer's plan.
 
         Args:
@@ -104,16 +106,16 @@ class Rounds:
         if again.plans in self._tried:
             self._take(again, after)
         elif len(self._trials) == self._limit:
-            self._take(self._best(again), after, (Note(NoteKind.UNSETTLED),))
+            self._take(self._best(again), after, (PlanNote(PlanNoteKind.UNSETTLED),))
         else:
             self.answer = again
 
-    def _best(self, again: Answer) -> Answer:
+    def _best(self, again: PlanResult) -> PlanResult:
         """Returns the best of the plans that ran, as they ran; `again`, which did not, where none of them keeps the limits."""
         ran = [_as_it_ran(again, plans, profiles) for plans, profiles in zip(self._tried, self._ran, strict=True)]
         return min((one for one in ran if one.fits), key=lambda one: one.value, default=again)
 
-    def _take(self, answer: Answer, profiles: Mapping[str, Profile], notes: tuple[Note, ...] = ()) -> None:
+    def _take(self, answer: PlanResult, profiles: Mapping[str, Profile], notes: tuple[PlanNote, ...] = ()) -> None:
         self.more = False
         self.answer = replace(
             answer,
@@ -125,15 +127,15 @@ class Rounds:
 
 
 def settled(
-    answer: Answer, known: Mapping[str, Known], solve: Solve, at_hand: AtHand, limit: int = CORRECTIONS
-) -> Answer:
+    answer: PlanResult, known: Mapping[str, DeviceInputs], solve: Solve, at_hand: LocalModel, limit: int = CORRECTIONS
+) -> PlanResult:
     """Returns the answer that holds once its plans have run on the devices at hand.
 
     Raises:
         ProfileError: no profile is of this machine, or one is of another model, or was taken under other conditions.
         PlanError: as corrected, no plan keeps the limits.
     """
-    rounds = Rounds(answer, solve, limit)
+    rounds = ReplanLoop(answer, solve, limit)
     mine: dict[str, Profile] = {
         name: found
         for name, found in known.items()
@@ -150,20 +152,20 @@ def settled(
     return rounds.answer
 
 
-def _held_too_much(ran: Answer, names: Iterable[str]) -> bool:
+def _held_too_much(ran: PlanResult, names: Iterable[str]) -> bool:
     """Whether a plan held more than it may when it ran on these classes, whatever time it took."""
     exceeded = ran.judged.exceeds(ran.problem)
     return any(f"memory {name}" in exceeded for name in names)
 
 
-def _trial(answer: Answer, name: str, before: Profile, after: Profile, ran: Answer) -> Trial:
+def _trial(answer: PlanResult, name: str, before: Profile, after: Profile, ran: PlanResult) -> Trial:
     """Returns what was foreseen of a plan on a class, and what came out: `ran` is the answer as it ran."""
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
     optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
     foreseen, held = (one.judged.classes[name].peak_bytes for one in (answer, ran))
     return Trial(
         name,
-        Judge(answer.problem, answer.plans).computing(name) / slowdown,
+        PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown,
         run.passes + optimizer,
         run.spread,
         len(before.interpolated(answer.plan(name))),
@@ -176,7 +178,7 @@ def _alone(profile: Profile) -> Profile:
     return replace(profile, runs=[run for run in profile.runs[:-1] if not run.planned] + profile.runs[-1:])
 
 
-def _as_it_ran(again: Answer, plans: Plans, ran: Mapping[str, Profile]) -> Answer:
+def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> PlanResult:
     """Returns what a plan is by what it took when it ran. What no plan's variance is below by all that was measured holds for it,
     too, where it is not itself below that: it may have run faster than others were foreseen."""
     own = {
@@ -184,7 +186,7 @@ def _as_it_ran(again: Answer, plans: Plans, ran: Mapping[str, Profile]) -> Answe
         for name, profile in ran.items()
     }
     problem = replace(again.problem, classes={**again.problem.classes, **own})
-    found = judged(problem, plans, again.judged.codecs)
+    found = evaluate_plan(problem, plans, again.judged.codecs)
     known = again.bound if problem.least == "variance" else None
     bound = known if known is not None and known <= found.variance else None
     return replace(again, problem=problem, plans=plans, judged=found, bound=bound, rounds=())

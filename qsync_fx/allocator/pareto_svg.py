@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from qsync_fx.allocator.analysis import Front, front_table
-from qsync_fx.allocator.plan_result import Answer
+from qsync_fx.allocator.analysis import ParetoFront, front_table
+from qsync_fx.allocator.plan_result import PlanResult
 from qsync_fx.errors import OptionError
 from qsync_fx.formatting import duration, round_step
 from qsync_fx.serialization import Path
@@ -59,7 +59,7 @@ class _Axis:
         return self.begin + (self.scale(value) - self.low) / (self.high - self.low) * (self.end - self.begin)
 
 
-def save_front(front: Front, path: Path) -> None:
+def save_front(front: ParetoFront, path: Path) -> None:
     """Writes the picture to a file, SVG or HTML by its name; raises `QSyncError` if it cannot."""
     kind = check_picture(path)
     write_text(pathlib.Path(path), front_svg(front) if kind == ".svg" else _page(front))
@@ -74,7 +74,7 @@ def check_picture(path: Path) -> str:
     return suffix
 
 
-def front_svg(front: Front) -> str:
+def front_svg(front: ParetoFront) -> str:
     """Returns the picture as text."""
     answers = [*front.points, *front.uniform.values(), *([front.chosen] if front.chosen else [])]
     across = _seconds([answer.judged.seconds for answer in answers])
@@ -98,7 +98,7 @@ def front_svg(front: Front) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _page(front: Front) -> str:
+def _page(front: ParetoFront) -> str:
     table = html.escape(plain(front_table(front)))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>seconds against variance</title></head>\n'
@@ -148,32 +148,32 @@ def _grid(across: _Axis, up: _Axis) -> list[str]:
     return [*parts, f'<text x="{_LEFT}" y="18" text-anchor="start">variance of the mean gradient</text>']
 
 
-def _line(points: Sequence[Answer], across: _Axis, up: _Axis) -> str:
+def _line(points: Sequence[PlanResult], across: _Axis, up: _Axis) -> str:
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (_place(answer, across, up) for answer in points))
     return f'<polyline class="front" points="{places}"/>'
 
 
-def _dot(answer: Answer, across: _Axis, up: _Axis, kind: str, name: str) -> str:
+def _dot(answer: PlanResult, across: _Axis, up: _Axis, kind: str, name: str) -> str:
     x, y = _place(answer, across, up)
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4">{_title(name, answer)}</circle>'
 
 
-def _square(answer: Answer, across: _Axis, up: _Axis, name: str) -> str:
+def _square(answer: PlanResult, across: _Axis, up: _Axis, name: str) -> str:
     x, y = _place(answer, across, up)
     return f'<rect class="uniform" x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8">{_title(name, answer)}</rect>'
 
 
-def _label(answer: Answer, across: _Axis, up: _Axis, text: str, kind: str, below: bool = False) -> str:
+def _label(answer: PlanResult, across: _Axis, up: _Axis, text: str, kind: str, below: bool = False) -> str:
     x, y = _place(answer, across, up)
     # What stands far on the right is labelled on its left.
     side, anchor = (-10, "end") if x > _WIDE - _RIGHT - 80 else (10, "start")
     return f'<text class="{kind}" x="{x + side:.1f}" y="{y + (20 if below else -8):.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _place(answer: Answer, across: _Axis, up: _Axis) -> tuple[float, float]:
+def _place(answer: PlanResult, across: _Axis, up: _Axis) -> tuple[float, float]:
     return across.at(answer.judged.seconds), up.at(answer.judged.variance)
 
 
-def _title(name: str, answer: Answer) -> str:
+def _title(name: str, answer: PlanResult) -> str:
     text = f"{name}: {duration(answer.judged.seconds)} a step, variance {answer.judged.variance:.4g}"
     return f"<title>{html.escape(text)}</title>"

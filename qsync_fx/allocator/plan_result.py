@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from qsync_fx.allocator.evaluator import Figures, Judged
+from qsync_fx.allocator.evaluator import DeviceMetrics, Evaluation
 from qsync_fx.allocator.problem import Plans, Problem, width as width_of
 from qsync_fx.errors import PlanError, nearest
 from qsync_fx.formatting import duration, short
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class PredictedCost:
     """
     Attributes:
         computing: seconds of a step in which the device computes.
@@ -52,11 +52,11 @@ class Foreseen:
     memory: float | None = None
 
     @classmethod
-    def of(cls, figures: Figures, memory: float | None) -> Foreseen:
+    def of(cls, figures: DeviceMetrics, memory: float | None) -> PredictedCost:
         return cls(figures.computing, figures.peak_bytes, memory)
 
     @classmethod
-    def noted(cls, notes: Mapping[str, str]) -> Foreseen:
+    def noted(cls, notes: Mapping[str, str]) -> PredictedCost:
         """Returns what the notes of a plan say."""
         return cls(**{part.name: _number(notes.get(part.name, "")) for part in fields(cls)})
 
@@ -78,7 +78,7 @@ AGREES: Final = 0.02
 """The share by which a step that is foreseen well may differ from one that was measured: what compiling twice makes of one plan."""
 
 
-class NoteKind(StrEnum):
+class PlanNoteKind(StrEnum):
     """What a note says."""
 
     NOT_FASTER = "a narrower format is not faster"
@@ -105,7 +105,7 @@ class NoteKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Note:
+class PlanNote:
     """Something to know about a plan.
 
     Attributes:
@@ -116,7 +116,7 @@ class Note:
         numbers: what it goes by, by name.
     """
 
-    kind: NoteKind
+    kind: PlanNoteKind
     device: str = ""
     operator: str = ""
     formats: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Round:
+class SolverIteration:
     """One time that an allocator solved what it reckons with, and had the judge look at it.
 
     Attributes:
@@ -134,7 +134,7 @@ class Round:
         learned: whether the judge says something of the plan's parts that it did not reckon with.
     """
 
-    judged: Judged
+    judged: Evaluation
     bound: float
     fits: bool
     learned: bool
@@ -167,7 +167,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanResult:
     """
     Attributes:
         problem: what was asked.
@@ -187,12 +187,12 @@ class Answer:
 
     problem: Problem = field(repr=False, compare=False)
     plans: Plans = field(repr=False)
-    judged: Judged
+    judged: Evaluation
     allocator: str
     bound: float | None = None
     took: float = field(default=0.0, compare=False)
-    rounds: tuple[Round, ...] = field(default=(), repr=False)
-    notes: tuple[Note, ...] = field(default=(), repr=False)
+    rounds: tuple[SolverIteration, ...] = field(default=(), repr=False)
+    notes: tuple[PlanNote, ...] = field(default=(), repr=False)
     trials: tuple[tuple[Trial, ...], ...] = field(default=(), repr=False, compare=False)
     ran: int | None = field(default=None, compare=False)
     profiles: Mapping[str, Profile] = field(default_factory=lambda: MappingProxyType({}), repr=False, compare=False)
@@ -240,7 +240,7 @@ class Answer:
             figures |= {key: f"{value:.6g}" for one in own for key, value in _said(one).items()}
         if conditions := self.problem.classes[name].conditions:
             figures["measured with"] = conditions
-        foreseen = Foreseen.of(self.judged.classes[name], self.problem.classes[name].memory).notes()
+        foreseen = PredictedCost.of(self.judged.classes[name], self.problem.classes[name].memory).notes()
         return Plan(operators=self.plans[name], notes={"allocator": self.allocator, **figures, **foreseen})
 
     def to_plans(self) -> dict[str, Plan]:
@@ -288,7 +288,7 @@ class Allocator(Protocol):
     @property
     def name(self) -> str: ...
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan that it chooses.
 
         Raises:
@@ -313,18 +313,18 @@ def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
 _SHOWN = 5
 
 
-def answer_text(answer: Answer, width: int | None = None) -> str:
+def answer_text(answer: PlanResult, width: int | None = None) -> str:
     """Returns an answer as plain text, fitted to a width where one is given."""
     return plain(answer_table(answer), width)
 
 
-def answer_table(answer: Answer) -> RenderableType:
+def answer_table(answer: PlanResult) -> RenderableType:
     """Returns an answer for a rich console."""
     lines = (*_coding(answer), *_trials(answer), *_conditions(answer), *_notes(answer))
     return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
 
-def _head(answer: Answer) -> list[str]:
+def _head(answer: PlanResult) -> list[str]:
     judged, problem = answer.judged, answer.problem
     limit = "" if problem.seconds is None else f" of {duration(problem.seconds)} allowed"
     found = [f"{duration(judged.seconds)} a step{limit}, variance {judged.variance:.4g}"]
@@ -336,7 +336,7 @@ def _head(answer: Answer) -> list[str]:
     return [*found, f"{answer.allocator}: {known}; {answer.took:.2f} s{rounds}"]
 
 
-def _classes(answer: Answer) -> RenderableType:
+def _classes(answer: PlanResult) -> RenderableType:
     formats = sorted({fmt for asked in answer.plans.values() for fmt in asked.values()}, key=width_of)
     columns = ["devices", "count", "computing", "waiting", "sending", "memory", "variance", *formats]
     table = table_of(columns, right=columns[1:])
@@ -355,7 +355,7 @@ def _classes(answer: Answer) -> RenderableType:
     return Fitted(table)
 
 
-def _coding(answer: Answer) -> Iterator[str]:
+def _coding(answer: PlanResult) -> Iterator[str]:
     """Which codecs gradients go in, where there was a choice."""
     judged, coding = answer.judged, answer.problem.coding
     if coding is None:
@@ -366,7 +366,7 @@ def _coding(answer: Answer) -> Iterator[str]:
     yield f"how fast they code is {coding.rates.source}"
 
 
-def _trials(answer: Answer) -> Iterator[str]:
+def _trials(answer: PlanResult) -> Iterator[str]:
     """What came out where plans were run, round by round."""
     count = len(answer.trials)
     alone = " by itself" if answer.problem.cluster.ranks > 1 else ""
@@ -383,14 +383,14 @@ def _trials(answer: Answer) -> Iterator[str]:
             )
 
 
-def _conditions(answer: Answer) -> Iterator[str]:
+def _conditions(answer: PlanResult) -> Iterator[str]:
     yield from (
         f"{name}: measured with {one.conditions}" for name, one in answer.problem.classes.items() if one.conditions
     )
 
 
-def _notes(answer: Answer) -> Iterator[str]:
-    by_kind: dict[tuple[str, str], list[Note]] = {}
+def _notes(answer: PlanResult) -> Iterator[str]:
+    by_kind: dict[tuple[str, str], list[PlanNote]] = {}
     for note in answer.notes:
         by_kind.setdefault((note.kind, note.device), []).append(note)
     for (kind, device), notes in by_kind.items():
@@ -401,12 +401,12 @@ def _notes(answer: Answer) -> Iterator[str]:
         yield f"{where}{kind}" + (f": {'; '.join(shown)}{more}" if shown else "")
 
 
-def _detail(note: Note) -> str:
+def _detail(note: PlanNote) -> str:
     numbers = ", ".join(_note_number(note, name, value) for name, value in note.numbers.items())
     return " ".join(part for part in (note.operator, "/".join(note.formats), numbers) if part)
 
 
-def _note_number(note: Note, name: str, value: float) -> str:
+def _note_number(note: PlanNote, name: str, value: float) -> str:
     """Returns a number of a note with its name, in its unit; a limit has that of what it limits."""
     meant = next(iter(note.numbers)) if name in ("limit", "of a step of") else name
     if name.startswith("seconds"):

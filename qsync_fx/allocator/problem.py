@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from qsync_fx.allocator.codec_choice import Coding
+from qsync_fx.allocator.codec_choice import CodecSearchSpace
 from qsync_fx.errors import PlanError, shown
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.indexed_model import Tables
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-from qsync_fx.predictor.memory.outside_passes import Training
+from qsync_fx.predictor.memory.outside_passes import TrainingMemory
 from qsync_fx.predictor.memory.peak_memory import Anchor
 from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, chosen
 from qsync_fx.predictor.replayer.cluster import Cluster
@@ -54,7 +54,7 @@ class DeviceClass:
     sensitivity: Sensitivity = field(repr=False)
     formats: tuple[str, ...]
     kept: Asked | None = field(default=None, repr=False)
-    training: Training | None = field(default_factory=Training)
+    training: TrainingMemory | None = field(default_factory=TrainingMemory)
     memory: float | None = None
     anchors: tuple[Anchor, ...] = field(default=(), repr=False)
     conditions: str = ""
@@ -155,7 +155,7 @@ class Problem:
     seconds: float | None = None
     variance: float | None = None
     tied: Sequence[Sequence[str]] = ()
-    coding: Coding | None = None
+    coding: CodecSearchSpace | None = None
 
     def __post_init__(self) -> None:
         self.cluster.check_names(self.classes, "classes")

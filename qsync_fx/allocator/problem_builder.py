@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from qsync_fx.allocator.codec_choice import Coding
-from qsync_fx.allocator.evaluator import Judge, beyond
+from qsync_fx.allocator.codec_choice import CodecSearchSpace
+from qsync_fx.allocator.evaluator import PlanEvaluator, beyond
 from qsync_fx.allocator.feasibility import check_margin
-from qsync_fx.allocator.plan_result import Note, NoteKind
+from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind
 from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.formats import FORMATS, precision
@@ -24,7 +24,7 @@ from qsync_fx.predictor.repeated_blocks import isomorphic_blocks
 from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_size
 from qsync_fx.profiler.profile import Profile, anchors
 from qsync_fx.timeline.codec_costs import rates
-from qsync_fx.timeline.device_profiles import Known, conditions, graph_of, training_of
+from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of, training_of
 
 Objective = Literal["hybrid", "fastest", "recover"]
 OBJECTIVES: Final[tuple[str, ...]] = get_args(Objective)
@@ -33,7 +33,7 @@ _MIXED: Final = 16
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanRequest:
     """What the user wants; see `find_plan`."""
 
     objective: str = "hybrid"
@@ -78,12 +78,14 @@ class Wishes:
         _check_memory(self.memory)
 
 
-def problem_of(fleet: Cluster, known: Mapping[str, Known], wishes: Wishes) -> tuple[Problem, list[Note]]:
+def build_problem(
+    fleet: Cluster, known: Mapping[str, DeviceInputs], wishes: PlanRequest
+) -> tuple[Problem, list[PlanNote]]:
     """Returns the problem, and what to know about how it came to be; raises `PlanError` or `ProfileError` where there is none."""
     wishes.check()
     if wishes.precisions is not None:
         check_precisions(known, wishes.precisions)
-    notes: list[Note] = []
+    notes: list[PlanNote] = []
     limits = _limits(fleet, wishes.memory)
     classes = {name: _class(name, known, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices}
     graph = next(iter(classes.values())).graph
@@ -122,7 +124,9 @@ def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
             raise PlanError(f"{shown(str(size))} is no memory", where=where, do=WAYS)
 
 
-def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], notes: list[Note]) -> Coding | None:
+def _coding(
+    fleet: Cluster, known: Mapping[str, DeviceInputs], names: Sequence[str], notes: list[PlanNote]
+) -> CodecSearchSpace | None:
     codecs = codec_names(names)
     if not codecs:
         return None
@@ -130,32 +134,37 @@ def _coding(fleet: Cluster, known: Mapping[str, Known], names: Sequence[str], no
         do = "leave [compression] out of the cluster's file, or codecs out"
         raise ProfileError("the cluster says already what is done to gradients", where="compression", do=do)
     if fleet.ranks == 1:
-        notes.append(Note(NoteKind.NOT_SENT))
+        notes.append(PlanNote(PlanNoteKind.NOT_SENT))
         return None
     if fleet.ranks == fleet.nodes.ranks:
-        notes.append(Note(NoteKind.ONE_NODE))
+        notes.append(PlanNote(PlanNoteKind.ONE_NODE))
         return None
     for name, profile in known.items():
         if graph_of(name, profile).device != "cpu":
-            notes.append(Note(NoteKind.BY_HOST, name))
-    return Coding(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, known))
+            notes.append(PlanNote(PlanNoteKind.BY_HOST, name))
+    return CodecSearchSpace(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, known))
 
 
 def _class(
-    name: str, known: Mapping[str, Known], wishes: Wishes, memory: float | None, sends: bool, notes: list[Note]
+    name: str,
+    known: Mapping[str, DeviceInputs],
+    wishes: PlanRequest,
+    memory: float | None,
+    sends: bool,
+    notes: list[PlanNote],
 ) -> DeviceClass:
     profile = known[name]
     graph, found = graph_of(name, profile), _sensitivity(name, known, wishes.sensitivity)
     formats, lacking = _asked(name, profile, graph, wishes.precisions)
     if lacking:
-        notes.append(Note(NoteKind.HAS_NOT, name, formats=tuple(lacking)))
+        notes.append(PlanNote(PlanNoteKind.HAS_NOT, name, formats=tuple(lacking)))
     unknown = [fmt for fmt in formats if _unknown(graph, found, fmt)]
     if unknown and (wishes.precisions or len(unknown) == len(formats)):
         what = f"how much {shown(unknown[0])} disturbs gradients is not known of {shown(_unknown(graph, found, unknown[0]))}"
         do = f"measure the sensitivity in {', '.join(formats)}, or plan with formats that it knows: {', '.join(found.precisions)}"
         raise ProfileError(what, where=f"the sensitivity for {shown(name)}", do=do)
     if unknown:
-        notes.append(Note(NoteKind.LEFT_OUT, name, formats=tuple(unknown)))
+        notes.append(PlanNote(PlanNoteKind.LEFT_OUT, name, formats=tuple(unknown)))
     return DeviceClass(
         graph,
         profile if isinstance(profile, DeviceTimes) else profile.times(),
@@ -169,7 +178,7 @@ def _class(
 
 
 def _sensitivity(
-    name: str, known: Mapping[str, Known], given: Sensitivity | Mapping[str, Sensitivity] | None
+    name: str, known: Mapping[str, DeviceInputs], given: Sensitivity | Mapping[str, Sensitivity] | None
 ) -> Sensitivity:
     """What was given for a class, what its profile holds, or that of another class: it is the same model."""
     if isinstance(given, Sensitivity):
@@ -191,7 +200,7 @@ def _sensitivity(
 
 
 def _asked(
-    name: str, profile: Known, graph: ModelGraph, precisions: Sequence[str] | None
+    name: str, profile: DeviceInputs, graph: ModelGraph, precisions: Sequence[str] | None
 ) -> tuple[list[str], list[str]]:
     """Returns the formats that plans of a class may ask for, and those that the user allows and it has not."""
     own = _formats(profile, graph)
@@ -206,7 +215,7 @@ def _asked(
     return found, [fmt for fmt in asked if fmt not in known]
 
 
-def check_precisions(known: Mapping[str, Known], precisions: Sequence[str]) -> None:
+def check_precisions(known: Mapping[str, DeviceInputs], precisions: Sequence[str]) -> None:
     """Raises `PlanError` where a class has none of these formats, or one of them is no class's."""
     lacking = [set(_asked(name, profile, graph_of(name, profile), precisions)[1]) for name, profile in known.items()]
     for fmt in (precision(one).name for one in precisions):
@@ -217,7 +226,7 @@ def check_precisions(known: Mapping[str, Known], precisions: Sequence[str]) -> N
             raise PlanError(what, where="precisions", do=f"allow some of {', '.join(have)}, or measure in others")
 
 
-def _formats(profile: Known, graph: ModelGraph) -> list[str]:
+def _formats(profile: DeviceInputs, graph: ModelGraph) -> list[str]:
     measured = getattr(profile, "precisions", None)
     if measured is None and isinstance(profile, DeviceTimes):
         measured = [fmt for fmt in graph.formats if fmt in profile.device.units]
@@ -235,32 +244,32 @@ def _unknown(graph: ModelGraph, known: Sensitivity, fmt: str) -> str:
     return ""
 
 
-def _kept(problem: Problem, notes: list[Note]) -> Problem:
+def _kept(problem: Problem, notes: list[PlanNote]) -> Problem:
     """Returns the problem with the quickest of several classes in its widest format, where it trains in that alone and has the memory."""
     if len(problem.classes) == 1:
         return problem
     widest = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
-    judge = Judge(problem, widest)
+    judge = PlanEvaluator(problem, widest)
     quickest = min(problem.classes, key=judge.computing)
     part = problem.classes[quickest]
     if part.memory is not None and beyond(judge.peak(quickest) or 0, part.memory):
         return problem
-    notes.append(Note(NoteKind.KEEPS, quickest, formats=(part.widest,)))
+    notes.append(PlanNote(PlanNoteKind.KEEPS, quickest, formats=(part.widest,)))
     return replace(problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])})
 
 
-def target_of(problem: Problem, wishes: Wishes) -> float:
+def target_of(problem: Problem, wishes: PlanRequest) -> float:
     """Returns the seconds that a step may take: what was asked for, or those of uniform plans."""
     target = wishes.target
     if isinstance(target, int | float):
         return float(target)
     if target is None and wishes.objective == "hybrid":
-        return Judge(problem, problem.uniform()).seconds
+        return PlanEvaluator(problem, problem.uniform()).seconds
     if target is None:
         _check_recovered(wishes.budget)
     fmt = target or wishes.budget
     assert fmt is None or isinstance(fmt, str)
-    return Judge(problem, _uniform(problem, fmt)).seconds
+    return PlanEvaluator(problem, _uniform(problem, fmt)).seconds
 
 
 def _uniform(problem: Problem, fmt: str | None) -> Plans:

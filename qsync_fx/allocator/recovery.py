@@ -21,7 +21,7 @@ widened, which is taken back where it breaks a limit; else it is put into the he
 
 Invariant: where the judge said that limits are kept it says so afterwards.
 
-The allocator of the paper: `Greedy`.
+The allocator of the paper: `PrecisionRecovery`.
 
 The paper leaves open what is done where the fastest plan is no good start: no plan of blocks fits, or recovery gets stuck before it reaches
 what a uniform plan has. So each uniform plan that keeps the limits is a start, too, where it is better than what was found.
@@ -45,20 +45,20 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
-from qsync_fx.allocator.evaluator import Judge, Judged, Remembered, beyond
+from qsync_fx.allocator.evaluator import CachedTimes, Evaluation, PlanEvaluator, beyond
 from qsync_fx.allocator.feasibility import unfit
-from qsync_fx.allocator.plan_result import Answer
+from qsync_fx.allocator.plan_result import PlanResult
 from qsync_fx.allocator.problem import Asked, DeviceClass, Plans, Problem, uniforms
 from qsync_fx.errors import PlanError
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.repeated_blocks import isomorphic_blocks
 
-__all__ = ["Greedy"]
+__all__ = ["PrecisionRecovery"]
 
 
 @dataclass(frozen=True)
-class Unit:
+class DecisionGroup:
     """
     Attributes:
         operators: their ids, in the order in which they run.
@@ -69,7 +69,7 @@ class Unit:
     formats: tuple[str, ...]
 
 
-def units(part: DeviceClass, tied: Iterable[Sequence[str]] = ()) -> tuple[Unit, ...]:
+def units(part: DeviceClass, tied: Iterable[Sequence[str]] = ()) -> tuple[DecisionGroup, ...]:
     """Returns the units of a class of devices, in the order in which the first operator of each runs.
 
     Raises:
@@ -79,10 +79,10 @@ def units(part: DeviceClass, tied: Iterable[Sequence[str]] = ()) -> tuple[Unit, 
     groups: dict[str, list[str]] = {}
     for operator in part.choices:
         groups.setdefault(leader.get(operator, operator), []).append(operator)
-    return tuple(Unit(tuple(group), _common(part, group)) for group in groups.values())
+    return tuple(DecisionGroup(tuple(group), _common(part, group)) for group in groups.values())
 
 
-def spread(chosen: Mapping[Unit, str]) -> dict[str, str]:
+def spread(chosen: Mapping[DecisionGroup, str]) -> dict[str, str]:
     """Returns the plan that formats of units are."""
     return {operator: fmt for unit, fmt in chosen.items() for operator in unit.operators}
 
@@ -108,19 +108,19 @@ class Parts:
         units: of each part, in order; those at one place get one format.
     """
 
-    units: tuple[tuple[Unit, ...], ...]
+    units: tuple[tuple[DecisionGroup, ...], ...]
 
     @property
-    def first(self) -> tuple[Unit, ...]:
+    def first(self) -> tuple[DecisionGroup, ...]:
         """The units of the part that is searched for all."""
         return self.units[0]
 
 
-def parts(graph: ModelGraph, units: Sequence[Unit]) -> tuple[Parts, ...]:
+def parts(graph: ModelGraph, units: Sequence[DecisionGroup]) -> tuple[Parts, ...]:
     """Returns the parts of a model, equal ones together."""
     alone = {unit.operators[0]: unit for unit in units if len(unit.operators) == 1}
     found: list[Parts] = []
-    taken: set[Unit] = set()
+    taken: set[DecisionGroup] = set()
     for equal in isomorphic_blocks(graph):
         blocks = [tuple(alone[op] for op in block if op in alone) for block in equal.operators]
         # Operators that are tied belong to no block alone, and equal blocks then differ in what is left of them.
@@ -131,7 +131,7 @@ def parts(graph: ModelGraph, units: Sequence[Unit]) -> tuple[Parts, ...]:
     return (*found, *(Parts((tuple(rest[cut]),)) for cut in _cuts(rest)))
 
 
-def _cuts(units: Sequence[Unit]) -> list[slice]:
+def _cuts(units: Sequence[DecisionGroup]) -> list[slice]:
     """Returns what units are cut into, each as long as can be tried."""
     found, start = [], 0
     for at in range(1, len(units) + 1):
@@ -164,7 +164,7 @@ class _Tried:
     extra: float
 
 
-def initial(part: DeviceClass, units: Sequence[Unit], judge: Judge, name: str) -> Asked:
+def initial(part: DeviceClass, units: Sequence[DecisionGroup], judge: PlanEvaluator, name: str) -> Asked:
     """Returns the plan of a class of devices to start from; `judge` has all of its units in their narrowest formats."""
     lowest = {unit: unit.formats[0] for unit in units}
     searched = [(equal, _tried(part, equal.first, lowest)) for equal in parts(part.graph, units)]
@@ -179,8 +179,8 @@ def initial(part: DeviceClass, units: Sequence[Unit], judge: Judge, name: str) -
 
 
 def _chosen(
-    searched: Sequence[tuple[Parts, list[_Tried]]], lowest: Mapping[Unit, str], room: float | None
-) -> dict[Unit, str]:
+    searched: Sequence[tuple[Parts, list[_Tried]]], lowest: Mapping[DecisionGroup, str], room: float | None
+) -> dict[DecisionGroup, str]:
     """Returns the fastest plan of each part within its share of the room."""
     found = dict(lowest)
     whole = sum(_compressible(tried) * len(equal.units) for equal, tried in searched)
@@ -197,9 +197,9 @@ def _compressible(tried: Sequence[_Tried]) -> float:
     return max(0.0, tried[-1].extra)
 
 
-def _tried(part: DeviceClass, units: Sequence[Unit], lowest: Mapping[Unit, str]) -> list[_Tried]:
+def _tried(part: DeviceClass, units: Sequence[DecisionGroup], lowest: Mapping[DecisionGroup, str]) -> list[_Tried]:
     """Returns all plans of a part, from the one in the narrowest formats to that in the widest ones."""
-    mapper = CostMapper(part.graph, Remembered(part.times), spread(lowest))
+    mapper = CostMapper(part.graph, CachedTimes(part.times), spread(lowest))
     kept = _kept(units, mapper) if part.memory is not None else {}
     now = {unit: lowest[unit] for unit in units}
     found = []
@@ -214,7 +214,7 @@ def _tried(part: DeviceClass, units: Sequence[Unit], lowest: Mapping[Unit, str])
     return found
 
 
-def _kept(units: Sequence[Unit], mapper: CostMapper) -> dict[tuple[Unit, str], float]:
+def _kept(units: Sequence[DecisionGroup], mapper: CostMapper) -> dict[tuple[DecisionGroup, str], float]:
     """Returns the bytes that a unit keeps in each format beyond those in its narrowest one, others in theirs."""
 
     def saved() -> float:
@@ -230,16 +230,16 @@ def _kept(units: Sequence[Unit], mapper: CostMapper) -> dict[tuple[Unit, str], f
     return found
 
 
-def _wider(units: Sequence[Unit]) -> Iterator[tuple[Unit, str]]:
+def _wider(units: Sequence[DecisionGroup]) -> Iterator[tuple[DecisionGroup, str]]:
     return ((unit, fmt) for unit in units for fmt in unit.formats[1:])
 
 
-def _set(mapper: CostMapper, unit: Unit, fmt: str) -> None:
+def _set(mapper: CostMapper, unit: DecisionGroup, fmt: str) -> None:
     for operator in unit.operators:
         mapper.set(operator, fmt)
 
 
-def _peak(judge: Judge, name: str, asked: Asked) -> float:
+def _peak(judge: PlanEvaluator, name: str, asked: Asked) -> float:
     """Returns the peak under a plan; the judge is left as it was."""
     before = judge.plans[name]
     changed = [operator for operator, fmt in asked.items() if before[operator] != fmt]
@@ -259,8 +259,8 @@ _Entry = tuple[float, int, str]
 
 
 def recover(
-    judge: Judge,
-    units: Mapping[str, Sequence[Unit]],
+    judge: PlanEvaluator,
+    units: Mapping[str, Sequence[DecisionGroup]],
     indicator: Indicator,
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -308,7 +308,7 @@ def recover(
 
 
 @dataclass(frozen=True)
-class Greedy:
+class PrecisionRecovery:
     """
     Attributes:
         indicator: what orders operators; what the problem's sensitivities say where None.
@@ -322,25 +322,25 @@ class Greedy:
     def name(self) -> str:
         return self.called
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan that it chooses; see `Allocator`."""
         began = time.perf_counter()
         search = _Search(problem, self.indicator or (lambda name, op, fmt: problem.classes[name].omega(op, fmt)))
         plans, judged = search.best()
         took = time.perf_counter() - began
-        return Answer(problem, plans, judged, self.name, took=took)
+        return PlanResult(problem, plans, judged, self.name, took=took)
 
 
 class _Search:
     def __init__(self, problem: Problem, indicator: Indicator) -> None:
         self.problem, self.indicator = problem, indicator
-        self.units: Mapping[str, Sequence[Unit]] = {
+        self.units: Mapping[str, Sequence[DecisionGroup]] = {
             name: units(problem.classes[name], problem.tied) for name in problem.open
         }
         # While seconds are to be few, recovery is what brings the variance below its limit.
-        self.judge = Judge(replace(problem, variance=None), self._narrowest())
+        self.judge = PlanEvaluator(replace(problem, variance=None), self._narrowest())
 
-    def best(self) -> tuple[Plans, Judged]:
+    def best(self) -> tuple[Plans, Evaluation]:
         """Returns the best of what the starts lead to; raises `PlanError` where none leads to a plan that fits."""
         found = [self._recovered(self._fastest())]
         for start in self._uniform():
@@ -353,7 +353,7 @@ class _Search:
             raise unfit(self.problem, [each for _, each in found])
         return plans, judged
 
-    def _recovered(self, start: Plans) -> tuple[Plans, Judged]:
+    def _recovered(self, start: Plans) -> tuple[Plans, Evaluation]:
         judge, problem = self.judge, self.problem
         judge.become(start)
         if judge.fits():
@@ -386,7 +386,7 @@ class _Search:
         return [plans for plans in uniforms(self.problem).values() if fits(plans)]
 
 
-def _order(problem: Problem, judged: Judged) -> tuple[float, float, float]:
+def _order(problem: Problem, judged: Evaluation) -> tuple[float, float, float]:
     """Returns what plans are sorted by: whether they keep the limits, what is to be least, and then the other."""
     other = judged.seconds if problem.least == "variance" else judged.variance
     return (bool(judged.exceeds(problem)), judged.value(problem), other)

@@ -281,7 +281,7 @@ def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Given:
+class ModelArguments:
     """The model that a command line names, and what it says of it."""
 
     reference: str
@@ -299,7 +299,7 @@ class Given:
         parameters = self.model.parameters() if isinstance(self.model, torch.nn.Module) else iter(())
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
-    def on(self, device: torch.device) -> Given:
+    def on(self, device: torch.device) -> ModelArguments:
         """Returns the same with its tensors on a device; a module moves there."""
         import torch
         from torch.utils._pytree import tree_map_only
@@ -327,7 +327,7 @@ class Given:
         return explanation
 
 
-def read(arguments: argparse.Namespace) -> Given:
+def read(arguments: argparse.Namespace) -> ModelArguments:
     """Returns what a command line says of a model. Options come first: a wrong one is told before the model is made.
 
     Raises:
@@ -336,4 +336,4 @@ def read(arguments: argparse.Namespace) -> Given:
     from qsync_fx.options import Options
 
     options = Options.parse(given(arguments))
-    return Given(arguments.model, options, arguments.mode, *load(arguments.model))
+    return ModelArguments(arguments.model, options, arguments.mode, *load(arguments.model))

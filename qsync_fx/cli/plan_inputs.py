@@ -28,7 +28,7 @@ STEPS = 8
 
 
 @dataclass(frozen=True)
-class Known:
+class PlanInputs:
     """
     Attributes:
         profiles: by class of devices; "" for all.
@@ -43,7 +43,7 @@ class Known:
     trained: Trained | None
 
 
-def read(arguments: argparse.Namespace, cluster: Cluster | None) -> Known:
+def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
     """Return the profiles and sensitivities that a command line names, and measure those that are missing.
 
     Raises:
@@ -60,14 +60,14 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> Known:
         if not profiles and (cluster is None or all(device.profile is None for device in cluster.devices.values())):
             do = "name MODULE:CALLABLE, or profiles with --profile or in the cluster's file"
             raise OptionError("there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do)
-        from_files = Known(profiles, cluster, given, None)
+        from_files = PlanInputs(profiles, cluster, given, None)
         _check(arguments, from_files)
         return from_files
     trained = training_args.read(arguments)
-    _check(arguments, Known(profiles, cluster, given, trained))
+    _check(arguments, PlanInputs(profiles, cluster, given, trained))
     profiles = {**_files(cluster, profiles), **profiles}
     profiles.update(_of_catalog(cluster, profiles, trained, arguments))
-    found = Known(profiles, cluster, given, trained)
+    found = PlanInputs(profiles, cluster, given, trained)
     if trained.precisions is not None and profiles:
         check_precisions(profiles, trained.precisions)
     if not profiles:
@@ -78,15 +78,15 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> Known:
     return found
 
 
-def _check(arguments: argparse.Namespace, inputs: Known) -> None:
+def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
     """Raise `QSyncError` for arguments that are wrong with any profile."""
-    from qsync_fx.allocator.api import allocator_of
+    from qsync_fx.allocator.api import get_allocator
     from qsync_fx.allocator.measure_and_replan import check_corrections
-    from qsync_fx.allocator.problem_builder import Wishes
+    from qsync_fx.allocator.problem_builder import PlanRequest
     from qsync_fx.formats import precision
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
-    wishes = Wishes(
+    wishes = PlanRequest(
         objective(arguments, inputs),
         budget=limit(arguments.budget),
         memory=memory(arguments),
@@ -105,7 +105,7 @@ def _check(arguments: argparse.Namespace, inputs: Known) -> None:
                 "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --corrections out"
             )
     if arguments.allocator != "hessian":
-        allocator_of(arguments.allocator)
+        get_allocator(arguments.allocator)
     if arguments.hessian:
         Sensitivity.load(arguments.hessian)
     elif (arguments.hessian == "" or arguments.allocator == "hessian") and inputs.trained is None:
@@ -140,7 +140,7 @@ def _without_model() -> OptionError:
     )
 
 
-def _fits(known: Known, arguments: argparse.Namespace) -> None:
+def _fits(known: PlanInputs, arguments: argparse.Namespace) -> None:
     """Raises `PlanError` where no plan fits into the memory that there is, whatever the sensitivities are, which take minutes to find."""
     from qsync_fx.allocator.api import find_plan
     from qsync_fx.errors import PlanError
@@ -168,7 +168,7 @@ def _fits(known: Known, arguments: argparse.Namespace) -> None:
             raise
 
 
-def sensitivities(known: Known, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
+def sensitivities(known: PlanInputs, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
     """Returns what a method finds here for the narrow formats of each profile, where that holds none or it is to be found anew."""
     from qsync_fx.formats import FORMATS
     from qsync_fx.profiler.sensitivity.estimate import sensitivity
@@ -201,7 +201,7 @@ def _target(device: str) -> str | None:
     return device if device in TARGETS else None
 
 
-def resizer(known: Known, problem: Problem) -> Callable[[str, int], DeviceClass]:
+def resizer(known: PlanInputs, problem: Problem) -> Callable[[str, int], DeviceClass]:
     """Returns what gives a class of devices another batch; raises `OptionError` where there is no model to look at."""
     from qsync_fx.allocator.evaluator import resized
 
@@ -284,7 +284,7 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
     )
 
 
-def at_hand(arguments: argparse.Namespace, known: Known) -> dict[str, Any]:
+def at_hand(arguments: argparse.Namespace, known: PlanInputs) -> dict[str, Any]:
     """Returns what a plan is run with, as `find_plan` takes it; nothing where no profile is of this machine, or none is to be run."""
     from qsync_fx.allocator.measure_and_replan import CORRECTIONS
     from qsync_fx.devices.machine import here_for
@@ -311,7 +311,7 @@ def memory(arguments: argparse.Namespace) -> Any:
     return found.get("", found)
 
 
-def objective(arguments: argparse.Namespace, known: Known) -> str:
+def objective(arguments: argparse.Namespace, known: PlanInputs) -> str:
     """Returns what was asked for; by default "hybrid" for several classes of devices, "fastest" for one."""
     if arguments.objective is not None:
         return str(arguments.objective)

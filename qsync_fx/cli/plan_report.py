@@ -16,9 +16,9 @@ from qsync_fx.errors import OptionError, QSyncError, shown
 from qsync_fx.profiler.progress import progress
 
 if TYPE_CHECKING:
-    from qsync_fx.allocator.analysis import Compared, Front, OneStep
-    from qsync_fx.allocator.plan_result import Allocator, Answer, Trial
-    from qsync_fx.cli.plan_inputs import Known
+    from qsync_fx.allocator.analysis import AllocatorComparison, ParetoFront, SingleChange
+    from qsync_fx.allocator.plan_result import Allocator, PlanResult, Trial
+    from qsync_fx.cli.plan_inputs import PlanInputs
 
 
 def changes(arguments: argparse.Namespace) -> dict[str, str]:
@@ -32,7 +32,7 @@ def changes(arguments: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def allocator(arguments: argparse.Namespace, known: Known) -> Allocator | str:
+def allocator(arguments: argparse.Namespace, known: PlanInputs) -> Allocator | str:
     """Returns the allocator that --allocator names."""
     if arguments.allocator == "hessian":
         return _hessian(arguments.hessian or "", known)
@@ -40,7 +40,7 @@ def allocator(arguments: argparse.Namespace, known: Known) -> Allocator | str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanReport:
     """
     Attributes:
         arguments: the command line.
@@ -50,17 +50,17 @@ class Asked:
     """
 
     arguments: argparse.Namespace
-    known: Known
-    answer: Answer
+    known: PlanInputs
+    answer: PlanResult
     changes: Mapping[str, str]
 
     def show(self) -> None:
         """Shows and writes what the command line asks for."""
-        from qsync_fx.allocator.analysis import one_step, selected, what_if
+        from qsync_fx.allocator.analysis import selected, single_change, what_if
 
         answer, arguments = self.answer, self.arguments
         meant = [one for which in arguments.explain for one in selected(answer, which, arguments.device)]
-        steps = [one_step(answer, operator, arguments.device) for operator in dict.fromkeys(meant)]
+        steps = [single_change(answer, operator, arguments.device) for operator in dict.fromkeys(meant)]
         changed = what_if(answer, self.changes, arguments.device) if self.changes else None
         compared = self._compared() if arguments.compare or arguments.hessian is not None else []
         front = self._front() if arguments.pareto is not None else None
@@ -79,10 +79,10 @@ class Asked:
 
     def _tables(
         self,
-        steps: Sequence[Sequence[OneStep]],
-        changed: Answer | None,
-        compared: Sequence[Compared],
-        front: Front | None,
+        steps: Sequence[Sequence[SingleChange]],
+        changed: PlanResult | None,
+        compared: Sequence[AllocatorComparison],
+        front: ParetoFront | None,
     ) -> None:
         from qsync_fx.allocator.analysis import changes_table, comparison_table, front_table, steps_table
         from qsync_fx.allocator.plan_result import answer_table
@@ -97,7 +97,7 @@ class Asked:
         if front is not None:
             output.show(front_table(front))
 
-    def _compared(self) -> list[Compared]:
+    def _compared(self) -> list[AllocatorComparison]:
         from qsync_fx.allocator.analysis import compare, side_by_side
 
         problem = self.answer.problem
@@ -114,30 +114,30 @@ class Asked:
         with progress("allocators", len(allocators)) as done:
             return compare(problem, allocators, done)
 
-    def _front(self) -> Front:
+    def _front(self) -> ParetoFront:
         from qsync_fx.allocator.analysis import pareto
-        from qsync_fx.allocator.api import allocator_of
+        from qsync_fx.allocator.api import get_allocator
 
         with progress("points", self.arguments.points) as done:
-            which = allocator_of(allocator(self.arguments, self.known))
+            which = get_allocator(allocator(self.arguments, self.known))
             return pareto(self.answer.problem, which, self.arguments.points, self.answer, done)
 
 
-def _hessian(path: str, known: Known) -> Allocator:
-    from qsync_fx.allocator.baselines import Hessian
+def _hessian(path: str, known: PlanInputs) -> Allocator:
+    from qsync_fx.allocator.baselines import HessianGreedy
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
     if path:
-        return Hessian(Sensitivity.load(path))
-    return Hessian(knowing.sensitivities(known, "hessian", anew=True))
+        return HessianGreedy(Sensitivity.load(path))
+    return HessianGreedy(knowing.sensitivities(known, "hessian", anew=True))
 
 
 def as_json(
-    answer: Answer,
-    steps: Sequence[Sequence[OneStep]] = (),
-    changed: Answer | None = None,
-    compared: Sequence[Compared] = (),
-    front: Front | None = None,
+    answer: PlanResult,
+    steps: Sequence[Sequence[SingleChange]] = (),
+    changed: PlanResult | None = None,
+    compared: Sequence[AllocatorComparison] = (),
+    front: ParetoFront | None = None,
 ) -> dict[str, Any]:
     """Returns what the tables say, and more, as JSON takes it."""
     found: dict[str, Any] = _answer(answer) | {
@@ -165,7 +165,7 @@ def as_json(
     return found
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
+def _answer(answer: PlanResult) -> dict[str, Any]:
     classes = {
         name: {
             "computing": figures.computing,
@@ -199,7 +199,7 @@ def _trial(trial: Trial) -> dict[str, Any]:
     return {**dataclasses.asdict(trial), "agrees": trial.agrees}
 
 
-def _step(step: OneStep) -> dict[str, Any]:
+def _step(step: SingleChange) -> dict[str, Any]:
     return {
         "device": step.device,
         "operator": step.operator,
@@ -213,7 +213,7 @@ def _step(step: OneStep) -> dict[str, Any]:
     }
 
 
-def _compared(one: Compared) -> dict[str, Any]:
+def _compared(one: AllocatorComparison) -> dict[str, Any]:
     if one.answer is None:
         return {"allocator": one.allocator, "error": "" if one.error is None else one.error.what}
     return _answer(one.answer) | {"gap": one.gap}

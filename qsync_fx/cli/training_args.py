@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from qsync_fx.cli.model_args import Given
+    from qsync_fx.cli.model_args import ModelArguments
 
 LOSS = "the loss is what the model returns as such, else the mean square of what it returns"
 
@@ -33,7 +33,7 @@ class Trained:
         precisions: names of formats; None for those that the device has units for.
     """
 
-    given: Given
+    given: ModelArguments
     module: Any
     step: Callable[[Any, Any], Tensor]
     batches: list[Any]

@@ -21,9 +21,16 @@ from torch import Tensor
 from qsync_fx.communication import point_to_point
 from qsync_fx.communication.bucket import Bucket, gathered, giving, scattering, volumes
 from qsync_fx.communication.codecs import buffers
-from qsync_fx.communication.compressor_state import State
-from qsync_fx.communication.point_to_point import HEADER, Flight, Given, Head, Taken, stretches
-from qsync_fx.communication.statistics import Tally
+from qsync_fx.communication.compressor_state import CompressorState
+from qsync_fx.communication.point_to_point import (
+    HEADER,
+    IncomingMessages,
+    MessageHeader,
+    OutgoingMessage,
+    PendingTransfers,
+    stretches,
+)
+from qsync_fx.communication.statistics import CommunicationStatistics
 
 
 @dataclass
@@ -41,9 +48,9 @@ class Reducer:
     """
 
     group: Any
-    state: State
+    state: CompressorState
     members: tuple[int, ...] = ()
-    tally: Tally = field(default_factory=Tally)
+    tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     faults: list[str] = field(default_factory=list)
     digest: int = 0
     finite: bool = True
@@ -185,24 +192,26 @@ class Reducer:
             if owner != self._own:
                 cuts = stretches(bucket.pieces, found)
                 memory = self._memory_for(bucket, f"mean of {owner}", cuts[-1].wire.stop)
-            taken.append(Taken(cuts, {owner: memory}, _cut(flats, found), summed=True, onto=onto))
+            taken.append(IncomingMessages(cuts, {owner: memory}, _cut(flats, found), summed=True, onto=onto))
         self._pass(bucket, [(mine, self._others)], taken)
 
     @property
     def _others(self) -> list[int]:
         return [peer for peer in range(len(self.members)) if peer != self._own]
 
-    def _mean_of_all(self, bucket: Bucket, mine: Given, name: str, values: Sequence[Tensor]) -> Taken:
+    def _mean_of_all(
+        self, bucket: Bucket, mine: OutgoingMessage, name: str, values: Sequence[Tensor]
+    ) -> IncomingMessages:
         """Returns the messages of all members with the parts that `mine` holds, whose mean, summed in the order of members, is to be put
         into `values`."""
         theirs = {peer: self._memory_for(bucket, f"{name} {peer}", mine.memory.numel()) for peer in self._others}
         messages = {**theirs, self._own: mine.memory}
         ranked = {member: messages[member] for member in sorted(messages)}
-        return Taken(mine.stretches, ranked, values, over=len(self.members))
+        return IncomingMessages(mine.stretches, ranked, values, over=len(self.members))
 
     def _given(
         self, bucket: Bucket, values: Sequence[Tensor], parts: Sequence[slice], name: str, summed: bool = False
-    ) -> Given:
+    ) -> OutgoingMessage:
         """Returns a message that is to hold the values of these parts of a bucket."""
         cuts = stretches(bucket.pieces, parts)
         message = self._memory_for(bucket, name, cuts[-1].wire.stop)
@@ -211,12 +220,14 @@ class Reducer:
             None if part.start == part.stop else self.state.residual(piece, part, summed)
             for piece, part in zip(bucket.pieces, parts, strict=True)
         ]
-        return Given(message, cuts, parts, values, residuals, summed)
+        return OutgoingMessage(message, cuts, parts, values, residuals, summed)
 
-    def _pass(self, bucket: Bucket, given: Sequence[tuple[Given, Sequence[int]]], taken: Sequence[Taken]) -> None:
+    def _pass(
+        self, bucket: Bucket, given: Sequence[tuple[OutgoingMessage, Sequence[int]]], taken: Sequence[IncomingMessages]
+    ) -> None:
         """Sends messages to the members that each goes to, and sums those that come, stretch by stretch."""
         begin, coding = time.perf_counter(), self.tally.coding
-        flight = Flight(self.group, bucket.about)
+        flight = PendingTransfers(self.group, bucket.about)
         for found in taken:
             for sender, message in found.messages.items():
                 for number, stretch in enumerate(found.stretches):
@@ -241,9 +252,11 @@ class Reducer:
         self.tally.transfer += time.perf_counter() - begin - (self.tally.coding - coding)
         self.tally.wire += sum(made.memory.numel() * len(peers) for made, peers in given)
 
-    def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> Head:
+    def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
         what = point_to_point.hash_of(self.state.codec)
-        return Head(what, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER)
+        return MessageHeader(
+            what, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER
+        )
 
     def _memory_for(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
         """Returns bytes that stay from step to step: new memory costs more than it takes to fill it."""

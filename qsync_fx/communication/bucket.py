@@ -22,7 +22,7 @@ from qsync_fx.communication.codecs.codec import Codec
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """One parameter.
 
     Attributes:
@@ -56,7 +56,7 @@ class Piece:
         return self.codec.nbytes(part.stop - part.start)
 
 
-def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int, unit: int = 1) -> Piece:
+def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int, unit: int = 1) -> ParameterSlice:
     """Returns the piece of a parameter of this shape, cut where such a `unit` ends, too."""
     size = 1
     for extent in shape:
@@ -64,11 +64,13 @@ def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int,
     return cut(name, index, size, codec.fitted(shape), ranks, unit)
 
 
-def cut(name: str, index: int, size: int, codec: Codec, ranks: int, unit: int = 1) -> Piece:
+def cut(name: str, index: int, size: int, codec: Codec, ranks: int, unit: int = 1) -> ParameterSlice:
     """Returns the piece of so many values, cut where units of the codec end, and such a `unit`."""
     unit = math.lcm(codec.unit, unit)
     units = -(-size // unit)
-    return Piece(name, index, size, codec, tuple(min(units * rank // ranks * unit, size) for rank in range(ranks + 1)))
+    return ParameterSlice(
+        name, index, size, codec, tuple(min(units * rank // ranks * unit, size) for rank in range(ranks + 1))
+    )
 
 
 def threshold(sizes: Sequence[int], share: float = 0.99) -> int:
@@ -87,7 +89,7 @@ def views(values: Tensor, buffer: Tensor, gradients: Sequence[Tensor]) -> list[T
     return [values.as_strided(g.size(), g.stride(), g.storage_offset() + shift) for g in gradients]
 
 
-def ordered(piece: Piece, gradient: Tensor, room: Tensor | None = None) -> Tensor | None:
+def ordered(piece: ParameterSlice, gradient: Tensor, room: Tensor | None = None) -> Tensor | None:
     """Returns the values of a gradient in the order they are coded in, as a copy, in `room` where it is given; None where they lie so
     already."""
     columns = piece.codec.columns(gradient)
@@ -98,13 +100,13 @@ def ordered(piece: Piece, gradient: Tensor, room: Tensor | None = None) -> Tenso
     return found
 
 
-def flat(piece: Piece, gradient: Tensor) -> Tensor:
+def flat(piece: ParameterSlice, gradient: Tensor) -> Tensor:
     """Returns the values of a gradient that is dense in memory, in the order they are coded in: a view where they lie so."""
     order = ordered(piece, gradient)
     return gradient.as_strided((gradient.numel(),), (1,)) if order is None else order
 
 
-def put_back(piece: Piece, gradient: Tensor, values: Tensor) -> None:
+def put_back(piece: ParameterSlice, gradient: Tensor, values: Tensor) -> None:
     """Writes what `ordered` returned back to where it is from."""
     columns = piece.codec.columns(gradient)
     if columns is not None:
@@ -138,7 +140,7 @@ class Bucket:
     index: int
     step: int
     values: Tensor
-    pieces: Sequence[Piece]
+    pieces: Sequence[ParameterSlice]
     gradients: Sequence[Tensor]
     measured: bool = False
 
@@ -177,7 +179,7 @@ def gathered(codecs: Sequence[Codec], ranks: int) -> list[bool]:
     return [ranks == 2 or codec.gathered or (some and codec == PLAIN) for codec in codecs]
 
 
-def volumes(pieces: Sequence[Piece], rank: int, ranks: int) -> tuple[int, float]:
+def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
     """Returns the bytes that a rank sends of a bucket in FP32, without headers, and what the papers give for its codecs."""
     sent = gathered([piece.codec for piece in pieces], ranks)
     whole = [piece for piece, found in zip(pieces, sent, strict=True) if found]
@@ -187,13 +189,13 @@ def volumes(pieces: Sequence[Piece], rank: int, ranks: int) -> tuple[int, float]
     return raw + scattered + given, (ranks - 1) * sum(p.codec.theory(p.size) for p in whole) + less + fewer
 
 
-def scattering(pieces: Sequence[Piece], rank: int) -> tuple[int, float]:
+def scattering(pieces: Sequence[ParameterSlice], rank: int) -> tuple[int, float]:
     """Returns the same where each rank is sent its own part alone."""
     others = [piece.size - piece.own(rank) for piece in pieces]
     return 4 * sum(others), sum(piece.codec.theory(size) for piece, size in zip(pieces, others, strict=True))
 
 
-def giving(pieces: Sequence[Piece], rank: int, ranks: int) -> tuple[int, float]:
+def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
     """Returns the same where each rank gives its own part to all others."""
     theory = sum(piece.codec.theory(piece.own(rank)) for piece in pieces)
     return 4 * (ranks - 1) * sum(piece.own(rank) for piece in pieces), (ranks - 1) * theory

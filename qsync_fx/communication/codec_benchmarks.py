@@ -25,8 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from qsync_fx.communication.codecs import buffers, codec_named
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
-from qsync_fx.communication.ddp_hook import Compression, to_all
-from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
+from qsync_fx.communication.hierarchical import NodeGroups
 
 Clock = Callable[[], float]
 """Seconds."""
@@ -186,19 +186,19 @@ class _Whole:
 
 
 def reductions(
-    codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 15, nodes: Nodes | None = None
+    codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 15, nodes: NodeGroups | None = None
 ) -> list[Reduction]:
     """Returns what each way takes for so many values, in FP32 inside nodes where these are given. All ranks call it, and get the same."""
     rank, world, plain = distributed.get_rank(), distributed.get_world_size(), carrying(CPU)
     parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
     source = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank)) * 1e-3
     bucket = _Whole(parameter, torch.empty_like(source))
-    handles: dict[str, Compression] = {}
+    handles: dict[str, DdpCompressor] = {}
     for name in codecs:
         # A group of its own each, as `compress` has.
         group = distributed.new_group(backend="gloo") if world > 1 else None
         assigned = to_all(codec_named(name), [1], 0)
-        handles[name] = Compression(
+        handles[name] = DdpCompressor(
             group, rank, world, [("gradient", parameter)], assigned, seed=0, check_every=0, nodes=nodes
         )
     hooks: dict[str, Callable[[Any, Any], Any]] = {

@@ -25,7 +25,7 @@ from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.point_to_point import HEADER, VALUES
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.cluster import Cluster
-from qsync_fx.predictor.replayer.cluster_step import Coded, buckets_of
+from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, buckets_of
 from qsync_fx.predictor.times import Schedule
 
 
@@ -150,7 +150,7 @@ def slowest(several: Sequence[Rates]) -> Rates:
 _WIDE = 4
 
 
-class Sized(Protocol):
+class SizedBucket(Protocol):
     """A parameter, as schedules have it."""
 
     @property
@@ -160,8 +160,13 @@ class Sized(Protocol):
 
 
 def coded(
-    parameters: Sequence[Sized], codecs: Mapping[str, str], ranks: int, rates: Rates, name: str = "", size: int = 1
-) -> Coded:
+    parameters: Sequence[SizedBucket],
+    codecs: Mapping[str, str],
+    ranks: int,
+    rates: Rates,
+    name: str = "",
+    size: int = 1,
+) -> CompressedTransfer:
     """Returns what a bucket of these parameters costs; those without a codec go in FP32.
 
     Args:
@@ -195,12 +200,12 @@ def coded(
     named = name or max(values, key=values.__getitem__, default=PLAIN.name)
     # Of what a rank averages: its part of the node's, and, where it is sent its own alone, of that the part of each.
     cuts = math.ceil(sum(values.values()) / size / (1 if all(ways) else nodes) / VALUES)
-    return Coded(named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds)
+    return CompressedTransfer(named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds)
 
 
 def by_bucket(
     schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], rates: Rates
-) -> list[Coded] | None:
+) -> list[CompressedTransfer] | None:
     """Returns what is done to each bucket of a fleet where parameters have codecs; None where nothing is compressed."""
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
@@ -222,19 +227,19 @@ def _given(nbytes: float, ranks: int, whole: bool) -> float:
     return nbytes * ranks / 2 if whole else nbytes
 
 
-def small(parameters: Sequence[Sized]) -> set[str]:
+def small(parameters: Sequence[SizedBucket]) -> set[str]:
     """Returns the parameters that go in FP32 whatever the codec, as `compress` leaves them out."""
     least = threshold([parameter.numel for parameter in parameters])
     return {parameter.path for parameter in parameters if parameter.numel < least}
 
 
-def uniform(parameters: Sequence[Sized], codec: str) -> dict[str, str]:
+def uniform(parameters: Sequence[SizedBucket], codec: str) -> dict[str, str]:
     """Returns a codec for all parameters but small ones."""
     out = small(parameters)
     return {parameter.path: codec for parameter in parameters if parameter.path not in out}
 
 
-def _of_size(codec: Codec, parameter: Sized) -> Codec:
+def _of_size(codec: Codec, parameter: SizedBucket) -> Codec:
     if isinstance(codec, Adaptive):
         raise ProfileError(
             f"how many bits {codec.name} sends follows from the link, while it trains",

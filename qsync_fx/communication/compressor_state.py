@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from qsync_fx.communication import bucket
-from qsync_fx.communication.bucket import Piece
+from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.communication.error_feedback import CPU, Residuals
 from qsync_fx.communication.statistics import Report
 from qsync_fx.errors import OptionError
 
 
-class Handle(ABC):
+class CompressorHandle(ABC):
     """What `qsync_fx.distributed.compress` returns."""
 
     _buckets = 0
@@ -81,7 +81,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: steps 
 
 
 @dataclass
-class State:
+class CompressorState:
     """Attributes:
     rank, world: of the process group.
     codec: what the ranks have agreed on, as text.
@@ -106,7 +106,7 @@ class State:
     def __post_init__(self) -> None:
         self.sent.device = self.owned.device = self.device
 
-    def draw(self, piece: Piece, step: int, first: int, summed: bool) -> Draw:
+    def draw(self, piece: ParameterSlice, step: int, first: int, summed: bool) -> Draw:
         """Returns where the random numbers for values of a parameter come from, from index `first` on.
 
         Sums have streams that no rank is part of: whoever sums a value rounds it alike.
@@ -114,7 +114,7 @@ class State:
         stream = piece.index * (self.world + 1) + (self.world if summed else self.rank)
         return Draw((self.seed + step * _GOLDEN) % 2**64, stream % 2**32, first)
 
-    def residual(self, piece: Piece, part: slice, summed: bool) -> Tensor | None:
+    def residual(self, piece: ParameterSlice, part: slice, summed: bool) -> Tensor | None:
         """Returns what was left of a part of a parameter, to be changed in place; None where the codec leaves nothing."""
         if not piece.codec.residual:
             return None
@@ -122,12 +122,12 @@ class State:
             return self.owned.part(piece.name, part.stop - part.start, slice(0, part.stop - part.start))
         return self.sent.part(piece.name, piece.size, part)
 
-    def spend(self, piece: Piece, values: Tensor) -> None:
+    def spend(self, piece: ParameterSlice, values: Tensor) -> None:
         """Adds to a gradient what another codec has left of those before, where the one that it has now leaves nothing."""
         if not piece.codec.residual and piece.name in self.sent.values:
             self.sent.spend(piece.name, values)
 
-    def recode(self, old: Piece, new: Piece, like: Tensor) -> None:
+    def recode(self, old: ParameterSlice, new: ParameterSlice, like: Tensor) -> None:
         """Keeps what was left of a parameter's gradients for another codec; `like` is a tensor that lies as they do.
 
         What is left of sums is that of their mean: a rank that adds it, times the ranks, to its own gradient has it arrive.
@@ -180,7 +180,7 @@ class State:
             "control": self.control,
         }
 
-    def load(self, saved: Mapping[str, Any], pieces: Iterable[Piece]) -> None:
+    def load(self, saved: Mapping[str, Any], pieces: Iterable[ParameterSlice]) -> None:
         """Goes on from what `saved` returned. What was left of gradients is dropped, with a warning, where ranks are others.
 
         Raises:

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from qsync_fx.communication import bucket, statistics
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.aqgb.allgather import Gatherer
-from qsync_fx.communication.aqgb.controller import Controller, Entry
+from qsync_fx.communication.aqgb.controller import AqgbEntry, Controller
 from qsync_fx.communication.bucket import Bucket, threshold
 from qsync_fx.communication.codecs import PLAIN, codec_named
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.communication_thread import Worker
-from qsync_fx.communication.compressor_state import Handle, State
+from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState
 from qsync_fx.communication.error_feedback import CPU, finite, scale_of
-from qsync_fx.communication.hierarchical import Hierarchy, Nodes
+from qsync_fx.communication.hierarchical import Hierarchy, NodeGroups
 from qsync_fx.errors import OptionError, PlanError, shown
 
 
@@ -84,7 +84,7 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     )
 
 
-class Compression(Handle):
+class DdpCompressor(CompressorHandle):
     """What `qsync_fx.distributed.compress` returns for a DistributedDataParallel.
 
     Args:
@@ -111,7 +111,7 @@ class Compression(Handle):
         seed: int,
         check_every: int,
         scaler: Any = None,
-        nodes: Nodes | None = None,
+        nodes: NodeGroups | None = None,
     ) -> None:
         self.assigned = assigned
         self._named = tuple(named)
@@ -122,7 +122,9 @@ class Compression(Handle):
         self.nodes = nodes
         # AQGB's levels follow the link as bytes are made: they are made on the host, whose bytes say how far it has come.
         lies = self._parameters[0].device if self._parameters else CPU
-        self._state = State(rank, world, self._text(assigned), seed, CPU if assigned.adaptive is not None else lies)
+        self._state = CompressorState(
+            rank, world, self._text(assigned), seed, CPU if assigned.adaptive is not None else lies
+        )
         self._reducer = Reducer(group, self._state, () if nodes is None else nodes.across(rank))
         self._hierarchy = None if nodes is None else Hierarchy(nodes, self._reducer)
         self.controller: Controller | None = None
@@ -211,7 +213,7 @@ class Compression(Handle):
         """Returns what messages and saved states are of."""
         return assigned.text if self.nodes is None else f"{assigned.text} between nodes of {self.nodes.size} ranks"
 
-    def _pieces(self, assigned: Assigned, world: int) -> tuple[bucket.Piece, ...]:
+    def _pieces(self, assigned: Assigned, world: int) -> tuple[bucket.ParameterSlice, ...]:
         return tuple(
             bucket.piece(name, index, p.shape, codec, world, self._unit)
             for index, ((name, p), codec) in enumerate(zip(self._named, assigned.codecs, strict=True))
@@ -227,7 +229,7 @@ class Compression(Handle):
             self.controller.needed()
         self._worker.wait()
 
-    def decisions(self) -> tuple[Entry, ...]:
+    def decisions(self) -> tuple[AqgbEntry, ...]:
         """Returns what AQGB has decided when gradients came, the newest last; nothing for other codecs."""
         return () if self.controller is None else tuple(self.controller.log)
 
@@ -294,7 +296,7 @@ class Compression(Handle):
         index: int,
         step: int,
         buffer: Tensor,
-        pieces: Sequence[bucket.Piece],
+        pieces: Sequence[bucket.ParameterSlice],
         gradients: Sequence[Tensor],
     ) -> None:
         state = self._state

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, distributed
 
 from qsync_fx.communication import point_to_point, statistics
-from qsync_fx.communication.bucket import Piece
+from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Codec, buffers
-from qsync_fx.communication.compressor_state import Handle, State
+from qsync_fx.communication.compressor_state import CompressorHandle, CompressorState
 from qsync_fx.communication.error_feedback import CPU, finite, scale_of
-from qsync_fx.communication.point_to_point import HEADER, Head, exchange
+from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
 from qsync_fx.errors import QSyncError
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpUnit:
     """What FSDP reduces at once.
 
     Attributes:
@@ -41,10 +41,10 @@ class Unit:
     name: str
     index: int
     row: int
-    rows: tuple[Piece, ...]
+    rows: tuple[ParameterSlice, ...]
 
 
-class ShardedCompression(Handle):
+class ShardedCompression(CompressorHandle):
     """What `qsync_fx.distributed.compress` returns for a model that is sharded.
 
     Args:
@@ -73,13 +73,13 @@ class ShardedCompression(Handle):
     ) -> None:
         self.codec = codec
         self.units = tuple(
-            Unit(name, index, row, _rows(name, index, row, codec if row * world >= least else PLAIN, world))
+            FsdpUnit(name, index, row, _rows(name, index, row, codec if row * world >= least else PLAIN, world))
             for index, (name, row) in enumerate(sizes.items())
         )
         self._buckets = len(self.units)
         self._group, self._check_every = group, check_every
-        self._state = State(rank, world, f"sharded, {codec!r}", seed, device)
-        self._tally = statistics.Tally()
+        self._state = CompressorState(rank, world, f"sharded, {codec!r}", seed, device)
+        self._tally = statistics.CommunicationStatistics()
         self._faults: list[str] = []
         self._begun, self._finite = False, True
         self._loss_scaler = scaler if codec.residual else None
@@ -121,11 +121,11 @@ class ShardedCompression(Handle):
             "coding of tensors": [f"{unit.name}: rows of {unit.row} by {unit.rows[0].codec!r}" for unit in self.units],
         }
 
-    def scatter(self, unit: Unit) -> Scatter:
+    def scatter(self, unit: FsdpUnit) -> Scatter:
         """Returns what FSDP calls for a unit."""
         return Scatter(self, unit)
 
-    def reduce(self, unit: Unit, output: Tensor, given: Tensor, op: Any) -> None:
+    def reduce(self, unit: FsdpUnit, output: Tensor, given: Tensor, op: Any) -> None:
         """Puts the sum, or the mean, of this rank's rows of all ranks into `output`.
 
         Raises:
@@ -167,7 +167,7 @@ class ShardedCompression(Handle):
         sums.raw += 4 * row * len(mine)
         sums.theory += unit.rows[0].codec.theory(row) * len(mine)
 
-    def _encoded(self, unit: Unit, peer: int, values: Tensor) -> Tensor:
+    def _encoded(self, unit: FsdpUnit, peer: int, values: Tensor) -> Tensor:
         piece, state = unit.rows[peer], self._state
         message = buffers.host(self._length(unit), values.device)
         near = buffers.beside(message[HEADER:], values)
@@ -182,7 +182,7 @@ class ShardedCompression(Handle):
             message[HEADER:].copy_(near)
         return message
 
-    def _smaller(self, unit: Unit, row: int) -> Unit:
+    def _smaller(self, unit: FsdpUnit, row: int) -> FsdpUnit:
         """Returns a unit without the parameters that had no gradients."""
         if self.codec.residual:
             raise QSyncError(
@@ -191,15 +191,15 @@ class ShardedCompression(Handle):
                 where=unit.name or "the model",
                 do="call model.set_reduce_scatter_unused_params(True), or use a codec that keeps no residual, such as qsgd4",
             )
-        return Unit(
+        return FsdpUnit(
             unit.name, unit.index, row, _rows(unit.name, unit.index, row, unit.rows[0].codec, self._state.world)
         )
 
-    def _head(self, unit: Unit, sender: int) -> Head:
+    def _head(self, unit: FsdpUnit, sender: int) -> MessageHeader:
         what = point_to_point.hash_of(self._state.codec)
-        return Head(what, sender, unit.index, self._state.step, self._length(unit) - HEADER)
+        return MessageHeader(what, sender, unit.index, self._state.step, self._length(unit) - HEADER)
 
-    def _length(self, unit: Unit) -> int:
+    def _length(self, unit: FsdpUnit) -> int:
         return HEADER + unit.rows[0].codec.nbytes(unit.row)
 
     def _watch(self) -> None:
@@ -223,7 +223,7 @@ class ShardedCompression(Handle):
 class Scatter:
     """What FSDP calls to reduce and scatter the gradients of a unit: a `ReduceScatter` of torch, an interface that is not public."""
 
-    def __init__(self, compression: ShardedCompression, unit: Unit) -> None:
+    def __init__(self, compression: ShardedCompression, unit: FsdpUnit) -> None:
         self._compression, self._unit = compression, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -235,9 +235,11 @@ class Scatter:
         self._compression.reduce(self._unit, output_tensor, input_tensor, op)
 
 
-def _rows(name: str, index: int, row: int, codec: Codec, world: int) -> tuple[Piece, ...]:
+def _rows(name: str, index: int, row: int, codec: Codec, world: int) -> tuple[ParameterSlice, ...]:
     # Each row has random streams of its own, as each has values of its own.
-    return tuple(Piece(f"{name} to {peer}", index * world + peer, row, codec, (0, row)) for peer in range(world))
+    return tuple(
+        ParameterSlice(f"{name} to {peer}", index * world + peer, row, codec, (0, row)) for peer in range(world)
+    )
 
 
 def _is_mean(op: Any) -> bool:

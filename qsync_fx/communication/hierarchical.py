@@ -18,13 +18,13 @@ from torch import Tensor
 
 from qsync_fx.communication import bucket, point_to_point
 from qsync_fx.communication.allreduce import Reducer
-from qsync_fx.communication.bucket import Bucket, Piece, volumes
+from qsync_fx.communication.bucket import Bucket, ParameterSlice, volumes
 from qsync_fx.communication.codecs import buffers
-from qsync_fx.communication.point_to_point import HEADER, Head, exchange
+from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchange
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeGroups:
     """Which ranks share a node.
 
     Attributes:
@@ -60,7 +60,7 @@ class Hierarchy:
         reducer: averages over the ranks of other nodes; its group is that of all ranks.
     """
 
-    nodes: Nodes
+    nodes: NodeGroups
     reducer: Reducer
     _memory: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Hierarchy:
         self._beside = self.nodes.beside(rank)
         self._place = self._beside.index(rank)
 
-    def share(self, piece: Piece) -> Piece:
+    def share(self, piece: ParameterSlice) -> ParameterSlice:
         """Returns the part of a parameter that this rank averages between nodes."""
         size = self.nodes.size
         part = self._whole(piece).part(self._place)
@@ -92,10 +92,12 @@ class Hierarchy:
         across = self.nodes.across(self.reducer.state.rank)
         self.reducer.end(bucket, *volumes(shares, across.index(self.reducer.state.rank), len(across)))
 
-    def _whole(self, piece: Piece) -> Piece:
+    def _whole(self, piece: ParameterSlice) -> ParameterSlice:
         return bucket.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)
 
-    def _sum(self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[Piece], own: Sequence[Tensor]) -> None:
+    def _sum(
+        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], own: Sequence[Tensor]
+    ) -> None:
         """Puts the mean over the node, summed in the order of its ranks, in the place of this rank's part."""
         mine = {
             place: self._message(bucket, f"to {place}", [f[w.part(place)] for f, w in zip(flats, wholes, strict=True)])
@@ -114,7 +116,9 @@ class Hierarchy:
             part.div_(self.nodes.size)
         self.reducer.tally.decode += time.perf_counter() - begin
 
-    def _give(self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[Piece], own: Sequence[Tensor]) -> None:
+    def _give(
+        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], own: Sequence[Tensor]
+    ) -> None:
         """Puts the parts that the others of the node have averaged in their places."""
         mine = self._message(bucket, "mean", own)
         parts = {
@@ -161,9 +165,9 @@ class Hierarchy:
             self.reducer.faults.append(point_to_point.unread(state.rank, self._beside[place], bucket.about, fault))
         return fault is None
 
-    def _head(self, bucket: Bucket, place: int, message: Tensor) -> Head:
+    def _head(self, bucket: Bucket, place: int, message: Tensor) -> MessageHeader:
         what = point_to_point.hash_of(f"inside a node, {self.reducer.state.codec}")
-        return Head(what, self._beside[place], bucket.index, bucket.step, message.numel() - HEADER)
+        return MessageHeader(what, self._beside[place], bucket.index, bucket.step, message.numel() - HEADER)
 
     def _bytes(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
         """Returns bytes that stay from step to step."""

@@ -39,10 +39,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed
 
-from qsync_fx.communication.bucket import Bucket, Piece
+from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import buffers
-from qsync_fx.communication.compressor_state import State
-from qsync_fx.communication.statistics import Tally
+from qsync_fx.communication.compressor_state import CompressorState
+from qsync_fx.communication.statistics import CommunicationStatistics
 from qsync_fx.errors import RankError
 
 _LAYOUT = struct.Struct("<4sIIIQQ")
@@ -51,7 +51,7 @@ HEADER = _LAYOUT.size
 
 
 @dataclass(frozen=True)
-class Head:
+class MessageHeader:
     """Attributes:
     codec: a hash of what the ranks have agreed on.
     sender: a rank.
@@ -96,7 +96,7 @@ def hash_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-class Flight:
+class PendingTransfers:
     """Messages under way, each in one stretch or several, which come in any order."""
 
     def __init__(self, group: Any, about: str) -> None:
@@ -167,7 +167,7 @@ def exchange(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
     Raises:
         RankError: a rank is gone, or takes longer than the group may.
     """
-    flight = Flight(group, about)
+    flight = PendingTransfers(group, about)
     for rank, message in incoming.items():
         flight.expect(rank, message)
     for rank, message in outgoing.items():
@@ -196,7 +196,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Chunk:
     """Bytes of a message that are sent at once, and what is in them; those of the first begin with the head."""
 
     wire: slice
@@ -213,16 +213,16 @@ class Stretch:
         return slice(run.wire.start - begin, run.wire.stop - begin)
 
 
-def stretches(pieces: Sequence[Piece], parts: Sequence[slice], most: int | None = None) -> list[Stretch]:
+def stretches(pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int | None = None) -> list[Chunk]:
     """Returns a message that holds these parts of parameters, after its head, in stretches of at most `most` values."""
     most = VALUES if most is None else most
-    found: list[Stretch] = []
+    found: list[Chunk] = []
     runs: list[Run] = []
     begin, end, room = 0, HEADER, most
 
     def close() -> None:
         nonlocal begin, room
-        found.append(Stretch(slice(begin, end), tuple(runs)))
+        found.append(Chunk(slice(begin, end), tuple(runs)))
         runs.clear()
         begin, room = end, most
 
@@ -312,7 +312,7 @@ Fault = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
-class Given:
+class OutgoingMessage:
     """A message of this rank.
 
     Attributes:
@@ -325,13 +325,13 @@ class Given:
     """
 
     memory: Tensor
-    stretches: Sequence[Stretch]
+    stretches: Sequence[Chunk]
     parts: Sequence[slice]
     values: Sequence[Tensor]
     residuals: Sequence[Tensor | None]
     summed: bool
 
-    def encode(self, bucket: Bucket, number: int, state: State, tally: Tally) -> None:
+    def encode(self, bucket: Bucket, number: int, state: CompressorState, tally: CommunicationStatistics) -> None:
         """Writes a stretch."""
         begin = time.perf_counter()
         stretch = self.stretches[number]
@@ -353,7 +353,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Taken:
+class IncomingMessages:
     """Messages with the same parts of a bucket, of which the sum or the mean is taken.
 
     Attributes:
@@ -366,7 +366,7 @@ class Taken:
         unread: of whom the message is none that was awaited.
     """
 
-    stretches: Sequence[Stretch]
+    stretches: Sequence[Chunk]
     messages: Mapping[int, Tensor]
     values: Sequence[Tensor]
     summed: bool = False
@@ -374,14 +374,14 @@ class Taken:
     over: int = 1
     unread: set[int] = field(default_factory=set)
 
-    def look(self, head: Callable[[int, Tensor, bool], Head], fault: Fault) -> None:
+    def look(self, head: Callable[[int, Tensor, bool], MessageHeader], fault: Fault) -> None:
         """Looks whether messages are those awaited, whose heads `head` returns."""
         for sender, message in self.messages.items():
             if (what := head(sender, message, self.summed).fault(message)) is not None:
                 fault(sender, what)
                 self.unread.add(sender)
 
-    def decode(self, bucket: Bucket, number: int, tally: Tally, fault: Fault) -> None:
+    def decode(self, bucket: Bucket, number: int, tally: CommunicationStatistics, fault: Fault) -> None:
         """Sums a stretch."""
         begin = time.perf_counter()
         good = [(sender, message) for sender, message in self.messages.items() if sender not in self.unread]

@@ -15,7 +15,7 @@ from qsync_fx.communication.codecs.codec import Codec
 
 
 @dataclass
-class Tally:
+class CommunicationStatistics:
     """Sums over all buckets so far, of this rank.
 
     Attributes:
@@ -61,7 +61,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Report:
-    """What `Compression.report` returns; `str` of it is for people.
+    """What `DdpCompressor.report` returns; `str` of it is for people.
 
     Attributes:
         codec: its name.
@@ -77,7 +77,7 @@ class Report:
     world: int
     coded: int
     plain: int
-    tally: Tally = field(default_factory=Tally)
+    tally: CommunicationStatistics = field(default_factory=CommunicationStatistics)
     adapted: Adapted | None = None
     replicated: bool = True
 
@@ -140,14 +140,20 @@ class Report:
 
 
 def report(
-    codec: str, rank: int, world: int, coded: int, plain: int, tally: Tally, adapted: Adapted | None = None
+    codec: str,
+    rank: int,
+    world: int,
+    coded: int,
+    plain: int,
+    tally: CommunicationStatistics,
+    adapted: Adapted | None = None,
 ) -> Report:
     """Returns the report so far."""
     return Report(codec, rank, world, coded, plain, replace(tally), adapted)
 
 
 @dataclass
-class Ahead:
+class LookaheadStatistics:
     """Sums so far, of this rank.
 
     Attributes:
@@ -173,10 +179,10 @@ class DuoReport(Report):
         held: bytes of the optimizer's state and of what is kept of parameters beside those of the model.
     """
 
-    slow: Tally = field(default_factory=Tally)
-    ahead: Ahead = field(default_factory=Ahead)
+    slow: CommunicationStatistics = field(default_factory=CommunicationStatistics)
+    ahead: LookaheadStatistics = field(default_factory=LookaheadStatistics)
     outstanding: bool = False
-    parameters: Tally | None = None
+    parameters: CommunicationStatistics | None = None
     held: int = 0
 
     def _bytes_of_step(self) -> str:

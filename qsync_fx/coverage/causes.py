@@ -27,7 +27,7 @@ from qsync_fx.options import Options
 from qsync_fx.plan.operator_id import OpId
 
 
-class Why(StrEnum):
+class Reason(StrEnum):
     RNN = "rnn"
     SPARSE = "sparse"
     MODE = "mode"
@@ -45,7 +45,7 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True)
-class Cause:
+class CoverageCause:
     """
     Attributes:
         why: the kind.
@@ -54,7 +54,7 @@ class Cause:
         part: the path of the module that `why` is about: the module itself or one around it.
     """
 
-    why: Why
+    why: Reason
     function: str = ""
     where: str = ""
     text: str = ""
@@ -62,65 +62,65 @@ class Cause:
 
 
 _WORDS = (
-    ("Attempted to wrap RNN", Why.RNN),
-    ("Attempted to wrap sparse Tensor", Why.SPARSE),
-    ("torch dispatch mode", Why.MODE),
-    ("torch.compiler.disable", Why.DISABLED),
-    ("backwards hooks", Why.BACKWARD_HOOK),
-    ("recompile limit", Why.LIMIT),
-    ("recompile_limit", Why.LIMIT),
-    ("_nested_tensor_from_mask", Why.NESTED),
+    ("Attempted to wrap RNN", Reason.RNN),
+    ("Attempted to wrap sparse Tensor", Reason.SPARSE),
+    ("torch dispatch mode", Reason.MODE),
+    ("torch.compiler.disable", Reason.DISABLED),
+    ("backwards hooks", Reason.BACKWARD_HOOK),
+    ("recompile limit", Reason.LIMIT),
+    ("recompile_limit", Reason.LIMIT),
+    ("_nested_tensor_from_mask", Reason.NESTED),
 )
 """What Dynamo writes, of its reasons that there is something to say about."""
 
 _SAID = {
-    Why.RNN: (
+    Reason.RNN: (
         "Dynamo leaves a function that calls an RNN to Python",
         "call the RNN in a method of its own, under @torch.compiler.disable, so that what is around it is compiled; "
         "torch._dynamo.config.allow_rnn = True unrolls it over time, which is for short sequences of one length",
     ),
-    Why.SPARSE: (
+    Reason.SPARSE: (
         "Dynamo leaves a function that is given a sparse tensor to Python",
         "hold the sparse tensor as an attribute and multiply by it in a method of its own, under @torch.compiler.disable, "
         "so that the layers around it are compiled",
     ),
-    Why.MODE: (
+    Reason.MODE: (
         "a TorchDispatchMode is active where it is called, and Dynamo compiles nothing under one",
         "call the model outside of the mode; a mode whose class has ignore_compile_internals() return True is let through",
     ),
-    Why.DISABLED: (
+    Reason.DISABLED: (
         "torch.compiler.disable stands around it",
         "remove torch.compiler.disable, or torch.compile what is inside by itself",
     ),
-    Why.BACKWARD_HOOK: (
+    Reason.BACKWARD_HOOK: (
         "it has a full backward hook, which Dynamo traces under compiled autograd alone",
         "set torch._dynamo.config.compiled_autograd = True, or hook the tensors in place of the module",
     ),
-    Why.LIMIT: (
+    Reason.LIMIT: (
         "Dynamo's limit of versions of a function is reached, so that others run as written",
         "set torch._dynamo.config.recompile_limit higher; TORCH_LOGS=recompiles tells why each version was made",
     ),
-    Why.NESTED: (
+    Reason.NESTED: (
         "nn.TransformerEncoder packs padded inputs into nested tensors without gradients, and Dynamo leaves its layers to Python",
         "make it with enable_nested_tensor=False, or with mask_check=True, its default",
     ),
-    Why.INBUILT: (
+    Reason.INBUILT: (
         "its class is one of torch's own, which Dynamo compiles only where code that it traces calls them",
         "compile the module itself before anything is wrapped around it, or call it in a forward of your own",
     ),
-    Why.BREAK: ("the graph breaks where it is called", ""),
-    Why.SKIPPED: ("Dynamo left the function that calls it to Python", ""),
-    Why.NOT_GIVEN: ("torch.compile was not given it", "compile the whole model, or this module too"),
-    Why.NOT_MET: (
+    Reason.BREAK: ("the graph breaks where it is called", ""),
+    Reason.SKIPPED: ("Dynamo left the function that calls it to Python", ""),
+    Reason.NOT_GIVEN: ("torch.compile was not given it", "compile the whole model, or this module too"),
+    Reason.NOT_MET: (
         "Dynamo has met nothing of the model",
         "call what torch.compile returned, not the module that it was given, and see that neither "
         'torch.compiler.set_stance("force_eager") nor TORCHDYNAMO_DISABLE is set',
     ),
-    Why.ELSEWHERE: (
+    Reason.ELSEWHERE: (
         "it ran, but not where compiled code calls it",
         "call it in the forward pass that is compiled, or torch.compile it by itself",
     ),
-    Why.NOT_CALLED: ("no call of it has been compiled", ""),
+    Reason.NOT_CALLED: ("no call of it has been compiled", ""),
 }
 _NO_ADVICE = (
     *("eport an issue", "report a bug", "It may be possible", "an earlier graph break", "finding a workaround"),
@@ -130,71 +130,71 @@ _NO_ADVICE = (
 _ELSE = "TORCH_LOGS=graph_breaks shows where"
 
 
-def why_of(text: str) -> Why | None:
+def why_of(text: str) -> Reason | None:
     """Returns the kind of a reason of Dynamo's; None for one of which there is nothing to say beyond its words."""
     return next((why for words, why in _WORDS if words in text), None)
 
 
-def reason(cause: Cause) -> str:
+def reason(cause: CoverageCause) -> str:
     """Says why, with Dynamo's words where ours are general."""
     said = _SAID[cause.why][0]
-    text = f": {_first_line(cause.text)}" if cause.text and cause.why in (Why.BREAK, Why.SKIPPED) else ""
+    text = f": {_first_line(cause.text)}" if cause.text and cause.why in (Reason.BREAK, Reason.SKIPPED) else ""
     return f"{said}{text}" + (f" ({cause.function}, {cause.where})" if cause.where else "")
 
 
-def way_out(cause: Cause) -> str:
+def way_out(cause: CoverageCause) -> str:
     """Says what to do."""
     return _SAID[cause.why][1] or "; ".join(_hints(cause.text)) or (_ELSE if cause.where else "")
 
 
-def cause_of(tree: Tree, path: str) -> Cause:
+def cause_of(tree: Tree, path: str) -> CoverageCause:
     """Returns why a module is in no graph, or in one that runs no more."""
     if not tree.concerns(path):
-        return Cause(Why.NOT_GIVEN)
+        return CoverageCause(Reason.NOT_GIVEN)
     if not tree.ran:
-        return Cause(Why.NOT_MET)
-    inbuilt: Cause | None = None
+        return CoverageCause(Reason.NOT_MET)
+    inbuilt: CoverageCause | None = None
     for part in tree.above(path):
         frames = [frame for frame in tree.frames(part) if path not in tree.held or stale(frame)]
         if causes := [cause for frame in frames for cause in _causes(tree, frame, part, path)]:
             found = max(causes, key=lambda cause: _about(tree, cause, path))
-            if found.why is Why.NESTED or (found.why is not Why.INBUILT and inbuilt is None):
+            if found.why is Reason.NESTED or (found.why is not Reason.INBUILT and inbuilt is None):
                 return found
             inbuilt = inbuilt or found
     if inbuilt is not None:
         return inbuilt
-    return Cause(Why.ELSEWHERE if has_run(tree.modules[path], tree.log) else Why.NOT_CALLED)
+    return CoverageCause(Reason.ELSEWHERE if has_run(tree.modules[path], tree.log) else Reason.NOT_CALLED)
 
 
-def nested(frame: Frame) -> Cause | None:
+def nested(frame: Frame) -> CoverageCause | None:
     """Returns what is to say of a function that packs what its layers take into nested tensors; None for others."""
-    text = next((text for text in frame.texts if why_of(text) is Why.NESTED), None)
-    return None if text is None else Cause(Why.NESTED, frame.name, frame.where, text)
+    text = next((text for text in frame.texts if why_of(text) is Reason.NESTED), None)
+    return None if text is None else CoverageCause(Reason.NESTED, frame.name, frame.where, text)
 
 
-def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[Cause]:
+def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[CoverageCause]:
     """Yields why Dynamo left to Python what a function does, or some of it."""
     skipped = frame.outcome is Outcome.SKIPPED
     for text in frame.texts or ("",) if skipped or frame.outcome is Outcome.BROKE else ():
         why = why_of(text)
         if why is not None:
-            yield Cause(why, frame.name, frame.where, text, part=part)
+            yield CoverageCause(why, frame.name, frame.where, text, part=part)
         elif skipped and type(tree.modules[part]).__module__.startswith(("torch.nn.", "torch.ao.")):
             # That a single layer is left to Python is due to what calls it, which tells more.
             if part != path or part in tree.compiled:
-                yield Cause(Why.INBUILT, part=part)
+                yield CoverageCause(Reason.INBUILT, part=part)
         else:
-            yield Cause(Why.SKIPPED if skipped else Why.BREAK, frame.name, frame.where, text, part)
+            yield CoverageCause(Reason.SKIPPED if skipped else Reason.BREAK, frame.name, frame.where, text, part)
 
 
-def _about(tree: Tree, cause: Cause, path: str) -> tuple[bool, bool, bool]:
+def _about(tree: Tree, cause: CoverageCause, path: str) -> tuple[bool, bool, bool]:
     """How sure it is that a cause is about a module: a function may break in several places, and in its other parts it is compiled."""
-    if cause.why is Why.BACKWARD_HOOK:
+    if cause.why is Reason.BACKWARD_HOOK:
         named = any(tree.modules[part]._backward_hooks for part in tree.above(path))
     else:
         names = [name for part in tree.above(path) if part != cause.part for name in _names(tree.modules[part], part)]
         named = any(name in cause.text for name in names)
-    return named, cause.why is not Why.BREAK, cause.why not in (Why.SKIPPED, Why.DISABLED)
+    return named, cause.why is not Reason.BREAK, cause.why not in (Reason.SKIPPED, Reason.DISABLED)
 
 
 def _names(module: nn.Module, path: str) -> tuple[str, ...]:
@@ -225,7 +225,7 @@ def tell_of_a_limit(code: CodeType, options: Options, texts: Iterable[str], fram
     Raises:
         PlanError: a plan was given, and decides on operators that the function has held.
     """
-    said = next((text for text in texts if why_of(text) is Why.LIMIT), None)
+    said = next((text for text in texts if why_of(text) is Reason.LIMIT), None)
     if said is None or not _decides_on_any(options, _held(code)):
         return
     name = f"torch._dynamo.config.{next((name for name in _LIMITS if name in said), _LIMITS[-1])}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from qsync_fx.coverage.causes import Cause, Why, cause_of, nested
+from qsync_fx.coverage.causes import CoverageCause, Reason, cause_of, nested
 from qsync_fx.coverage.compilation_log import Frame
 from qsync_fx.coverage.module_coverage import Tree, has_gradients, stale
 from qsync_fx.formats import Precision
@@ -40,7 +40,7 @@ class Uncovered:
 
     path: str
     type: str
-    cause: Cause
+    cause: CoverageCause
     ran: bool
     own: Precision | None
     likely: OpId
@@ -52,7 +52,7 @@ class Uncovered:
         choice = plan.precision_for(self.likely)
         if choice is None:
             return replace(self, planned=None, lost=False)
-        counts = self.ran and (choice.explicit or self.cause.why is not Why.NOT_GIVEN)
+        counts = self.ran and (choice.explicit or self.cause.why is not Reason.NOT_GIVEN)
         return replace(self, planned=choice.precision, lost=counts and not self.holds(choice.precision))
 
     def holds(self, planned: Precision) -> bool:
@@ -128,7 +128,7 @@ def in_doubt(tree: Tree) -> list[nn.Module]:
     return [
         module
         for path, module in tree.parameterised.items()
-        if _missing(tree, path) and has_gradients(module) and cause_of(tree, path).why is Why.NOT_CALLED
+        if _missing(tree, path) and has_gradients(module) and cause_of(tree, path).why is Reason.NOT_CALLED
     ]
 
 
@@ -149,7 +149,7 @@ def _missing(tree: Tree, path: str) -> bool:
     return path not in tree.held or any(stale(frame) for part in tree.above(path) for frame in tree.frames(part))
 
 
-def _uncovered(tree: Tree, path: str, module: nn.Module, cause: Cause | None = None) -> Uncovered:
+def _uncovered(tree: Tree, path: str, module: nn.Module, cause: CoverageCause | None = None) -> Uncovered:
     cause, kind = cause or cause_of(tree, path), type(module).__name__
     # Linear, LayerNorm, Conv2d: linear, layer_norm, conv2d.
     likely = OpId(joined(tree.within, path), re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower())
@@ -166,9 +166,9 @@ def _unused(entry: OpId | str, precision: Precision, near: tuple[str, ...], modu
     return Unused(entry, precision, near, tuple(module for module in modules if named(module.likely.module)))
 
 
-def _ran(tree: Tree, module: nn.Module, cause: Cause) -> bool:
+def _ran(tree: Tree, module: nn.Module, cause: CoverageCause) -> bool:
     """Whether a module that is in no graph has run: by its gradients, where the model has any."""
-    if cause.why is Why.NOT_CALLED:
+    if cause.why is Reason.NOT_CALLED:
         return False
     learns = any(p.requires_grad for p in own_parameters(module)) and tree.trained
-    return has_gradients(module) if learns or cause.why is Why.NOT_MET else True
+    return has_gradients(module) if learns or cause.why is Reason.NOT_MET else True

@@ -19,8 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from qsync_fx.devices.format_support import ANY, row_at
-from qsync_fx.devices.roofline import FEATURES, Layout, Machine, Product, Shape, convolved, moved, multiplied, reduced
-from qsync_fx.devices.spec import Convolution, Link, Memory, Reduction, Tiles, Unit
+from qsync_fx.devices.roofline import (
+    FEATURES,
+    GemmShape,
+    Layout,
+    Product,
+    RooflineMachine,
+    convolved,
+    moved,
+    multiplied,
+    reduced,
+)
+from qsync_fx.devices.spec import ConvolutionSpec, FunctionalUnit, LinkSpec, MemorySpec, ReductionSpec, Tiles
 from qsync_fx.errors import DeviceError, nearest, shown
 from qsync_fx.formats import FORMATS, FP32, Precision, encoding, precision
 from qsync_fx.serialization.schema import TomlSchema
@@ -63,14 +73,14 @@ class Device:
     source: str
     processors: int
     clock: float
-    memory: Memory
-    units: Mapping[str, Unit]
+    memory: MemorySpec
+    units: Mapping[str, FunctionalUnit]
     capability: tuple[int, int] | None = None
     calibrated_as: str | None = None
     products: Mapping[str, Tiles] = field(default_factory=dict)
-    convolutions: Mapping[str, Mapping[str, Convolution]] = field(default_factory=dict)
-    reductions: Sequence[Reduction] = ()
-    link: Link | None = None
+    convolutions: Mapping[str, Mapping[str, ConvolutionSpec]] = field(default_factory=dict)
+    reductions: Sequence[ReductionSpec] = ()
+    link: LinkSpec | None = None
     path: str = ""
 
     def __str__(self) -> str:
@@ -192,9 +202,9 @@ class Device:
         seconds = self.memory_seconds(read + target.dtype.itemsize * numel)
         return seconds + self.memory_seconds(read) if target.scaled else seconds
 
-    def machine(self, unit: str) -> Machine:
+    def machine(self, unit: str) -> RooflineMachine:
         """Returns what products of the format of a unit are computed with."""
-        return Machine(self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth)
+        return RooflineMachine(self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth)
 
 
 def _check(**sizes: int) -> None:
@@ -250,10 +260,12 @@ def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Pro
     found = at.convolutions.get(name, {})
     by = found.get(product) or found.get(PRODUCTS[0]) or _USUAL
     tensor_cores = device.kind == "gpu" and fmt is not FP32
-    return float(convolved(by, device.machine(unit), Shape.of(*sizes), product, fmt.dtype.itemsize, tensor_cores)[0])
+    return float(
+        convolved(by, device.machine(unit), GemmShape.of(*sizes), product, fmt.dtype.itemsize, tensor_cores)[0]
+    )
 
 
-_USUAL = Convolution(
+_USUAL = ConvolutionSpec(
     efficiency=0.7, source="no device of its kind was fitted: what libraries of matrix products usually reach"
 )
 
@@ -280,7 +292,7 @@ def _sourced(value: Any) -> str | None:
     return None if value.source.strip() else " does not say where its constants come from (source)"
 
 
-def _memory(memory: Memory) -> str | None:
+def _memory(memory: MemorySpec) -> str | None:
     if memory.fraction > 1:
         return f" has fraction = {memory.fraction}: nothing is faster than the bandwidth"
     return (
@@ -290,7 +302,7 @@ def _memory(memory: Memory) -> str | None:
     )
 
 
-def _unit(unit: Unit) -> str | None:
+def _unit(unit: FunctionalUnit) -> str | None:
     return _sourced(unit) or _positive(unit, "peak")
 
 
@@ -312,17 +324,17 @@ def _tiles(tiles: Tiles) -> str | None:
     )
 
 
-def _parsed_convolution(by: Convolution) -> str | None:
+def _parsed_convolution(by: ConvolutionSpec) -> str | None:
     if wrong := next((name for name in by.corrections if name not in FEATURES), None):
         return f" corrects by {shown(wrong)}: {nearest(wrong[:40], FEATURES)}"
     for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
         if getattr(by, name) not in edges:
             return f" has {name} = {getattr(by, name)}: tiles have an edge of at least 32, 64 or 128"
-    own = {field.name for field in fields(Convolution)} - {field.name for field in fields(Tiles)} - {"corrections"}
+    own = {field.name for field in fields(ConvolutionSpec)} - {field.name for field in fields(Tiles)} - {"corrections"}
     return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(own))
 
 
-def _reduction(reduction: Reduction) -> str | None:
+def _reduction(reduction: ReductionSpec) -> str | None:
     at, seconds = reduction.bytes, reduction.seconds
     if len(at) != len(seconds) or not at:
         return f" has {len(at)} sizes and {len(seconds)} times"
@@ -335,7 +347,7 @@ def _reduction(reduction: Reduction) -> str | None:
     return _sourced(reduction)
 
 
-def _link(link: Link) -> str | None:
+def _link(link: LinkSpec) -> str | None:
     return _sourced(link) or _positive(link, "bandwidth") or _from_zero(link, "latency")
 
 
@@ -367,12 +379,12 @@ DEVICE: Final = TomlSchema(
     largest=2**20,
     smaller="a device takes a page",
     checks={
-        Memory: _memory,
-        Unit: _unit,
+        MemorySpec: _memory,
+        FunctionalUnit: _unit,
         Tiles: _tiles,
-        Convolution: _parsed_convolution,
-        Reduction: _reduction,
-        Link: _link,
+        ConvolutionSpec: _parsed_convolution,
+        ReductionSpec: _reduction,
+        LinkSpec: _link,
         Device: _device,
     },
 )

@@ -52,7 +52,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qsync_fx.devices.spec import Convolution, Link, Memory, Reduction, Tiles
+from qsync_fx.devices.spec import ConvolutionSpec, LinkSpec, MemorySpec, ReductionSpec, Tiles
 
 Numbers = NDArray[np.float64]
 
@@ -76,7 +76,7 @@ _AREA_AT_ONCE = 32768.0
 
 
 @dataclass(frozen=True)
-class Machine:
+class RooflineMachine:
     """What tiles are computed with.
 
     Attributes:
@@ -94,7 +94,7 @@ class Machine:
 
 def tiled(
     by: Tiles,
-    on: Machine,
+    on: RooflineMachine,
     m: ArrayLike,
     n: ArrayLike,
     k: ArrayLike,
@@ -155,7 +155,7 @@ input "nn", that of its weight "nt"."""
 
 def multiplied(
     by: Tiles,
-    on: Machine,
+    on: RooflineMachine,
     m: ArrayLike,
     n: ArrayLike,
     k: ArrayLike,
@@ -178,7 +178,7 @@ Product = Literal["output", "input_gradient", "weight_gradient"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class GemmShape:
     """Sizes of convolutions: batch, channels in, height, width, channels out, and of the window: height, width, strides, paddings."""
 
     n: Numbers
@@ -194,15 +194,15 @@ class Shape:
     beside: Numbers
 
     @classmethod
-    def of(cls, *sizes: ArrayLike) -> Shape:
+    def of(cls, *sizes: ArrayLike) -> GemmShape:
         """Returns shapes of n, c, h, w, k, r, s, two strides and two paddings."""
         return cls(*(np.atleast_1d(np.asarray(size, dtype=float)) for size in sizes))
 
-    def at(self, where: NDArray[np.bool_]) -> Shape:
+    def at(self, where: NDArray[np.bool_]) -> GemmShape:
         """Returns some of the shapes."""
-        return Shape(*(getattr(self, field.name)[where] for field in fields(self)))
+        return GemmShape(*(getattr(self, field.name)[where] for field in fields(self)))
 
-    def batch(self, n: Numbers) -> Shape:
+    def batch(self, n: Numbers) -> GemmShape:
         """Returns the shapes with another batch."""
         return replace(self, n=n)
 
@@ -245,14 +245,14 @@ class Shape:
         return self.places * self.k
 
 
-def moved(by: Memory, size: float) -> float:
+def moved(by: MemorySpec, size: float) -> float:
     """Returns the seconds in which `size` bytes are read and written: the launch, what the cache holds, and the rest through memory."""
     cached = min(size, by.cache) if by.cache_bandwidth else 0.0
     seconds = (size - cached) / (by.bandwidth * by.fraction)
     return max(by.launch, seconds + (cached / by.cache_bandwidth if cached else 0.0))
 
 
-def reduced(measured: Sequence[Reduction], link: Link | None, size: float, ranks: int) -> float | None:
+def reduced(measured: Sequence[ReductionSpec], link: LinkSpec | None, size: float, ranks: int) -> float | None:
     """Returns the seconds of an all-reduce of `size` bytes over `ranks` devices of one server; None where nothing is known.
 
     Where it was not measured over so many, the nearest number of devices that was stands in: each of n devices sends 2 (n - 1) / n of the
@@ -294,7 +294,7 @@ _FEWEST = 16
 """Channels in and out, from which it is used."""
 
 
-def winograd(by: Convolution, on: Machine, of: Shape, product: Product) -> Numbers:
+def winograd(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
     """Returns the seconds with Winograd's algorithm."""
     found = np.full(len(of.n), np.inf)
     square = (of.r == of.s) & ((of.r == 3) | (of.r == 5))
@@ -311,7 +311,7 @@ def winograd(by: Convolution, on: Machine, of: Shape, product: Product) -> Numbe
     return found
 
 
-def _apart(by: Convolution, on: Machine, of: Shape, product: Product) -> Numbers:
+def _apart(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
     patches = of.n * np.ceil(of.high / _LARGE) * np.ceil(of.wide / _LARGE)
     values = (_LARGE + of.r - 1) ** 2
     data, filters = (of.k + of.c) * patches * values * 4.0, of.k * of.c * values * 4.0
@@ -322,7 +322,7 @@ def _apart(by: Convolution, on: Machine, of: Shape, product: Product) -> Numbers
     return np.asarray(seconds + around / (on.bandwidth * by.memory) + 2 * by.launch)
 
 
-def _fused(by: Convolution, on: Machine, of: Shape, product: Product) -> Numbers:
+def _fused(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
     patches = of.n * np.ceil(of.high / _BLOCK) * np.ceil(of.wide / _BLOCK) * (_BLOCK / _SMALL) ** 2
     values = (_SMALL + of.r - 1) ** 2
     moved = 4.0 * (of.input + of.output + of.weights)
@@ -332,9 +332,9 @@ def _fused(by: Convolution, on: Machine, of: Shape, product: Product) -> Numbers
 
 
 def _multiplied(
-    by: Convolution,
-    on: Machine,
-    of: Shape,
+    by: ConvolutionSpec,
+    on: RooflineMachine,
+    of: GemmShape,
     product: Product,
     patches: Numbers,
     values: Numbers,
@@ -351,7 +351,9 @@ def _multiplied(
     return tiled(by, on, m, np.ceil(n / edge) * edge * values, k, moved, efficiency=efficiency, smallest=edge)
 
 
-def convolved(by: Convolution, on: Machine, shape: Shape, product: Product, width: int, tensor_cores: bool) -> Numbers:
+def convolved(
+    by: ConvolutionSpec, on: RooflineMachine, shape: GemmShape, product: Product, width: int, tensor_cores: bool
+) -> Numbers:
     """Returns the seconds of one product of convolutions of values of `width` bytes."""
     seconds = uncorrected(by, on, shape, product, width, tensor_cores)
     if not by.corrections:
@@ -362,7 +364,7 @@ def convolved(by: Convolution, on: Machine, shape: Shape, product: Product, widt
 
 
 def uncorrected(
-    by: Convolution, on: Machine, shape: Shape, product: Product, width: int, tensor_cores: bool
+    by: ConvolutionSpec, on: RooflineMachine, shape: GemmShape, product: Product, width: int, tensor_cores: bool
 ) -> Numbers:
     """Returns the seconds before corrections."""
     inputs, written, weights = shape.input * width, shape.output * width, shape.weights * width
@@ -389,7 +391,7 @@ def uncorrected(
 _SHARP = 8
 
 
-def traits(by: Convolution, of: Shape, product: Product, tensor_cores: bool) -> Mapping[str, Numbers]:
+def traits(by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: bool) -> Mapping[str, Numbers]:
     """Returns what corrections may be about."""
     m, n, k = _sides(by, of, product, tensor_cores)
     served = (of.skipped == 1) & (of.r == of.s) & ((of.r == 3) | (of.r == 5)) & (not tensor_cores and by.winograd > 0)
@@ -412,7 +414,9 @@ FEATURES = ("m", "n", "k", "window", "strided", "thin", "single", "tall", "winog
 """The names of those."""
 
 
-def _direct(by: Convolution, on: Machine, of: Shape, product: Product, moved: Numbers, tensor_cores: bool) -> Numbers:
+def _direct(
+    by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product, moved: Numbers, tensor_cores: bool
+) -> Numbers:
     m, n, k = _sides(by, of, product, tensor_cores)
     pointwise = of.window == 1
     seconds = np.zeros(len(m))
@@ -425,7 +429,9 @@ def _direct(by: Convolution, on: Machine, of: Shape, product: Product, moved: Nu
     return seconds
 
 
-def _sides(by: Convolution, of: Shape, product: Product, tensor_cores: bool) -> tuple[Numbers, Numbers, Numbers]:
+def _sides(
+    by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: bool
+) -> tuple[Numbers, Numbers, Numbers]:
     def stepped(channels: Numbers, step: Numbers | int) -> Numbers:
         return np.asarray(np.ceil(channels / step) * step) if tensor_cores else channels
 

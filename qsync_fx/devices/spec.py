@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemorySpec:
     """
     Attributes:
         bytes: how much there is.
@@ -34,7 +34,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Unit:
+class FunctionalUnit:
     """
     Attributes:
         peak: operations a second, 2 a multiply-add.
@@ -89,7 +89,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Convolution(Tiles):
+class ConvolutionSpec(Tiles):
     """How a library's kernels compute one of the three products of a convolution.
 
     Attributes:
@@ -132,7 +132,7 @@ class Convolution(Tiles):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionSpec:
     """What all-reduce takes on one server, by bytes: straight lines between points, in logarithms.
 
     Attributes:
@@ -148,7 +148,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """What connects devices, where no all-reduce was measured.
 
     Attributes:

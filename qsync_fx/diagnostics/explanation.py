@@ -18,7 +18,7 @@ from torch import fx
 
 from qsync_fx.coverage.findings import Uncovered, findings
 from qsync_fx.devices.format_support import support
-from qsync_fx.diagnostics.replay_passes import WRITTEN, Replanned
+from qsync_fx.diagnostics.replay_passes import WRITTEN, ReplayedPlan
 from qsync_fx.errors import OptionError, nearest
 from qsync_fx.formats import Precision
 from qsync_fx.graph.fx_utils import source_of
@@ -81,7 +81,7 @@ class Explanation:
         parameters: those of the model, in the order in which it registers them.
     """
 
-    graphs: tuple[Explained | Replanned, ...]
+    graphs: tuple[Explained | ReplayedPlan, ...]
     breaks: tuple[str, ...] = ()
     uncovered: tuple[Uncovered, ...] = ()
     parameters: tuple[Registered, ...] = ()
@@ -153,7 +153,7 @@ class Explanation:
             PlanError: the plan does not fit the model.
         """
         with self.there():
-            graphs = tuple(Replanned(part.snapshots, part.costing, plan) for part in self.graphs)
+            graphs = tuple(ReplayedPlan(part.snapshots, part.costing, plan) for part in self.graphs)
             adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
         found = findings(plan, adjustable, self.uncovered)
         check_plan(plan, adjustable, complete=True, as_written=found.as_written)
@@ -207,7 +207,7 @@ def line_of(operator: Operator) -> str:
     return f"{Path(source.file).name}:{source.line}" if source else ""
 
 
-def as_fast_wider(part: Explained | Replanned) -> Mapping[OpId, str]:
+def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
     """Returns the operators of a graph that the option would leave in a wider format, each with the reason; none where it has no say."""
     options = part.context.options
     if options.automatic or options.where_faster or options.exact:
@@ -230,9 +230,9 @@ def as_fast_wider(part: Explained | Replanned) -> Mapping[OpId, str]:
     return found
 
 
-def _written(part: Explained | Replanned) -> list[Operator]:
+def _written(part: Explained | ReplayedPlan) -> list[Operator]:
     """Before they are lowered: what is asked of a shape is asked of torch's own operators."""
-    graph = part.written if isinstance(part, Replanned) else part.snapshots.graphs[WRITTEN]
+    graph = part.written if isinstance(part, ReplayedPlan) else part.snapshots.graphs[WRITTEN]
     return graph.operators(Kind.ADJUSTABLE)
 
 

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from qsync_fx.coverage.causes import Why, reason, way_out
+from qsync_fx.coverage.causes import Reason, reason, way_out
 from qsync_fx.coverage.compilation_log import Ran
 from qsync_fx.coverage.findings import Uncovered
 from qsync_fx.coverage.first_step_check import unused_text
@@ -211,7 +211,7 @@ def _coverage_notes(applied: Applied) -> list[str]:
         lines.append("nothing of it has run in compiled code yet")
     advised = [module for module in missing if _needs_advice(module, applied)]
     lines += [f"to do: {text}" for text in dict.fromkeys(way_out(module.cause) for module in advised) if text]
-    uncalled = any(module.cause.why is Why.NOT_CALLED for module in missing)
+    uncalled = any(module.cause.why is Reason.NOT_CALLED for module in missing)
     if applied.complete and (applied.planned or not missing):
         lines.append("all that is planned is applied" + ", as far as the model has been called" * uncalled)
     elif applied.complete:
@@ -221,6 +221,6 @@ def _coverage_notes(applied: Applied) -> list[str]:
 
 def _needs_advice(module: Uncovered, applied: Applied) -> bool:
     """Return whether to say how a module gets into a graph."""
-    if module.lost or module.cause.why is Why.NOT_MET:
+    if module.lost or module.cause.why is Reason.NOT_MET:
         return True
-    return not applied.planned and module.ran and module.cause.why is not Why.NOT_GIVEN
+    return not applied.planned and module.ran and module.cause.why is not Reason.NOT_GIVEN

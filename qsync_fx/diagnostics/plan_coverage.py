@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from qsync_fx.coverage.causes import Why
+from qsync_fx.coverage.causes import Reason
 from qsync_fx.coverage.compilation_log import Log, Ran, logs
 from qsync_fx.coverage.findings import Findings, Uncovered, Unused, findings, uncovered
 from qsync_fx.coverage.module_coverage import Tree
@@ -69,7 +69,7 @@ class Applied:
     @property
     def complete(self) -> bool:
         """Whether all that is planned is applied, as far as the model has run; False before its first call."""
-        waiting = any(module.cause.why is Why.NOT_MET for module in self.uncovered)
+        waiting = any(module.cause.why is Reason.NOT_MET for module in self.uncovered)
         return self.called and not waiting and not Findings(tuple(self.uncovered), self.unused)
 
     def table(self, width: int | None = None) -> str:

@@ -17,7 +17,7 @@ from torch import fx
 
 from qsync_fx.graph import Context, Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.graph import copied
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.graph.operator_costs import Costing
 from qsync_fx.passes.annotate_cost import costed
 from qsync_fx.passes.pass_base import GraphPass, Pass
@@ -29,7 +29,7 @@ WRITTEN, DECIDED = "classify", "insert_casts"
 """The pass after which a graph is as the model wrote it, and the one before which every state is decided."""
 
 
-class Replanned:
+class ReplayedPlan:
     """One graph under another plan.
 
     Attributes:
@@ -95,7 +95,7 @@ class Replanned:
 def _borrowed(graph: PrecisionGraph, under: Callable[[Context], Context]) -> Iterator[PrecisionGraph]:
     """Lends a graph to passes that write notes and change nothing else, under other contexts; all is as before afterwards."""
     contexts = [(part, part.context) for part in graph.walk()]
-    notes: list[tuple[fx.Node, Note]] = [(op.node, op.note) for op in graph.operators()]
+    notes: list[tuple[fx.Node, OperatorInfo]] = [(op.node, op.note) for op in graph.operators()]
     for part, context in contexts:
         part.context = under(context)
     try:

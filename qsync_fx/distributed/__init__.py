@@ -8,16 +8,16 @@ the plan of all; in adapting/ `replanning` finds another when a device has chang
 """
 
 from qsync_fx.distributed.compress_gradients import compress
-from qsync_fx.distributed.fleet_plan import FoundPlan, find_plan
+from qsync_fx.distributed.fleet_plan import FleetPlan, find_plan
 from qsync_fx.distributed.guard_training import Guard, guard
-from qsync_fx.distributed.replan import Replanned, Replanning
+from qsync_fx.distributed.replan import Replanning, ReplanReport
 from qsync_fx.distributed.replica_check import check_replicas
 from qsync_fx.distributed.sample_weighted_mean import average_by_batch
 
 __all__ = [
-    "FoundPlan",
+    "FleetPlan",
     "Guard",
-    "Replanned",
+    "ReplanReport",
     "Replanning",
     "average_by_batch",
     "check_replicas",

@@ -31,13 +31,13 @@ from qsync_fx.communication import ddp_hook
 from qsync_fx.communication.bucket import threshold
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
-from qsync_fx.communication.compressor_state import Handle
-from qsync_fx.communication.ddp_hook import Assigned, Compression
+from qsync_fx.communication.compressor_state import CompressorHandle
+from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer
-from qsync_fx.communication.duo.duo_hook import LookingAhead
+from qsync_fx.communication.duo.duo_hook import DuoCompressor
 from qsync_fx.communication.duo.sign_codecs import Duo, way_named, weights_codec
 from qsync_fx.communication.fsdp_hook import ShardedCompression
-from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.communication.hierarchical import NodeGroups
 from qsync_fx.distributed.consensus import rendezvous
 from qsync_fx.distributed.consensus.agreement import parallel_in
 from qsync_fx.distributed.consensus.rendezvous import Meeting, several_ranks, told_to_all
@@ -55,7 +55,7 @@ _TYPES: Final = 4
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompressRequest:
     """
     Attributes:
         way: in what gradients are to go.
@@ -67,7 +67,7 @@ class Asked:
     hierarchical: bool | int = False
     planned: int = 0
 
-    def tell(self, nodes: Nodes | None) -> None:
+    def tell(self, nodes: NodeGroups | None) -> None:
         """Warns where ranks share nodes in another way than was asked for."""
         if nodes is not None and len(nodes.ranks) == 1:
             warnings.warn(
@@ -91,7 +91,7 @@ def checked(
     hierarchical: bool | int | None,
     least: int | None,
     fsdp: bool,
-) -> Asked:
+) -> CompressRequest:
     """Returns what is asked for; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
     plan = _plan(codec)
     planned = plan.codecs if isinstance(plan, ClusterPlan) else None if plan is None else {}
@@ -124,7 +124,7 @@ def checked(
         )
     noted = nodes_noted(plan.notes) if planned and plan is not None else None
     if noted is None:
-        return Asked(chosen, hierarchical or False)
+        return CompressRequest(chosen, hierarchical or False)
     size, in_a_row = noted
     if hierarchical is False:
         warnings.warn(
@@ -132,8 +132,8 @@ def checked(
             "them: steps take longer than it says; leave hierarchical out",
             stacklevel=3,
         )
-        return Asked(chosen)
-    return Asked(chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size)
+        return CompressRequest(chosen)
+    return CompressRequest(chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size)
 
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
@@ -377,7 +377,7 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
-) -> Compression: ...
+) -> DdpCompressor: ...
 def compress(
     model: Any,
     codec: str | Codec | Duo | Plan | ClusterPlan | os.PathLike[str],
@@ -389,7 +389,7 @@ def compress(
     seed: int = 0,
     least: int | None = None,
     check_every: int = 100,
-) -> Compression | ShardedCompression:
+) -> DdpCompressor | ShardedCompression:
     """Has a model's gradients sent in a codec, or in those of a plan; once, before training, on all ranks.
 
     Args:
@@ -450,14 +450,14 @@ def compress(
         def joins() -> bool:
             return bool(parallel._join_config.enable)
 
-        ahead = LookingAhead(
+        ahead = DuoCompressor(
             own, rank, world, named, what, seed, check_every, chosen.ahead, stepped, scaler, joins, weights
         )
         _agree(ahead)
         ahead.follow()
         parallel.register_comm_hook(None, ahead.hook)
         return ahead
-    found = Compression(own, rank, world, named, what, seed, check_every, scaler, nodes)
+    found = DdpCompressor(own, rank, world, named, what, seed, check_every, scaler, nodes)
     _agree(found)
     found.attach(lambda: parallel.register_comm_hook(None, found.hook))
     return found
@@ -493,7 +493,7 @@ def _group_of_our_own() -> distributed.ProcessGroup | None:
     return group
 
 
-def _agree(found: Handle) -> None:
+def _agree(found: CompressorHandle) -> None:
     """Returns once all ranks have stated the same."""
     if several_ranks():
         with Meeting(rendezvous.patience(), None, collectives=False) as meeting:

@@ -22,23 +22,23 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from qsync_fx.allocator.api import find_plan as solve_plan
-from qsync_fx.allocator.evaluator import Judged, judged
-from qsync_fx.allocator.measure_and_replan import CORRECTIONS, Rounds, check_corrections
-from qsync_fx.allocator.plan_result import Answer, Note, NoteKind
-from qsync_fx.allocator.problem_builder import Objective, Wishes
+from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
+from qsync_fx.allocator.measure_and_replan import CORRECTIONS, ReplanLoop, check_corrections
+from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
+from qsync_fx.allocator.problem_builder import Objective, PlanRequest
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.devices.device_catalog import names
 from qsync_fx.distributed.consensus import agreement
 from qsync_fx.distributed.consensus.rendezvous import COMPILING, Meeting, several_ranks
-from qsync_fx.distributed.monitoring.link_probe import Probe
-from qsync_fx.distributed.node_topology import FLAT, Links, in_a_row, links_between_nodes
+from qsync_fx.distributed.monitoring.link_probe import LinkProbe
+from qsync_fx.distributed.node_topology import FLAT, NodeLinks, in_a_row, links_between_nodes
 from qsync_fx.distributed.sample_weighted_mean import samples_in
 from qsync_fx.errors import OptionError, PlanError, nearest, shown
 from qsync_fx.formats import Precision
 from qsync_fx.plan.cluster_plan import ClusterPlan, between_nodes, is_called
 from qsync_fx.plan.plan_file import CLUSTER_PLAN
 from qsync_fx.plan.plan_loading import named_class, this_process
-from qsync_fx.predictor.replayer.cluster import Cluster, Device, Memory
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Memory
 from qsync_fx.profiler.measurement import GivenOptimizer, measure
 from qsync_fx.profiler.profile import PROFILE, Profile
 from qsync_fx.profiler.sensitivity.indicator_registry import method
@@ -50,7 +50,7 @@ CODECS: Final = "codecs"
 
 
 @dataclass(frozen=True)
-class Survey:
+class PlanSurvey:
     """
     Attributes:
         ranks: the class of each rank.
@@ -64,7 +64,7 @@ class Survey:
     profiles: Mapping[str, Profile] = field(repr=False)
     wishes: Mapping[str, Any]
     batches: Mapping[str, int] = field(default_factory=dict)
-    links: Links = FLAT
+    links: NodeLinks = FLAT
 
     @classmethod
     def of(
@@ -73,8 +73,8 @@ class Survey:
         profiles: Sequence[Profile],
         wishes: Mapping[str, Any],
         samples: Sequence[int],
-        links: Links = FLAT,
-    ) -> Survey:
+        links: NodeLinks = FLAT,
+    ) -> PlanSurvey:
         """Returns the survey of ranks that each have measured themselves, with so many samples in a step; 0 where that is not known."""
         slowest: dict[str, Profile] = {}
         batches: dict[str, int] = {}
@@ -89,7 +89,7 @@ class Survey:
         slowdowns: Mapping[str, float] = MappingProxyType({}),
         memory: Mapping[str, float] | None = None,
         links: Sequence[tuple[int, float]] = (),
-    ) -> Answer:
+    ) -> PlanResult:
         """Returns what `qsync_fx.find_plan` finds.
 
         Args:
@@ -102,18 +102,18 @@ class Survey:
         """
         counts = Counter(self.ranks)
         devices = {
-            name: Device(counts[name], slowdown=slowdowns.get(name, 1.0), batch=self.batches.get(name))
+            name: ClusterDevice(counts[name], slowdown=slowdowns.get(name, 1.0), batch=self.batches.get(name))
             for name in self.profiles
         }
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
         profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
         # Its links are what the profiles measured.
         found = solve_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
-        return replace(found, notes=(*found.notes, Note(NoteKind.UNEVEN))) if self.links.uneven else found
+        return replace(found, notes=(*found.notes, PlanNote(PlanNoteKind.UNEVEN))) if self.links.uneven else found
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class FoundPlan(ClusterPlan):
+class FleetPlan(ClusterPlan):
     """The plan that ranks have found for themselves, with what it was found from.
 
     Attributes:
@@ -123,21 +123,21 @@ class FoundPlan(ClusterPlan):
     It equals the plan without them; nothing of them is saved or pickled.
     """
 
-    survey: Survey | None
-    answer: Answer | None
+    survey: PlanSurvey | None
+    answer: PlanResult | None
 
-    def __init__(self, plan: ClusterPlan, survey: Survey | None = None, answer: Answer | None = None) -> None:
+    def __init__(self, plan: ClusterPlan, survey: PlanSurvey | None = None, answer: PlanResult | None = None) -> None:
         super().__init__(plan.classes, plan.devices, plan.ranks, plan.notes, plan.codecs)
         object.__setattr__(self, "survey", survey)
         object.__setattr__(self, "answer", answer)
 
     @classmethod
-    def of(cls, answer: Answer, survey: Survey) -> FoundPlan:
+    def of(cls, answer: PlanResult, survey: PlanSurvey) -> FleetPlan:
         """Returns the plan of an answer, with the class of each rank in its table."""
         notes = {"answer": str(answer)}
         if answer.problem.coding is not None:
             notes[CODECS] = " ".join(answer.problem.coding.codecs)
-            notes |= Probe.of(answer.problem.cluster).notes()
+            notes |= LinkProbe.of(answer.problem.cluster).notes()
             if (size := survey.links.nodes.ranks) > 1:
                 notes |= between_nodes(size, survey.links.in_a_row)
         plan = ClusterPlan(answer.to_plans(), ranks=survey.ranks, notes=notes, codecs=answer.codecs)
@@ -152,9 +152,9 @@ class FoundPlan(ClusterPlan):
     __hash__ = ClusterPlan.__hash__
 
 
-def under(plans: Answer, now: Answer) -> Judged:
+def under(plans: PlanResult, now: PlanResult) -> Evaluation:
     """Returns what the plans of one answer cost where things are as in another."""
-    return judged(now.problem, plans.plans, plans.judged.codecs)
+    return evaluate_plan(now.problem, plans.plans, plans.judged.codecs)
 
 
 def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
@@ -189,7 +189,7 @@ def find_plan(
     silence: float | None = None,
     progress: bool = True,
     **measuring: Any,
-) -> FoundPlan:
+) -> FleetPlan:
     """Returns the plan that is best for the ranks that are up; every rank calls it, after `init_process_group`, with the model as written.
 
     Args:
@@ -225,7 +225,7 @@ def find_plan(
     }
 
     def check_arguments() -> None:
-        Wishes(**{**wishes, "precisions": precisions}).check()
+        PlanRequest(**{**wishes, "precisions": precisions}).check()
         check_corrections(corrections)
         _check_measuring(measuring)
 
@@ -294,7 +294,7 @@ def find_plan(
             meeting.put("plan", chosen.to_json())
         found = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
         meeting.agree("plans", {"plan": [found.to_json()]}, {})
-        return FoundPlan(found) if choosing is None else chosen
+        return FleetPlan(found) if choosing is None else chosen
 
 
 class _Choosing:
@@ -311,31 +311,31 @@ class _Choosing:
         wishes: Mapping[str, Any],
         samples: Sequence[int],
         corrections: int,
-        links: Links = FLAT,
+        links: NodeLinks = FLAT,
     ) -> None:
-        self._survey = Survey.of(classes, profiles, wishes, samples, links)
+        self._survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
         self._samples = samples
-        self._rounds = Rounds(self._survey.answer(), lambda _: self._survey.answer(), corrections)
+        self._rounds = ReplanLoop(self._survey.answer(), lambda _: self._survey.answer(), corrections)
 
     @property
-    def next(self) -> FoundPlan | None:
+    def next(self) -> FleetPlan | None:
         return self._found() if self._rounds.more else None
 
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Takes the profiles of all ranks, as they have corrected them by the plan that they have run."""
         before = self._survey
-        self._survey = Survey.of(before.ranks, profiles, before.wishes, self._samples, before.links)
+        self._survey = PlanSurvey.of(before.ranks, profiles, before.wishes, self._samples, before.links)
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
-    def taken(self, save: Path | None) -> FoundPlan:
+    def taken(self, save: Path | None) -> FleetPlan:
         """Returns the plan to take; writes it where that is wished."""
         found = self._found()
         if save is not None:
             found.save(save)
         return found
 
-    def _found(self) -> FoundPlan:
-        return FoundPlan.of(self._rounds.answer, self._survey)
+    def _found(self) -> FleetPlan:
+        return FleetPlan.of(self._rounds.answer, self._survey)
 
 
 def _check_measuring(measuring: Mapping[str, Any]) -> None:

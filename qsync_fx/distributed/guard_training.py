@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from qsync_fx.allocator.plan_result import Foreseen
+from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.distributed.consensus import agreement
 from qsync_fx.distributed.consensus.rendezvous import COMPILING, Meeting, compiles_told, several_ranks
 from qsync_fx.distributed.monitoring.memory_use import PeakCheck
-from qsync_fx.distributed.replan import Replanned, Replanner, Replanning
+from qsync_fx.distributed.replan import Replanner, Replanning, ReplanReport
 from qsync_fx.distributed.replica_check import check_replicas
 from qsync_fx.distributed.sample_weighted_mean import averages_by_batch
 from qsync_fx.errors import OptionError
@@ -94,7 +94,7 @@ class Guard:
         return None if self._replan is None else self._replan.found
 
     @property
-    def replanned(self) -> tuple[Replanned, ...]:
+    def replanned(self) -> tuple[ReplanReport, ...]:
         """What was decided when devices had changed, in order."""
         return () if self._replanner is None else tuple(self._replanner.history)
 
@@ -141,13 +141,15 @@ class Guard:
     def _watch(self, meeting: Meeting, stack: contextlib.ExitStack) -> None:
         """Has the memory of steps measured, where it is limited, and their time, where the ranks may plan anew."""
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
-        foreseen = next((found for plan in plans if (found := Foreseen.noted(plan.notes)).memory is not None), None)
+        foreseen = next(
+            (found for plan in plans if (found := PredictedCost.noted(plan.notes)).memory is not None), None
+        )
         if foreseen is None and self._replan is None:
             return
         name = next((plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes), None)
         who = f"rank {meeting.rank}{'' if name is None else f' ({name})'}"
         self._peaks = PeakCheck(self._model, who, lambda: self._optimizers)
-        self._peaks.follow(foreseen or Foreseen())
+        self._peaks.follow(foreseen or PredictedCost())
         stack.callback(self._peaks.close)
         stack.callback(when_called(self._model, self._peaks.called))
         if self._replan is not None:

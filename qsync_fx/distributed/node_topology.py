@@ -16,7 +16,7 @@ from torch import distributed
 
 from qsync_fx import environment
 from qsync_fx.communication.control_group import CPU, carrying
-from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.communication.hierarchical import NodeGroups
 from qsync_fx.distributed.consensus.rendezvous import Meeting
 from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replayer import cluster
@@ -25,7 +25,7 @@ from qsync_fx.profiler.links.collective_times import all_reduces
 _REMEDIES: Final = {"hierarchy": "give compress the same hierarchical on all ranks"}
 
 
-def nodes_of_ranks(hierarchical: bool | int, limit: float) -> Nodes | None:
+def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
     """Returns the nodes; None where ranks are not to be told apart, or each has a node of its own.
 
     Args:
@@ -46,7 +46,7 @@ def nodes_of_ranks(hierarchical: bool | int, limit: float) -> Nodes | None:
 
 
 @dataclass(frozen=True)
-class Links:
+class NodeLinks:
     """What a plan for the ranks that are up is made for, beside the devices.
 
     Attributes:
@@ -55,16 +55,18 @@ class Links:
         uneven: whether ranks share nodes that have different numbers of them, so that nodes are not told apart.
     """
 
-    nodes: cluster.Nodes = field(default_factory=cluster.Nodes)
+    nodes: cluster.NodeGroup = field(default_factory=cluster.NodeGroup)
     in_a_row: bool = False
     uneven: bool = False
 
 
-FLAT: Final = Links()
+FLAT: Final = NodeLinks()
 """All ranks alike."""
 
 
-def nodes_to_plan_for(meeting: Meeting, hierarchical: bool | int | None, limit: float) -> tuple[Nodes | None, bool]:
+def nodes_to_plan_for(
+    meeting: Meeting, hierarchical: bool | int | None, limit: float
+) -> tuple[NodeGroups | None, bool]:
     """Returns the nodes that a plan is made for, None where ranks are not to be told apart, and whether that is so as nodes are uneven.
 
     Args:
@@ -85,26 +87,26 @@ def nodes_to_plan_for(meeting: Meeting, hierarchical: bool | int | None, limit: 
             nodes = grouped(names if hierarchical in (None, True) else in_a_row(hierarchical, meeting.world))
         meeting.put("nodes", json.dumps([None if nodes is None else nodes.ranks, uneven]))
     ranks, uneven = json.loads(meeting.get("nodes", 0, limit))
-    return None if ranks is None else Nodes(tuple(map(tuple, ranks))), uneven
+    return None if ranks is None else NodeGroups(tuple(map(tuple, ranks))), uneven
 
 
 def links_between_nodes(
     meeting: Meeting, hierarchical: bool | int | None, limit: float, device: torch.device = CPU
-) -> Links:
+) -> NodeLinks:
     """Returns what a plan for the ranks that are up is made for, once these have measured, all at once, what all-reduces take inside nodes
     and between them, of gradients on a device; other arguments, and errors, are those of `nodes_to_plan_for`."""
     nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
     if nodes is None:
-        return Links(uneven=uneven)
-    return Links(measured(nodes, device), in_a_row=not isinstance(hierarchical, bool | None))
+        return NodeLinks(uneven=uneven)
+    return NodeLinks(measured(nodes, device), in_a_row=not isinstance(hierarchical, bool | None))
 
 
-def measured(nodes: Nodes, device: torch.device = CPU) -> cluster.Nodes:
+def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup:
     """Returns what all-reduces take inside nodes and between them, the same on all ranks, which call it together."""
     size, count = nodes.size, len(nodes.ranks)
     inside = all_reduces(nodes.ranks, device)
     across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]], device) if count > 1 else []
-    return cluster.Nodes(
+    return cluster.NodeGroup(
         size,
         ring=distributed.get_backend(carrying(device)) == "gloo",
         inside=[(float(nbytes), seconds) for nbytes, seconds in inside],
@@ -121,7 +123,7 @@ def in_a_row(size: int, world: int) -> list[str]:
     return [str(rank // size) for rank in range(world)]
 
 
-def grouped(names: Sequence[str]) -> Nodes | None:
+def grouped(names: Sequence[str]) -> NodeGroups | None:
     """Returns nodes by the name of each rank's; None where no two ranks share one."""
     found: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -134,7 +136,7 @@ def grouped(names: Sequence[str]) -> Nodes | None:
             where="hierarchical",
             do="start as many ranks on each node, or give hierarchical=False",
         )
-    return None if len(found) == len(names) else Nodes(tuple(tuple(ranks) for ranks in found.values()))
+    return None if len(found) == len(names) else NodeGroups(tuple(tuple(ranks) for ranks in found.values()))
 
 
 def _names(meeting: Meeting, limit: float) -> list[str]:

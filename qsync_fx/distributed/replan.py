@@ -30,27 +30,27 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from qsync_fx.allocator.evaluator import Judged
-from qsync_fx.allocator.plan_result import Answer, Foreseen
+from qsync_fx.allocator.evaluator import Evaluation
+from qsync_fx.allocator.plan_result import PlanResult, PredictedCost
 from qsync_fx.allocator.problem import Plans
 from qsync_fx.communication.control_group import control
-from qsync_fx.communication.ddp_hook import Compression, by_plan
+from qsync_fx.communication.ddp_hook import DdpCompressor, by_plan
 from qsync_fx.distributed.consensus.rendezvous import Meeting
-from qsync_fx.distributed.fleet_plan import CODECS, FoundPlan, under
+from qsync_fx.distributed.fleet_plan import CODECS, FleetPlan, under
 from qsync_fx.distributed.monitoring.drift import (
     Clock,
     Drift,
     Hysteresis,
     Pace,
     Room,
-    Seen,
     Stated,
+    StepWindow,
     after_step,
     drift,
     stated,
     wins,
 )
-from qsync_fx.distributed.monitoring.link_probe import Links
+from qsync_fx.distributed.monitoring.link_probe import ProbedLinks
 from qsync_fx.distributed.monitoring.memory_use import PeakCheck, free_bytes, held_bytes
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
@@ -58,7 +58,7 @@ from qsync_fx.plan.cluster_plan import CLUSTER, ClusterPlan, nodes_noted
 from qsync_fx.plan_switching import options_of, switch
 
 
-class Change(StrEnum):
+class PlanChange(StrEnum):
     SLOWER = "slower"
     FASTER = "faster"
     TIGHT = "tight"
@@ -67,7 +67,7 @@ class Change(StrEnum):
 
 
 @dataclass(frozen=True)
-class Cause:
+class ReplanCause:
     """What a rank asks for another plan for.
 
     Attributes:
@@ -79,13 +79,13 @@ class Cause:
 
     rank: int
     device: str
-    change: Change
+    change: PlanChange
     foreseen: float
     measured: float
 
 
 @dataclass(frozen=True)
-class Costs:
+class ReplanCosts:
     """What plans cost.
 
     Attributes:
@@ -101,13 +101,13 @@ class Costs:
     codecs: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, judged: Judged, plans: Plans) -> Costs:
+    def of(cls, judged: Evaluation, plans: Plans) -> ReplanCosts:
         formats = {name: dict(Counter(asked.values())) for name, asked in plans.items()}
         return cls(judged.seconds, judged.variance, formats, dict(Counter(judged.codecs)))
 
 
 @dataclass(frozen=True)
-class Replanned:
+class ReplanReport:
     """
     Attributes:
         step: after which step of the optimizer.
@@ -118,18 +118,18 @@ class Replanned:
     """
 
     step: int
-    causes: tuple[Cause, ...]
-    before: Costs | None
-    after: Costs | None = None
+    causes: tuple[ReplanCause, ...]
+    before: ReplanCosts | None
+    after: ReplanCosts | None = None
     kept: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Replanned:
-        causes = tuple(Cause(**{**cause, "change": Change(cause["change"])}) for cause in found["causes"])
-        before, after = (None if found[name] is None else Costs(**found[name]) for name in ("before", "after"))
+    def from_dict(cls, found: Mapping[str, Any]) -> ReplanReport:
+        causes = tuple(ReplanCause(**{**cause, "change": PlanChange(cause["change"])}) for cause in found["causes"])
+        before, after = (None if found[name] is None else ReplanCosts(**found[name]) for name in ("before", "after"))
         return cls(found["step"], causes, before, after, found["kept"])
 
     def __str__(self) -> str:
@@ -144,23 +144,23 @@ class Replanned:
         )
 
 
-def _why(cause: Cause) -> str:
-    if cause.change is Change.LINKS:
+def _why(cause: ReplanCause) -> str:
+    if cause.change is PlanChange.LINKS:
         return (
             f"an all-reduce takes {duration(cause.measured)} where {duration(cause.foreseen)} were foreseen "
             f"({cause.measured / cause.foreseen:.2f} times)"
         )
     who = f"rank {cause.rank} ({cause.device})"
-    if cause.change in (Change.SLOWER, Change.FASTER):
+    if cause.change in (PlanChange.SLOWER, PlanChange.FASTER):
         return (
             f"{who} computes {duration(cause.measured)} a step where {duration(cause.foreseen)} were foreseen "
             f"({cause.measured / cause.foreseen:.2f} times)"
         )
-    what = "its plan takes" if cause.change is Change.TIGHT else "its plan was made for"
+    what = "its plan takes" if cause.change is PlanChange.TIGHT else "its plan was made for"
     return f"{who} has {short(cause.measured, 'B')} of memory for a step, and {what} {short(cause.foreseen, 'B')}"
 
 
-def _costs(costs: Costs) -> str:
+def _costs(costs: ReplanCosts) -> str:
     formats = "; ".join(
         f"{name}: {', '.join(f'{count} in {fmt}' for fmt, count in sorted(found.items()))}"
         for name, found in costs.formats.items()
@@ -195,18 +195,18 @@ class Replanning:
         clock: in seconds; by default that of the wall, which sees whatever holds a device up, other programs among it.
     """
 
-    found: FoundPlan
+    found: FleetPlan
     tolerance: float = 0.15
     patience: int = 20
     cooldown: int = 100
     gain: float = 0.02
     links: float = 0.5
-    compression: Compression | None = None
+    compression: DdpCompressor | None = None
     free: Callable[[], float | None] | None = None
     clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:
-        if not isinstance(self.found, FoundPlan):
+        if not isinstance(self.found, FleetPlan):
             raise OptionError(
                 f"nothing was measured for this {type(self.found).__name__}, so that another cannot be found from it",
                 where="Replanning",
@@ -252,17 +252,17 @@ class Replanner:
         self._model, self._how, self._meeting, self._peaks = model, how, meeting, peaks
         self._optimizers, self._hysteresis = optimizers, how.hysteresis
         self._device = next(model.parameters()).device
-        self.found, self.history = how.found, list[Replanned]()
+        self.found, self.history = how.found, list[ReplanReport]()
         self._own = how.found.ranks[meeting.rank]
-        self._foreseen = {name: Foreseen.noted(plan.notes) for name, plan in how.found.classes.items()}
+        self._foreseen = {name: PredictedCost.noted(plan.notes) for name, plan in how.found.classes.items()}
         self._caps = {name: foreseen.memory for name, foreseen in self._foreseen.items()}
         self._slowdowns = dict.fromkeys(self._foreseen, 1.0)
-        self._links = Links(how.found.notes, self._hysteresis, self._device)
+        self._links = ProbedLinks(how.found.notes, self._hysteresis, self._device)
         self._all_reduces = list[tuple[int, float]]()
         self._planned: dict[str, float] = {}
-        self._steps, self._seen = 0, Seen(resting=how.patience)
+        self._steps, self._seen = 0, StepWindow(resting=how.patience)
         self._held: int | None = None
-        self._solution: FoundPlan | None = None
+        self._solution: FleetPlan | None = None
         self.pace = Pace(model, how.clock)
 
     def begin(self) -> None:
@@ -319,7 +319,7 @@ class Replanner:
         if self._meeting.rank == 0:
             self._meeting.put(about, json.dumps(self._solved(causes)))
         told = json.loads(self._meeting.get(about, 0, self._meeting.compiling))
-        decided = Replanned.from_dict(told["replanned"])
+        decided = ReplanReport.from_dict(told["replanned"])
         if told["plan"] is None:
             self._foreseen = {
                 name: replace(one, computing=one.computing and one.computing * found.paces.get(name, 1.0))
@@ -329,18 +329,18 @@ class Replanner:
             self._switch(ClusterPlan.from_json(told["plan"]))
         self._links.decided(None)
         self.history.append(decided)
-        self._seen = Seen(resting=self._hysteresis.cooldown)
+        self._seen = StepWindow(resting=self._hysteresis.cooldown)
         _LOG.warning("%s", decided)
 
     def _switch(self, plan: ClusterPlan) -> None:
-        self.found = self._solution if self._solution is not None else FoundPlan(plan)
-        self._foreseen = {name: Foreseen.noted(part.notes) for name, part in plan.classes.items()}
+        self.found = self._solution if self._solution is not None else FleetPlan(plan)
+        self._foreseen = {name: PredictedCost.noted(part.notes) for name, part in plan.classes.items()}
         switch(self._model, plan)
         if self._how.compression is not None:
             self._how.compression.change(by_plan(plan.codecs, self._how.compression.names))
         self._peaks.follow(self._foreseen[self._own])
 
-    def _solved(self, causes: tuple[Cause, ...]) -> dict[str, Any]:
+    def _solved(self, causes: tuple[ReplanCause, ...]) -> dict[str, Any]:
         """Returns what rank 0 tells the others: what is decided, and the plan to switch to."""
         survey, old = self.found.survey, self.found.answer
         assert survey is not None and old is not None
@@ -349,16 +349,16 @@ class Replanner:
             answer = survey.answer(self._slowdowns, memory, self._all_reduces)
         except PlanError as error:
             kept = f"no plan would do: {error.what}"
-            return {"plan": None, "replanned": Replanned(self._steps, causes, None, kept=kept).to_dict()}
+            return {"plan": None, "replanned": ReplanReport(self._steps, causes, None, kept=kept).to_dict()}
         now = under(old, answer)
-        before, after = Costs.of(now, old.plans), Costs.of(answer.judged, answer.plans)
+        before, after = ReplanCosts.of(now, old.plans), ReplanCosts.of(answer.judged, answer.plans)
         kept = self._kept(old, answer, before, after, not _over(now.exceeds(answer.problem)))
-        self._solution = None if kept else FoundPlan.of(answer, survey)
+        self._solution = None if kept else FleetPlan.of(answer, survey)
         text = None if self._solution is None else self._solution.to_json()
-        decided = Replanned(self._steps, causes, before, None if kept else after, kept)
+        decided = ReplanReport(self._steps, causes, before, None if kept else after, kept)
         return {"plan": text, "replanned": decided.to_dict()}
 
-    def _kept(self, old: Answer, new: Answer, before: Costs, after: Costs, fits: bool) -> str:
+    def _kept(self, old: PlanResult, new: PlanResult, before: ReplanCosts, after: ReplanCosts, fits: bool) -> str:
         """Returns why the plan in force is kept; "" where it is not."""
         if new.plans == old.plans and new.codecs == old.codecs:
             return _EQUAL
@@ -367,23 +367,23 @@ class Replanner:
             return ""
         return f"the best one now wins less than {self._how.gain:.0%} of time or variance"
 
-    def _causes(self, found: Drift, everyones: list[Stated]) -> Iterable[Cause]:
+    def _causes(self, found: Drift, everyones: list[Stated]) -> Iterable[ReplanCause]:
         if found.links is not None and self._links.probe is not None:
             seconds = self._links.probe.seconds
-            yield Cause(-1, "", Change.LINKS, seconds, seconds * found.links)
-        for change in (change for change in Change if change is not Change.LINKS):
+            yield ReplanCause(-1, "", PlanChange.LINKS, seconds, seconds * found.links)
+        for change in (change for change in PlanChange if change is not PlanChange.LINKS):
             for rank in getattr(found, change.value):
                 name, said = self.found.ranks[rank], everyones[rank]
                 foreseen = self._foreseen[name]
-                if change in (Change.SLOWER, Change.FASTER):
+                if change in (PlanChange.SLOWER, PlanChange.FASTER):
                     seconds = foreseen.computing or 0.0
-                    yield Cause(rank, name, change, seconds, seconds * (said.pace or 1.0))
+                    yield ReplanCause(rank, name, change, seconds, seconds * (said.pace or 1.0))
                 else:
-                    size = foreseen.peak if change is Change.TIGHT else self._planned.get(name)
-                    yield Cause(rank, name, change, size or 0.0, said.allowed or 0.0)
+                    size = foreseen.peak if change is PlanChange.TIGHT else self._planned.get(name)
+                    yield ReplanCause(rank, name, change, size or 0.0, said.allowed or 0.0)
 
 
-def _check(model: nn.Module, found: FoundPlan) -> None:
+def _check(model: nn.Module, found: FleetPlan) -> None:
     """Raises `OptionError` where a model does not train under the plan, or trains in a way that no plan is for."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise OptionError(
@@ -401,7 +401,7 @@ def _check(model: nn.Module, found: FoundPlan) -> None:
         )
 
 
-def _sends(compression: Compression | None, found: FoundPlan) -> bool:
+def _sends(compression: DdpCompressor | None, found: FleetPlan) -> bool:
     """Whether gradients are sent as a plan says."""
     return compression is not None and compression.assigned.text == by_plan(found.codecs, compression.names).text
 

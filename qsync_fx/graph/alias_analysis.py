@@ -108,7 +108,7 @@ def handed_in(body: PrecisionGraph, node: fx.Node, given: fx.Node, name: str) ->
 Places = frozenset[Hashable]
 
 
-class Memory:
+class AliasSets:
     """The places of every node of a graph, as its values are when this is made.
 
     Args:
@@ -161,7 +161,7 @@ def may_write(node: fx.Node) -> list[fx.Node]:
 
 def _written_by(body: PrecisionGraph, node: fx.Node) -> Iterable[fx.Node]:
     """Yields the operands of a higher-order operator that its body writes to."""
-    memory = Memory(body)
+    memory = AliasSets(body)
     for placeholder, operand in operands(node, body):
         if isinstance(operand, fx.Node) and memory.of(placeholder) & memory.written:
             yield operand
@@ -190,8 +190,8 @@ Epoch = tuple[Hashable, int]
 class Sharing:
     """Walks a graph from its first node to its last: `passed` is called with each, once all that it reads has been dealt with."""
 
-    def __init__(self, graph: PrecisionGraph, memory: Memory | None = None) -> None:
-        self.memory = memory or Memory(graph)
+    def __init__(self, graph: PrecisionGraph, memory: AliasSets | None = None) -> None:
+        self.memory = memory or AliasSets(graph)
         # What a body starts with is its caller's affair.
         self.mode: tuple[Hashable, ...] = (graph.context.training if graph.parent is None else None,)
         self._writes: Counter[Hashable] = Counter()

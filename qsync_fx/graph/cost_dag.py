@@ -29,33 +29,33 @@ from qsync_fx.graph import node_metadata
 from qsync_fx.graph.cost_algebra import Cost
 from qsync_fx.graph.fx_utils import describe, expression, format_of, is_float, source_of, tensors
 from qsync_fx.graph.graph import Operator, PrecisionGraph
-from qsync_fx.graph.node_metadata import Charge
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.node_metadata import CostAttribution
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import operator_cost
-from qsync_fx.graph.saved_tensors import Flow, Site
+from qsync_fx.graph.saved_tensors import Flow, OperandSite
 from qsync_fx.ops.spec import Kind
 
 OUTPUT = "output"
 
 
-class Costs(Mapping[State, Cost]):
+class Costs(Mapping[OperandState, Cost]):
     """What one operator costs in each state that it can take; computed when it is asked for.
 
     Raises `KeyError` for a state that the operator cannot be in.
     """
 
-    def __init__(self, flow: Flow, site: Site, states: tuple[State, ...]) -> None:
+    def __init__(self, flow: Flow, site: OperandSite, states: tuple[OperandState, ...]) -> None:
         self._flow, self._site, self._states = flow, site, states
-        self._known: dict[State, Cost] = {}
+        self._known: dict[OperandState, Cost] = {}
 
-    def __getitem__(self, state: State) -> Cost:
+    def __getitem__(self, state: OperandState) -> Cost:
         if state not in self._states:
             raise KeyError(state)
         if state not in self._known:
             self._known[state] = operator_cost(self._flow, self._site, state)
         return self._known[state]
 
-    def __iter__(self) -> Iterator[State]:
+    def __iter__(self) -> Iterator[OperandState]:
         return iter(self._states)
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ def precision_dag(flow: Flow) -> nx.MultiDiGraph:
     return found
 
 
-def states(site: Site) -> tuple[State, ...]:
+def states(site: OperandSite) -> tuple[OperandState, ...]:
     """Returns the states that an operator can be in on its graph's device, whatever the plan."""
     note = node_metadata.NOTE[site.node]
     own = format_of(site.graph.value(site.node))
@@ -94,17 +94,17 @@ def states(site: Site) -> tuple[State, ...]:
         )
         wide = [own] if own is not None and own.bits >= 32 else []
         return tuple(
-            State(fmt, out)
+            OperandState(fmt, out)
             for fmt in takes
             for out in dict.fromkeys([row_on(context.device, fmt).output, *(wide if fmt.scaled else ())])
         )
     if note.kind is Kind.DEPENDENT and own is not None:
         formats = [fmt for fmt in FORMATS.values() if fmt.plain and not fmt.scaled]
-        return tuple(State(fmt, fmt) for fmt in formats)
-    return (State(own, own),)
+        return tuple(OperandState(fmt, fmt) for fmt in formats)
+    return (OperandState(own, own),)
 
 
-def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: Site) -> None:
+def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: OperandSite) -> None:
     note = node_metadata.NOTE[site.node]
     value = site.graph.value(site.node)
     can = states(site)
@@ -124,7 +124,7 @@ def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: Site) -> None:
     )
 
 
-def _add_edge(found: nx.MultiDiGraph, flow: Flow, site: Site, used: fx.Node, role: str, gradient: bool) -> None:
+def _add_edge(found: nx.MultiDiGraph, flow: Flow, site: OperandSite, used: fx.Node, role: str, gradient: bool) -> None:
     _connect(found, flow, site.graph.value(used), used, str(node_metadata.NOTE[site.node].id), role, gradient)
 
 
@@ -158,7 +158,7 @@ def _numel(value: Any) -> Any:
     return sum((expression(t.numel()) for t in tensors(value)), start=0)
 
 
-def charges(graph: fx.Graph) -> dict[fx.Node, Charge]:
+def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
     """Returns whom each node that computes is charged to, in a graph of any stage after lowering: Dynamo's, AOTAutograd's or Inductor's.
 
     A node without a mark belongs to what reads it: the sum of two gradients to the operator that produced the value, the middle of an
@@ -206,8 +206,8 @@ def computes(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method", "call_module")
 
 
-def _beside(found: dict[fx.Node, Charge], node: fx.Node, others: Iterable[fx.Node]) -> None:
+def _beside(found: dict[fx.Node, CostAttribution], node: fx.Node, others: Iterable[fx.Node]) -> None:
     """Charges a node that is not charged yet to one of the others, rather to an operator than to the cast that stands before it."""
     known = sorted((found[other] for other in others if other in found), key=lambda charge: charge.part is not None)
     if known and node not in found and computes(node):
-        found[node] = Charge(known[0].owner)
+        found[node] = CostAttribution(known[0].owner)

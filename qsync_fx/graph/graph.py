@@ -38,7 +38,7 @@ from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.fx_utils import FakeRun, Source, argument_at, arguments, describe, format_of, source_of, target_name
-from qsync_fx.graph.node_metadata import Note, Rewritten
+from qsync_fx.graph.node_metadata import OperatorInfo, Rewritten
 from qsync_fx.ops.spec import Kind, OperatorRow
 from qsync_fx.options import Options
 from qsync_fx.plan.operator_id import Numbering, OpId
@@ -57,12 +57,12 @@ class Operator:
         note: what the handle shows in place of the node's note: a decision that is another plan's.
     """
 
-    def __init__(self, graph: PrecisionGraph, node: fx.Node, note: Note | None = None) -> None:
+    def __init__(self, graph: PrecisionGraph, node: fx.Node, note: OperatorInfo | None = None) -> None:
         self.graph, self.node, self._note = graph, node, note
 
     @property
-    def note(self) -> Note:
-        note: Note = self._note or node_metadata.NOTE[self.node]
+    def note(self) -> OperatorInfo:
+        note: OperatorInfo = self._note or node_metadata.NOTE[self.node]
         return note
 
     @property

@@ -25,7 +25,7 @@ from qsync_fx.plan.operator_id import OpId
 
 if TYPE_CHECKING:
     from qsync_fx.backend.cuda.problem.problem import Problem
-    from qsync_fx.backend.cuda.selection.select import Decision
+    from qsync_fx.backend.cuda.selection.select import KernelDecision
     from qsync_fx.graph.graph import PrecisionGraph
 
 
@@ -41,7 +41,7 @@ class Product:
 
     name: str
     problem: Problem
-    decision: Decision
+    decision: KernelDecision
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Note:
+class OperatorInfo:
     """What the passes have found and decided about one operator.
 
     Attributes:
@@ -151,7 +151,7 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True)
-class Cast:
+class CastInfo:
     """A node that changes in which format a value is held, and not what it stands for.
 
     Attributes:
@@ -171,7 +171,7 @@ class Cast:
     policy: Policy | None = None
 
 
-class Charge(NamedTuple):
+class CostAttribution(NamedTuple):
     """Whose time the kernels of a node take.
 
     Attributes:
@@ -205,10 +205,10 @@ class Key(Generic[T]):
         return node.meta.get(self.name) if isinstance(node, fx.Node) else None
 
 
-NOTE: Final = Key[Note]("qsync")
+NOTE: Final = Key[OperatorInfo]("qsync")
 """What is known of an operator; nodes without one are none. Written by `identify` and `Operator.update`, read by every pass and report."""
 
-CAST: Final = Key[Cast]("qsync_cast")
+CAST: Final = Key[CastInfo]("qsync_cast")
 """That the node is a cast, and which. Written by `Casts`, `autocast` and `drawn`; read by `lower`, the verifier and costs."""
 
 BODIES: Final = Key[tuple["PrecisionGraph", ...]]("qsync_bodies")
@@ -277,13 +277,13 @@ def charge(node: fx.Node, owner: OpId | str, part: Part | None = None) -> None:
     node.meta[_CARRIED] = {**marks, "qsync": str(owner), **({"qsync_part": part.value} if part is not None else {})}
 
 
-def charged(node: fx.Node) -> Charge | None:
+def charged(node: fx.Node) -> CostAttribution | None:
     """Returns what a node of whichever stage says itself of whose time it takes; None if nothing."""
     marks = node.meta.get(_CARRIED) or {}
     if "qsync" not in marks:
         return None
     part = marks.get("qsync_part")
-    return Charge(marks["qsync"], Part(part) if part is not None else None)
+    return CostAttribution(marks["qsync"], Part(part) if part is not None else None)
 
 
 def mark_as_put_in(node: fx.Node, by: str) -> None:

@@ -27,7 +27,7 @@ from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import in_place, operands as aliased_operands
 from qsync_fx.graph.fx_utils import argument_at, arguments, format_of, is_float, nodes_in, tensors
 from qsync_fx.graph.graph import PrecisionGraph
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops import row_for
 from qsync_fx.ops.matmul import HELD, ODD, PARAMETERS, WEIGHT
 from qsync_fx.ops.spec import Kind, OperatorRow, Place
@@ -117,7 +117,7 @@ def _named(row: OperatorRow, factors: list[Origin], why: str = "") -> OperatorRo
 
 
 @dataclass(frozen=True)
-class State:
+class OperandState:
     """What a plan makes of an operator.
 
     Attributes:
@@ -129,7 +129,7 @@ class State:
     output: Precision | None
 
     @classmethod
-    def of(cls, note: Note) -> State:
+    def of(cls, note: OperatorInfo) -> OperandState:
         return cls(note.precision, note.output)
 
     @functools.cached_property
@@ -166,7 +166,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Reader:
+class OperandReader:
     """An operator that reads.
 
     Attributes:
@@ -185,7 +185,7 @@ class Reader:
     made: Precision | None
 
     @classmethod
-    def of(cls, node: fx.Node, note: Note, value: Any) -> Reader:
+    def of(cls, node: fx.Node, note: OperatorInfo, value: Any) -> OperandReader:
         """Returns an operator as it stands; `value`: its own, in the types that the model was written in."""
         row = note.row
         converted: tuple[int, ...] = ()
@@ -242,7 +242,7 @@ class Reader:
         return None if asked is Asks.GIVEN else own
 
 
-def operands(node: fx.Node, note: Note | None) -> tuple[Operand, ...]:
+def operands(node: fx.Node, note: OperatorInfo | None) -> tuple[Operand, ...]:
     """Returns what an operator reads, once for each time that it reads it."""
     found: list[Operand] = []
     weight = note.row.scaled[1] if note is not None and note.row is not None and note.row.scaled else None

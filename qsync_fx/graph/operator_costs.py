@@ -35,13 +35,13 @@ from qsync_fx.graph.alias_analysis import Sharing, in_place
 from qsync_fx.graph.cost_algebra import Cost, Kept, Size, Work
 from qsync_fx.graph.fx_utils import arguments as arguments_of, expression, format_of, is_float, tensors
 from qsync_fx.graph.graph import PrecisionGraph
-from qsync_fx.graph.operand_formats import Operand, State
-from qsync_fx.graph.saved_tensors import Extra, Flow, Site
+from qsync_fx.graph.operand_formats import Operand, OperandState
+from qsync_fx.graph.saved_tensors import Extra, Flow, OperandSite
 from qsync_fx.ops.spec import Flops, Kind
 from qsync_fx.plan.operator_id import OpId
 
 
-def operator_cost(flow: Flow, site: Site, state: State) -> Cost:
+def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
     """Returns what an operator costs in a state, without the casts of its operands."""
     note = node_metadata.NOTE[site.node]
     row, value = note.row, site.graph.value(site.node)
@@ -74,7 +74,7 @@ def is_parameter(flow: Flow, operand: Operand) -> bool:
     return isinstance(flow.tensor(operand.node).meta.get("val"), torch.nn.Parameter)
 
 
-def _gradient_flops(site: Site, forward: Size, factors: int) -> Size:
+def _gradient_flops(site: OperandSite, forward: Size, factors: int) -> Size:
     """The operations of the gradient of one factor; where all gradients are computed at once, its share of them."""
     row = node_metadata.NOTE[site.node].row
     total = row.gradient_flops if row is not None else None
@@ -92,7 +92,7 @@ def _counted(graph: PrecisionGraph, node: fx.Node, flops: Flops) -> Size:
     return expression(flops(arguments, graph.value(node)))
 
 
-def _saved(flow: Flow, site: Site, state: State) -> dict[Kept, Size]:
+def _saved(flow: Flow, site: OperandSite, state: OperandState) -> dict[Kept, Size]:
     """What the operator keeps, by value: quantized operands where it is lowered, else what autograd says."""
     note = node_metadata.NOTE[site.node]
     if site.repeated or not any(site.needs):
@@ -135,7 +135,7 @@ def _extra(extra: Extra) -> Size:
     return expression(extra.numel) * extra.dtype.itemsize
 
 
-def _format(site: Site, state: State, operand: Operand) -> Precision | None:
+def _format(site: OperandSite, state: OperandState, operand: Operand) -> Precision | None:
     value = site.graph.value(operand.node)
     return site.reader.read_as(state.precision, operand, value) or format_of(value)
 
@@ -152,7 +152,7 @@ def size_in(value: Any, fmt: Precision | None) -> Size:
 
 
 @dataclass(frozen=True)
-class Held:
+class FormatSource:
     """The format of a node's value: that of an operator's result, or what the model says.
 
     Attributes:
@@ -160,12 +160,12 @@ class Held:
         own: the format in the model; None for what is no floating-point tensor.
     """
 
-    site: Site | None
+    site: OperandSite | None
     own: Precision | None
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class CastSite:
     """A reading of a value, for which it may be converted.
 
     Attributes:
@@ -178,12 +178,12 @@ class Place:
     """
 
     graph: PrecisionGraph
-    reader: Site | None
+    reader: OperandSite | None
     operand: Operand | None
     used: fx.Node
     origin: fx.Node
-    used_held: Held
-    origin_held: Held
+    used_held: FormatSource
+    origin_held: FormatSource
     value: Any
     shared: Hashable
 
@@ -195,7 +195,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class FormatChange:
     """A change of format that is an operator's own: a conversion of the model's, or a result that is given out in another format.
 
     Attributes:
@@ -205,13 +205,13 @@ class Change:
     """
 
     graph: PrecisionGraph
-    site: Site
+    site: OperandSite
     source: fx.Node
-    held: Held
+    held: FormatSource
     wanted: bool
 
 
-def places(flow: Flow) -> list[Place | Change]:
+def places(flow: Flow) -> list[CastSite | FormatChange]:
     """Returns all that may need a cast in a graph, in the order in which it runs."""
     walk = _Walk(flow)
     walk.graph(flow.graph)
@@ -221,7 +221,7 @@ def places(flow: Flow) -> list[Place | Change]:
 class _Walk:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.found: list[Place | Change] = []
+        self.found: list[CastSite | FormatChange] = []
 
     def graph(self, graph: PrecisionGraph) -> None:
         sharing = Sharing(graph, self.flow.memory(graph))
@@ -242,16 +242,18 @@ class _Walk:
         row = node_metadata.NOTE[node].row
         if row is not None and row.converts:
             used = site.operands[0].node
-            self.found.append(Change(graph, site, used, self._held(graph, used), wanted=True))
+            self.found.append(FormatChange(graph, site, used, self._held(graph, used), wanted=True))
             return
         for operand in site.operands:
             self._read(graph, site, operand, operand.node, sharing)
         # An operator that computes in the model's own format and promises another, as a lookup in a table does.
         if row is not None and row.output_only and not in_place(node):
-            self.found.append(Change(graph, site, node, Held(None, format_of(graph.value(node))), wanted=False))
+            self.found.append(
+                FormatChange(graph, site, node, FormatSource(None, format_of(graph.value(node))), wanted=False)
+            )
 
     def _read(
-        self, graph: PrecisionGraph, site: Site | None, operand: Operand | None, used: fx.Node, sharing: Sharing
+        self, graph: PrecisionGraph, site: OperandSite | None, operand: Operand | None, used: fx.Node, sharing: Sharing
     ) -> None:
         origin = self._origin(graph, used, sharing)
         held = self._held(graph, used)
@@ -259,13 +261,13 @@ class _Walk:
             return
         key = graph, origin, sharing.epoch(origin)
         before = self._held(graph, origin)
-        self.found.append(Place(graph, site, operand, used, origin, held, before, graph.value(used), key))
+        self.found.append(CastSite(graph, site, operand, used, origin, held, before, graph.value(used), key))
 
-    def _held(self, graph: PrecisionGraph, node: fx.Node) -> Held:
+    def _held(self, graph: PrecisionGraph, node: fx.Node) -> FormatSource:
         value = graph.value(node)
         if not is_float(value):
-            return Held(None, None)
-        return Held(self.flow.by_node.get(self.flow.source(node)), format_of(value))
+            return FormatSource(None, None)
+        return FormatSource(self.flow.by_node.get(self.flow.source(node)), format_of(value))
 
     def _origin(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> fx.Node:
         """Sees through conversions of the model's own that lose nothing, as casts do."""
@@ -284,11 +286,11 @@ class _Walk:
         return node
 
 
-States = Mapping[fx.Node, State]
+States = Mapping[fx.Node, OperandState]
 
 
 @dataclass(frozen=True)
-class Cast:
+class CastCost:
     """
     Attributes:
         owner: the operator that it is made for; None for what the graph hands on as it was given.
@@ -306,15 +308,15 @@ class Cast:
     wanted: bool = False
 
 
-def casts(flow: Flow, states: States, where: Sequence[Place | Change] | None = None) -> list[Cast]:
+def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange] | None = None) -> list[CastCost]:
     """Returns the casts that a graph needs where its operators are in these states, and the model's own that convert anything there.
 
     Args:
         where: the graph's `places`, where they are known already.
     """
-    found: dict[Any, Cast] = {}
+    found: dict[Any, CastCost] = {}
     for place in places(flow) if where is None else where:
-        if isinstance(place, Place):
+        if isinstance(place, CastSite):
             _read(found, flow, states, place)
         elif place.site.node in states:
             _changed(found, flow, states, place)
@@ -334,7 +336,7 @@ def needs_cast(before: Precision | None, used: Precision | None, wanted: Precisi
     return not (wanted.plain and (used is wanted or wanted.dtype is before.dtype))
 
 
-def _read(found: dict[Any, Cast], flow: Flow, states: States, place: Place) -> None:
+def _read(found: dict[Any, CastCost], flow: Flow, states: States, place: CastSite) -> None:
     reader = place.reader
     if reader is not None and reader.node not in states:
         return
@@ -347,19 +349,19 @@ def _read(found: dict[Any, Cast], flow: Flow, states: States, place: Place) -> N
     if key not in found:
         owner = reader or place.origin_held.site
         cost = _cost(flow, place.graph, place.origin, before, wanted)
-        found[key] = Cast(owner.node if owner is not None else None, place.origin, before, wanted, cost)
+        found[key] = CastCost(owner.node if owner is not None else None, place.origin, before, wanted, cost)
 
 
-def _changed(found: dict[Any, Cast], flow: Flow, states: States, change: Change) -> None:
+def _changed(found: dict[Any, CastCost], flow: Flow, states: States, change: FormatChange) -> None:
     node = change.site.node
     before, after = _cast_format(change.held, states), states[node].output
     if before is None or after is None or before is after or (not change.wanted and before.dtype is after.dtype):
         return
     cost = _cost(flow, change.graph, change.source, before, after)
-    found[node, change.wanted] = Cast(node, change.source, before, after, cost, change.wanted)
+    found[node, change.wanted] = CastCost(node, change.source, before, after, cost, change.wanted)
 
 
-def _cast_format(held: Held, states: States) -> Precision | None:
+def _cast_format(held: FormatSource, states: States) -> Precision | None:
     """The format of a value in these states."""
     state = states.get(held.site.node) if held.site is not None else None
     return held.own if state is None else state.output or held.own
@@ -384,14 +386,14 @@ class Costing:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self._known: dict[tuple[fx.Node, State], Cost] = {}
+        self._known: dict[tuple[fx.Node, OperandState], Cost] = {}
 
     @functools.cached_property
-    def places(self) -> list[Place | Change]:
+    def places(self) -> list[CastSite | FormatChange]:
         """What may need a cast, whatever the plan."""
         return places(self.flow)
 
-    def own(self, node: fx.Node, state: State) -> Cost:
+    def own(self, node: fx.Node, state: OperandState) -> Cost:
         """Returns what the operator at `node` costs in a state, without casts."""
         key = node, state
         if key not in self._known:
@@ -399,7 +401,7 @@ class Costing:
             self._known[key] = operator_cost(self.flow, site, state).renamed(self.flow.sizes)
         return self._known[key]
 
-    def of(self, states: Mapping[OpId, State]) -> dict[OpId, Cost]:
+    def of(self, states: Mapping[OpId, OperandState]) -> dict[OpId, Cost]:
         """Returns what each operator costs, by its id, where the operators are in these states."""
         by_node = {site.node: states[site.id] for site in self.flow.sites if site.id in states}
         found = {site.id: self.own(site.node, by_node[site.node]) for site in self.flow.sites if site.node in by_node}

@@ -36,10 +36,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qsync_fx.devices.format_support import ANY, capability, default_precision
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.alias_analysis import Memory, operands as body_operands, result_of
+from qsync_fx.graph.alias_analysis import AliasSets, operands as body_operands, result_of
 from qsync_fx.graph.fx_utils import FakeRun, expression, format_of, is_float, storage_of, switches_grad, tensors
 from qsync_fx.graph.graph import PrecisionGraph
-from qsync_fx.graph.operand_formats import Operand, Reader, State, operands
+from qsync_fx.graph.operand_formats import Operand, OperandReader, OperandState, operands
 from qsync_fx.options import Options
 from qsync_fx.plan.operator_id import OpId
 
@@ -100,7 +100,7 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Read:
+class SavedRead:
     """A tensor operand, as an operator reads it.
 
     Attributes:
@@ -115,7 +115,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensors:
     """
     Attributes:
         differentiable: whether the operator's result has a gradient.
@@ -135,12 +135,12 @@ class Autograd:
 
     def __init__(self, mode: FakeTensorMode | None, device: torch.device, options: Options) -> None:
         self._mode, self._device, self._options = mode, device, options
-        self._known: dict[Hashable, Kept] = {}
+        self._known: dict[Hashable, SavedTensors] = {}
 
-    def kept(self, node: fx.Node, reads: Mapping[fx.Node, Read]) -> Kept:
+    def kept(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
         """Returns what a call of an ATen operator keeps that reads the nodes it reads as `reads` says."""
         if not any(read.need for read in reads.values()) or not isinstance(node.target, torch._ops.OpOverload):
-            return Kept()
+            return SavedTensors()
         places = {used: at for at, used in enumerate(reads)}
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda used: f"%{places[used]}")
         key = node.target, str(arguments), tuple(map(_outline, reads.values()))
@@ -148,7 +148,7 @@ class Autograd:
             self._known[key] = self._ask(node, reads)
         return self._known[key]
 
-    def _ask(self, node: fx.Node, reads: Mapping[fx.Node, Read]) -> Kept:
+    def _ask(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
         seen: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,11 +169,11 @@ class Autograd:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     result = call(*args, **kwargs)
             except Exception:  # noqa: BLE001 - an operator that does not run alone may keep all that it reads
-                return Kept(True, tuple(at for at, read in enumerate(reads.values()) if read.need))
+                return SavedTensors(True, tuple(at for at, read in enumerate(reads.values()) if read.need))
         places = {storage_of(t): at for at, operand in enumerate(operands.values()) for t in tensors(operand)}
         made = {storage_of(t): at for at, t in enumerate(tensors(result)) if storage_of(t) not in places}
         extras = {storage_of(t): Extra(_numel(t), t.dtype) for t in seen if storage_of(t) not in {*places, *made}}
-        return Kept(
+        return SavedTensors(
             any(t.requires_grad for t in tensors(result)),
             tuple(sorted({places[storage_of(t)] for t in seen if storage_of(t) in places})),
             tuple(sorted({made[storage_of(t)] for t in seen if storage_of(t) in made})),
@@ -181,12 +181,12 @@ class Autograd:
         )
 
 
-def _outline(read: Read) -> Hashable:
+def _outline(read: SavedRead) -> Hashable:
     sizes = ((t.dtype, *map(str, t.shape), *map(str, t.stride())) for t in tensors(read.value))
     return read.dtype, read.need, tuple(sizes)
 
 
-def _stand_in(value: Any, read: Read) -> Any:
+def _stand_in(value: Any, read: SavedRead) -> Any:
     """Returns fresh tensors of the same sizes, no two of one memory."""
     if isinstance(value, (list, tuple)):
         return type(value)(_stand_in(item, read) for item in value)
@@ -203,7 +203,7 @@ def _numel(tensor: torch.Tensor) -> Any:
 
 
 @dataclass(frozen=True)
-class Site:
+class OperandSite:
     """An operator where it stands.
 
     Attributes:
@@ -217,7 +217,7 @@ class Site:
 
     node: fx.Node
     graph: PrecisionGraph
-    reader: Reader
+    reader: OperandReader
     needs: tuple[bool, ...]
     repeated: bool
     order: int
@@ -244,13 +244,13 @@ class Flow:
 
     def __init__(self, graph: PrecisionGraph) -> None:
         self.graph = graph
-        self.sites: list[Site] = []
+        self.sites: list[OperandSite] = []
         self.outputs: list[fx.Node] = []
         self._autograd = Autograd(graph.context.fake_mode, graph.context.device, graph.context.options)
         self._needs: dict[fx.Node, bool] = {}
         self._same: dict[fx.Node, fx.Node] = {}
         self._roots: dict[fx.Node, fx.Node] = {}
-        self._memory: dict[PrecisionGraph, Memory] = {graph: Memory(graph)}
+        self._memory: dict[PrecisionGraph, AliasSets] = {graph: AliasSets(graph)}
         self._walk(graph, repeated=False)
         self.by_node = {site.node: site for site in self.sites}
         self.sizes = _named_sizes(graph)
@@ -276,20 +276,20 @@ class Flow:
         """Whether a gradient flows back to a node's value."""
         return self._needs.get(node, False)
 
-    def memory(self, graph: PrecisionGraph) -> Memory:
+    def memory(self, graph: PrecisionGraph) -> AliasSets:
         """Returns which values of the graph, or of one of its bodies, share memory."""
         return self._memory[graph]
 
-    def kept(self, site: Site, state: State) -> Kept:
+    def kept(self, site: OperandSite, state: OperandState) -> SavedTensors:
         """Returns what an operator keeps for its backward pass in a state that torch computes itself."""
         graph = site.graph
-        reads: dict[fx.Node, Read] = {}
+        reads: dict[fx.Node, SavedRead] = {}
         for operand, need in zip(site.operands, site.needs, strict=True):
             value = graph.value(operand.node)
             fmt = site.reader.read_as(state.precision, operand, value)
             before = reads.get(operand.node)
             dtype = fmt.dtype if fmt is not None else None
-            reads[operand.node] = Read(value, dtype, need or (before is not None and before.need))
+            reads[operand.node] = SavedRead(value, dtype, need or (before is not None and before.need))
         ordered = {used: reads[used] for used in site.node.all_input_nodes}
         return self._autograd.kept(site.node, ordered)
 
@@ -324,7 +324,7 @@ class Flow:
                     self._needs[placeholder] = self._needs.get(given, False)
             around = self._memory[graph]
             given = {p: around.of(used) for p, used in body_operands(node, body) if isinstance(used, fx.Node)}
-            self._memory[body] = Memory(body, given)
+            self._memory[body] = AliasSets(body, given)
             self._walk(body, repeated=True)
         inner = result_of(node)
         if inner is not None:
@@ -340,9 +340,11 @@ class Flow:
         if note is None or node_metadata.bodies(node):
             self._needs[node] = any(needs)
         else:
-            site = Site(node, graph, Reader.of(node, note, graph.value(node)), needs, repeated, len(self.sites))
+            site = OperandSite(
+                node, graph, OperandReader.of(node, note, graph.value(node)), needs, repeated, len(self.sites)
+            )
             self.sites.append(site)
-            kept = self.kept(site, State(None, None))
+            kept = self.kept(site, OperandState(None, None))
             self._needs[node] = kept.differentiable
         self._alias(graph, node)
 

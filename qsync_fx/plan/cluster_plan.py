@@ -91,7 +91,7 @@ CLUSTER = "cluster plan"
 
 
 @dataclass(frozen=True)
-class AtHand:
+class LocalPlan:
     """What a process knows of itself.
 
     Attributes:
@@ -154,7 +154,7 @@ class ClusterPlan:
         notes = {**self.notes, **part.notes, DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
         return Plan(part.default, part.patterns, part.operators, notes)
 
-    def for_process(self, process: AtHand) -> Plan:
+    def for_process(self, process: LocalPlan) -> Plan:
         """Returns the part of a process; raises `PlanError` where that cannot be told."""
         rank = process.rank
         if rank is not None and process.world == len(self.ranks) and rank < len(self.ranks):

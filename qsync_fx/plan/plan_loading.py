@@ -18,7 +18,7 @@ from torch import distributed
 
 from qsync_fx import environment
 from qsync_fx.errors import PlanError
-from qsync_fx.plan.cluster_plan import AtHand, ClusterPlan
+from qsync_fx.plan.cluster_plan import ClusterPlan, LocalPlan
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.plan_file import CLUSTER_PLAN, PLAN
 from qsync_fx.serialization.schema import Path
@@ -69,11 +69,11 @@ DEVICE_CLASS: Final = "QSYNC_DEVICE_CLASS"
 """The environment variable that names the class of this process's device."""
 
 
-def this_process() -> AtHand:
+def this_process() -> LocalPlan:
     """Returns what this process knows of itself."""
     rank, world = _rank_and_world()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return AtHand(rank, world, device)
+    return LocalPlan(rank, world, device)
 
 
 def named_class() -> str | None:

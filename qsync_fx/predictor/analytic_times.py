@@ -31,10 +31,10 @@ from qsync_fx.devices.format_support import ANY, row_at
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph.cost_algebra import Size, Work
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import cast_cost
 from qsync_fx.predictor.memory.outside_passes import LossMemory, OptimizerMemory
-from qsync_fx.predictor.model.model_graph import ModelGraph, Operator, Read, StateNames
+from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, ModelRead, StateNames
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _WINDOWS = (1, 3, 5, 7, 9, 11, 2, 4, 14, 16)
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductShape:
     """`batch` products of m by k with k by n."""
 
     batch: int
@@ -58,7 +58,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Window:
+class ConvolutionShape:
     """A convolution with a square window: sizes as in `Device.conv_seconds`."""
 
     n: int
@@ -71,7 +71,7 @@ class Window:
     padding: int
 
 
-def product(first: int, second: int, result: int, flops: int) -> Product | None:
+def product(first: int, second: int, result: int, flops: int) -> ProductShape | None:
     """Returns the sides of a product that reads `first` and `second` values."""
     multiplied = flops // 2
     if min(first, second, result, multiplied) < 1:
@@ -80,12 +80,12 @@ def product(first: int, second: int, result: int, flops: int) -> Product | None:
     if batch < 1:
         return None
     k, m, n = (multiplied // size for size in (result, second, first))
-    found = Product(batch, m, n, k)
+    found = ProductShape(batch, m, n, k)
     fits = (batch * m * k, batch * k * n, batch * m * n, 2 * batch * m * n * k) == (first, second, result, flops)
     return found if fits else None
 
 
-def convolution(read: int, weights: int, result: tuple[int, ...]) -> Window | None:
+def convolution(read: int, weights: int, result: tuple[int, ...]) -> ConvolutionShape | None:
     """Returns the sizes of a convolution of `read` values with `weights`, whose result has a shape of four sizes; None with groups."""
     if len(result) != 4 or min(result) < 1 or weights % result[1]:
         return None
@@ -98,7 +98,7 @@ def convolution(read: int, weights: int, result: tuple[int, ...]) -> Window | No
         for stride in range(1, 17):
             found = _placed(read // (n * c), high, wide, r, stride)
             if found is not None:
-                return Window(n, c, *found[:2], k, r, stride, found[2])
+                return ConvolutionShape(n, c, *found[:2], k, r, stride, found[2])
     return None
 
 
@@ -156,7 +156,7 @@ class DeviceTimes:
         self._optimizer_bytes = optimizer_bytes
         self._known: dict[tuple[str, StateNames], Seconds] = {}
         self._casts: dict[tuple[str, str, int, bool], Seconds] = {}
-        self._sides: dict[str, Product | Window | None] = {}
+        self._sides: dict[str, ProductShape | ConvolutionShape | None] = {}
 
     def of(self, graph: ModelGraph) -> DeviceTimes:
         """Returns the times of another model, or of the same one with other sizes, by which what its loss takes is another."""
@@ -166,18 +166,18 @@ class DeviceTimes:
         """Returns the times of the same model on another device."""
         return DeviceTimes(device, self.graph, self._optimizer_bytes, self.optimizer_memory, self.loss_memory)
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None] = ()) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None] = ()) -> Seconds:
         """Returns the time of an operator in a state, without the casts in front of it; neighbours do not change it."""
         names = state.names
         if (operator, names) not in self._known:
             self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
         return self._known[operator, names]
 
-    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         """Returns the time of an operator in a state."""
         return self.operator(operator, state)
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         """Returns that no neighbour makes a difference."""
         return TOLD_BY_NONE
 
@@ -207,13 +207,13 @@ class DeviceTimes:
         trained = sum(parameter.numel for parameter in self.graph.parameters if parameter.trained)
         return self.device.memory_seconds(trained * self._optimizer_bytes)
 
-    def sides(self, operator: str) -> Product | Window | None:
+    def sides(self, operator: str) -> ProductShape | ConvolutionShape | None:
         """Returns the sides of an operator's product; None where it is none, or one whose sides are not known."""
         if operator not in self._sides:
             self._sides[operator] = self._found(self.graph.operator(operator))
         return self._sides[operator]
 
-    def _reckoned(self, operator: Operator, names: StateNames) -> Seconds:
+    def _reckoned(self, operator: ModelOperator, names: StateNames) -> Seconds:
         cost = operator.costs.get(names)
         if cost is None:
             known = [f"{a}->{b}" for a, b in operator.costs]
@@ -232,12 +232,12 @@ class DeviceTimes:
         backward += self._work(operator, cost.recomputed, fmt) if sides is None else forward * operator.repeated
         return Seconds(forward, backward, interpolated=True)
 
-    def _work(self, operator: Operator, work: Work, fmt: Precision) -> float:
+    def _work(self, operator: ModelOperator, work: Work, fmt: Precision) -> float:
         flops, nbytes = (_number(size, operator) for size in (work.flops, work.bytes))
         return self.device.work_seconds(flops, nbytes, fmt) if flops or nbytes else 0.0
 
-    def _product(self, sides: Product | Window, part: Part, fmt: Precision) -> float:
-        if isinstance(sides, Window):
+    def _product(self, sides: ProductShape | ConvolutionShape, part: Part, fmt: Precision) -> float:
+        if isinstance(sides, ConvolutionShape):
             s = sides
             return self.device.conv_seconds(s.n, s.c, s.h, s.w, s.k, s.r, s.r, s.stride, s.padding, fmt, part)
         # As BLAS counts, which sees rows as columns.
@@ -248,7 +248,7 @@ class DeviceTimes:
             return self.device.gemm_seconds(sides.k, rows, sides.n, fmt, "nn")
         return self.device.gemm_seconds(sides.k, sides.n * sides.batch, sides.m, fmt, "nt")
 
-    def _gradients(self, operator: Operator) -> list[Part]:
+    def _gradients(self, operator: ModelOperator) -> list[Part]:
         first, second = self._factors(operator)
         parts: tuple[tuple[Part, bool], ...] = (
             ("input_gradient", first.gradient),
@@ -256,7 +256,7 @@ class DeviceTimes:
         )
         return [part for part, wanted in parts if wanted]
 
-    def _found(self, operator: Operator) -> Product | Window | None:
+    def _found(self, operator: ModelOperator) -> ProductShape | ConvolutionShape | None:
         cost = next(iter(operator.costs.values()))
         flops = _number(cost.forward.flops, operator)
         factors = self._factors(operator) if flops else ()
@@ -269,7 +269,7 @@ class DeviceTimes:
             return found if found and flops == 2 * result[0] * result[2] * result[3] * second else None
         return product(first, second, _number(self.graph.values[operator.result].numel, operator), flops)
 
-    def _factors(self, operator: Operator) -> tuple[Read, ...]:
+    def _factors(self, operator: ModelOperator) -> tuple[ModelRead, ...]:
         """Returns the two readings that an operator multiplies, the weight last; none where there are no such two."""
         wanted = _number(next(iter(operator.costs.values())).forward.flops, operator)
         result = _number(self.graph.values[operator.result].numel, operator)
@@ -282,7 +282,7 @@ class DeviceTimes:
                 return pair
         return ()
 
-    def _weight(self, read: Read) -> bool:
+    def _weight(self, read: ModelRead) -> bool:
         return self.graph.values[read.value].source == "parameter"
 
 
@@ -304,7 +304,7 @@ def _shape(text: str) -> tuple[int, ...] | None:
     return tuple(int(size) for size in found[1].split(", ") if size) if found else None
 
 
-def _number(size: Size, operator: Operator) -> int:
+def _number(size: Size, operator: ModelOperator) -> int:
     if isinstance(size, int):
         return size
     if getattr(size, "is_number", False):

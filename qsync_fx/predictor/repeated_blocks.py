@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from qsync_fx.plan.operator_id import OpId
-from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, Operator
+from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, ModelOperator
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _structure(graph: ModelGraph, places: list[int], sizes: bool) -> Hashable:
 
 
 def _operator(
-    graph: ModelGraph, operator: Operator, numbers: Mapping[int, int], points: dict[int | None, int], sizes: bool
+    graph: ModelGraph, operator: ModelOperator, numbers: Mapping[int, int], points: dict[int | None, int], sizes: bool
 ) -> Hashable:
     reads: list[Hashable] = []
     for read in operator.reads:

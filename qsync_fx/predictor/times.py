@@ -16,12 +16,12 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.model.model_graph import StateNames
 
 NEIGHBOURS = (-1, 1, -2, 2)
 """Where the neighbours of an operator stand in program order, in the order in which `Times` is asked with them."""
-Beside = Mapping[int, State | None]
+Beside = Mapping[int, OperandState | None]
 """The states of some neighbours, by where they stand: one of `NEIGHBOURS`; None where there is none."""
 ANYBODY: Final[Beside] = MappingProxyType({})
 TOLD_BY_NONE: Final[tuple[tuple[()], ...]] = ((),) * len(NEIGHBOURS)
@@ -52,7 +52,7 @@ class Seconds:
 class Times(Protocol):
     """How long operators take on one device, of one model."""
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         """Returns the time of an operator in a state, without the casts in front of it.
 
         Args:
@@ -64,10 +64,10 @@ class Times(Protocol):
             ProfileError: nothing is known of the operator.
         """
 
-    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         """Returns what an operator in a state takes no less than beside some neighbours, whatever the others are; see `operator`."""
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         """Returns the states of each neighbour, as `NEIGHBOURS` lists them, by which times differ: beside all others of that neighbour's an
         operator in a state takes the same. None where each may make a difference."""
 

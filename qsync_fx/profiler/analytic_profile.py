@@ -21,16 +21,16 @@ from qsync_fx.formats import FORMATS, Precision, precisions as named
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import States, scheduled, states
-from qsync_fx.predictor.memory import OptimizerMemory, Training as Held, step_memory
+from qsync_fx.predictor.memory import OptimizerMemory, TrainingMemory as Held, step_memory
 from qsync_fx.predictor.model import build_model_graph
 from qsync_fx.predictor.model.model_file import stored
 from qsync_fx.predictor.times import Entry, Part
 from qsync_fx.profiler.measurement import GivenOptimizer, optimizer_of
 from qsync_fx.profiler.observed_step import observed, profile_plans
 from qsync_fx.profiler.profile import Collective, Profile
-from qsync_fx.profiler.run_statistics import Measured, Quantized, Run
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
 from qsync_fx.profiler.timing.measured_memory import known_memory
-from qsync_fx.profiler.timing.step_timers import StepFunction, Training, clock_for
+from qsync_fx.profiler.timing.step_timers import StepFunction, TrainingStep, clock_for
 from qsync_fx.profiler.training_state import untouched
 
 _SIZES = tuple(2**power for power in range(16, 31))
@@ -50,7 +50,7 @@ def of_catalog(
     """
     formats = _formats(device, precisions)
     updating = optimizer_of(unwrapped(model), optimizer)
-    training = Training(step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1))
+    training = TrainingStep(step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1))
     # Whatever sizes the model was compiled for before, its times are those of this batch.
     with untouched(model, updating), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         seen = observed(model, training, {"target": device.target})
@@ -83,7 +83,7 @@ def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> li
     return found
 
 
-def _run(label: str, found: States, times: DeviceTimes, optimizer: float, held: Held) -> Run:
+def _run(label: str, found: States, times: DeviceTimes, optimizer: float, held: Held) -> MeasuredRun:
     """Casts between plain formats are part of the operators' times, as they are where they are measured."""
     step = scheduled(found, times)
     forward, backward = (_by_operator(entries) for entries in (step.forward, step.backward))
@@ -91,11 +91,11 @@ def _run(label: str, found: States, times: DeviceTimes, optimizer: float, held: 
     for one in quantized:
         forward[one.operator] -= one.seconds
     measured = [
-        Measured(op.id, *names, max(0.0, forward[op.id]), backward[op.id])
+        MeasuredOperator(op.id, *names, max(0.0, forward[op.id]), backward[op.id])
         for op, names in zip(found.graph.operators, found.names, strict=True)
     ]
     whole = (sum(entry.seconds for entry in step.forward), sum(entry.seconds for entry in step.backward), optimizer)
-    return Run(label, [whole], step_memory(found, held).step_bytes, measured, quantized)
+    return MeasuredRun(label, [whole], step_memory(found, held).step_bytes, measured, quantized)
 
 
 def _by_operator(entries: Sequence[Entry]) -> dict[str, float]:

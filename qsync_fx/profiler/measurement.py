@@ -53,20 +53,20 @@ from qsync_fx.predictor.model.model_file import stored
 from qsync_fx.profiler.links.collective_times import ranks
 from qsync_fx.profiler.links.joint_steps import planned_seconds
 from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linked
-from qsync_fx.profiler.observed_step import Observed, States, add, observed, profile_plans
+from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed, profile_plans
 from qsync_fx.profiler.profile import PROFILE, Model, Profile
 from qsync_fx.profiler.progress import progress as shown_progress
-from qsync_fx.profiler.run_statistics import Run, levelled
-from qsync_fx.profiler.samples import SAMPLES, Sample, Samples, resumed, run_of
+from qsync_fx.profiler.run_statistics import MeasuredRun, levelled
+from qsync_fx.profiler.samples import SAMPLES, Samples, StepSample, resumed, run_of
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
 from qsync_fx.profiler.sensitivity.indicator_registry import method
 from qsync_fx.profiler.timing.attribution import attribute
 from qsync_fx.profiler.timing.inductor_lines import Files, watching
 from qsync_fx.profiler.timing.measured_memory import known_memory, measured_peak
 from qsync_fx.profiler.timing.step_timers import (
-    Gpu,
+    GpuTimer,
     StepFunction,
-    Training,
+    TrainingStep,
     clock_for,
     clock_of,
     first_batch,
@@ -86,7 +86,7 @@ _NEW: Final = (5.0, 0.2)
 took 45 s a plan, and a ResNet-18 of 69 some 40 s of the processor's."""
 
 
-def costs(seen: Observed, plans: int, rounds: int) -> str:
+def costs(seen: ObservedStep, plans: int, rounds: int) -> str:
     """Returns what it takes to measure a model under so many plans, in so many turns each."""
     from qsync_fx.formatting import many
 
@@ -95,7 +95,7 @@ def costs(seen: Observed, plans: int, rounds: int) -> str:
     return f"{what}, {_about(seen, plans, steps * _step(seen))}"
 
 
-def sensitivity_costs(seen: Observed, sensitivity: str | None, formats: int) -> str:
+def sensitivity_costs(seen: ObservedStep, sensitivity: str | None, formats: int) -> str:
     """Returns what it takes to find a sensitivity beside; "" for none."""
     if sensitivity is None:
         return ""
@@ -107,7 +107,7 @@ def sensitivity_costs(seen: Observed, sensitivity: str | None, formats: int) -> 
     return f"; then {steps}, {least} to {most}, until it is known well enough"
 
 
-def sending_costs(seen: Observed, ranks: int) -> str:
+def sending_costs(seen: ObservedStep, ranks: int) -> str:
     """Returns what it takes to find what sending gradients takes of a step; "" where one rank is alone."""
     if ranks == 1:
         return ""
@@ -123,7 +123,7 @@ class Left:
         plans, rounds: how many plans are compiled, and how many turns each has then.
     """
 
-    def __init__(self, seen: Observed, plans: int, rounds: int) -> None:
+    def __init__(self, seen: ObservedStep, plans: int, rounds: int) -> None:
         self._plans, self._turns, self._turn = plans, plans * rounds, _TURN * _step(seen)
         self.compiled: list[float] = []
         self.turned: list[float] = []
@@ -140,7 +140,7 @@ def _mean(seconds: Sequence[float], unknown: float) -> float:
     return statistics.fmean(seconds) if seconds else unknown
 
 
-def _about(seen: Observed, plans: int, steps: float) -> str:
+def _about(seen: ObservedStep, plans: int, steps: float) -> str:
     """Returns in words what it takes to compile the model under so many plans, and steps that take so many seconds."""
     from qsync_fx.formatting import roughly
 
@@ -149,7 +149,7 @@ def _about(seen: Observed, plans: int, steps: float) -> str:
     return f"about {known} where torch's caches hold what is compiled, {new} where not"
 
 
-def _step(seen: Observed) -> float:
+def _step(seen: ObservedStep) -> float:
     return seen.seconds.passes + seen.seconds.optimizer
 
 
@@ -273,18 +273,18 @@ def again(profile: Profile, explanation: Explanation, asked: Mapping[str, Plan])
     return found
 
 
-def _pace(then: Run, now: Run) -> float:
+def _pace(then: MeasuredRun, now: MeasuredRun) -> float:
     """Returns how fast the machine is now, of what it was; 1 where both differ by chance."""
     pace = then.passes / now.passes
     return pace if abs(pace - 1) > math.hypot(_uncertain(then), _uncertain(now)) else 1.0
 
 
-def _uncertain(run: Run) -> float:
+def _uncertain(run: MeasuredRun) -> float:
     """Returns the standard error of what a run's passes take, as a share of it."""
     return _OF_MEDIAN * max(_CHANCE, run.spread) / math.sqrt(len(run.steps))
 
 
-def _states(run: Run) -> list[tuple[str, str | None, str | None]]:
+def _states(run: MeasuredRun) -> list[tuple[str, str | None, str | None]]:
     return [(measured.operator, measured.precision, measured.output) for measured in run.operators]
 
 
@@ -352,9 +352,9 @@ def measure(
     device = next(module.parameters()).device
     machine = this_machine(device)
     formats = _formats(precisions, device) if known is None else [precision(name) for name in known.graph.formats]
-    gpu = Gpu(device) if device.type == "cuda" else None
+    gpu = GpuTimer(device) if device.type == "cuda" else None
     clock = clock_for(torch.get_num_threads()) if gpu is None else clock_of(device)
-    training = Training(step, first, updating, lambda: _zero(module, updating), clock)
+    training = TrainingStep(step, first, updating, lambda: _zero(module, updating), clock)
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
     with untouched(module, updating), compiling() as compile_under:
@@ -417,7 +417,7 @@ def measure(
             all_reduce()
         with untouched(module, updating), compiling() as compile_under:
 
-            def compiled_as(wrapped: nn.Module, passes: Training, plan: Plan) -> Compiled:
+            def compiled_as(wrapped: nn.Module, passes: TrainingStep, plan: Plan) -> Compiled:
                 return compile_under(wrapped, {**(options or {}), "plan": plan}, passes)
 
             links = linked(measured, module, compiled_as, training)
@@ -438,7 +438,7 @@ def _known(profile: Profile | Path | None, plans: Sequence[Plan], precisions: ob
     return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
-def _turn(compiled: Compiled, training: Training, files: Files, gpu: Gpu | None) -> Sample:
+def _turn(compiled: Compiled, training: TrainingStep, files: Files, gpu: GpuTimer | None) -> StepSample:
     training.run(compiled)
     whole = training.run(compiled)
     if gpu is not None:
@@ -446,18 +446,18 @@ def _turn(compiled: Compiled, training: Training, files: Files, gpu: Gpu | None)
         with timing_kernels(files, gpu) as queued, torch.autograd.set_multithreading_enabled(False):
             replace(training, clock=queued.clock).run(compiled, queued)
         found = attribute(queued.seconds(whole), files)
-        return Sample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
+        return StepSample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
     with timing_lines(files, training.clock) as lines:
         watched = training.run(compiled, lines)
     # Watching slows down what lies between the lines, and the two steps are two.
     scale = whole.passes / watched.passes
     found = attribute({line: seconds * scale for line, seconds in lines.seconds.items()}, files)
-    return Sample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
+    return StepSample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
 
 
 def _profile(
     samples: Samples,
-    seen: Observed,
+    seen: ObservedStep,
     plans: Mapping[str, tuple[Plan, States]],
     formats: Sequence[Precision],
     peaks: Mapping[str, int],
@@ -489,7 +489,7 @@ def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str
     return list(dict.fromkeys([*formats, *named]))
 
 
-def _plans(seen: Observed, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
+def _plans(seen: ObservedStep, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
     """Returns the plans that are to run: those that all profiles have, of these formats, and those of the user's."""
     found = profile_plans(seen.explanation, formats)
     for label, plan in _labelled(asked).items():

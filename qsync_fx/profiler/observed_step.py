@@ -27,7 +27,7 @@ from qsync_fx.errors import ProfileError
 from qsync_fx.formats import Precision
 from qsync_fx.graph.fx_utils import describe
 from qsync_fx.graph.graph import Operator
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.ops.spec import Kind
 from qsync_fx.options import Options
 from qsync_fx.plan.plan import Plan
@@ -35,12 +35,12 @@ from qsync_fx.plan_cache import Fingerprint, fingerprint
 from qsync_fx.predictor.memory.outside_passes import LossMemory
 from qsync_fx.profiler.profile import Model
 from qsync_fx.profiler.timing.measured_memory import loss_in_step
-from qsync_fx.profiler.timing.step_timers import StepSeconds, Training
+from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep
 from qsync_fx.profiler.timing.step_validation import checking
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedStep:
     """
     Attributes:
         explanation: what the backend does to the model, with no plan.
@@ -57,7 +57,7 @@ class Observed:
     loss: LossMemory | None
 
 
-def observed(module: nn.Module, training: Training, options: Mapping[str, object]) -> Observed:
+def observed(module: nn.Module, training: TrainingStep, options: Mapping[str, object]) -> ObservedStep:
     """Runs a step twice, and explains the model with the inputs that it was called with first; then its loss, without the model.
 
     The second step is the one that is timed: the first one makes what all others find there.
@@ -98,7 +98,7 @@ def observed(module: nn.Module, training: Training, options: Mapping[str, object
         )
     written = [op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()]
     found = fingerprint(module, written, Options.parse(options))
-    return Observed(explanation, model_of(module, explanation, options), found, seconds, loss)
+    return ObservedStep(explanation, model_of(module, explanation, options), found, seconds, loss)
 
 
 def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
@@ -126,7 +126,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-States = tuple[tuple[str, State], ...]
+States = tuple[tuple[str, OperandState], ...]
 """Each operator's id, in program order, with its state."""
 
 
@@ -146,7 +146,7 @@ def profile_plans(explanation: Explanation, precisions: Sequence[Precision]) -> 
 
 def add(found: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation) -> None:
     """Adds a plan to others, unless one of them puts all operators into the same states."""
-    states = tuple((str(op.id), State.of(op.note)) for op in explanation.replanned(plan).operators)
+    states = tuple((str(op.id), OperandState.of(op.note)) for op in explanation.replanned(plan).operators)
     if states not in [known for _, known in found.values()]:
         found[label] = plan, states
 

@@ -39,7 +39,7 @@ from qsync_fx.predictor.memory.peak_memory import Anchor
 from qsync_fx.predictor.model.model_file import StoredGraph, restored
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.times import Times
-from qsync_fx.profiler.run_statistics import Measured, Quantized, Run, sizes, whole
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized, sizes, whole
 from qsync_fx.serialization.schema import Path, Schema
 from qsync_fx.text_tables import plain, table_of
 
@@ -143,7 +143,7 @@ class Profile:
     model: Model
     stored: StoredGraph
     precisions: list[str]
-    runs: list[Run]
+    runs: list[MeasuredRun]
     optimizer: str = ""
     collectives: list[Collective] = field(default_factory=list)
     sensitivity: Sensitivity | None = None
@@ -208,9 +208,9 @@ class Profile:
 
     def times(self) -> Times:
         """Returns how long operators take under any plan, as the cost mapper asks it."""
-        from qsync_fx.profiler.profiled_times import InContext
+        from qsync_fx.profiler.profiled_times import ProfiledTimes
 
-        return InContext(self)
+        return ProfiledTimes(self)
 
     def interpolated(self, plan: Plan) -> list[str]:
         """Returns the operators that no run had in the state that a plan puts them into, whose times are reckoned from similar ones."""
@@ -277,8 +277,8 @@ def _profile(profile: Profile) -> str | None:
 
 
 _CHECKS: Final[Mapping[Any, Any]] = {
-    Measured: sizes,
-    Run: whole,
+    MeasuredOperator: sizes,
+    MeasuredRun: whole,
     Quantized: sizes,
     Model: sizes,
     Collective: _table,
@@ -333,7 +333,7 @@ def profile_table(profile: Profile) -> RenderableType:
     return Group(_operators(profile, uniform, free), *left, _runs(profile), *(Text(line) for line in _notes(profile)))
 
 
-def _free(profile: Profile, uniform: list[Run]) -> frozenset[str]:
+def _free(profile: Profile, uniform: list[MeasuredRun]) -> frozenset[str]:
     """Returns the operators that cost nothing in any format."""
     dear = {
         measured.operator
@@ -344,12 +344,12 @@ def _free(profile: Profile, uniform: list[Run]) -> frozenset[str]:
     return frozenset(measured.operator for measured in uniform[0].operators) - dear
 
 
-def _kept(profile: Profile, measured: Measured) -> Any:
+def _kept(profile: Profile, measured: MeasuredOperator) -> Any:
     """What an operator keeps for its backward pass, in bytes."""
     return profile.graph.operator(measured.operator).costs[measured.precision, measured.output].saved_bytes
 
 
-def _operators(profile: Profile, uniform: list[Run], free: frozenset[str]) -> Table:
+def _operators(profile: Profile, uniform: list[MeasuredRun], free: frozenset[str]) -> Table:
     first, others = uniform[0], uniform[1:]
     beside = [name for run in others for name in (*_columns(profile, run), "wins ms")]
     table = _empty_table("operator", ["share", *_columns(profile, first), *beside])
@@ -366,18 +366,18 @@ def _operators(profile: Profile, uniform: list[Run], free: frozenset[str]) -> Ta
     return table
 
 
-def _columns(profile: Profile, run: Run) -> list[str]:
+def _columns(profile: Profile, run: MeasuredRun) -> list[str]:
     return [f"{run.label} ms", "keeps", *(["variance"] if _variances(profile, run) else [])]
 
 
-def _cells(profile: Profile, run: Run, measured: Measured) -> list[str]:
+def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> list[str]:
     variances = _variances(profile, run)
     found = variances.get(measured.operator, {}).get(run.label)
     added = [("" if found is None else f"{found:.2g}")] if variances else []
     return [milliseconds(measured.forward + measured.backward), short(_kept(profile, measured), "B"), *added]
 
 
-def _variances(profile: Profile, run: Run) -> Mapping[str, Mapping[str, float]]:
+def _variances(profile: Profile, run: MeasuredRun) -> Mapping[str, Mapping[str, float]]:
     """What operators add to the variance of the gradients, where any does in the format of a run."""
     known = profile.sensitivity
     return known.variance if known is not None and run.label in known.precisions else {}

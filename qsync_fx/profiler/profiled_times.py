@@ -17,13 +17,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from qsync_fx.errors import ProfileError, nearest
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.plan import Plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.model.model_graph import StateNames
 from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
 from qsync_fx.profiler.profile import Profile
-from qsync_fx.profiler.run_statistics import Measured, Run
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun
 from qsync_fx.profiler.timing.attribution import fitted
 
 _WEIGHTS = (4, 4, 1, 1)
@@ -31,7 +31,7 @@ _WEIGHTS = (4, 4, 1, 1)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _OperatorRun:
     """An operator in one run."""
 
     state: StateNames
@@ -40,22 +40,22 @@ class _Seen:
     own: bool
 
 
-class InContext:
+class ProfiledTimes:
     """The times of a profile, for any plan."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._seen: dict[str, list[_Seen]] = defaultdict(list)
+        self._seen: dict[str, list[_OperatorRun]] = defaultdict(list)
         self._quantizing = fitted(profile.runs)
         for run in profile.runs:
             states = [names(measured) for measured in run.operators]
             forward, backward = self._anchored(run) if run.planned else (1.0, 1.0)
             for at, measured in enumerate(run.operators):
                 seconds = Seconds(measured.forward * forward, measured.backward * backward)
-                self._seen[measured.operator].append(_Seen(states[at], around(states, at), seconds, run.planned))
+                self._seen[measured.operator].append(_OperatorRun(states[at], around(states, at), seconds, run.planned))
         self._formats = {seen.state[0] for found in self._seen.values() for seen in found if seen.state[0] is not None}
 
-    def _anchored(self, run: Run) -> tuple[float, float]:
+    def _anchored(self, run: MeasuredRun) -> tuple[float, float]:
         """Returns by how much operators took longer in each pass of a run than the rest leaves them, as it is reckoned for any plan."""
         outside = self.outside()
         # Those of the backward pass are foreseen by nobody, and are part of what operators take there.
@@ -68,7 +68,7 @@ class InContext:
             max(0.0, run.backward - outside.backward) / backward if backward else 1.0,
         )
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
         standing, beside = self._standing(operator, state), dict(zip(NEIGHBOURS, around, strict=False))
         # The user's own plans before others.
@@ -81,7 +81,7 @@ class InContext:
             interpolated=alike[0].state != state.names,
         )
 
-    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         """Returns the least of the runs that may stand for a state beside some neighbours: no mean of some of them is below it."""
         alike = self._standing(operator, state)
         known = [_near(seen, beside) for seen in alike]
@@ -90,13 +90,13 @@ class InContext:
         may = [seen for seen, score in zip(alike, known, strict=True) if score >= least]
         return Seconds(min(seen.seconds.forward for seen in may), min(seen.seconds.backward for seen in may))
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         """Returns the states that neighbours had in runs that may stand for a state, where they had several."""
         each = zip(*(seen.around for seen in self._standing(operator, state)), strict=True)
         had = [set(states) for states in each]
         return [{one for one in states if one is not None} if len(states) > 1 else () for states in had]
 
-    def _standing(self, operator: str, state: State) -> list[_Seen]:
+    def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
         """Returns what may stand for an operator in a state, beside whatever neighbours."""
         if operator not in self._seen:
             raise ProfileError(
@@ -141,7 +141,7 @@ def interpolated(profile: Profile, plan: Plan) -> list[str]:
     return [op.id for op, state in zip(profile.graph.operators, found, strict=True) if (op.id, state) not in measured]
 
 
-def names(measured: Measured) -> StateNames:
+def names(measured: MeasuredOperator) -> StateNames:
     return measured.precision, measured.output
 
 
@@ -150,12 +150,12 @@ def around(states: Sequence[StateNames], at: int) -> tuple[StateNames | None, ..
     return tuple(states[at + by] if 0 <= at + by < len(states) else None for by in NEIGHBOURS)
 
 
-def _same(seen: _Seen, state: StateNames) -> tuple[bool, bool, bool]:
+def _same(seen: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
     """Returns how well a run stands for a state: the larger, the better."""
     return seen.state == state, seen.state[0] == state[0], seen.state[1] == state[1]
 
 
-def _near(seen: _Seen, beside: Beside) -> int:
+def _near(seen: _OperatorRun, beside: Beside) -> int:
     """Returns how well a run stands for neighbours: the larger, the better."""
     had = zip(NEIGHBOURS, _WEIGHTS, seen.around, strict=True)
     return sum(w for by, w, one in had if by in beside and one == (other.names if (other := beside[by]) else None))

@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredOperator:
     """An operator in one run.
 
     Attributes:
@@ -51,7 +51,7 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """The model under one plan.
 
     Attributes:
@@ -66,7 +66,7 @@ class Run:
     label: str
     steps: list[tuple[float, float, float]]
     peak_bytes: int
-    operators: list[Measured]
+    operators: list[MeasuredOperator]
     quantized: list[Quantized] = field(default_factory=list)
     planned: bool = False
 
@@ -85,7 +85,7 @@ class Run:
         """Seconds of both, the median over all steps."""
         return statistics.median(step[0] + step[1] for step in self.steps)
 
-    def at_pace(self, pace: float) -> Run:
+    def at_pace(self, pace: float) -> MeasuredRun:
         """Returns the run as it would be on a machine on which everything takes so much of the time."""
         if pace == 1:
             return self
@@ -134,7 +134,7 @@ def paces(plans: Sequence[Sequence[float]]) -> list[float]:
     return [share / level for share in shares]
 
 
-def levelled(runs: Sequence[Run]) -> list[Run]:
+def levelled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Returns runs of plans that took turns as if others had disturbed all of them alike: see `paces`."""
     taken = paces([[forward + backward for forward, backward, _ in run.steps] for run in runs])
     return [run.at_pace(pace) for run, pace in zip(runs, taken, strict=True)]
@@ -150,7 +150,7 @@ def sizes(value: Any) -> str | None:
     return None
 
 
-def whole(run: Run) -> str | None:
+def whole(run: MeasuredRun) -> str | None:
     if not run.steps:
         return f" holds no step of the run {run.label!r}"
     for step in run.steps:

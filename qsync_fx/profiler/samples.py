@@ -12,13 +12,13 @@ from qsync_fx.devices.machine import Machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.profiler.observed_step import States
 from qsync_fx.profiler.profile import Model
-from qsync_fx.profiler.run_statistics import Measured, Quantized, Run
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
 from qsync_fx.profiler.timing.attribution import Passes
 from qsync_fx.serialization import Path, Schema
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """One plan in one round.
 
     Attributes:
@@ -46,7 +46,7 @@ class Samples:
     machine: Machine
     model: Model
     optimizer: str
-    plans: dict[str, list[Sample]]
+    plans: dict[str, list[StepSample]]
 
     @property
     def rounds(self) -> int:
@@ -85,10 +85,10 @@ def resumed(path: Path, empty: Samples) -> Samples:
     return replace(found, plans={name: taken[: found.rounds] for name, taken in found.plans.items()})
 
 
-def run_of(label: str, states: States, samples: list[Sample], peak_bytes: int, planned: bool) -> Run:
+def run_of(label: str, states: States, samples: list[StepSample], peak_bytes: int, planned: bool) -> MeasuredRun:
     """Returns what the samples of a plan say together: medians over the rounds."""
     operators = [
-        Measured(
+        MeasuredOperator(
             operator,
             *state.names,
             *(statistics.median(sample.operators.get(operator, (0.0, 0.0))[at] for sample in samples) for at in (0, 1)),
@@ -98,4 +98,4 @@ def run_of(label: str, states: States, samples: list[Sample], peak_bytes: int, p
     calls = zip(*(sample.quantized for sample in samples), strict=True)
     quantized = [replace(same[0], seconds=statistics.median(call.seconds for call in same)) for same in calls]
     steps = [(sample.forward, sample.backward, sample.optimizer) for sample in samples]
-    return Run(label, steps, peak_bytes, operators, quantized, planned)
+    return MeasuredRun(label, steps, peak_bytes, operators, quantized, planned)

@@ -34,15 +34,15 @@ from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.replayer.cluster import Cluster, Network
-from qsync_fx.predictor.replayer.cluster_step import Coded, Played, played, sent
+from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, SimulatedStep, sent, simulate
 from qsync_fx.predictor.times import Schedule
-from qsync_fx.timeline.device_profiles import Known, graph_of
+from qsync_fx.timeline.device_profiles import DeviceInputs, graph_of
 from qsync_fx.timeline.timeline import Timeline
 
 
 def compression(
-    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], known: Mapping[str, Known]
-) -> Sequence[Coded] | None:
+    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], known: Mapping[str, DeviceInputs]
+) -> Sequence[CompressedTransfer] | None:
     """Returns what is done to each bucket where parameters have codecs; None where nothing is compressed.
 
     Raises:
@@ -61,7 +61,7 @@ def compression(
     return by_bucket(schedules, fleet, codecs, rates(fleet, known))
 
 
-def rates(fleet: Cluster, known: Mapping[str, Known]) -> Rates:
+def rates(fleet: Cluster, known: Mapping[str, DeviceInputs]) -> Rates:
     """Returns the rates of the slowest class of devices."""
     return slowest(
         [slowed(_of_class(fleet, name, known[name]), device.slowdown) for name, device in fleet.devices.items()]
@@ -77,7 +77,7 @@ def of_catalog(device: Device) -> Rates:
     return of_copy(copy, f"reckoned for {device.title}: its memory copies {copy / 1e9:.3g} GB/s")
 
 
-def _of_class(fleet: Cluster, name: str, profile: Known) -> Rates:
+def _of_class(fleet: Cluster, name: str, profile: DeviceInputs) -> Rates:
     if speeds := getattr(profile, "codecs", ()):
         return of_speeds(speeds, f"measured on {name}")
     called = fleet.devices[name].device
@@ -138,9 +138,9 @@ def paying(
     found = []
     for codec in codecs:
         how = by_bucket(schedules, fleet, uniform(parameters, codec), rates)
-        one = _paying(codec, played(schedules, fleet, how))
+        one = _paying(codec, simulate(schedules, fleet, how))
         found.append(replace(one, until=_until(schedules, fleet, how)))
-    return _paying(NONE, played(schedules, fleet)), found
+    return _paying(NONE, simulate(schedules, fleet)), found
 
 
 def best(without: Paying, found: Sequence[Paying]) -> Paying:
@@ -153,7 +153,7 @@ def _pays(seconds: float, without: float) -> bool:
     return seconds < without * (1 - WORTH)
 
 
-def _paying(codec: str, step: Played) -> Paying:
+def _paying(codec: str, step: SimulatedStep) -> Paying:
     found = Timeline(step)
     across, inside = (sum(way) for way in zip(*(sent(step.cluster, bucket) for bucket in step.buckets), strict=True))
     return Paying(
@@ -167,12 +167,12 @@ def _paying(codec: str, step: Played) -> Paying:
     )
 
 
-def _until(schedules: Mapping[str, Schedule], fleet: Cluster, how: Sequence[Coded] | None) -> float | None:
+def _until(schedules: Mapping[str, Schedule], fleet: Cluster, how: Sequence[CompressedTransfer] | None) -> float | None:
     """Returns the bandwidth from which on a codec does not pay: below it fewer bytes win more than coding costs."""
 
     def wins(bandwidth: float) -> bool:
         there = _at(fleet, bandwidth)
-        with_it, without = (played(schedules, there, one).step.seconds for one in (how, None))
+        with_it, without = (simulate(schedules, there, one).step.seconds for one in (how, None))
         return _pays(float(with_it), float(without))
 
     if not wins(_LOWEST):

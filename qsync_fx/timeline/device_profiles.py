@@ -23,9 +23,9 @@ from qsync_fx.devices.device_model import Device as DeviceOfCatalog
 from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.analytic_times import ADAMW, DeviceTimes, explained_for, moved_bytes
-from qsync_fx.predictor.memory.outside_passes import Training
+from qsync_fx.predictor.memory.outside_passes import TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
-from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.serialization.schema import Path
 
@@ -72,16 +72,16 @@ class Profiled(Protocol):
         """Returns how long its operators take."""
 
 
-Known = Profiled | DeviceTimes
-Given = Known | Path
+DeviceInputs = Profiled | DeviceTimes
+Given = DeviceInputs | Path
 
 ALONE = "device"
 """The name of what is given for one device, without a name."""
 
 
-def known_devices(
+def load_device_profiles(
     profile: Given | Mapping[str, Given], cluster: Cluster | Path | None, plans: int = 1, any_machine: bool = True
-) -> tuple[Cluster, dict[str, Known]]:
+) -> tuple[Cluster, dict[str, DeviceInputs]]:
     """Returns the cluster, and what is known of each of its classes.
 
     Args:
@@ -123,7 +123,7 @@ def for_all(given: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
     return dict(given)
 
 
-def training_of(profile: Known, sends: bool) -> Training | None:
+def training_of(profile: DeviceInputs, sends: bool) -> TrainingMemory | None:
     """Returns what a step holds beside both passes, as a profile says it; None where it does not say what the optimizer takes.
 
     Args:
@@ -132,10 +132,10 @@ def training_of(profile: Known, sends: bool) -> Training | None:
     optimizer = getattr(profile, "optimizer_memory", None)
     if optimizer is None:
         return None
-    return Training(optimizer, buckets=sends, loss=getattr(profile, "loss_memory", None))
+    return TrainingMemory(optimizer, buckets=sends, loss=getattr(profile, "loss_memory", None))
 
 
-def graph_of(name: str, profile: Known) -> ModelGraph:
+def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
     """Returns the model that a profile is of."""
     graph = getattr(profile, "graph", None)
     if graph is None:
@@ -148,20 +148,20 @@ def graph_of(name: str, profile: Known) -> ModelGraph:
     return graph
 
 
-def conditions(profiles: Mapping[str, Known]) -> dict[str, str]:
+def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:
     """Returns in words, for each class of devices, what was not as by default when its profile was taken, where anything was."""
     models = {name: getattr(profile, "model", None) for name, profile in profiles.items()}
     return {name: model.conditions for name, model in models.items() if model is not None and model.conditions}
 
 
-def _read(given: Given) -> Known:
+def _read(given: Given) -> DeviceInputs:
     """Which machine a profile is of is the cluster's matter: it may be looked at anywhere."""
     from qsync_fx.profiler.profile import Profile
 
-    return cast(Known, Profile.load(given, any_machine=True)) if isinstance(given, str | os.PathLike) else given
+    return cast(DeviceInputs, Profile.load(given, any_machine=True)) if isinstance(given, str | os.PathLike) else given
 
 
-def _check_here(path: Path, profile: Known) -> None:
+def _check_here(path: Path, profile: DeviceInputs) -> None:
     """Raises `ProfileError` where times of another machine would be taken for those of this one, as those that are reckoned never are."""
     from qsync_fx.profiler.profile import PROFILE, Profile
 
@@ -173,12 +173,12 @@ def _check_here(path: Path, profile: Known) -> None:
         raise PROFILE.within(path, error) from None
 
 
-def _alone(profiles: Mapping[str, Known], plans: int) -> Cluster:
+def _alone(profiles: Mapping[str, DeviceInputs], plans: int) -> Cluster:
     if len(profiles) == 1 and plans == 1:
         ((name, profile),) = profiles.items()
         # What a model was explained for may be a file of the catalog.
         own = pathlib.PurePath(graph_of(name, profile).device).stem
-        return Cluster({own if name == ALONE else name: Device()})
+        return Cluster({own if name == ALONE else name: ClusterDevice()})
     if not profiles:
         do = "give what qsync_fx.measure returned or qsync measure wrote (--profile FILE), or a cluster that names its profiles"
         raise ProfileError("nothing says how long operators take", where="profiles", do=do)
@@ -189,20 +189,20 @@ def _alone(profiles: Mapping[str, Known], plans: int) -> Cluster:
     )
 
 
-def of_files(fleet: Cluster, given: Mapping[str, Known]) -> dict[str, Known]:
+def of_files(fleet: Cluster, given: Mapping[str, DeviceInputs]) -> dict[str, DeviceInputs]:
     """Returns the profiles that a cluster names and that were not given."""
     named = {name: device.profile for name, device in fleet.devices.items() if name not in given}
     return {name: _read(path) for name, path in named.items() if path is not None}
 
 
-def _with_catalog(fleet: Cluster, profiles: dict[str, Known]) -> dict[str, Known]:
+def _with_catalog(fleet: Cluster, profiles: dict[str, DeviceInputs]) -> dict[str, DeviceInputs]:
     """Returns the profiles, and what the catalog says of devices that have none."""
     missing = {name: one.device for name, one in fleet.devices.items() if name not in profiles}
     reckoned = {name: _reckoned(name, called, profiles) for name, called in missing.items() if called is not None}
     return {**profiles, **reckoned}
 
 
-def _reckoned(name: str, called: str, profiles: Mapping[str, Known]) -> Known:
+def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> DeviceInputs:
     """Returns what is known of a device by its name: the profile that was reckoned for it, so that equal devices take equally long however
     each is given, or what the catalog makes of the model of another profile."""
     if not profiles:
@@ -222,7 +222,7 @@ def _reckoned(name: str, called: str, profiles: Mapping[str, Known]) -> Known:
     raise ProfileError(what, where=f"devices.{name}", do=do)
 
 
-def _is_of(profile: Known, device: DeviceOfCatalog) -> bool:
+def _is_of(profile: DeviceInputs, device: DeviceOfCatalog) -> bool:
     """Whether it was reckoned for a device. What a model was explained for tells GPUs apart that are called alike."""
     if isinstance(profile, DeviceTimes):
         return profile.device is device
@@ -230,7 +230,7 @@ def _is_of(profile: Known, device: DeviceOfCatalog) -> bool:
     return isinstance(machine, Machine) and machine.stands_for(device)
 
 
-def _made(profile: Known, device: DeviceOfCatalog) -> DeviceTimes:
+def _made(profile: DeviceInputs, device: DeviceOfCatalog) -> DeviceTimes:
     """Returns the times of a profile's model on a device, with the optimizer and the loss that the profile knows."""
     if isinstance(profile, DeviceTimes):
         return profile.on(device)
@@ -242,7 +242,7 @@ def _made(profile: Known, device: DeviceOfCatalog) -> DeviceTimes:
     )
 
 
-def _copying(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
+def _copying(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     """Returns the cluster with how fast devices copy gradients, where their profiles say it and it does not."""
     devices = {
         name: replace(device, copies=_copies(profiles[name])) if device.copies is None else device
@@ -251,7 +251,7 @@ def _copying(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
     return replace(fleet, devices=devices)
 
 
-def _copies(profile: Known) -> float | None:
+def _copies(profile: DeviceInputs) -> float | None:
     """Returns the seconds in which a byte of gradients is copied: as steps took it, else as writing gradients as they are takes it, which
     are in a cache where that is measured."""
     measured = (one.copies for one in getattr(profile, "collectives", ()) if one.copies is not None)
@@ -259,7 +259,7 @@ def _copies(profile: Known) -> float | None:
     return next(measured, next(plain, None))
 
 
-def _linked(fleet: Cluster, profiles: Mapping[str, Known]) -> Cluster:
+def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     """Returns the cluster with links as a profile holds them, and devices as they are beside others, where it says nothing of its links."""
     unknown = fleet.network is None and all(device.bandwidth is None for device in fleet.devices.values())
     found = {name: next(iter(getattr(profile, "collectives", ())), None) for name, profile in profiles.items()}

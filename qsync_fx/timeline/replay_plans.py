@@ -17,19 +17,19 @@ from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.memory import peak_bytes
 from qsync_fx.predictor.replayer.cluster import Cluster
-from qsync_fx.predictor.replayer.cluster_step import played
+from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.replayer.trace_schedules import played_traces, read_steps
 from qsync_fx.serialization import Path
 from qsync_fx.timeline.codec_costs import compression
 from qsync_fx.timeline.device_profiles import (
     ALONE,
+    DeviceInputs,
     Given,
-    Known,
     by_name,
     conditions,
     for_all,
     graph_of,
-    known_devices,
+    load_device_profiles,
     read_cluster,
     training_of,
 )
@@ -63,14 +63,14 @@ def replay(
         PlanError: a plan is none, or not one of the model.
     """
     plans, codecs = _plans(plan)
-    fleet, profiles = known_devices(profile, cluster, len(plans), any_machine)
+    fleet, profiles = load_device_profiles(profile, cluster, len(plans), any_machine)
     plans = for_all(plans, fleet)
     fleet.check_names(plans, "plans")
     mappers = {name: _mapper(name, plans[name], profiles[name]) for name in fleet.devices}
     schedules = {name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()}
     peaks = {name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()}
     known = {name: peak for name, peak in peaks.items() if peak is not None}
-    step = played(schedules, fleet, compression(schedules, fleet, codecs, profiles))
+    step = simulate(schedules, fleet, compression(schedules, fleet, codecs, profiles))
     return Timeline(step, known, conditions(profiles))
 
 
@@ -119,12 +119,12 @@ def _plan(found: object) -> Plan | ClusterPlan:
     raise PlanError(f"what was given is of type {type(given).__name__}, and no plan", where="plan", do=do)
 
 
-def _mapper(name: str, plan: Plan, profile: Known) -> CostMapper:
+def _mapper(name: str, plan: Plan, profile: DeviceInputs) -> CostMapper:
     times = profile if isinstance(profile, DeviceTimes) else profile.times()
     return CostMapper(graph_of(name, profile), times, plan)
 
 
-def _peak(mapper: CostMapper, profile: Known, sends: bool) -> int | None:
+def _peak(mapper: CostMapper, profile: DeviceInputs, sends: bool) -> int | None:
     """Returns the most bytes that a step holds; None where nothing says what the optimizer takes."""
     training = training_of(profile, sends)
     return None if training is None else peak_bytes(mapper.states(), training)

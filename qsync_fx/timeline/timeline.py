@@ -31,7 +31,7 @@ from rich.text import Text
 
 from qsync_fx.errors import ProfileError, QSyncError
 from qsync_fx.formatting import duration, many, short
-from qsync_fx.predictor.replayer.cluster_step import Bucket, Played
+from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, SimulatedStep
 from qsync_fx.predictor.times import Part
 from qsync_fx.serialization.atomic_files import write_text
 from qsync_fx.serialization.schema import Path
@@ -64,7 +64,7 @@ class OperatorSeconds:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TimelinePiece:
     """A stretch of time on a track of a device.
 
     Attributes:
@@ -90,7 +90,7 @@ class Timeline:
             modules in the mode to evaluate. Times hold under these conditions alone.
     """
 
-    played: Played
+    played: SimulatedStep
     peak_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     conditions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -131,12 +131,12 @@ class Timeline:
         return tuple(sorted(found, key=lambda one: -one.seconds))
 
     @cached_property
-    def computing(self) -> Mapping[str, tuple[Piece, ...]]:
+    def computing(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """What the stream of computation of each class does, in order, waiting included."""
         return {name: tuple(self._computing(at, name)) for at, name in enumerate(self.played.devices)}
 
     @cached_property
-    def communicating(self) -> Mapping[str, tuple[Piece, ...]]:
+    def communicating(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """What the stream of communication of each class does, in order, waiting included."""
         return {name: tuple(self._communicating(at)) for at, name in enumerate(self.played.devices)}
 
@@ -162,32 +162,32 @@ class Timeline:
             for name, pieces in self.computing.items()
         }
 
-    def _computing(self, at: int, name: str) -> list[Piece]:
+    def _computing(self, at: int, name: str) -> list[TimelinePiece]:
         alone, step = self.played.devices[name], self.played.step
         begin, end = (step.moments(at, clock).tolist() for clock in (alone.ends - alone.seconds, alone.ends))
         pieces = [
-            Piece(entry.operator or _WITHOUT[entry.part], str(entry.part), since, until)
+            TimelinePiece(entry.operator or _WITHOUT[entry.part], str(entry.part), since, until)
             for entry, since, until in zip(alone.entries, begin, end, strict=True)
         ]
         last = float(step.computed[at])
         for bucket, sent, arrived in zip(self.played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True):
             if sent > last:
-                pieces.append(Piece("waiting for others", "waiting", last, sent))
+                pieces.append(TimelinePiece("waiting for others", "waiting", last, sent))
             if arrived > max(sent, last):
-                pieces.append(Piece(f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived))
+                pieces.append(TimelinePiece(f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived))
             last = max(last, arrived)
         copied = self.played.returned(name)
         if copied:
-            pieces.append(Piece("gradients out of their buckets", "outside", last, last + copied))
-        return [*pieces, Piece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer)]
+            pieces.append(TimelinePiece("gradients out of their buckets", "outside", last, last + copied))
+        return [*pieces, TimelinePiece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer)]
 
-    def _communicating(self, at: int) -> list[Piece]:
+    def _communicating(self, at: int) -> list[TimelinePiece]:
         step, pieces, last = self.played.step, [], 0.0
         moments = zip(step.ready[at].tolist(), step.sent.tolist(), step.arrived.tolist(), strict=True)
         for bucket, (ready, sent, arrived) in zip(self.played.buckets, moments, strict=True):
             if sent > max(ready, last):
-                pieces.append(Piece("waiting for others", "waiting", max(ready, last), sent))
-            pieces.append(Piece(_name(bucket), "sending", sent, arrived))
+                pieces.append(TimelinePiece("waiting for others", "waiting", max(ready, last), sent))
+            pieces.append(TimelinePiece(_name(bucket), "sending", sent, arrived))
             last = arrived
         return pieces
 
@@ -195,7 +195,7 @@ class Timeline:
 _WITHOUT = {Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.CAST: "cast", Part.OUTSIDE: "framework"}
 
 
-def _name(bucket: Bucket) -> str:
+def _name(bucket: SimulatedBucket) -> str:
     more = len(bucket.parameters) - 1
     return f"{bucket.parameters[0]}{f' and {more} more' if more else ''}"
 
@@ -311,7 +311,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "otherData": {"seconds": timeline.seconds}, "traceEvents": events}
 
 
-def _slice(piece: Piece, pid: int, tid: int) -> dict[str, Any]:
+def _slice(piece: TimelinePiece, pid: int, tid: int) -> dict[str, Any]:
     begin, end = piece.begin * 1e6, piece.end * 1e6
     return {
         "ph": "X",

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from qsync_fx import Plan, PlanError
-from qsync_fx.allocator import Answer, Note, NoteKind, judged
+from qsync_fx.allocator import PlanNote, PlanNoteKind, PlanResult, evaluate_plan
 from qsync_fx.formatting import duration
 from qsync_fx.predictor.cost_mapper import states
 from tests.support.planning.allocation_problems import fleet
 
 
-def an_answer() -> Answer:
+def an_answer() -> PlanResult:
     problem = replace(fleet("mlp"), seconds=1.0)
     plans = problem.uniform()
     notes = (
-        Note(NoteKind.NOT_FASTER, "slow", "0/linear", ("int8", "bf16"), {"seconds": 0.25}),
-        Note(NoteKind.NOT_FASTER, "slow", "2/linear", ("int8", "fp32")),
+        PlanNote(PlanNoteKind.NOT_FASTER, "slow", "0/linear", ("int8", "bf16"), {"seconds": 0.25}),
+        PlanNote(PlanNoteKind.NOT_FASTER, "slow", "2/linear", ("int8", "fp32")),
     )
-    found = judged(problem, plans)
-    return Answer(problem, plans, found, "uniform", bound=found.variance / 2, took=0.125, notes=notes)
+    found = evaluate_plan(problem, plans)
+    return PlanResult(problem, plans, found, "uniform", bound=found.variance / 2, took=0.125, notes=notes)
 
 
 def test_plans_are_of_classes() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Cluster, OptionError, ProfileError, Sensitivity
-from qsync_fx.allocator import Judge, NoteKind
+from qsync_fx.allocator import PlanEvaluator, PlanNoteKind
 from qsync_fx.communication.codecs import Draw, codec_named
 from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import BETWEEN_NODES
 from qsync_fx.predictor.memory import ADAM
-from qsync_fx.predictor.replayer.cluster import Compression, Device, Network, Nodes
+from qsync_fx.predictor.replayer.cluster import ClusterDevice, Compression, Network, NodeGroup
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.sensitivity.gradient_step import of_gradients
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
@@ -44,7 +44,7 @@ def known(share: float = 1e-3) -> Known:
 
 
 def fleet(bandwidth: float, count: int = 4) -> Cluster:
-    return Cluster({"all": Device(count)}, Network(bandwidth, 1e-6))
+    return Cluster({"all": ClusterDevice(count)}, Network(bandwidth, 1e-6))
 
 
 def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
     plain = qsync_fx.find_plan(known(), fleet(1e4), objective="fastest", budget=1e3)
     assert plain.judged.seconds > answer.judged.seconds
     assert isinstance(plain.as_plan(), Plan)
-    assert [note.device for note in plain.notes if note.kind is NoteKind.WAITS] == ["all"]
+    assert [note.device for note in plain.notes if note.kind is PlanNoteKind.WAITS] == ["all"]
 
 
 def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
@@ -70,11 +70,11 @@ def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
     assert not answer.codecs
     assert answer.judged.coding == 0
     assert isinstance(answer.as_plan(), Plan)
-    assert not any(note.kind is NoteKind.WAITS for note in answer.notes)
+    assert not any(note.kind is PlanNoteKind.WAITS for note in answer.notes)
 
 
 def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(tmp_path: Path) -> None:
-    nodes = replace(fleet(1e4, 8), nodes=Nodes(4, 1e12))
+    nodes = replace(fleet(1e4, 8), nodes=NodeGroup(4, 1e12))
     wishes = {"objective": "fastest", "budget": 1e3, "codecs": ("qsgd8",)}
     answer, flat = (qsync_fx.find_plan(known(), cluster, **wishes) for cluster in (nodes, fleet(1e4, 2)))  # type: ignore[arg-type]
     assert answer.codecs == flat.codecs
@@ -83,28 +83,28 @@ def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(tm
     assert answer.judged.seconds == pytest.approx(flat.judged.seconds + heads, rel=1e-4), (
         "a node sends what a rank would, by four"
     )
-    assert NoteKind.BETWEEN_NODES in {note.kind for note in answer.notes}
+    assert PlanNoteKind.BETWEEN_NODES in {note.kind for note in answer.notes}
     assert "hierarchical=True" in str(answer)
     answer.save(tmp_path / "plan.json")
     plan = ClusterPlan.load(tmp_path / "plan.json")
     assert plan.notes == {BETWEEN_NODES: "4 ranks"}
     assert qsync_fx.replay(plan, known(), cluster=nodes).seconds == pytest.approx(answer.judged.seconds)
-    one = qsync_fx.find_plan(known(), replace(nodes, devices={"all": Device(4)}), **wishes)  # type: ignore[arg-type]
+    one = qsync_fx.find_plan(known(), replace(nodes, devices={"all": ClusterDevice(4)}), **wishes)  # type: ignore[arg-type]
     assert not one.codecs
-    assert {note.kind for note in one.notes} & {NoteKind.ONE_NODE, NoteKind.WAITS} == {NoteKind.ONE_NODE}
+    assert {note.kind for note in one.notes} & {PlanNoteKind.ONE_NODE, PlanNoteKind.WAITS} == {PlanNoteKind.ONE_NODE}
 
 
 def test_of_nodes_that_classes_share_nothing_is_said_of_one_class_alone() -> None:
     """Three ranks of a class and one of another make two nodes, and three alone do not."""
     table = [(1e3, 1e-3), (1e6, 1.0)]
-    nodes = Nodes(2, inside=table, across=table)
-    shared = Cluster({"all": Device(3), "other": Device(1)}, Network(all_reduce=table), nodes=nodes)
+    nodes = NodeGroup(2, inside=table, across=table)
+    shared = Cluster({"all": ClusterDevice(3), "other": ClusterDevice(1)}, Network(all_reduce=table), nodes=nodes)
     answer = qsync_fx.find_plan({"all": known(), "other": known()}, shared, codecs=("qsgd8",))
     kinds = {note.kind for note in answer.notes}
-    assert not kinds & {NoteKind.JOINS, NoteKind.DOES_NOT_HELP}
-    even = replace(shared, devices={"all": Device(2), "other": Device(2)})
+    assert not kinds & {PlanNoteKind.JOINS, PlanNoteKind.DOES_NOT_HELP}
+    even = replace(shared, devices={"all": ClusterDevice(2), "other": ClusterDevice(2)})
     kinds = {note.kind for note in qsync_fx.find_plan({"all": known(), "other": known()}, even).notes}
-    assert kinds & {NoteKind.JOINS, NoteKind.DOES_NOT_HELP}
+    assert kinds & {PlanNoteKind.JOINS, PlanNoteKind.DOES_NOT_HELP}
 
 
 def test_what_is_missing_is_told() -> None:
@@ -120,7 +120,7 @@ def test_what_is_missing_is_told() -> None:
     with pytest.raises(ProfileError, match="the cluster says already what is done to gradients"):
         qsync_fx.find_plan(known(), compressed, codecs=("qsgd8",))
     alone = qsync_fx.find_plan(known(), objective="fastest", codecs=("qsgd8",))
-    assert NoteKind.NOT_SENT in {note.kind for note in alone.notes}
+    assert PlanNoteKind.NOT_SENT in {note.kind for note in alone.notes}
 
 
 def sent(codec: str, values: Tensor, seed: int, stream: int) -> Tensor:
@@ -142,7 +142,7 @@ def test_the_variance_of_the_mean_is_what_an_exchange_adds(codec: str, ranks: in
     gradients[parameter.path] = of_gradients({parameter.path: own})[parameter.path]
     given = Known(replace(drawn_sensitivity(graph_of("mlp")), gradients=gradients))
     answer = qsync_fx.find_plan(given, fleet(1e3, ranks), objective="fastest", budget=1e6, codecs=(codec,))
-    judge = Judge(answer.problem, answer.plans)
+    judge = PlanEvaluator(answer.problem, answer.plans)
     errors = []
     for seed in range(300):
         mean = torch.stack([sent(codec, own, seed, rank) for rank in range(ranks)]).mean(0)

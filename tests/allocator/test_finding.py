@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Cluster, OptionError, Plan, PlanError, ProfileError, QSyncError, Sensitivity
-from qsync_fx.allocator import Answer, Note, NoteKind, judged
-from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator import PlanNote, PlanNoteKind, PlanResult, evaluate_plan
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.devices import get
 from qsync_fx.distributed.compress_gradients import checked as asked_of
 from qsync_fx.formatting import duration
 from qsync_fx.plan import ClusterPlan
 from qsync_fx.predictor.memory import ADAM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replayer.cluster import Device, Network
+from qsync_fx.predictor.replayer.cluster import ClusterDevice, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.profile import Profile
 from tests.support import tiers
@@ -45,11 +45,11 @@ class Known:
 
 MLP = Known("mlp", 0, drawn_sensitivity(graph_of("mlp")))
 OTHER = Known("mlp", 1)
-FLEET = Cluster({"fast": Device(count=2), "slow": Device(count=2, slowdown=3.0)}, Network(1e7, 1e-5))
+FLEET = Cluster({"fast": ClusterDevice(count=2), "slow": ClusterDevice(count=2, slowdown=3.0)}, Network(1e7, 1e-5))
 
 
-def kinds(answer: Answer) -> dict[NoteKind, list[Note]]:
-    found: dict[NoteKind, list[Note]] = {}
+def kinds(answer: PlanResult) -> dict[PlanNoteKind, list[PlanNote]]:
+    found: dict[PlanNoteKind, list[PlanNote]] = {}
     for note in answer.notes:
         found.setdefault(note.kind, []).append(note)
     return found
@@ -58,23 +58,23 @@ def kinds(answer: Answer) -> dict[NoteKind, list[Note]]:
 def test_hybrid_keeps_the_quickest_class_and_the_pace_of_low_precision() -> None:
     answer = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
     assert set(answer.plans["fast"].values()) == {"fp32"}
-    assert [note.device for note in kinds(answer)[NoteKind.KEEPS]] == ["fast"]
-    lowest = judged(answer.problem, answer.problem.uniform())
+    assert [note.device for note in kinds(answer)[PlanNoteKind.KEEPS]] == ["fast"]
+    lowest = evaluate_plan(answer.problem, answer.problem.uniform())
     assert answer.problem.seconds == lowest.seconds >= answer.judged.seconds * (1 - 1e-9)
     assert answer.judged.variance <= lowest.variance
     assert answer.gap is not None
     assert answer.gap < 1e-3
     # The same with other limits: the seconds of a uniform plan, and seconds themselves.
     bf16 = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target="bf16")
-    assert bf16.problem.seconds == judged(answer.problem, answer.problem.uniform("bf16")).seconds
+    assert bf16.problem.seconds == evaluate_plan(answer.problem, answer.problem.uniform("bf16")).seconds
     ample = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target=1.0)
     assert ample.judged.variance == 0
-    assert NoteKind.BINDS not in kinds(ample)
+    assert PlanNoteKind.BINDS not in kinds(ample)
 
 
 def test_fastest_stays_within_the_variance_of_a_format() -> None:
     answer = qsync_fx.find_plan(MLP, objective="fastest", budget="bf16")
-    bf16 = judged(answer.problem, answer.problem.uniform("bf16"))
+    bf16 = evaluate_plan(answer.problem, answer.problem.uniform("bf16"))
     assert answer.judged.variance <= bf16.variance * (1 + 1e-9)
     assert answer.judged.seconds <= bf16.seconds
     assert qsync_fx.find_plan(MLP, objective="fastest") == answer
@@ -86,7 +86,7 @@ def test_fastest_stays_within_the_variance_of_a_format() -> None:
 def test_recovery_is_open_on_all_classes() -> None:
     answer = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, objective="recover")
     assert answer.problem.open == ("fast", "slow")
-    mixed = judged(answer.problem, answer.problem.uniform("bf16"))
+    mixed = evaluate_plan(answer.problem, answer.problem.uniform("bf16"))
     assert answer.judged.seconds <= mixed.seconds * (1 + 1e-9)
     assert answer.judged.variance <= mixed.variance
     with pytest.raises(PlanError, match="recovered from is a format"):
@@ -101,9 +101,9 @@ def test_memory_is_a_limit() -> None:
     tight = qsync_fx.find_plan(known, target=1.0, memory={"t4": peak * 0.9})
     assert (tight.judged.classes["t4"].peak_bytes or 0) <= peak * 0.9
     assert tight.judged.variance > free.judged.variance
-    percent = qsync_fx.find_plan(known, Cluster({"t4": Device(memory=2.0 * peak)}), target=1.0, memory="50%")
+    percent = qsync_fx.find_plan(known, Cluster({"t4": ClusterDevice(memory=2.0 * peak)}), target=1.0, memory="50%")
     assert percent.problem.classes["t4"].memory == peak
-    shared = qsync_fx.find_plan(known, Cluster({"t4": Device(memory="30%")}), target=1.0)
+    shared = qsync_fx.find_plan(known, Cluster({"t4": ClusterDevice(memory="30%")}), target=1.0)
     assert shared.problem.classes["t4"].memory == pytest.approx(0.3 * qsync_fx.devices.get("t4").memory.bytes)
     assert qsync_fx.find_plan(MLP, target=1.0, memory="1.5 GiB").problem.classes["cpu"].memory == 1.5 * 2**30
     for memory, what in (("all", "is no memory"), ("30%", "is not known"), ({"gpu": 1}, "no devices 'gpu'")):
@@ -143,24 +143,24 @@ def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
 
 
 def test_a_device_that_does_not_help_is_told_with_numbers() -> None:
-    crawling = Cluster({"fast": Device(), "slow": Device(slowdown=100.0)}, Network(1e7, 1e-5))
-    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, crawling))[NoteKind.DOES_NOT_HELP]
+    crawling = Cluster({"fast": ClusterDevice(), "slow": ClusterDevice(slowdown=100.0)}, Network(1e7, 1e-5))
+    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, crawling))[PlanNoteKind.DOES_NOT_HELP]
     assert note.device == "slow"
     assert note.numbers["samples a second"] < note.numbers["without it"]
-    linked = Cluster({"fast": Device(count=2), "slow": Device(count=2, slowdown=1.1)}, Network(1e12))
-    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": MLP}, linked))[NoteKind.JOINS]
+    linked = Cluster({"fast": ClusterDevice(count=2), "slow": ClusterDevice(count=2, slowdown=1.1)}, Network(1e12))
+    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": MLP}, linked))[PlanNoteKind.JOINS]
     assert note.numbers["samples a second"] > note.numbers["without it"]
 
 
 def test_operators_stay_wide_where_nothing_narrower_is_faster() -> None:
     answer = qsync_fx.find_plan(MLP, target="fp32")
-    notes = kinds(answer)[NoteKind.NOT_FASTER]
+    notes = kinds(answer)[PlanNoteKind.NOT_FASTER]
     for note in notes:
         wide = dict(answer.plans["cpu"])
         for fmt in answer.problem.classes["cpu"].choices[note.operator]:
             if fmt != wide[note.operator]:
                 changed = {"cpu": {**wide, note.operator: fmt}}
-                assert judged(answer.problem, changed).seconds >= answer.judged.seconds - 1e-12
+                assert evaluate_plan(answer.problem, changed).seconds >= answer.judged.seconds - 1e-12
 
 
 def test_what_is_missing_is_named() -> None:
@@ -170,7 +170,7 @@ def test_what_is_missing_is_named() -> None:
     assert qsync_fx.find_plan(OTHER, sensitivity=given).plans
     poor = replace(given, variance={op: {"int8": by["int8"]} for op, by in given.variance.items()})
     answer = qsync_fx.find_plan(OTHER, sensitivity=poor)
-    assert [note.formats for note in kinds(answer)[NoteKind.LEFT_OUT]] == [("bf16",)]
+    assert [note.formats for note in kinds(answer)[PlanNoteKind.LEFT_OUT]] == [("bf16",)]
     with pytest.raises(ProfileError, match="'bf16' disturbs gradients is not known"):
         qsync_fx.find_plan(OTHER, sensitivity=poor, precisions=["fp32", "bf16"])
     with pytest.raises(PlanError, match="no objective 'fast'"):
@@ -179,7 +179,7 @@ def test_what_is_missing_is_named() -> None:
         qsync_fx.find_plan(MLP, allocator="exakt")
     with pytest.raises(ProfileError, match="no cluster"):
         qsync_fx.find_plan({"fast": MLP, "slow": OTHER})
-    assert qsync_fx.find_plan(MLP, allocator=Exact()) == qsync_fx.find_plan(MLP)
+    assert qsync_fx.find_plan(MLP, allocator=MilpAllocator()) == qsync_fx.find_plan(MLP)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_formats_are_allowed_to_those_that_have_them() -> None:
     known = {
         name: replace(reckoned(name), sensitivity=drawn_sensitivity(reckoned(name).graph)) for name in ("v100", "t4")
     }
-    fleet = Cluster({"v100": Device(), "t4": Device()}, Network(1e9))
+    fleet = Cluster({"v100": ClusterDevice(), "t4": ClusterDevice()}, Network(1e9))
     answer = qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp16", "int8"])
     assert answer.problem.classes["v100"].formats == ("fp32", "fp16")
     assert answer.problem.classes["t4"].formats == ("fp32", "fp16", "int8")
-    assert [(note.device, note.formats) for note in kinds(answer)[NoteKind.HAS_NOT]] == [("v100", ("int8",))]
+    assert [(note.device, note.formats) for note in kinds(answer)[PlanNoteKind.HAS_NOT]] == [("v100", ("int8",))]
     with pytest.raises(PlanError, match="'fp8' is a format of none of the devices v100, t4"):
         qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp8"])
     with pytest.raises(PlanError, match="none of int8 is a format that 'v100' has"):
@@ -225,10 +225,10 @@ def test_a_plan_beyond_its_memory_is_no_answer(allocator: str) -> None:
 def test_numbers_of_notes_are_told_in_their_units() -> None:
     known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
     answer = qsync_fx.find_plan(known, target="fp16")
-    (bound,) = kinds(answer)[NoteKind.BINDS]
+    (bound,) = kinds(answer)[PlanNoteKind.BINDS]
     step, limit = (duration(bound.numbers[name]) for name in ("seconds", "limit"))
-    assert f"{NoteKind.BINDS}: {step}, limit {limit}" in str(answer)
-    note = kinds(answer)[NoteKind.NOT_FASTER][0]
+    assert f"{PlanNoteKind.BINDS}: {step}, limit {limit}" in str(answer)
+    note = kinds(answer)[PlanNoteKind.NOT_FASTER][0]
     assert f"{note.operator} {'/'.join(note.formats)} {duration(note.numbers['seconds more'])} more" in str(answer)
 
 

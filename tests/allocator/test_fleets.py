@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_fx.allocator import Answer, Problem, judged
+from qsync_fx.allocator import PlanResult, Problem, evaluate_plan
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision, Uniform
 from qsync_fx.allocator.evaluator import resized
-from qsync_fx.allocator.milp.milp_allocator import Exact
-from qsync_fx.allocator.recovery import Greedy
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
+from qsync_fx.allocator.recovery import PrecisionRecovery
 from tests.support import tiers
 from tests.support.planning.catalog_fleets import of_catalog, symbolic
 
@@ -19,15 +19,17 @@ def of_paper(name: str, count: int, room: float | None = None) -> Problem:
     """Returns the problem of a fleet; T4 may take so much of what there is between a step in INT8 and in FP32."""
     problem = of_catalog(name, batch=128, count=count)
     if room is not None:
-        low, high = (judged(problem, problem.uniform(fmt)).classes["t4"].peak_bytes or 0 for fmt in ("int8", "fp32"))
+        low, high = (
+            evaluate_plan(problem, problem.uniform(fmt)).classes["t4"].peak_bytes or 0 for fmt in ("int8", "fp32")
+        )
         t4 = replace(problem.classes["t4"], memory=low + room * (high - low))
         problem = replace(problem, classes={**problem.classes, "t4": t4})
     return replace(problem, seconds=Uniform("int8").allocate(problem).judged.seconds)
 
 
-def all_of(problem: Problem, name: str) -> dict[str, Answer]:
+def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
     batches = DynamicBatches(lambda device, batch: resized(problem.classes[device], symbolic(name, device), batch))
-    allocators = (Exact(), Greedy(), Uniform("int8"), batches, FullPrecision())
+    allocators = (MilpAllocator(), PrecisionRecovery(), Uniform("int8"), batches, FullPrecision())
     return {one.name: one.allocate(problem) for one in allocators}
 
 
@@ -55,6 +57,8 @@ def test_what_the_paper_orders_by_throughput_is_so(name: str, room: float | None
 def test_a_plan_is_of_classes_and_not_of_their_counts() -> None:
     few, many = (of_paper("perceptron", count) for count in (16, 2048))
     unlimited = [replace(problem, seconds=1.0) for problem in (few, many)]
-    plans = [Greedy().allocate(problem).plans for problem in unlimited]
+    plans = [PrecisionRecovery().allocate(problem).plans for problem in unlimited]
     assert plans[0] == plans[1]
-    assert judged(many, few.uniform()).variance == pytest.approx(judged(few, few.uniform()).variance * 16 / 2048)
+    assert evaluate_plan(many, few.uniform()).variance == pytest.approx(
+        evaluate_plan(few, few.uniform()).variance * 16 / 2048
+    )

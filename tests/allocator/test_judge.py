@@ -9,7 +9,7 @@ import pytest
 
 import qsync_fx
 from qsync_fx import Plan, PlanError
-from qsync_fx.allocator import Judge, Problem, judged
+from qsync_fx.allocator import PlanEvaluator, Problem, evaluate_plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import anchored_bytes, most_bytes, step_memory
 from qsync_fx.predictor.memory.peak_memory import Anchor
@@ -37,7 +37,7 @@ def drawn(problem: Problem, seed: int) -> dict[str, dict[str, str]]:
 def test_it_says_what_replay_says(name: str) -> None:
     problem = fleet(name)
     plans = drawn(problem, 1)
-    found = judged(problem, plans)
+    found = evaluate_plan(problem, plans)
     known: dict[str, Profiled] = {name: Known(problem, name) for name in problem.classes}  # type: ignore[dict-item, misc]
     asked = {name: Plan(operators=plan) for name, plan in plans.items()}
     timeline = qsync_fx.replay(asked, known, cluster=problem.cluster)
@@ -56,23 +56,23 @@ def test_it_says_what_replay_says(name: str) -> None:
 
 def test_changes_and_changes_undone_are_as_a_new_judge() -> None:
     problem, draw = fleet("mlp"), random.Random(0)
-    judge = Judge(problem, drawn(problem, 2))
+    judge = PlanEvaluator(problem, drawn(problem, 2))
     choices = problem.classes["slow"].choices
     for _ in range(20):
         operator = draw.choice(list(choices))
         judge.set("slow", operator, draw.choice(choices[operator]))
         if draw.random() < 0.4:
             judge.undo()
-        assert judge.judged() == judged(problem, judge.plans)
+        assert judge.judged() == evaluate_plan(problem, judge.plans)
     other = drawn(problem, 3)
-    assert judge.become(other) == judged(problem, other)
+    assert judge.become(other) == evaluate_plan(problem, other)
     assert judge.plans == other
 
 
 def test_limits_are_kept_or_said_to_be_exceeded() -> None:
     problem = alone("mlp")
     plans = problem.uniform()
-    found = judged(problem, plans)
+    found = evaluate_plan(problem, plans)
     assert not found.exceeds(problem)
     peak = found.classes["device"].peak_bytes
     assert peak
@@ -83,8 +83,8 @@ def test_limits_are_kept_or_said_to_be_exceeded() -> None:
         classes={"device": replace(problem.classes["device"], memory=peak - 10)},
     )
     assert found.exceeds(tight) == {"seconds": pytest.approx(found.seconds / 2), "memory device": 10}
-    assert not Judge(tight, plans).fits()
-    assert Judge(replace(tight, seconds=None, classes=problem.classes), plans).fits()
+    assert not PlanEvaluator(tight, plans).fits()
+    assert PlanEvaluator(replace(tight, seconds=None, classes=problem.classes), plans).fits()
 
 
 def test_measured_peaks_correct_predicted_ones() -> None:
@@ -95,7 +95,9 @@ def test_measured_peaks_correct_predicted_ones() -> None:
     anchor = Anchor(states(part.graph, measured), 12345)
     corrected = replace(problem, classes={"device": replace(part, anchors=(anchor,))})
     for plan in (measured, near):
-        plain, found = (judged(asked, {"device": plan}).classes["device"].peak_bytes for asked in (problem, corrected))
+        plain, found = (
+            evaluate_plan(asked, {"device": plan}).classes["device"].peak_bytes for asked in (problem, corrected)
+        )
         now = states(part.graph, plan)
         by = anchored_bytes(now, [anchor], part.training) - step_memory(now, part.training).step_bytes
         assert by

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Cluster, OptionError, Profile
-from qsync_fx.allocator import Answer, Note, NoteKind, judged
+from qsync_fx.allocator import PlanNote, PlanNoteKind, PlanResult, evaluate_plan
 from qsync_fx.allocator.feasibility import MOST, slowed
 from qsync_fx.devices import get
-from qsync_fx.predictor.replayer.cluster import Device, Network
+from qsync_fx.predictor.replayer.cluster import ClusterDevice, Network
 from tests.support.planning.allocation_problems import drawn_sensitivity
 
-FLEET = Cluster({"fast": Device(batch=512), "slow": Device(slowdown=1.6, batch=512)}, Network(1e12, 1e-7))
+FLEET = Cluster({"fast": ClusterDevice(batch=512), "slow": ClusterDevice(slowdown=1.6, batch=512)}, Network(1e12, 1e-7))
 
 
 @functools.cache
@@ -45,12 +45,12 @@ def measured(spread: float) -> Profile:
     return replace(known, runs=runs)
 
 
-def found(profile: Profile, margin: float | None = None, **more: object) -> Answer:
+def found(profile: Profile, margin: float | None = None, **more: object) -> PlanResult:
     return qsync_fx.find_plan({"fast": profile, "slow": profile}, FLEET, margin=margin, **more)  # type: ignore[arg-type]
 
 
-def leaves(answer: Answer) -> dict[str, float]:
-    notes: list[Note] = [note for note in answer.notes if note.kind == NoteKind.LEAVES]
+def leaves(answer: PlanResult) -> dict[str, float]:
+    notes: list[PlanNote] = [note for note in answer.notes if note.kind == PlanNoteKind.LEAVES]
     return {note.device: note.numbers["share"] for note in notes}
 
 
@@ -61,15 +61,17 @@ def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> 
     assert leaves(all_of_it) == {}
     limit = answer.problem.seconds
     assert limit is not None
-    assert limit == all_of_it.problem.seconds == judged(answer.problem, answer.problem.uniform()).seconds
-    assert judged(slowed(answer.problem, {"slow": share}), answer.plans).seconds <= limit * (1 + 1e-9)
-    assert judged(slowed(answer.problem, {"slow": share}), all_of_it.plans).seconds > limit * (1 + 1e-9)
-    assert answer.judged == judged(answer.problem, answer.plans)
+    assert limit == all_of_it.problem.seconds == evaluate_plan(answer.problem, answer.problem.uniform()).seconds
+    assert evaluate_plan(slowed(answer.problem, {"slow": share}), answer.plans).seconds <= limit * (1 + 1e-9)
+    assert evaluate_plan(slowed(answer.problem, {"slow": share}), all_of_it.plans).seconds > limit * (1 + 1e-9)
+    assert answer.judged == evaluate_plan(answer.problem, answer.plans)
     assert answer.fits
     assert (
-        all_of_it.judged.variance < answer.judged.variance < judged(answer.problem, answer.problem.uniform()).variance
+        all_of_it.judged.variance
+        < answer.judged.variance
+        < evaluate_plan(answer.problem, answer.problem.uniform()).variance
     )
-    assert NoteKind.LEAVES in str(answer)
+    assert PlanNoteKind.LEAVES in str(answer)
 
 
 def test_nothing_is_left_that_nobody_asked_for() -> None:
@@ -83,7 +85,7 @@ def test_nothing_is_left_that_nobody_asked_for() -> None:
 
 def test_a_margin_that_no_plan_leaves_is_none() -> None:
     """Where the slow device is what all wait for as it is, uniform low precision is all that there is time for."""
-    slower = replace(FLEET, devices={**FLEET.devices, "slow": Device(slowdown=40.0, batch=512)})
+    slower = replace(FLEET, devices={**FLEET.devices, "slow": ClusterDevice(slowdown=40.0, batch=512)})
     profiles = {"fast": reckoned(), "slow": reckoned()}
     plain = qsync_fx.find_plan(profiles, slower)
     assert plain.problem.seconds is not None

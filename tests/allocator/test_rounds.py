@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import OptionError, Plan, PlanError, Profile, ProfileError
-from qsync_fx.allocator import Answer, NoteKind
-from qsync_fx.allocator.measure_and_replan import Rounds
+from qsync_fx.allocator import PlanNoteKind, PlanResult
+from qsync_fx.allocator.measure_and_replan import ReplanLoop
 from qsync_fx.devices import get
 from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.memory import SGD, step_memory
 from qsync_fx.profiler.measurement import corrected
-from qsync_fx.profiler.run_statistics import Measured, Run
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun
 from qsync_fx.timeline.device_profiles import training_of
 from tests.support import tiers
 from tests.support.models.small_models import Perceptron, build
@@ -40,11 +40,11 @@ def reckoned() -> Profile:
     return replace(found, sensitivity=drawn_sensitivity(found.graph))
 
 
-def solve(known: Mapping[str, Profile]) -> Answer:
+def solve(known: Mapping[str, Profile]) -> PlanResult:
     return qsync_fx.find_plan(known["t4"], objective="fastest", budget=float("inf"))
 
 
-def ran(profile: Profile, answer: Answer, factor: float, peak_bytes: int = 0) -> Profile:
+def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0) -> Profile:
     """Returns the profile as corrected by a run that took so many times what was foreseen, and held so many bytes where any."""
     mapper = CostMapper(profile.graph, profile.times(), answer.plan())
     step = mapper.schedule()
@@ -55,20 +55,20 @@ def ran(profile: Profile, answer: Answer, factor: float, peak_bytes: int = 0) ->
                 seconds[entry.operator][at] += entry.seconds
     names = mapper.states().names
     operators = [
-        Measured(op.id, *state, *(factor * part for part in seconds[op.id]))
+        MeasuredOperator(op.id, *state, *(factor * part for part in seconds[op.id]))
         for op, state in zip(profile.graph.operators, names, strict=True)
     ]
     whole = [sum(entry.seconds for entry in entries) for entries in (step.forward, step.backward)]
-    run = Run(
+    run = MeasuredRun(
         "run", [(factor * whole[0], factor * whole[1], step.optimizer)] * 3, peak_bytes or 1, operators, planned=True
     )
     return corrected(profile, replace(profile, runs=[run]))
 
 
-def rounds_with(*factors: float, limit: int = 3) -> Answer:
+def rounds_with(*factors: float, limit: int = 3) -> PlanResult:
     """Returns what is taken where the plans of the rounds take so many times what was foreseen."""
     profile, left = reckoned(), list(factors)
-    rounds = Rounds(solve({"t4": profile}), solve, limit)
+    rounds = ReplanLoop(solve({"t4": profile}), solve, limit)
     while rounds.more:
         after = ran(profile, rounds.answer, left.pop(0))
         rounds.learn({"t4": after}, {"t4": profile}, {"t4": after})
@@ -113,7 +113,7 @@ def test_where_nothing_agrees_the_best_that_ran_is_taken() -> None:
     measured = [trial.measured for (trial,) in answer.trials]
     assert answer.trials[answer.ran - 1][0].measured == min(measured)
     assert answer.judged.seconds == pytest.approx(min(measured), rel=0.02)
-    assert NoteKind.UNSETTLED in [note.kind for note in answer.notes]
+    assert PlanNoteKind.UNSETTLED in [note.kind for note in answer.notes]
 
 
 def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
@@ -121,11 +121,11 @@ def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
     profile = replace(reckoned(), optimizer_memory=SGD)
     limit = 110 * 10**6
 
-    def within(known: Mapping[str, Profile]) -> Answer:
+    def within(known: Mapping[str, Profile]) -> PlanResult:
         return qsync_fx.find_plan(known["t4"], objective="fastest", budget=float("inf"), memory=limit)
 
     first = within({"t4": profile})
-    rounds, more = Rounds(first, within, 3), 2 * (limit - (first.judged.classes["t4"].peak_bytes or 0))
+    rounds, more = ReplanLoop(first, within, 3), 2 * (limit - (first.judged.classes["t4"].peak_bytes or 0))
     while rounds.more:
         states_now = states(profile.graph, rounds.answer.plan())
         held = step_memory(states_now, training_of(profile, sends=False)).step_bytes

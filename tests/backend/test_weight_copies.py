@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import qsync_fx
 from qsync_fx.backend import weight_cache
-from qsync_fx.backend.weight_cache import Made, copies
+from qsync_fx.backend.weight_cache import CopySpec, copies
 from tests.support import tiers
 from tests.support.computing.weight_writes import Write
 
@@ -71,7 +71,7 @@ def test_steps_of_optimizers_are_counted(name: str) -> None:
     """What the option stands on."""
     torch.manual_seed(0)
     layer, seed = nn.Linear(24, 12, bias=False), torch.zeros([1], dtype=torch.int64)
-    how = Made(0, "int8", "nearest", ())
+    how = CopySpec(0, "int8", "nearest", ())
     (before,) = copies([(layer.weight, how)], seed)
     {**STEPS, "compiled": compiled_step}[name](layer)
     with warnings.catch_warnings():
@@ -83,7 +83,7 @@ def test_steps_of_optimizers_are_counted(name: str) -> None:
 def test_memory_that_comes_back_is_not_taken_for_what_lay_there() -> None:
     """A parameter that is given other memory twice, between two passes, would find itself where it was."""
     weight, seed = nn.Parameter(torch.ones(1000)), torch.zeros([1], dtype=torch.int64)
-    how = Made(0, "int8", "nearest", ())
+    how = CopySpec(0, "int8", "nearest", ())
     copies([(weight, how)], seed)
     for factor in range(2, 8):
         weight.data = weight.data * factor
@@ -93,7 +93,7 @@ def test_memory_that_comes_back_is_not_taken_for_what_lay_there() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (1,), (7,), (300, 2), (3, 5, 2, 2)])
 def test_weights_of_any_size_and_strides(shape: tuple[int, ...]) -> None:
-    seed, how = torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
+    seed, how = torch.zeros([1], dtype=torch.int64), CopySpec(0, "int8", "nearest", ())
     gapped = torch.randn(*shape, 2)[..., 0] if shape else torch.tensor(2.0)
     for held in (torch.randn(shape), torch.randn(shape).t() if len(shape) == 2 else torch.randn(shape), gapped):
         weight = nn.Parameter(held)
@@ -104,7 +104,7 @@ def test_weights_of_any_size_and_strides(shape: tuple[int, ...]) -> None:
 
 def test_numbers_that_are_none_are_the_same_as_before(recwarn: pytest.WarningsRecorder) -> None:
     weight, seed = nn.Parameter(torch.full((4, 4), float("nan"))), torch.zeros([1], dtype=torch.int64)
-    found = [copies([(weight, Made(0, "int8", "nearest", ()))], seed)[0][0] for _ in range(4)]
+    found = [copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)[0][0] for _ in range(4)]
     assert all(q is found[0] for q in found) and not recwarn.list
 
 
@@ -112,14 +112,18 @@ def test_tensors_without_values_are_quantized_and_not_kept() -> None:
     """DDP runs what is compiled of a bucket on them, to know what the next one gets."""
     with FakeTensorMode():
         weight, seed = nn.Parameter(torch.ones(4, 6)), torch.zeros([1], dtype=torch.int64)
-        ((q, scale),) = copies([(weight, Made(0, "int8", "nearest", ()))], seed)
+        ((q, scale),) = copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)
     assert isinstance(q, FakeTensor) and q.shape == (4, 6) and scale.shape == ()
     assert weight not in weight_cache._kept
 
 
 def test_what_is_recorded_for_a_cuda_graph_reads_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that was at hand would be replayed for good."""
-    weight, seed, how = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
+    weight, seed, how = (
+        nn.Parameter(torch.ones(4)),
+        torch.zeros([1], dtype=torch.int64),
+        CopySpec(0, "int8", "nearest", ()),
+    )
     before = copies([(weight, how)], seed)
     monkeypatch.setattr(weight_cache, "_queue", lambda device: None)
     assert copies([(weight, how)], seed)[0][0] is not before[0][0]
@@ -129,7 +133,11 @@ def test_what_is_recorded_for_a_cuda_graph_reads_no_copy(monkeypatch: pytest.Mon
 
 def test_queues_of_a_device_have_copies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another one has made it may not have made yet."""
-    weight, seed, how = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64), Made(0, "int8", "nearest", ())
+    weight, seed, how = (
+        nn.Parameter(torch.ones(4)),
+        torch.zeros([1], dtype=torch.int64),
+        CopySpec(0, "int8", "nearest", ()),
+    )
     found = []
     for queue in (1, 2, 1, 2):
         monkeypatch.setattr(weight_cache, "_queue", lambda device, queue=queue: queue)
@@ -139,7 +147,7 @@ def test_queues_of_a_device_have_copies_of_their_own(monkeypatch: pytest.MonkeyP
 
 def test_copies_go_with_their_weight() -> None:
     weight, seed = nn.Parameter(torch.ones(4)), torch.zeros([1], dtype=torch.int64)
-    ((q, _),) = copies([(weight, Made(0, "int8", "nearest", ()))], seed)
+    ((q, _),) = copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)
     gone = weakref.ref(q)
     del weight, q
     gc.collect()

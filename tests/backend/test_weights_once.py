@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
-from qsync_fx.backend.weight_cache import Made
+from qsync_fx.backend.weight_cache import CopySpec
 from tests.support import tiers
 from tests.support.computing.weight_writes import COUNTED, UNCOUNTED, Write
 
@@ -24,13 +24,13 @@ NEAREST = {"precision": "int8", "rounding": "nearest"}
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """The weights that were quantized outside of graphs."""
     found: list[Tensor] = []
-    quantize = Made.of
+    quantize = CopySpec.of
 
-    def watched(self: Made, weight: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(self: CopySpec, weight: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
         found.append(weight)
         return quantize(self, weight, seed)
 
-    monkeypatch.setattr(Made, "of", watched)
+    monkeypatch.setattr(CopySpec, "of", watched)
     yield found
     torch.compiler.reset()
 

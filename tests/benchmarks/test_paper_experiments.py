@@ -17,7 +17,7 @@ from benchmarks.paper.support import curves, devices, text, timelines as timelin
 from benchmarks.paper.support.kept import Kept
 from benchmarks.paper.support.pair import Pair
 from benchmarks.support.harness import write_json
-from qsync_fx.allocator import Judge
+from qsync_fx.allocator import PlanEvaluator
 from tests.support import experiment_tables, tiers
 from tests.support.distributed import pair_rank
 from tests.support.planning.allocation_problems import fleet
@@ -88,7 +88,7 @@ def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path) ->
 
 def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does() -> None:
     asked = fleet("mlp")
-    timelines = {name: Judge(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")}
+    timelines = {name: PlanEvaluator(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")}
     drawn = ElementTree.fromstring(timeline_picture.picture(timelines))
     bars = [bar for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if "class" in bar.attrib]
     scale = (timeline_picture.WIDE - timeline_picture.LEFT - timeline_picture.RIGHT) / max(

@@ -123,7 +123,9 @@ def test_a_wrong_option_is_told_before_the_model_is_made(
     from qsync_fx.backend.cuda import tuning
     from qsync_fx.backend.cuda.tuning import Environment
 
-    tuning.save_recording(Path("none.json"), tuning.Recording(Environment("A100", "1", "1", "1", "1", 1), "sm_80", {}))
+    tuning.save_recording(
+        Path("none.json"), tuning.TimingRecording(Environment("A100", "1", "1", "1", "1", 1), "sm_80", {})
+    )
     name = verb[:1] if verb[0] == "tune" else verb
     rest = verb[1:] if verb[0] == "tune" else []
     assert main([*name, "model_of_commands:loud", *rest, "--rounding", "up"]) == 2

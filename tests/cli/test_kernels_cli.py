@@ -76,8 +76,8 @@ def full(built: Path, empty: Path) -> Path:
     return empty
 
 
-def found(home: Path) -> list[kernel_cache.Entry]:
-    return [entry for entry in kernel_cache.entries(home / "kernels") if isinstance(entry, kernel_cache.Entry)]
+def found(home: Path) -> list[kernel_cache.CacheEntry]:
+    return [entry for entry in kernel_cache.entries(home / "kernels") if isinstance(entry, kernel_cache.CacheEntry)]
 
 
 def names(home: Path) -> set[str]:
@@ -95,7 +95,7 @@ def test_builds_what_a_model_needs_and_another_machine_finds_it(
     arguments = "build --arch sm_80 --model model_of_kernels_test:tiny --precision int8 --output carried".split()
     assert run(*arguments) == 0
     said = capsys.readouterr()
-    made = [entry for entry in kernel_cache.entries(Path("carried")) if isinstance(entry, kernel_cache.Entry)]
+    made = [entry for entry in kernel_cache.entries(Path("carried")) if isinstance(entry, kernel_cache.CacheEntry)]
     assert made
     # The product is too small for a kernel of its own; what quantizes its operands is needed nevertheless.
     assert {entry.manifest.name.split("_sm_80")[0] for entry in made} == {"quantize"}

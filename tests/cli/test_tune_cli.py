@@ -15,7 +15,7 @@ from qsync_fx.backend.cuda import tuning
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime import event_timer
 from qsync_fx.backend.cuda.selection.select import decide, known, way
-from qsync_fx.backend.cuda.tuning import Environment, Recording, problem_from
+from qsync_fx.backend.cuda.tuning import Environment, TimingRecording, problem_from
 from qsync_fx.cli import main
 
 HERE = Environment("NVIDIA A100", "570.86", "13.0", "2.13.0", "4.2.0", 1)
@@ -56,7 +56,7 @@ def names(problem: Problem) -> list[str]:
 def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
     """Returns the buckets of the model, as the command tells them."""
     empty = Path("empty.json")
-    tuning.save_recording(empty, Recording(HERE, "sm_80", {}))
+    tuning.save_recording(empty, TimingRecording(HERE, "sm_80", {}))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "empty.json", "--json") == 0
     return [problem_from(row["problem"], "here") for row in json.loads(capsys.readouterr().out)["skipped"]]
 
@@ -95,7 +95,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     timings: dict[Problem, dict[str, list[float]]] = {p: {"torch": [10e-6]} for p in found}
     third = names(LAYER)[2]
     timings[LAYER] |= {name: [9e-6] for name in names(LAYER)} | {third: [5e-6, 6e-6, 4e-6]}
-    tuning.save_recording(Path("a100.json"), Recording(HERE, "sm_80", timings))
+    tuning.save_recording(Path("a100.json"), TimingRecording(HERE, "sm_80", timings))
 
     tuned = "tunable:tiny", "--precision", "int8", "--recorded", "a100.json"
     assert run(*tuned, "--output", "table.json") == 0
@@ -120,7 +120,7 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
 
 def test_int8_that_loses_to_bf16_is_said_and_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timings = {p: {"torch": [10e-6 if p.a == "int8" else 1e-6]} for p in problems(capsys)}
-    tuning.save_recording(Path("t4.json"), Recording(HERE, "sm_80", timings))
+    tuning.save_recording(Path("t4.json"), TimingRecording(HERE, "sm_80", timings))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "t4.json", "--output", "table.json") == 0
     assert capsys.readouterr().out.count("no faster than bf16, so int8 is not used") == 2
     found = decide(LAYER, "sm_80", tuning.load_table(Path("table.json")))
@@ -128,7 +128,7 @@ def test_int8_that_loses_to_bf16_is_said_and_not_used(here: Path, capsys: pytest
 
 
 def test_a_model_without_products_has_nothing_to_tune(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tuning.save_recording(Path("empty.json"), Recording(HERE, "sm_80", {}))
+    tuning.save_recording(Path("empty.json"), TimingRecording(HERE, "sm_80", {}))
     assert run("tunable:plain", "--recorded", "empty.json") == 2
     assert "torch computes every product" in capsys.readouterr().err
 

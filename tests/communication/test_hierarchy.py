@@ -12,9 +12,9 @@ from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
 from qsync_fx.communication.codec_cost_model import coded, of_copy, uniform
-from qsync_fx.communication.hierarchical import Nodes
+from qsync_fx.communication.hierarchical import NodeGroups
 from qsync_fx.communication.point_to_point import HEADER
-from qsync_fx.distributed.compress_gradients import Asked, checked
+from qsync_fx.distributed.compress_gradients import CompressRequest, checked
 from qsync_fx.distributed.node_topology import grouped, in_a_row
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import between_nodes, nodes_noted
@@ -114,26 +114,26 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_between_what_its_codecs_go() -> None:
-    def asked(notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8") -> Asked:
+    def asked(notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8") -> CompressRequest:
         plan = ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs={"weight": codec} if codec else {})
         return checked(plan, None, None, False, hierarchical, None, fsdp=False)
 
     for size, row in ((1, False), (4, False), (4, True), (12, True)):
         assert nodes_noted(between_nodes(size, row)) == (size, row)
-    assert asked({}) == Asked({"weight": "qsgd8"})
-    assert asked(between_nodes(4)) == Asked({"weight": "qsgd8"}, True, 4)
-    assert asked(between_nodes(4, in_a_row=True)) == Asked({"weight": "qsgd8"}, 4, 4)
-    assert asked(between_nodes(4), 2) == Asked({"weight": "qsgd8"}, 2, 4)
-    assert asked(between_nodes(4), codec="") == Asked({}), "nothing is coded"
+    assert asked({}) == CompressRequest({"weight": "qsgd8"})
+    assert asked(between_nodes(4)) == CompressRequest({"weight": "qsgd8"}, True, 4)
+    assert asked(between_nodes(4, in_a_row=True)) == CompressRequest({"weight": "qsgd8"}, 4, 4)
+    assert asked(between_nodes(4), 2) == CompressRequest({"weight": "qsgd8"}, 2, 4)
+    assert asked(between_nodes(4), codec="") == CompressRequest({}), "nothing is coded"
     with pytest.warns(UserWarning, match="nodes of 4 ranks, and here all ranks send each other"):
-        assert asked(between_nodes(4), False) == Asked({"weight": "qsgd8"})
+        assert asked(between_nodes(4), False) == CompressRequest({"weight": "qsgd8"})
     with pytest.warns(UserWarning, match="nodes of 4 ranks, and here nodes have 1"):
         asked(between_nodes(4)).tell(None)
     with pytest.warns(UserWarning, match="nothing is compressed"):
-        asked({}, True).tell(Nodes(((0, 1),)))
+        asked({}, True).tell(NodeGroups(((0, 1),)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked(between_nodes(2)).tell(Nodes(((0, 1), (2, 3))))
+        asked(between_nodes(2)).tell(NodeGroups(((0, 1), (2, 3))))
         asked({}).tell(None)
 
 

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from qsync_fx import OptionError
-from qsync_fx.distributed.monitoring.drift import Drift, Hysteresis, Room, Seen, Stated, after_step, drift, stated, wins
+from qsync_fx.distributed.monitoring.drift import (
+    Drift,
+    Hysteresis,
+    Room,
+    Stated,
+    StepWindow,
+    after_step,
+    drift,
+    stated,
+    wins,
+)
 
 HOW = Hysteresis(tolerance=0.15, patience=8, cooldown=30)
 WITHIN = st.floats(1 / 1.15, 1.15)
@@ -17,12 +27,12 @@ ANY = st.floats(0.1, 10)
 
 def run(paces: list[float], how: Hysteresis = HOW, rooms: list[Room] | None = None) -> list[int]:
     """Returns the steps after which a rank that is alone would be planned for anew, with a cool-down after each."""
-    seen, decided = Seen(), []
+    seen, decided = StepWindow(), []
     for step, pace in enumerate(paces):
         seen = after_step(seen, pace, rooms[step] if rooms else None, how)
         if drift([stated(seen, how)], ["device"]) is not None:
             decided.append(step)
-            seen = Seen(resting=how.cooldown)
+            seen = StepWindow(resting=how.cooldown)
     return decided
 
 
@@ -92,7 +102,7 @@ def test_memory_that_is_back_counts_where_the_plan_was_made_for_less() -> None:
 
 
 def test_a_rank_that_has_seen_too_little_states_nothing() -> None:
-    assert stated(Seen((9.0,) * 7, (None,) * 7), HOW) == Stated()
+    assert stated(StepWindow((9.0,) * 7, (None,) * 7), HOW) == Stated()
     assert drift([Stated(), Stated(1.0)], ["a", "b"]) is None
     assert drift([Stated(), Stated(2.0, slower=True)], ["a", "b"]) == Drift({"b": 2.0}, slower=(1,))
 

@@ -16,9 +16,9 @@ from benchmarks.communication import links as made_links
 from qsync_fx import OptionError
 from qsync_fx.distributed.monitoring import link_probe as watched
 from qsync_fx.distributed.monitoring.drift import Hysteresis, link_drift
-from qsync_fx.distributed.monitoring.link_probe import Links, Probe
-from qsync_fx.distributed.replan import Cause, Change, Replanned
-from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from qsync_fx.distributed.monitoring.link_probe import LinkProbe, ProbedLinks
+from qsync_fx.distributed.replan import PlanChange, ReplanCause, ReplanReport
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from tests.support import tiers
 from tests.support.processes import ranks
 
@@ -52,38 +52,42 @@ def test_a_share_below_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("bandwidth", [1e6, 1.25e8, 1.25e9, 1e12])
 def test_what_is_measured_takes_time_for_its_bytes(bandwidth: float) -> None:
-    cluster = Cluster({"cpu": Device(4)}, Network(bandwidth, 1e-4))
-    probe = Probe.of(cluster)
+    cluster = Cluster({"cpu": ClusterDevice(4)}, Network(bandwidth, 1e-4))
+    probe = LinkProbe.of(cluster)
     assert probe.seconds == pytest.approx(cluster.all_reduce.seconds([float(probe.nbytes)], 4)[0])
     assert probe.seconds >= 0.01 or probe.nbytes == 2**26
-    assert Probe.noted(probe.notes()) == Probe(probe.nbytes, pytest.approx(probe.seconds, rel=1e-5))
-    assert Probe.of(Cluster({"cpu": Device(1)})).notes() == {}
-    assert Probe.noted({}) is None
+    assert LinkProbe.noted(probe.notes()) == LinkProbe(probe.nbytes, pytest.approx(probe.seconds, rel=1e-5))
+    assert LinkProbe.of(Cluster({"cpu": ClusterDevice(1)})).notes() == {}
+    assert LinkProbe.noted({}) is None
 
 
 def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
     monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats, device: next(taken))
-    ours = Links(Probe(2**20, 0.1).notes(), HOW)
+    ours = ProbedLinks(LinkProbe(2**20, 0.1).notes(), HOW)
     assert [ours.look() for _ in range(4)] == [None, None, None, pytest.approx(4.0)]
     ours.decided(4.0)
-    assert ours.probe == Probe(2**20, pytest.approx(0.4))
+    assert ours.probe == LinkProbe(2**20, pytest.approx(0.4))
     assert [ours.look() for _ in range(4)] == [None] * 4, "cooldown steps count for nothing, and nothing is measured"
     assert [ours.look() for _ in range(2)] == [None, None], "0.4 s are foreseen now"
     assert [ours.look() for _ in range(2)] == [None, pytest.approx(0.25)]
     ours.decided(20.0)
-    assert ours.probe == Probe(2**16, pytest.approx(0.5)), "8 s in place of 0.4 would hold training up"
+    assert ours.probe == LinkProbe(2**16, pytest.approx(0.5)), "8 s in place of 0.4 would hold training up"
     monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats, device: nbytes / 2**17)
     assert ours.table() == [(2**power, 2.0 ** (power - 17)) for power in (10, 12, 14, 16)]
-    assert Links({}, HOW).look() is None
+    assert ProbedLinks({}, HOW).look() is None
 
 
 def test_a_change_of_links_is_said_with_numbers() -> None:
-    decided = Replanned(
-        40, (Cause(-1, "", Change.LINKS, 0.02, 0.4),), None, None, "the best plan now is the one that is in force"
+    decided = ReplanReport(
+        40,
+        (ReplanCause(-1, "", PlanChange.LINKS, 0.02, 0.4),),
+        None,
+        None,
+        "the best plan now is the one that is in force",
     )
     assert "though an all-reduce takes 400 ms where 20 ms were foreseen (20.00 times)" in str(decided)
-    assert Replanned.from_dict(json.loads(json.dumps(decided.to_dict()))) == decided
+    assert ReplanReport.from_dict(json.loads(json.dumps(decided.to_dict()))) == decided
 
 
 @tiers.ALL
@@ -108,10 +112,10 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
         assert first[name] == second[name], name
     assert first["before"] == {}, "over 500 Mbit/s FP32 takes as long as a step may"
     # What was measured before training may have been off, which is a decision, too, and keeps the plan.
-    (decided,) = (found for one in first["replanned"] if (found := Replanned.from_dict(one)).after is not None)
+    (decided,) = (found for one in first["replanned"] if (found := ReplanReport.from_dict(one)).after is not None)
     assert decided.step > 10, "not before it has changed"
     (cause,) = decided.causes
-    assert cause.change is Change.LINKS
+    assert cause.change is PlanChange.LINKS
     assert cause.measured > 5 * cause.foreseen, "a twenty-fifth of the rate"
     assert decided.before and decided.after
     assert decided.after.seconds < 0.2 < decided.before.seconds

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, OptionError, Plan
-from qsync_fx.allocator.plan_result import Foreseen
+from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.distributed import average_by_batch, check_replicas, compress, guard
 from qsync_fx.distributed.consensus.rank_liveness import gone, identity
 from qsync_fx.distributed.consensus.rendezvous import Meeting, at_least, compiles_told, limit_of_group
@@ -137,7 +137,7 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
     assert plan.answer.problem.cluster.devices["cpu"].batch == 32
     slow = plan.survey.answer({"cpu": 3.0})
     assert slow.judged.seconds == pytest.approx(3 * under(plan.answer, plan.answer).seconds)
-    assert Foreseen.noted(plan.classes["cpu"].notes).computing == pytest.approx(
+    assert PredictedCost.noted(plan.classes["cpu"].notes).computing == pytest.approx(
         plan.answer.judged.classes["cpu"].computing
     )
     with pytest.raises(PlanError, match=r"0\.001 MB"):

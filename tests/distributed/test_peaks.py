@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from qsync_fx.allocator.plan_result import Foreseen
+from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.distributed.monitoring.memory_use import PeakCheck, free_bytes
 from qsync_fx.plan_switching import when_called
 from qsync_fx.profiler.timing.measured_memory import measured_peak
@@ -27,7 +27,7 @@ def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(64, SIZE)
     check = PeakCheck(fast, "rank 1 (t4)", lambda: [optimizer])
-    check.follow(Foreseen(peak=1e6, memory=memory))
+    check.follow(PredictedCost(peak=1e6, memory=memory))
     remove = when_called(fast, check.called)
 
     def step() -> None:
@@ -61,7 +61,7 @@ def test_nothing_is_measured_while_the_user_profiles() -> None:
     with profile(activities=[ProfilerActivity.CPU]):
         model = torch.compile(nn.Linear(4, 4), backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
         check = PeakCheck(model, "rank 0", list)
-        check.follow(Foreseen(memory=1.0))
+        check.follow(PredictedCost(memory=1.0))
         for _ in range(6):
             check.called()
             check.stepped()

@@ -9,7 +9,7 @@ import pytest
 
 from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.distributed import Replanning
-from qsync_fx.distributed.replan import Cause, Change, Costs, Replanned
+from qsync_fx.distributed.replan import PlanChange, ReplanCause, ReplanCosts, ReplanReport
 from tests.support import tiers
 from tests.support.processes import ranks
 
@@ -24,7 +24,7 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
     )
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     before = ClusterPlan.from_json(first.result["before"])
-    for case, change in (("slower", Change.SLOWER), ("memory", Change.TIGHT)):
+    for case, change in (("slower", PlanChange.SLOWER), ("memory", PlanChange.TIGHT)):
         ours, theirs = first.result[case], second.result[case]
         assert ours["replanned"] == theirs["replanned"], "all ranks are told the same"
         assert ours["weights"] == theirs["weights"], "to the last bit"
@@ -63,19 +63,19 @@ def test_a_plan_with_codecs_is_found_and_changed(tmp_path: Path) -> None:
         assert "does not know who sends gradients so" in first[name]["text"], name
 
 
-def switched(told: list[dict[str, Any]]) -> Replanned:
+def switched(told: list[dict[str, Any]]) -> ReplanReport:
     """Returns the one decision that put another plan in force."""
-    (found,) = (decided for one in told if (decided := Replanned.from_dict(one)).after is not None)
+    (found,) = (decided for one in told if (decided := ReplanReport.from_dict(one)).after is not None)
     return found
 
 
 def test_what_was_decided_is_said_with_numbers() -> None:
-    causes = (Cause(1, "t4", Change.SLOWER, 0.01, 0.03), Cause(2, "t4", Change.TIGHT, 4e9, 3e9))
+    causes = (ReplanCause(1, "t4", PlanChange.SLOWER, 0.01, 0.03), ReplanCause(2, "t4", PlanChange.TIGHT, 4e9, 3e9))
     before, after = (
-        Costs(0.05, 1.0, {"t4": {"fp32": 4}}),
-        Costs(0.03, 2.5, {"t4": {"int8": 3, "fp32": 1}}),
+        ReplanCosts(0.05, 1.0, {"t4": {"fp32": 4}}),
+        ReplanCosts(0.03, 2.5, {"t4": {"int8": 3, "fp32": 1}}),
     )
-    decided = Replanned(40, causes, before, after)
+    decided = ReplanReport(40, causes, before, after)
     assert str(decided).splitlines() == [
         "another plan is in force from step 41 on, since rank 1 (t4) computes 30 ms a step where 10 ms were foreseen (3.00 times); "
         "rank 2 (t4) has 3GB of memory for a step, and its plan takes 4GB",
@@ -83,10 +83,10 @@ def test_what_was_decided_is_said_with_numbers() -> None:
         "  after:  30 ms a step, variance 2.5; t4: 1 in fp32, 3 in int8",
         "  the model is compiled once for it, as it is called next",
     ]
-    assert Replanned.from_dict(decided.to_dict()) == decided
-    kept = Replanned(40, causes[:1], before, None, "the best plan now is the one that is in force")
+    assert ReplanReport.from_dict(decided.to_dict()) == decided
+    kept = ReplanReport(40, causes[:1], before, None, "the best plan now is the one that is in force")
     assert "the plan is kept after step 40, though rank 1 (t4) computes 30 ms" in str(kept)
-    assert Replanned.from_dict(kept.to_dict()) == kept
+    assert ReplanReport.from_dict(kept.to_dict()) == kept
 
 
 def test_a_plan_of_which_nothing_was_measured_is_refused() -> None:

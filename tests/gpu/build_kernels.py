@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch, KernelConfig
 from qsync_fx.backend.cuda.selection import candidates, candidates as ahead
@@ -35,7 +35,7 @@ class Over(BaseException):
     """The time is over. No Exception, so that nobody takes it for an error of a compiler."""
 
 
-def ordered(arch: Arch) -> list[Unit]:
+def ordered(arch: Arch) -> list[TranslationUnit]:
     """Returns all units of an architecture, what matters most first."""
     kinds: dict[tuple[object, ...], list[KernelConfig]] = defaultdict(list)
     for config in candidates.all_configs(arch):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import content_key
 from qsync_fx.backend.cuda.kernel_build.library import GemmArguments, Library
@@ -90,7 +90,7 @@ def configs(*operations: str) -> list[KernelConfig]:
     return list({config.a: config for config in reversed(found)}.values())
 
 
-def compiled(unit: Unit) -> bool:
+def compiled(unit: TranslationUnit) -> bool:
     """Whether a unit's library is kept, here or in a folder of kernels built ahead of time."""
     content = content_key(unit)
     return any(
@@ -98,7 +98,7 @@ def compiled(unit: Unit) -> bool:
     )
 
 
-def library(unit: Unit) -> Library:
+def library(unit: TranslationUnit) -> Library:
     """Returns a unit's library; skips the test where it would have to be compiled and must not be."""
     if not COMPILES and not compiled(unit):
         pytest.skip("its kernel was not compiled in the time given for that")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qsync_fx.backend.cuda import tuning
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
@@ -26,7 +26,7 @@ from qsync_fx.backend.cuda.runtime import device_state as known_devices
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection.candidates import of_problems
 from qsync_fx.backend.cuda.selection.select import known, way
-from qsync_fx.backend.cuda.tuning import Choice, Table
+from qsync_fx.backend.cuda.tuning import TunedChoice, TuningTable
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 from qsync_fx.diagnostics import explain
 
@@ -117,13 +117,13 @@ def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
         return problems_of(explain(build(name, torch.device("cpu")), CASES[name].inputs(), options=options))
 
 
-def units(arch: Arch) -> list[Unit]:
+def units(arch: Arch) -> list[TranslationUnit]:
     """Returns what the tests of models run, to be compiled before them."""
     formats = ("int8", "int8_grad", "fp8", "bf16", "fp16")
     return kernels_of([p for name in CASES for precision in formats for p in problems(name, precision, arch)], arch)
 
 
-def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[Unit]:
+def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[TranslationUnit]:
     """Returns the kernels that compute problems, under `kernels_win` and without, and the quantizers of their formats."""
     own = [kernel_registry.unit_of(config) for problem in asked for config in _first(problem, arch)]
     return list(dict.fromkeys([*own, *of_problems(asked, arch, every_candidate=False)]))
@@ -142,14 +142,14 @@ def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
     return found
 
 
-def winning(asked: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None) -> Table:
+def winning(asked: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None) -> TuningTable:
     """Returns a table in which the first kernel wins wherever there is one."""
     choices = {}
     for problem in asked:
         for config in _first(problem, arch):
             bucket = problem.bucket()
-            choices[bucket] = Choice(bucket, config.name, {"torch": 2.0, config.name: 1.0}, rounds=1)
-    return Table(environment or tuning.Environment("", "", "", "", "", 1), choices)
+            choices[bucket] = TunedChoice(bucket, config.name, {"torch": 2.0, config.name: 1.0}, rounds=1)
+    return TuningTable(environment or tuning.Environment("", "", "", "", "", 1), choices)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from qsync_fx.communication.codecs import Codec, codec_named, torch_kernels
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import Qsgd
-from qsync_fx.communication.codecs.truncation import Cast, Truncated
+from qsync_fx.communication.codecs.truncation import CastCodec, Truncated
 from tests.gpu import kit
 from tests.support.processes import ranks
 
@@ -54,7 +54,7 @@ def test_bytes_and_values_are_those_of_the_cpu(codec: Codec, how: str, monkeypat
         for name, x in values(n).items():
             draw = Draw(0x123456789ABCDEF, 77, 512 * n)
             # What a NaN carries differs between processors, where torch converts to 16 bits.
-            skipped = 1 if isinstance(codec, Cast) else 0
+            skipped = 1 if isinstance(codec, CastCodec) else 0
             both = coded(codec, x, draw)[skipped:], coded(codec, x.to(kit.DEVICE), draw)[skipped:]
             for wanted, made in zip(*both, strict=True):
                 torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name}, {n}")

@@ -23,7 +23,7 @@ from qsync_fx.backend.operators.attention import attend_by_products
 from qsync_fx.diagnostics import Explanation
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.cost_algebra import WORKS, Cost, Work, evaluated
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import casts
 from qsync_fx.ops import Kind
 from tests.support.models.zoo import CASES, loss_of, make
@@ -127,7 +127,7 @@ def test_casts_are_foreseen_where_operands_differ(precision: str) -> None:
 def foreseen(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
     notes = {op.id: op.note for op in graph.operators()}
     flow = graph.costing.flow
-    found = casts(flow, {site.node: State.of(notes[site.id]) for site in flow.sites if site.id in notes})
+    found = casts(flow, {site.node: OperandState.of(notes[site.id]) for site in flow.sites if site.id in notes})
     return Counter((str(cast.before), str(cast.after)) for cast in found if not cast.wanted)
 
 

@@ -14,7 +14,7 @@ from qsync_fx.backend.operators import lowerings
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops import row_for
 from qsync_fx.plan.operator_id import OpId
 from tests.support import tiers
@@ -133,6 +133,6 @@ def test_groups_take_scaled_formats_where_there_are_products_of_them(device: str
     for used, shape in zip((*given, node), (*shapes.values(), (3, 8)), strict=True):
         used.meta["val"] = torch.empty(shape, device=device)
     scaled = dataclasses.replace(row, scaled=(0, 1))
-    node_metadata.NOTE[node] = Note(OpId("experts", row.name, 0), row.kind, "", scaled)
+    node_metadata.NOTE[node] = OperatorInfo(OpId("experts", row.name, 0), row.kind, "", scaled)
     refused = lowerings()[row.name].refuses(node)
     assert refused == (None if device == "cpu" else "only the CPU has a product of groups for it")

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph import PrecisionGraph
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops import Kind
 from qsync_fx.passes.pass_base import GraphPass
 from tests.support import tiers
@@ -108,7 +108,7 @@ class Notes:
     """Collects what the pipeline has decided, once lowered."""
 
     def __init__(self) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[OperatorInfo] = []
         self.unknown: dict[str, int] = {}
         self.watch = GraphPass("watch", self._collect, after="lower")
 
@@ -116,7 +116,7 @@ class Notes:
         self.notes += [operator.note for operator in graph.operators()]
         self.unknown.update(graph.unknown)
 
-    def adjustable(self) -> list[Note]:
+    def adjustable(self) -> list[OperatorInfo]:
         return [note for note in self.notes if note.kind is Kind.ADJUSTABLE]
 
 

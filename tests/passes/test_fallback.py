@@ -24,7 +24,7 @@ def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def a_false_alarm(since: str, operator: str) -> verifier.Rule:
+def a_false_alarm(since: str, operator: str) -> verifier.VerifierRule:
     """A rule that one operator breaks, once the pass has run, whatever it does."""
 
     def check(graph: PrecisionGraph) -> Iterator[tuple[fx.Node | None, str]]:
@@ -32,7 +32,7 @@ def a_false_alarm(since: str, operator: str) -> verifier.Rule:
             if op.id.operator == operator:
                 yield op.node, "it does not"
 
-    return verifier.Rule("all is well", since, check)
+    return verifier.VerifierRule("all is well", since, check)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import qsync_fx
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection import select
 from qsync_fx.backend.cuda.selection.select import known, way
-from qsync_fx.backend.cuda.tuning import Choice, Environment, Table
+from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
 from qsync_fx.backend.operators import convolution_lowering
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
@@ -248,8 +248,8 @@ def test_what_was_measured_on_a_gpu_decides_there() -> None:
     assert not isinstance(kernels, str)
     name = kernels.configs[0].name
     for pays, fmt in ((True, "int8"), (False, "bf16")):
-        choice = Choice(problem.bucket(), name, {"torch": 2.0, name: 1.0}, faster_than_bf16=pays)
-        table = Table(Environment("", "", "", "", "", 1), {problem.bucket(): choice})
+        choice = TunedChoice(problem.bucket(), name, {"torch": 2.0, name: 1.0}, faster_than_bf16=pays)
+        table = TuningTable(Environment("", "", "", "", "", 1), {problem.bucket(): choice})
         with assumed("sm_80", table, on="cpu"):
             layer = qsync_fx.explain(model, x, options=options).operators[0]
         assert str(layer.precision) == fmt

@@ -16,7 +16,7 @@ import qsync_fx
 from qsync_fx import ClusterPlan, Options, Plan
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.plan import cluster_plan
-from qsync_fx.plan.cluster_plan import AtHand
+from qsync_fx.plan.cluster_plan import LocalPlan
 from qsync_fx.plan.plan_loading import read_plan
 from tests.support.planning.plan_samples import plans, texts
 
@@ -149,31 +149,31 @@ def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("plan", "process", "expected"),
     [
-        (PLAN, AtHand(None, None, "Tesla T4"), "t4"),
-        (PLAN, AtHand(0, 2, "Tesla V100-SXM2-16GB"), "v100"),
-        (PLAN.for_ranks(["t4", "v100"]), AtHand(0, 2, "Tesla V100-SXM2-16GB"), "t4"),
-        (PLAN.for_ranks(["t4", "v100"]), AtHand(0, 3, "Tesla V100-SXM2-16GB"), "v100"),
-        (ClusterPlan({"slow": T4, "fast": V100}, {"slow": "Tesla T4"}), AtHand(None, None, "Tesla T4"), "slow"),
-        (ClusterPlan({"slow": T4}), AtHand(5, 9, "NVIDIA H100 80GB HBM3"), "slow"),
+        (PLAN, LocalPlan(None, None, "Tesla T4"), "t4"),
+        (PLAN, LocalPlan(0, 2, "Tesla V100-SXM2-16GB"), "v100"),
+        (PLAN.for_ranks(["t4", "v100"]), LocalPlan(0, 2, "Tesla V100-SXM2-16GB"), "t4"),
+        (PLAN.for_ranks(["t4", "v100"]), LocalPlan(0, 3, "Tesla V100-SXM2-16GB"), "v100"),
+        (ClusterPlan({"slow": T4, "fast": V100}, {"slow": "Tesla T4"}), LocalPlan(None, None, "Tesla T4"), "slow"),
+        (ClusterPlan({"slow": T4}), LocalPlan(5, 9, "NVIDIA H100 80GB HBM3"), "slow"),
     ],
 )
-def test_which_part(plan: ClusterPlan, process: AtHand, expected: str) -> None:
+def test_which_part(plan: ClusterPlan, process: LocalPlan, expected: str) -> None:
     assert plan.for_process(process).notes["device class"] == expected
 
 
 @pytest.mark.parametrize(
     ("plan", "process", "where"),
     [
-        (PLAN, AtHand(None, None, "cpu"), "no rank of several; the plan has no table of ranks; the device at hand is 'cpu'"),
-        (PLAN.for_ranks(["t4"]), AtHand(0, 2, "NVIDIA A100-SXM4-40GB"), "rank 0 of 2; the plan's table is for 1 ranks"),
+        (PLAN, LocalPlan(None, None, "cpu"), "no rank of several; the plan has no table of ranks; the device at hand is 'cpu'"),
+        (PLAN.for_ranks(["t4"]), LocalPlan(0, 2, "NVIDIA A100-SXM4-40GB"), "rank 0 of 2; the plan's table is for 1 ranks"),
         (
             ClusterPlan({"a": T4, "b": V100}, {"a": "T4", "b": "Tesla"}),
-            AtHand(None, None, "Tesla T4"),
+            LocalPlan(None, None, "Tesla T4"),
             "a and b are both called so",
         ),
     ],
 )  # fmt: skip
-def test_a_part_that_cannot_be_told(plan: ClusterPlan, process: AtHand, where: str) -> None:
+def test_a_part_that_cannot_be_told(plan: ClusterPlan, process: LocalPlan, where: str) -> None:
     with pytest.raises(PlanError, match="which part of the plan is this rank's cannot be told") as caught:
         plan.for_process(process)
     assert where in (caught.value.where or "")

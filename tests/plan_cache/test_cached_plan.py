@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx import OptionError, PlanWarning, Profile, ProfileError
 from qsync_fx.backend.operators.gemm import cpu_kernels
-from qsync_fx.plan_cache import KEPT, KeptPlan
+from qsync_fx.plan_cache import KEPT, CachedPlan
 from tests.support import tiers
 from tests.support.planning.measured_layer import Counted, layer, quick
 
@@ -132,7 +132,7 @@ def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
     path = profile().save()
     kept = KEPT.load(path.with_suffix(".plan.json"))
     answer = qsync_fx.find_plan(profile(), objective="fastest", budget="bf16")
-    assert isinstance(kept, KeptPlan) and kept.operators == answer.plans["cpu"] and kept.within == "bf16"
+    assert isinstance(kept, CachedPlan) and kept.operators == answer.plans["cpu"] and kept.within == "bf16"
     assert kept.seconds == answer.judged.seconds <= kept.uniform_seconds
     assert Profile.load(path) == profile()
     assert Profile.load(path).fingerprint == profile().fingerprint is not None

@@ -7,24 +7,24 @@ import math
 import pytest
 
 from qsync_fx.profiler.timing.attribution import attribute
-from qsync_fx.profiler.timing.inductor_lines import Computed, Files, Kernel
+from qsync_fx.profiler.timing.inductor_lines import Files, InductorKernel, KernelOutput
 
 FILE, OTHER = "forward.py", "backward.py"
 
 
-def node(owner: str | None, nbytes: int = 8, quantizes: tuple[str, str, int] | None = None) -> Computed:
-    return Computed(owner, "aten.op.default", nbytes, quantizes)
+def node(owner: str | None, nbytes: int = 8, quantizes: tuple[str, str, int] | None = None) -> KernelOutput:
+    return KernelOutput(owner, "aten.op.default", nbytes, quantizes)
 
 
-def library(*nodes: Computed) -> Kernel:
-    return Kernel("extern_kernels.mm", True, nodes)
+def library(*nodes: KernelOutput) -> InductorKernel:
+    return InductorKernel("extern_kernels.mm", True, nodes)
 
 
-def fused(*nodes: Computed) -> Kernel:
-    return Kernel("cpp_fused_0", False, nodes)
+def fused(*nodes: KernelOutput) -> InductorKernel:
+    return InductorKernel("cpp_fused_0", False, nodes)
 
 
-def files(lines: dict[int, Kernel], backward: dict[int, Kernel] | None = None) -> Files:
+def files(lines: dict[int, InductorKernel], backward: dict[int, InductorKernel] | None = None) -> Files:
     return {FILE: lines, OTHER: backward or {}}
 
 

@@ -15,7 +15,7 @@ from qsync_fx import Plan, Profile
 from qsync_fx.errors import OptionError, ProfileError
 from qsync_fx.predictor.memory import LossMemory
 from qsync_fx.profiler.measurement import corrected, measure
-from qsync_fx.profiler.run_statistics import Run
+from qsync_fx.profiler.run_statistics import MeasuredRun
 from qsync_fx.profiler.samples import SAMPLES
 from tests.support.models.small_models import Perceptron, build
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
@@ -152,6 +152,6 @@ def test_the_whole_step_of_a_mixed_plan_is_an_anchor() -> None:
     mixed = Plan(operators={"layers.0/linear": "bf16", "layers.3/linear": "fp32", "head/linear": "int8"})
     assert "int8" not in before.graph.formats
     after = measure(model, Counted(), [batch], plan=mixed, profile=before, **how)
-    own: Run = after.runs[-1]
+    own: MeasuredRun = after.runs[-1]
     assert after.interpolated(mixed) == []
     assert qsync_fx.replay(mixed, after).seconds == pytest.approx(own.forward + own.backward)

@@ -8,15 +8,15 @@ import pytest
 
 from qsync_fx.profiler.links.joint_steps import planned_seconds
 from qsync_fx.profiler.measurement import Left, costs, sending_costs, sensitivity_costs
-from qsync_fx.profiler.observed_step import Observed, observed
-from qsync_fx.profiler.timing.step_timers import Training, clock_for
+from qsync_fx.profiler.observed_step import ObservedStep, observed
+from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 
 
 @pytest.fixture(scope="module")
-def seen() -> Observed:
+def seen() -> ObservedStep:
     model = layer()
-    return observed(model, Training(Counted(), BATCH, None, model.zero_grad, clock_for(1)), {})
+    return observed(model, TrainingStep(Counted(), BATCH, None, model.zero_grad, clock_for(1)), {})
 
 
 def _seconds(words: str) -> float:
@@ -24,7 +24,7 @@ def _seconds(words: str) -> float:
     return float(number) * {"s": 1, "minutes": 60, "hours": 3600}[unit]
 
 
-def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: Observed) -> None:
+def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: ObservedStep) -> None:
     text = costs(seen, 6, 7)
     assert text.startswith("measuring Linear under 6 plans: 6 compilations and 144 steps, about ")
     found = re.search(r"about (.+) where torch's caches hold what is compiled, (.+) where not$", text)
@@ -34,7 +34,7 @@ def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: Observed)
     assert "minutes" not in sensitivity_costs(seen, "exact", 2)
 
 
-def test_steps_of_ranks_that_train_together_are_counted(seen: Observed) -> None:
+def test_steps_of_ranks_that_train_together_are_counted(seen: ObservedStep) -> None:
     assert sending_costs(seen, 1) == ""
     assert sending_costs(seen, 2).startswith("; then steps of all 2 ranks together under 2 plans, about ")
     assert 15 < planned_seconds(0.001) < 25
@@ -53,7 +53,7 @@ def test_ranks_that_are_up_are_told_what_steps_together_take(
     assert "ranks together" not in capsys.readouterr().err
 
 
-def test_what_is_left_follows_from_what_parts_took(seen: Observed) -> None:
+def test_what_is_left_follows_from_what_parts_took(seen: ObservedStep) -> None:
     left = Left(seen, plans=3, rounds=2)
     left.compiled.append(20.0)
     assert left.seconds == pytest.approx(40.0, abs=1), "as much for each as for the first"

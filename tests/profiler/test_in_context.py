@@ -10,33 +10,33 @@ import pytest
 from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import precision
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.model.model_file import StoredGraph
 from qsync_fx.predictor.times import Seconds, Times
 from qsync_fx.profiler.profile import Model, Profile
-from qsync_fx.profiler.profiled_times import InContext
-from qsync_fx.profiler.run_statistics import Measured, Quantized, Run
+from qsync_fx.profiler.profiled_times import ProfiledTimes
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
 from qsync_fx.profiler.timing.attribution import fitted
 
 BF16, FP32, INT8 = "bf16", "fp32", "int8"
 
 
-def state(computes: str, gives: str | None = None) -> State:
-    return State(precision(computes), precision(gives or computes))
+def state(computes: str, gives: str | None = None) -> OperandState:
+    return OperandState(precision(computes), precision(gives or computes))
 
 
-def run(label: str, *operators: tuple[str, str, float], planned: bool = False, outside: float = 0.0) -> Run:
+def run(label: str, *operators: tuple[str, str, float], planned: bool = False, outside: float = 0.0) -> MeasuredRun:
     measured = [
-        Measured(f"{at}/linear", computes, gives, seconds, 2 * seconds)
+        MeasuredOperator(f"{at}/linear", computes, gives, seconds, 2 * seconds)
         for at, (computes, gives, seconds) in enumerate(operators)
     ]
     inside = sum(seconds for *_, seconds in operators)
-    return Run(label, [(inside + outside, 2 * inside + 2 * outside, 0.25)], 0, measured, planned=planned)
+    return MeasuredRun(label, [(inside + outside, 2 * inside + 2 * outside, 0.25)], 0, measured, planned=planned)
 
 
-def times(*runs: Run) -> InContext:
+def times(*runs: MeasuredRun) -> ProfiledTimes:
     empty = StoredGraph("cpu", [], [], [], [], [], [], [], [], 0)
-    return InContext(Profile(this_machine(), Model("Net", "0" * 16, 1), empty, [FP32, BF16], list(runs), "SGD"))
+    return ProfiledTimes(Profile(this_machine(), Model("Net", "0" * 16, 1), empty, [FP32, BF16], list(runs), "SGD"))
 
 
 WIDE = run("fp32", (FP32, FP32, 1.0), (FP32, FP32, 2.0), (FP32, FP32, 3.0), outside=0.1)

@@ -13,7 +13,7 @@ from torch._inductor.utils import fresh_cache
 
 from qsync_fx.backend.inductor import inductor_config
 from qsync_fx.profiler.timing import inductor_lines
-from qsync_fx.profiler.timing.inductor_lines import Watched, watching
+from qsync_fx.profiler.timing.inductor_lines import WatchedLowering, watching
 from tests.support.planning.measured_layer import BATCH, layer
 
 
@@ -23,7 +23,7 @@ def caches() -> Iterator[None]:
         yield
 
 
-def compiled(files: Watched) -> dict[str, int]:
+def compiled(files: WatchedLowering) -> dict[str, int]:
     """Compiles a layer and trains it for a step, as a new process would; returns what torch's caches of graphs had of it."""
     torch._dynamo.reset()
     counters.clear()
@@ -74,13 +74,13 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text("pass")
     inductor_lines._beside(str(wrapper), "a layer").mkdir()
-    inductor_lines.keep(str(wrapper), "a layer", {1: inductor_lines.Kernel("extern_kernels.mm", True, ())})
+    inductor_lines.keep(str(wrapper), "a layer", {1: inductor_lines.InductorKernel("extern_kernels.mm", True, ())})
     assert inductor_lines.lines_of(str(wrapper), "a layer") is None
 
 
 def test_what_nobody_watches_is_found_in_caches_too(caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled no graph is ever found."""
-    assert compiled(Watched())["miss"] == 2
-    assert compiled(Watched()) == {"hit": 2, "miss": 0, "bypass": 0}
+    assert compiled(WatchedLowering())["miss"] == 2
+    assert compiled(WatchedLowering()) == {"hit": 2, "miss": 0, "bypass": 0}
     monkeypatch.setattr(inductor_config, "_revision", lambda: "of another version")
-    assert compiled(Watched()) == {"hit": 0, "miss": 2, "bypass": 0}
+    assert compiled(WatchedLowering()) == {"hit": 0, "miss": 2, "bypass": 0}

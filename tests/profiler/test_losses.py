@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qsync_fx.predictor.memory import LossMemory
 from qsync_fx.profiler.observed_step import observed
 from qsync_fx.profiler.timing.measured_memory import loss_in_step, loss_memory
-from qsync_fx.profiler.timing.step_timers import Training, clock_for
+from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for
 
 ROWS, CLASSES = 64, 512
 SIZE = 4 * ROWS * CLASSES
@@ -62,7 +62,7 @@ BATCH = torch.ones(ROWS, 8)
 def found(step: Callable[[Any, Any], Tensor]) -> LossMemory | None:
     model = Named()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    seen = observed(model, Training(step, BATCH, None, model.zero_grad, clock_for(1)), {})
+    seen = observed(model, TrainingStep(step, BATCH, None, model.zero_grad, clock_for(1)), {})
     assert "forward" not in vars(model) and all(torch.equal(state[name], v) for name, v in model.state_dict().items())
     return seen.loss
 

@@ -18,11 +18,11 @@ from qsync_fx.devices.machine import this_machine
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-from qsync_fx.predictor.memory import SGD, LossMemory, Training, most_bytes, peak_bytes
+from qsync_fx.predictor.memory import SGD, LossMemory, TrainingMemory, most_bytes, peak_bytes
 from qsync_fx.predictor.model import build_model_graph
 from qsync_fx.predictor.model.model_file import StoredGraph, stored
 from qsync_fx.profiler.profile import PROFILE, CodecSpeed, Collective, Model, Profile
-from qsync_fx.profiler.run_statistics import Measured, Quantized, Run
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
 
 
 @functools.cache
@@ -33,13 +33,13 @@ def stored_graph() -> StoredGraph:
 
 def taken() -> Profile:
     runs = [
-        Run(
+        MeasuredRun(
             name,
             steps=[(0.011 * scale, 0.019 * scale, 0.004)] * 3,
             peak_bytes=4096,
             operators=[
-                Measured("fc/linear", name, name, 0.008 * scale, 0.015 * scale),
-                Measured("relu/relu", name, name, 0.002 * scale, 0.002 * scale),
+                MeasuredOperator("fc/linear", name, name, 0.008 * scale, 0.015 * scale),
+                MeasuredOperator("relu/relu", name, name, 0.002 * scale, 0.002 * scale),
             ],
             quantized=[Quantized("fc/linear", name, "int8", 4096, False, 1e-5)],
         )
@@ -101,11 +101,11 @@ def test_peaks_of_replays_and_plans_are_those_of_the_loss_that_a_profile_knows(l
     profile = replace(taken(), optimizer_memory=SGD, loss_memory=loss)
     plan = qsync_fx.Plan.uniform("fp32")
     (found,) = qsync_fx.replay(plan, profile).peak_bytes.values()
-    assert found == peak_bytes(states(profile.graph, plan), Training(SGD, loss=loss))
+    assert found == peak_bytes(states(profile.graph, plan), TrainingMemory(SGD, loss=loss))
     chosen = qsync_fx.find_plan(profile, objective="fastest", budget=1e9, memory=1e9)
     (figures,) = chosen.judged.classes.values()
     (asked,) = chosen.plans.values()
-    assert figures.peak_bytes == most_bytes(states(profile.graph, asked), Training(SGD, loss=loss))
+    assert figures.peak_bytes == most_bytes(states(profile.graph, asked), TrainingMemory(SGD, loss=loss))
 
 
 def test_a_loaded_profile_is_replayed_without_the_model(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from qsync_fx.profiler.timing.attribution import attribute
 from qsync_fx.profiler.timing.inductor_lines import watching
-from qsync_fx.profiler.timing.step_timers import StepSeconds, Training, timing_kernels
+from qsync_fx.profiler.timing.step_timers import StepSeconds, TrainingStep, timing_kernels
 from qsync_fx.profiler.timing.step_validation import compiling
 
 WRAPPER = """
@@ -100,14 +100,14 @@ def test_a_step_of_inductor_is_shared_out_among_its_operators() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 8))
-    training = Training(
+    training = TrainingStep(
         lambda model, x: model(x).square().mean(), torch.randn(512, 256), None, model.zero_grad, time.perf_counter
     )
     with compiling() as compile_under, watching() as files:
         compiled = compile_under(model, {"precision": "bf16"}, training)
         whole = training.run(compiled)
         with timing_kernels(files, Processor()) as queued, torch.autograd.set_multithreading_enabled(False):
-            Training(training.step, training.batch, None, training.zero, queued.clock).run(compiled, queued)
+            TrainingStep(training.step, training.batch, None, training.zero, queued.clock).run(compiled, queued)
     found = attribute(queued.seconds(whole), files)
     assert {"0", "1", "2", "3"} <= {name.split(".")[0].split("/")[0] for name in found.operators} or len(
         found.operators

@@ -8,14 +8,14 @@ import statistics
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from qsync_fx.profiler.run_statistics import Measured, Run, levelled
+from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, levelled
 
 
-def run(label: str, seconds: float, longer: list[float]) -> Run:
+def run(label: str, seconds: float, longer: list[float]) -> MeasuredRun:
     """A run whose steps took so many times as long as they would undisturbed, and its operator two thirds of the typical one."""
     steps = [(0.25 * seconds * factor, 0.75 * seconds * factor, 0.1 * seconds * factor) for factor in longer]
     typical = statistics.median(longer) * seconds
-    return Run(label, steps, 0, [Measured("fc/linear", "fp32", "fp32", typical / 6, typical / 2)])
+    return MeasuredRun(label, steps, 0, [MeasuredOperator("fc/linear", "fp32", "fp32", typical / 6, typical / 2)])
 
 
 def test_one_plan_that_was_disturbed_more_than_others_is_put_as_if_it_had_been_as_they_were() -> None:

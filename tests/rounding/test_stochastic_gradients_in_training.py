@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx.errors import PassError
 from qsync_fx.graph import node_metadata
-from qsync_fx.rounding import BACKWARD, GRADIENTS, RESULT, Streams
+from qsync_fx.rounding import BACKWARD, GRADIENTS, RESULT, RandomStreams
 from tests.support import tiers
 from tests.support.models.small_models import (
     Convolutional,
@@ -180,7 +180,7 @@ def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
 
 
 def test_a_graph_that_runs_out_of_streams_is_told() -> None:
-    streams = Streams(4, 6)
+    streams = RandomStreams(4, 6)
     assert [streams.take(), streams.take()] == [4, 5]
     with pytest.raises(OverflowError, match="streams"):
         streams.take()

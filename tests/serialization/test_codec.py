@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from qsync_fx.backend.cuda.kernel_build.library import MANIFEST, Manifest, Resources
-from qsync_fx.backend.cuda.tuning import RECORDING, TABLE, Choice, choice_as_json, problem_as_json
+from qsync_fx.backend.cuda.tuning import RECORDING, TABLE, TunedChoice, choice_as_json, problem_as_json
 from qsync_fx.errors import QSyncError
 from qsync_fx.plan import Plan
 from qsync_fx.plan.plan_file import PLAN
@@ -146,7 +146,7 @@ def test_the_first_of_many_wrong_values_ends_the_reading() -> None:
     assert peak < 400 * len(many)
 
 
-CHOICE = Choice(INT8, "torch", {"torch": 0.5}, {"other": "why"}, True)
+CHOICE = TunedChoice(INT8, "torch", {"torch": 0.5}, {"other": "why"}, True)
 MADE = Manifest("0" * 64, "1" * 64, "small", "sm_90a", "2" * 64, 1, "", Resources(1, 2, 3, 4), "", 1.5, 2.5, "nvcc")
 FILES: dict[str, tuple[Schema[Any], Any]] = {
     "plan": (PLAN, json.loads(Plan("int8", [("a", "bf16")], {"b/linear": "fp32"}, {"by": "me"}).to_json())),
@@ -157,7 +157,7 @@ FILES: dict[str, tuple[Schema[Any], Any]] = {
             "format": "qsync tuning table",
             "version": 1,
             "environment": vars(HERE),
-            "choices": [choice_as_json(CHOICE), choice_as_json(Choice(CONV, "torch", {"torch": 2.0}))],
+            "choices": [choice_as_json(CHOICE), choice_as_json(TunedChoice(CONV, "torch", {"torch": 2.0}))],
         },
     ),
     "recording": (

@@ -17,8 +17,8 @@ from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.replayer.cluster import Buckets, Compression, Device, Network
-from qsync_fx.predictor.replayer.cluster_step import Bucket, beside_computing, travel
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Compression, Network
+from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, beside_computing, travel
 from qsync_fx.predictor.times import Parameter, Times
 from qsync_fx.profiler.links.link_measurement import coding_speeds
 from qsync_fx.profiler.profile import CodecSpeed
@@ -44,7 +44,7 @@ RATES = Rates("given", {"fp32": Rate(1e9, 2e9), "qsgd8": Rate(2e9, 4e9), "qsgd4"
 
 
 def cluster(bandwidth: float, count: int = 4) -> Cluster:
-    return Cluster({"all": Device(count)}, Network(bandwidth, 1e-5), Buckets(1, 1))
+    return Cluster({"all": ClusterDevice(count)}, Network(bandwidth, 1e-5), Buckets(1, 1))
 
 
 def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
@@ -69,14 +69,14 @@ def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
 )
 def test_what_codes_computes_later_whatever_travels_meanwhile(busy: float, coding: float | None, taken: float) -> None:
     how = coded([Parameter("a", 10_000)], {"a": "qsgd8"}, 2, RATES)
-    buckets = [Bucket(("a",), 40_000, how.nbytes, how), Bucket(("b",), 4_000, 4_000)]
+    buckets = [SimulatedBucket(("a",), 40_000, how.nbytes, how), SimulatedBucket(("b",), 4_000, 4_000)]
     for slowdown in (1.0, 2.0):
-        fleet = Cluster({"all": Device(2, slowdown=slowdown)}, Network(1e8, 1e-5, busy=busy, coding=coding))
+        fleet = Cluster({"all": ClusterDevice(2, slowdown=slowdown)}, Network(1e8, 1e-5, busy=busy, coding=coding))
         seconds = travel(fleet, buckets)
         first, plain = beside_computing(fleet, buckets, seconds)
         assert first == pytest.approx(busy * (float(seconds[0]) - how.seconds) + taken * how.seconds / slowdown)
         assert plain == pytest.approx(busy * float(seconds[1]))
-    alone = Cluster({"all": Device(1)})
+    alone = Cluster({"all": ClusterDevice(1)})
     assert beside_computing(alone, buckets, [1.0, 1.0]) == [0.0, 0.0]
 
 
@@ -88,7 +88,7 @@ def test_a_large_bucket_travels_while_it_is_coded() -> None:
         for bandwidth in (1e7, 1e13):
             fleet = cluster(bandwidth, ranks)
             alone = float(fleet.exchange.seconds([found.nbytes], ranks, found.phases)[0])
-            (seconds,) = travel(fleet, [Bucket(("a",), 4 * numel, found.nbytes, found)])
+            (seconds,) = travel(fleet, [SimulatedBucket(("a",), 4 * numel, found.nbytes, found)])
             longer, shorter = sorted((alone, found.seconds), reverse=True)
             assert seconds == pytest.approx(longer + shorter / cuts)
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_replayed_is_told() -> None:
 
 def test_rates_that_were_measured_are_taken_and_slowed_with_the_device() -> None:
     speeds = [CodecSpeed("qsgd8", 3e9, 5e9), CodecSpeed("fp32", 1e9, 2e9)]
-    slow = Cluster({"all": Device(4, slowdown=2.0)}, Network(1e6, 1e-5), Buckets(1, 1))
+    slow = Cluster({"all": ClusterDevice(4, slowdown=2.0)}, Network(1e6, 1e-5), Buckets(1, 1))
     for fleet, times in ((cluster(1e6), 1.0), (slow, 2.0)):
         found = rates(fleet, {"all": Known(MLP.graph, MLP.drawn, speeds)})
         assert found.source == "measured on all"

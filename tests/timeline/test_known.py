@@ -15,8 +15,8 @@ from qsync_fx import Cluster, Plan, Profile, ProfileError
 from qsync_fx.devices.machine import this_machine
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM
-from qsync_fx.predictor.replayer.cluster import Device, Network
-from qsync_fx.timeline.device_profiles import known_devices
+from qsync_fx.predictor.replayer.cluster import ClusterDevice, Network
+from qsync_fx.timeline.device_profiles import load_device_profiles
 
 FORMATS = ("fp32", "fp16")
 LINKS = "[network]\nbandwidth = 1e9\nlatency = 3e-5\n"
@@ -76,7 +76,7 @@ def test_a_device_of_which_there_is_no_profile_has_the_optimizer_and_the_loss_of
     here: Profile, tmp_path: Path
 ) -> None:
     cluster = fleet(tmp_path, "[devices.here]", "[devices.named]\ndevice = 'epyc-9004'")
-    _, known = known_devices({"here": here}, cluster)
+    _, known = load_device_profiles({"here": here}, cluster)
     named = known["named"]
     assert isinstance(named, DeviceTimes)
     assert (named.optimizer_memory, named.loss_memory) == (MOMENTUM, here.loss_memory)
@@ -86,7 +86,7 @@ def test_a_device_of_which_there_is_no_profile_has_the_optimizer_and_the_loss_of
     assert timeline.peak_bytes["here"] == timeline.peak_bytes["named"] > 0
     takes = {name: alone.computed for name, alone in timeline.played.devices.items()}
     assert takes["named"] == pytest.approx(takes["here"])
-    _, known = known_devices({"here": replace(here, optimizer="")}, cluster)
+    _, known = load_device_profiles({"here": replace(here, optimizer="")}, cluster)
     assert isinstance(found := known["named"], DeviceTimes) and found.optimizer() == 0
 
 
@@ -117,7 +117,7 @@ def test_a_file_of_another_machine_is_not_taken_for_one_of_this(here: Profile, t
     assert qsync_fx.replay(plan, {"there": other}).seconds == seconds
     assert qsync_fx.replay(plan, other, cluster=fleet(tmp_path, "[devices.there]")).seconds == seconds
     assert qsync_fx.replay(plan, Profile.load(other, any_machine=True)).seconds == seconds
-    assert known_devices(other, None)[1].keys() == {"cpu"}, "find_plan looks for a plan ahead of time"
+    assert load_device_profiles(other, None)[1].keys() == {"cpu"}, "find_plan looks for a plan ahead of time"
 
 
 def test_what_is_reckoned_is_taken_for_no_measurement(t4: Profile, tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_what_is_reckoned_is_taken_for_no_measurement(t4: Profile, tmp_path: Pat
 def test_a_batch_that_no_tensor_of_the_profiles_model_has_is_told(
     t4: Profile, batch: int | None, told: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
-    found = Cluster({"slow": Device(count=2, batch=batch)}, Network(bandwidth=1e9))
-    known_devices({"slow": t4}, found)
+    found = Cluster({"slow": ClusterDevice(count=2, batch=batch)}, Network(bandwidth=1e9))
+    load_device_profiles({"slow": t4}, found)
     said = [str(one.message) for one in recwarn if "cluster says batch" in str(one.message)]
     assert bool(said) == told, "512 is a size of it, though not the first: nothing tells which size is the batch"
     assert all(text.startswith("devices.slow: the cluster says batch = 32, and no tensor of the") for text in said)

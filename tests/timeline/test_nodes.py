@@ -13,9 +13,9 @@ from qsync_fx import Cluster
 from qsync_fx.communication.codec_cost_model import Rate, Rates, by_bucket, coded, of_copy, uniform
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.point_to_point import HEADER
-from qsync_fx.predictor.replayer.cluster import Buckets, Device, Network, Nodes
-from qsync_fx.predictor.replayer.cluster_step import Bucket, played, sent, travel
-from qsync_fx.predictor.replayer.collectives import Levels, Link, Measured
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network, NodeGroup
+from qsync_fx.predictor.replayer.cluster_step import SimulatedBucket, sent, simulate, travel
+from qsync_fx.predictor.replayer.collectives import CollectiveLink, Levels, MeasuredCollectives
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.timeline.codec_costs import paying
 
@@ -25,18 +25,18 @@ SPEEDS = st.floats(1e3, 1e12)
 LATENCIES = st.floats(0, 1e-2)
 
 
-def cluster(nodes: Nodes, ranks: int = 8, bandwidth: float = 1e8) -> Cluster:
-    return Cluster({"all": Device(ranks)}, Network(bandwidth, 1e-5), Buckets(1, 1), nodes=nodes)
+def cluster(nodes: NodeGroup, ranks: int = 8, bandwidth: float = 1e8) -> Cluster:
+    return Cluster({"all": ClusterDevice(ranks)}, Network(bandwidth, 1e-5), Buckets(1, 1), nodes=nodes)
 
 
 @given(sizes=SIZES, ranks=st.integers(1, 64), across=SPEEDS, inside=SPEEDS, latency=LATENCIES, phases=st.integers(1, 2))
 def test_nodes_of_one_rank_are_the_ring(
     sizes: list[float], ranks: int, across: float, inside: float, latency: float, phases: int
 ) -> None:
-    flat = Link(across, latency)
-    levels = Levels(flat, Link(inside, latency), 1)
+    flat = CollectiveLink(across, latency)
+    levels = Levels(flat, CollectiveLink(inside, latency), 1)
     assert np.array_equal(levels.seconds(sizes, ranks, phases), flat.seconds(sizes, ranks, phases))
-    table = Measured(((1e3, 1e-4), (1e6, 1e-2)), 4)
+    table = MeasuredCollectives(((1e3, 1e-4), (1e6, 1e-2)), 4)
     assert np.array_equal(Levels(table, flat, 1).seconds(sizes, ranks), table.seconds(sizes, ranks))
 
 
@@ -44,8 +44,8 @@ def test_nodes_of_one_rank_are_the_ring(
 def test_where_nothing_takes_time_inside_nodes_are_the_ranks_of_a_ring(
     sizes: list[float], nodes: int, size: int, across: float, latency: float
 ) -> None:
-    flat = Link(across, latency)
-    levels = Levels(flat, Link(math.inf), size)
+    flat = CollectiveLink(across, latency)
+    levels = Levels(flat, CollectiveLink(math.inf), size)
     for phases in (1, 2):
         assert np.array_equal(levels.seconds(sizes, nodes * size, phases), flat.seconds(sizes, nodes, phases))
 
@@ -59,15 +59,15 @@ def test_two_levels_take_what_their_messages_do(
     part = nbytes / size
     within = 2 * (size - 1) * part / inside + latency
     between = size * 2 * (nodes - 1) * (part / nodes) / across + 1e-5 if nodes > 1 else 0.0
-    found = Levels(Link(across, 1e-5), Link(inside, latency), size).seconds([nbytes], nodes * size)
+    found = Levels(CollectiveLink(across, 1e-5), CollectiveLink(inside, latency), size).seconds([nbytes], nodes * size)
     assert found[0] == pytest.approx(within + between)
 
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_what_ddp_sends_itself_goes_around_a_ring_or_in_two_levels(ring: bool) -> None:
-    bucket = Bucket(("w",), 4_000_000, 4e6)
+    bucket = SimulatedBucket(("w",), 4_000_000, 4e6)
     for ranks, size in ((8, 4), (8, 2), (4, 4)):
-        fleet, several = cluster(Nodes(size, 1e9, 1e-6, ring), ranks), ranks > size
+        fleet, several = cluster(NodeGroup(size, 1e9, 1e-6, ring), ranks), ranks > size
         (seconds,) = travel(fleet, [bucket])
         across, inside = sent(fleet, bucket)
         nodes = ranks // size
@@ -79,8 +79,8 @@ def test_what_ddp_sends_itself_goes_around_a_ring_or_in_two_levels(ring: bool) -
             assert across == pytest.approx(2 * (nodes - 1) / nodes * 4e6)
             assert inside == pytest.approx(2 * (size - 1) / size * 4e6)
             assert seconds == pytest.approx(inside / 1e9 + 1e-6 + (across / 1e8 + 1e-5) * several)
-        flat = cluster(Nodes(ring=ring), ranks)
-        assert flat.all_reduce == Link(1e8, 1e-5)
+        flat = cluster(NodeGroup(ring=ring), ranks)
+        assert flat.all_reduce == CollectiveLink(1e8, 1e-5)
         assert sent(flat, bucket) == (pytest.approx(2 * (ranks - 1) / ranks * 4e6), 0)
 
 
@@ -96,8 +96,8 @@ def test_a_bucket_is_coded_between_nodes_and_goes_in_fp32_inside(ranks: int, siz
     seconds = (40_000 * (encoded / 2e9 + decoded / 4e9) + 4_000 * (encoded / 1e9 + decoded / 2e9)) / size
     copying = 44_000 * ((1 + 1 / size) / 1e9 + (2 - 1 / size) / 2e9) if size > 1 else 0
     assert (found.seconds, found.inside_seconds) == (pytest.approx(seconds), pytest.approx(copying))
-    fleet = cluster(Nodes(size, 1e9 if size > 1 else None, 1e-6), ranks)
-    bucket = Bucket(("a", "b"), 44_000, found.nbytes, found)
+    fleet = cluster(NodeGroup(size, 1e9 if size > 1 else None, 1e-6), ranks)
+    bucket = SimulatedBucket(("a", "b"), 44_000, found.nbytes, found)
     across, inside = sent(fleet, bucket)
     taken = found.coding
     taken += inside / 1e9 + 1e-6 if size > 1 else 0
@@ -111,8 +111,8 @@ def test_a_large_bucket_travels_between_nodes_while_it_is_coded_and_inside_befor
         found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES, size=size)
         assert found.stretches == cuts
         for bandwidth in (1e7, 1e13):
-            fleet = cluster(Nodes(size, 1e9, 1e-6), ranks, bandwidth)
-            bucket = Bucket(("a",), 4 * numel, found.nbytes, found)
+            fleet = cluster(NodeGroup(size, 1e9, 1e-6), ranks, bandwidth)
+            bucket = SimulatedBucket(("a",), 4 * numel, found.nbytes, found)
             across, inside = sent(fleet, bucket)
             between = across / bandwidth + 1e-5 * found.phases / 2
             longer, shorter = sorted((between, found.seconds), reverse=True)
@@ -126,16 +126,16 @@ def test_links_inside_nodes_let_codecs_pay_less() -> None:
     entries = (Entry("linear", Part.BACKWARD, 1e-3),)
     schedules = {"all": Schedule((), entries, 0.0, parameters, {"first": 0, "second": 0})}
     rates, limits = of_copy(1e9, "given"), []
-    for nodes in (Nodes(), Nodes(4, 1e15)):
+    for nodes in (NodeGroup(), NodeGroup(4, 1e15)):
         fleet = cluster(nodes, 16, 1e4)
         without, (one,) = paying(schedules, fleet, ["qsgd8"], rates)
         assert one.seconds < without.seconds
         how = by_bucket(schedules, fleet, uniform(parameters, "qsgd8"), rates)
-        assert float(played(schedules, fleet, how).step.seconds) == one.seconds
+        assert float(simulate(schedules, fleet, how).step.seconds) == one.seconds
         raw, count = 4 * 300_100, 16 // nodes.ranks
         assert without.sent == pytest.approx(2 * (count - 1) / count * raw)
         assert without.inside == pytest.approx(1.5 * raw if nodes.ranks > 1 else 0)
         assert one.inside == pytest.approx(without.inside, rel=0.01)
         limits.append(one.until)
     assert limits[1] is not None and limits[0] is not None and limits[1] < limits[0]
-    assert replace(fleet, nodes=Nodes()) == cluster(Nodes(), 16, 1e4)
+    assert replace(fleet, nodes=NodeGroup()) == cluster(NodeGroup(), 16, 1e4)

@@ -13,7 +13,7 @@ from qsync_fx import Cluster, Plan, PlanError, ProfileError, Timeline
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import CostMapper
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
-from qsync_fx.predictor.replayer.cluster import Buckets, Device, Network
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network
 from qsync_fx.predictor.times import Times
 from qsync_fx.profiler.profile import CodecSpeed, Collective
 from tests.support.planning.predicted_models import DrawnTimes, graph_of
@@ -33,7 +33,9 @@ class Known:
 
 
 MLP = Known(graph_of("mlp"), DrawnTimes())
-FLEET = Cluster({"fast": Device(count=2, batch=4), "slow": Device(slowdown=3.0, batch=4)}, Network(1e6, 1e-5))
+FLEET = Cluster(
+    {"fast": ClusterDevice(count=2, batch=4), "slow": ClusterDevice(slowdown=3.0, batch=4)}, Network(1e6, 1e-5)
+)
 
 
 def test_one_device() -> None:
@@ -138,7 +140,7 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
     assert timeline.seconds > 2 * alone.seconds > 0
     assert timeline.waiting["here"] > 0
     with pytest.raises(ProfileError, match="nothing says which model 'there' trains"):
-        qsync_fx.replay(Plan.uniform("fp16"), {}, cluster=Cluster({"there": Device(device="t4")}))
+        qsync_fx.replay(Plan.uniform("fp16"), {}, cluster=Cluster({"there": ClusterDevice(device="t4")}))
     with pytest.raises(ProfileError, match="the model was explained for cpu"):
         qsync_fx.replay(Plan.uniform("fp32"), {"here": MLP}, cluster=path)
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Compression, Device, Network
-from qsync_fx.predictor.replayer.cluster_step import played
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Compression, Network
+from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.timeline.timeline import Timeline
 
@@ -38,14 +38,14 @@ def schedule(seconds: float, seed: int = 0) -> Schedule:
 
 FAST, SLOW = schedule(1e-3), schedule(2e-3, seed=1)
 CLUSTER = Cluster(
-    {"fast": Device(count=3, batch=32, memory=1e9), "slow": Device(batch=16, delay=1e-4)},
+    {"fast": ClusterDevice(count=3, batch=32, memory=1e9), "slow": ClusterDevice(batch=16, delay=1e-4)},
     Network(bandwidth=1e9, latency=1e-5),
     Buckets(2**20, 2**21),
 )
 
 
 def timeline(schedules: Mapping[str, Schedule] | None = None, cluster: Cluster = CLUSTER, **more: Any) -> Timeline:
-    return Timeline(played(schedules or {"fast": FAST, "slow": SLOW}, cluster, **more))
+    return Timeline(simulate(schedules or {"fast": FAST, "slow": SLOW}, cluster, **more))
 
 
 def test_a_notebook_shows_one_line() -> None:
@@ -53,7 +53,7 @@ def test_a_notebook_shows_one_line() -> None:
 
 
 def test_one_device_does_what_its_schedule_says() -> None:
-    alone = timeline({"here": FAST}, Cluster({"here": Device()}))
+    alone = timeline({"here": FAST}, Cluster({"here": ClusterDevice()}))
     assert alone.seconds == pytest.approx(FAST.seconds)
     assert alone.waiting == alone.sending == {"here": 0}
     assert alone.throughput is None
@@ -91,7 +91,7 @@ def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float 
 
 def test_what_sends_computes_later() -> None:
     """Where a device spends all of the time that buckets travel on them, it is as if nothing travelled beside computing."""
-    one = {"here": Device(count=2)}
+    one = {"here": ClusterDevice(count=2)}
     steps = {
         busy: timeline({"here": SLOW}, Cluster(one, Network(1e9, 1e-5, busy=busy), CLUSTER.buckets)).seconds
         for busy in (0.0, 0.5, 1.0)
@@ -103,14 +103,16 @@ def test_what_sends_computes_later() -> None:
 
 
 def test_gradients_are_copied_into_buckets_and_out_of_them() -> None:
-    devices = {"fast": Device(count=3), "slow": Device(slowdown=2.0, copies=1e-10)}
-    without = timeline(cluster=Cluster(devices | {"slow": Device(slowdown=2.0)}, CLUSTER.network, CLUSTER.buckets))
+    devices = {"fast": ClusterDevice(count=3), "slow": ClusterDevice(slowdown=2.0, copies=1e-10)}
+    without = timeline(
+        cluster=Cluster(devices | {"slow": ClusterDevice(slowdown=2.0)}, CLUSTER.network, CLUSTER.buckets)
+    )
     fleet = timeline(cluster=Cluster(devices, CLUSTER.network, CLUSTER.buckets))
     nbytes = sum(bucket.nbytes for bucket in fleet.played.buckets)
     # The last bucket is ready once all are copied, and nothing is sent meanwhile that the slow device would wait for.
     assert fleet.seconds - without.seconds == pytest.approx(2 * 2 * nbytes * 1e-10, rel=1e-6)
     assert fleet.played.after("fast") == FAST.optimizer
-    alone = Cluster({"here": Device(copies=1e-10)})
+    alone = Cluster({"here": ClusterDevice(copies=1e-10)})
     assert timeline({"here": SLOW}, alone).seconds == pytest.approx(SLOW.seconds)
 
 
@@ -137,10 +139,10 @@ def test_compression_sends_less_and_takes_time() -> None:
 
 
 def test_a_straggler_and_a_slow_host() -> None:
-    devices = {"here": Device(slowdown=1.5)}
+    devices = {"here": ClusterDevice(slowdown=1.5)}
     assert timeline({"here": FAST}, Cluster(devices)).seconds == pytest.approx(1.5 * FAST.seconds)
     entries = len(FAST.forward) + len(FAST.backward)
-    bound = timeline({"here": FAST}, Cluster({"here": Device(launch=1.0)}))
+    bound = timeline({"here": FAST}, Cluster({"here": ClusterDevice(launch=1.0)}))
     assert bound.seconds == pytest.approx(entries + FAST.backward[-1].seconds + FAST.optimizer)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import jobs, jobs as budget, kernel_cache
 from qsync_fx.backend.cuda.kernel_build.jobs import Todo, compile_units
-from qsync_fx.backend.cuda.kernel_build.kernel_cache import Entry, content_key, tools_key
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import CacheEntry, content_key, tools_key
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.toolchain import toolchain
 from qsync_fx.errors import KernelError, RefusedKernelError, ToolchainError
@@ -23,13 +23,13 @@ from qsync_fx.errors import KernelError, RefusedKernelError, ToolchainError
 class Built:
     """What became of units: a library, or the reason why there is none."""
 
-    libraries: dict[Unit, Path]
-    failures: dict[Unit, KernelError]
+    libraries: dict[TranslationUnit, Path]
+    failures: dict[TranslationUnit, KernelError]
 
 
 def build(
-    units: Sequence[Unit], *, progress: bool = True, jobs: int | None = None, folder: Path | None = None
-) -> dict[Unit, Path]:
+    units: Sequence[TranslationUnit], *, progress: bool = True, jobs: int | None = None, folder: Path | None = None
+) -> dict[TranslationUnit, Path]:
     """Returns the library of each unit, and compiles those that are not in the cache.
 
     Args:
@@ -48,7 +48,7 @@ def build(
 
 
 def attempt(
-    units: Sequence[Unit],
+    units: Sequence[TranslationUnit],
     *,
     progress: bool = True,
     jobs: int | None = None,
@@ -67,7 +67,7 @@ def attempt(
 
 
 def _attempt(
-    contents: dict[Unit, str], progress: bool, jobs: int | None, folder: Path | None, compiling: bool
+    contents: dict[TranslationUnit, str], progress: bool, jobs: int | None, folder: Path | None, compiling: bool
 ) -> Built:
     built = Built({}, {})
     elsewhere = [] if folder else kernel_cache.ahead_of_time()
@@ -98,7 +98,9 @@ def _attempt(
     return built
 
 
-def _kept(built: Built, missing: dict[Unit, str], arch: Arch | None, templates: bool, place: Path) -> list[Todo]:
+def _kept(
+    built: Built, missing: dict[TranslationUnit, str], arch: Arch | None, templates: bool, place: Path
+) -> list[Todo]:
     """Takes from the cache what the tools that compile for `arch`, or for all but sm_70, have made; returns what they are to make."""
     try:
         tools = toolchain(arch, templates)
@@ -119,7 +121,7 @@ def _kept(built: Built, missing: dict[Unit, str], arch: Arch | None, templates: 
     ]
 
 
-def _take(built: Built, unit: Unit, found: Entry | KernelError) -> None:
+def _take(built: Built, unit: TranslationUnit, found: CacheEntry | KernelError) -> None:
     """Notes what is in the cache for a unit, or the error why there is nothing."""
     if isinstance(found, KernelError):
         built.failures[unit] = found

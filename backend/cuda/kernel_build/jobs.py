@@ -39,9 +39,9 @@ from filelock import FileLock, Timeout
 
 from qsync_fx import environment
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, sass
-from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES, Entry
+from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES, CacheEntry
 from qsync_fx.backend.cuda.kernel_build.library import Manifest, shared_memory
 from qsync_fx.backend.cuda.kernel_config import FORWARD
 from qsync_fx.backend.cuda.toolchain import Toolchain, dotted, library_folders
@@ -56,7 +56,7 @@ LIGHT: Final = 1_300_000_000
 """Bytes that nvcc takes for a unit, heavy or not; measured with nvcc 13.0."""
 
 
-def need(unit: Unit) -> int:
+def need(unit: TranslationUnit) -> int:
     """Returns how many bytes of memory compiling a unit takes."""
     return HEAVY if unit.heavy else LIGHT
 
@@ -131,7 +131,7 @@ FLAGS: Final = (
 _SHOWN_LINES: Final = 15
 
 
-def command(unit: Unit, tools: Toolchain) -> list[str]:
+def command(unit: TranslationUnit, tools: Toolchain) -> list[str]:
     """Returns the command that compiles NAME.cu in the current folder to NAME.so; raises `KernelError` for what NVRTC does not take."""
     if tools.toolkit:
         if unit.interface != "gemm":
@@ -170,7 +170,7 @@ def _runtime(compiler: Path) -> list[str]:
     return ["-cudart", "shared"]
 
 
-def start(unit: Unit, work: Path, tools: Toolchain) -> subprocess.Popen[bytes]:
+def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Popen[bytes]:
     """Starts nvcc on a unit in the folder `work`, where its output goes to the file `log`; raises `KernelError` where that fails."""
     if not re.fullmatch(r"[A-Za-z0-9_]{1,200}", unit.name):
         raise KernelError("this name of a unit makes no file name", where=unit.name, do="use letters, digits and _")
@@ -195,7 +195,7 @@ def start(unit: Unit, work: Path, tools: Toolchain) -> subprocess.Popen[bytes]:
         ) from error
 
 
-def failure(unit: Unit, work: Path, status: int, tools: Toolchain, kept: Path) -> ToolchainError:
+def failure(unit: TranslationUnit, work: Path, status: int, tools: Toolchain, kept: Path) -> ToolchainError:
     """Returns the error for a compiler that has ended with `status`; source and output move from `work` to the folder `kept`."""
     report = (work / "log").read_text(encoding="utf-8", errors="replace")
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ _LONG: Final = 5.0
 """Seconds that one waits for another process before it is said, and then again twelve times as long."""
 
 
-class Waiting:
+class WaitNotice:
     """Says that a process waits for what others compile, which looks like one that hangs; all ranks say it, each for itself."""
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class Waiting:
         )
 
 
-class Watcher(Protocol):
+class BuildWatcher(Protocol):
     """What is told how far a build is."""
 
     def __call__(self, done: int, running: Sequence[str]) -> None:
@@ -266,7 +266,7 @@ class Watcher(Protocol):
 
 
 @contextlib.contextmanager
-def watch(total: int, wanted: bool) -> Iterator[Watcher]:
+def watch(total: int, wanted: bool) -> Iterator[BuildWatcher]:
     """Yields what to tell while `total` units are compiled."""
     if not wanted or environment.launcher_number("RANK"):
         yield lambda done, running: None
@@ -327,7 +327,7 @@ class _Lines:
 class Todo:
     """A unit that is not in the cache, its keys, and what compiles it."""
 
-    unit: Unit
+    unit: TranslationUnit
     content: str
     tools: Toolchain
     key: str
@@ -344,12 +344,16 @@ class _Job:
     since: float = 0.0
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> TranslationUnit:
         return self.given.unit
 
 
 def compile_units(
-    todo: Sequence[Todo], place: Path, jobs: int, progress: bool, ended: Callable[[Unit, Entry | KernelError], None]
+    todo: Sequence[Todo],
+    place: Path,
+    jobs: int,
+    progress: bool,
+    ended: Callable[[TranslationUnit, CacheEntry | KernelError], None],
 ) -> None:
     """Compiles units side by side, as memory allows, the heavy ones first, into the cache at `place`.
 
@@ -364,7 +368,7 @@ def compile_units(
     ]
     running: list[_Job] = []
     memory = available_memory() // processes()
-    say = Waiting()
+    say = WaitNotice()
     with watch(len(todo), progress) as tell, _cleared(running):
         while waiting or running:
             free = available_memory()
@@ -445,7 +449,7 @@ def _acquired(lock: FileLock, place: Path) -> bool:
     return True
 
 
-def _stored(job: _Job, place: Path) -> Entry:
+def _stored(job: _Job, place: Path) -> CacheEntry:
     """Returns the entry of what nvcc has made, after looking at it; raises `ToolchainError` where it failed."""
     assert job.work is not None and job.process is not None
     tools = job.given.tools

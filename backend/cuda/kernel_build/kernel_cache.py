@@ -34,7 +34,7 @@ from typing import Final
 from filelock import FileLock
 
 from qsync_fx import environment
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import library, library as manifests
 from qsync_fx.backend.cuda.kernel_build.library import Manifest
 from qsync_fx.backend.cuda.toolchain import Headers, Toolchain
@@ -48,7 +48,7 @@ NVCC_VARIABLES: Final = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 """Environment variables that nvcc reads flags from."""
 
 
-def content_key(unit: Unit) -> str:
+def content_key(unit: TranslationUnit) -> str:
     """Returns 64 hexadecimal digits of everything that decides what a unit's library computes."""
     return _digest(
         {
@@ -137,7 +137,7 @@ _STALE: Final = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A library in a folder. `library` is there unless the manifest says why it was refused."""
 
     folder: Path
@@ -200,7 +200,7 @@ def _open_to_others(folder: Path) -> KernelError:
     )
 
 
-def find(folder: Path, content: str, tools: str | None) -> Entry | None:
+def find(folder: Path, content: str, tools: str | None) -> CacheEntry | None:
     """Returns the entry of this key in a folder; with `tools` None, the newest one that was not refused."""
     if tools is not None:
         return usable(folder / content / tools, content, tools)
@@ -211,15 +211,15 @@ def find(folder: Path, content: str, tools: str | None) -> Entry | None:
     return None
 
 
-def read(folder: Path) -> Entry | None:
+def read(folder: Path) -> CacheEntry | None:
     """Returns the entry in a folder if it is whole."""
     return usable(folder, folder.parent.name, folder.name)
 
 
-def usable(folder: Path, content: str, tools: str) -> Entry | None:
+def usable(folder: Path, content: str, tools: str) -> CacheEntry | None:
     """Returns the entry in a folder if it is whole and of this key."""
     try:
-        entry = Entry(folder, manifests.read(folder / manifests.FILE))
+        entry = CacheEntry(folder, manifests.read(folder / manifests.FILE))
         if (entry.manifest.content, entry.manifest.tools) != (content, tools):
             return None
         if not entry.manifest.refused:
@@ -255,7 +255,7 @@ def workplace(folder: Path) -> Path:
     return path
 
 
-def store(folder: Path, work: Path, manifest: Manifest) -> Entry:
+def store(folder: Path, work: Path, manifest: Manifest) -> CacheEntry:
     """Makes an entry of what is in the folder `work`, in place of a damaged one if there is. The caller holds the lock."""
     path = folder / manifest.content / manifest.tools
     try:
@@ -270,7 +270,7 @@ def store(folder: Path, work: Path, manifest: Manifest) -> Entry:
             where=str(path),
             do="check that the disk has space, or set QSYNC_CACHE_DIR to a folder on another one",
         ) from error
-    return Entry(path, manifest)
+    return CacheEntry(path, manifest)
 
 
 def discard(path: Path, folder: Path) -> None:
@@ -291,7 +291,7 @@ def sweep(folder: Path) -> None:
                 shutil.rmtree(path)
 
 
-def entries(folder: Path) -> Iterator[Entry | Path]:
+def entries(folder: Path) -> Iterator[CacheEntry | Path]:
     """Yields the entries of a folder, oldest key first; for one that `find` would not return, its path."""
     if not folder.is_dir():
         return
@@ -305,7 +305,7 @@ def clear(folder: Path, older_than: float = 0.0) -> tuple[int, int]:
     count = size = 0
     for found in list(entries(folder)):
         path = found if isinstance(found, Path) else found.folder
-        if isinstance(found, Entry) and time.time() - found.manifest.created < older_than:
+        if isinstance(found, CacheEntry) and time.time() - found.manifest.created < older_than:
             continue
         count += 1
         size += sum(file.lstat().st_size for file in path.rglob("*"))

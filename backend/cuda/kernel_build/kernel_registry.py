@@ -11,24 +11,24 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.errors import KernelError, QSyncError, RefusedKernelError, ToolchainError
 
 _lock: Final = threading.Lock()
-_had: Final[dict[Unit, Library | QSyncError]] = {}
-_refused: Final[set[Unit]] = set()
+_had: Final[dict[TranslationUnit, Library | QSyncError]] = {}
+_refused: Final[set[TranslationUnit]] = set()
 _prepared = False
 
 
-def unit_of(config: KernelConfig) -> Unit:
+def unit_of(config: KernelConfig) -> TranslationUnit:
     """Returns what is compiled for a configuration."""
     return _source(config)
 
 
 @functools.lru_cache(maxsize=1024)
-def _source(config: KernelConfig) -> Unit:
+def _source(config: KernelConfig) -> TranslationUnit:
     if config.operation == "gemm":
         from qsync_fx.backend.cuda import codegen
 
@@ -39,20 +39,20 @@ def _source(config: KernelConfig) -> Unit:
 
 
 @functools.lru_cache(maxsize=64)
-def quantizer(arch: Arch, x: str, fmt: str) -> Unit:
+def quantizer(arch: Arch, x: str, fmt: str) -> TranslationUnit:
     """Returns the quantizer of an architecture that reads values in the format `x` and writes `fmt`."""
     from qsync_fx.backend.cuda import codegen
 
     return codegen.quantizer(arch, x, fmt)
 
 
-def copiers(arch: Arch) -> list[Unit]:
+def copiers(arch: Arch) -> list[TranslationUnit]:
     """Returns what copies operands on an architecture, if anything does: what compiles for sm_70 takes products alone."""
     return [] if arch == "sm_70" else [copier(arch)]
 
 
 @functools.lru_cache(maxsize=64)
-def copier(arch: Arch) -> Unit:
+def copier(arch: Arch) -> TranslationUnit:
     """Returns what copies matrices as they are on an architecture."""
     from qsync_fx.backend.cuda import codegen
 
@@ -60,21 +60,21 @@ def copier(arch: Arch) -> Unit:
 
 
 @functools.lru_cache(maxsize=64)
-def converter(arch: Arch, x: str) -> Unit:
+def converter(arch: Arch, x: str) -> TranslationUnit:
     """Returns what converts numbers in the format `x` to floats on an architecture."""
     from qsync_fx.backend.cuda import codegen
 
     return codegen.converter(arch, x)
 
 
-def converters(arch: Arch) -> list[Unit]:
+def converters(arch: Arch) -> list[TranslationUnit]:
     """Returns all that converts numbers on an architecture; see `copiers`."""
     from qsync_fx.backend.cuda.codegen import NUMBERS
 
     return [] if arch == "sm_70" else [converter(arch, x) for x in NUMBERS]
 
 
-def library(unit: Unit, *, wait: bool = True) -> Library | None:
+def library(unit: TranslationUnit, *, wait: bool = True) -> Library | None:
     """Returns the library of a unit, and compiles it where it is not in the cache.
 
     Args:
@@ -95,18 +95,18 @@ def library(unit: Unit, *, wait: bool = True) -> Library | None:
     return found
 
 
-def loaded(unit: Unit) -> bool:
+def loaded(unit: TranslationUnit) -> bool:
     """Whether a unit's library is loaded and may be used."""
     return isinstance(_had.get(unit), Library)
 
 
-def stored(unit: Unit) -> bool:
+def stored(unit: TranslationUnit) -> bool:
     """Whether a unit's library is in the cache or among kernels built ahead of time, so that nothing has to be compiled for it."""
     return loaded(unit) or (unit not in _had and _stored(unit))
 
 
 @functools.lru_cache(maxsize=1024)
-def _stored(unit: Unit) -> bool:
+def _stored(unit: TranslationUnit) -> bool:
     from qsync_fx.backend.cuda.kernel_build import compiler
 
     try:
@@ -115,13 +115,13 @@ def _stored(unit: Unit) -> bool:
         return False
 
 
-def failure(unit: Unit) -> QSyncError | None:
+def failure(unit: TranslationUnit) -> QSyncError | None:
     """Returns why a unit's library could not be had when it was asked for; None where it could, or nobody has asked."""
     found = _had.get(unit)
     return found if isinstance(found, QSyncError) else None
 
 
-def refused(unit: Unit) -> bool:
+def refused(unit: TranslationUnit) -> bool:
     """Whether another kernel is to be tried in place of this one: its compiler was refused for it, or it failed to start.
 
     What was refused stands in the cache under the versions of its compilers, so the next process does not compile it to find out.
@@ -134,7 +134,7 @@ def refusals() -> int:
     return len(_refused)
 
 
-def switch_off(unit: Unit, error: QSyncError) -> None:
+def switch_off(unit: TranslationUnit, error: QSyncError) -> None:
     """Lets a unit's library not be used any more in this process."""
     with _lock:
         _had[unit] = error
@@ -146,7 +146,7 @@ def compiles_late() -> bool:
     return not _prepared
 
 
-def prepare_graph(units: Iterable[Unit]) -> Sequence[QSyncError]:
+def prepare_graph(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
     """Does what `prepare` does, for a graph that is about to run; from then on no call waits for a product to be compiled."""
     global _prepared
     failed = prepare(units)
@@ -154,7 +154,7 @@ def prepare_graph(units: Iterable[Unit]) -> Sequence[QSyncError]:
     return failed
 
 
-def prepare(units: Iterable[Unit]) -> Sequence[QSyncError]:
+def prepare(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
     """Compiles what is not in the cache, side by side, and loads it all; returns what failed, which torch will compute."""
     from qsync_fx.backend.cuda.kernel_build import compiler
     from qsync_fx.backend.cuda.kernel_build.library import load

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.errors import KernelError, LaunchError, ToolchainError
 from qsync_fx.serialization.convert import Check
 from qsync_fx.serialization.schema import Schema
@@ -238,7 +238,7 @@ _STRUCTURES: Final[dict[str, type[ctypes.Structure]]] = {
 class Library:
     """The functions of one library, see `abi`. Loading the same file twice gives equal code twice; `load` remembers."""
 
-    unit: Unit
+    unit: TranslationUnit
     path: Path
     _handle: ctypes.CDLL
 
@@ -284,7 +284,7 @@ class Library:
 
 
 @functools.cache
-def load(path: Path, unit: Unit) -> Library:
+def load(path: Path, unit: TranslationUnit) -> Library:
     """Returns the library at `path`, as `compiler.build` made it for `unit`.
 
     Raises:

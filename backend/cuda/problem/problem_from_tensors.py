@@ -101,7 +101,7 @@ def gemm_problem(
 
 
 @dataclass(frozen=True)
-class Window:
+class ConvWindow:
     """How a convolution's kernel moves, for height and width; see ConvProblem."""
 
     stride: tuple[int, int]
@@ -116,7 +116,7 @@ def conv_problem(
     b_scale: Tensor | None,
     bias: Tensor | None,
     size: tuple[int, int],
-    window: Window,
+    window: ConvWindow,
     operation: ConvOperation,
     out_dtype: torch.dtype,
     tf32: bool,

@@ -23,8 +23,8 @@ from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry, li
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.selection.candidates import candidates
-from qsync_fx.backend.cuda.selection.select import Candidates, Decision, decide, known
-from qsync_fx.backend.cuda.tuning import Environment, Table, TuningError, load_table, path_in
+from qsync_fx.backend.cuda.selection.select import Candidates, KernelDecision, decide, known
+from qsync_fx.backend.cuda.tuning import Environment, TuningError, TuningTable, load_table, path_in
 from qsync_fx.devices import Kernels, offer
 from qsync_fx.environment import switch
 from qsync_fx.errors import QSyncError, ToolchainError
@@ -33,7 +33,7 @@ from qsync_fx.serialization.atomic_files import caches
 
 
 @dataclass(frozen=True)
-class Known:
+class DeviceState:
     """
     Attributes:
         arch: what kernels are compiled for; None where there can be none.
@@ -47,21 +47,21 @@ class Known:
 
     arch: Arch | None
     reason: str
-    table: Table | None
+    table: TuningTable | None
     compiles: bool = True
     lacks: str | None = None
     multiprocessors: int | None = None
     mend: str | None = None
 
 
-_assumed: ContextVar[tuple[str, Known] | None] = ContextVar("qsync_assumed_device", default=None)
+_assumed: ContextVar[tuple[str, DeviceState] | None] = ContextVar("qsync_assumed_device", default=None)
 
 
 @contextlib.contextmanager
-def assumed(arch: Arch | None, table: Table | None = None, on: str = "cuda") -> Iterator[None]:
+def assumed(arch: Arch | None, table: TuningTable | None = None, on: str = "cuda") -> Iterator[None]:
     """Lets all devices of type `on` count as ones of `arch`, which kernels can be had for; with None, as ones that have none."""
     reason = "" if arch is not None else "no kernels are assumed"
-    token = _assumed.set((on, Known(arch, reason, table)))
+    token = _assumed.set((on, DeviceState(arch, reason, table)))
     devices.forget()
     try:
         yield
@@ -70,7 +70,7 @@ def assumed(arch: Arch | None, table: Table | None = None, on: str = "cuda") -> 
         devices.forget()
 
 
-def known_of(device: torch.device) -> Known:
+def known_of(device: torch.device) -> DeviceState:
     """Returns what is known of a device; one that is no CUDA device has no kernels."""
     assumption = _assumed.get()
     if assumption is not None and assumption[0] == device.type:
@@ -79,23 +79,23 @@ def known_of(device: torch.device) -> Known:
     if target is not None:
         # What was tuned on a device is known there; here the first kernel that serves stands for all.
         arch = kernel_config.target(target)
-        return Known(arch, "" if arch else _no_kernels(target), None)
+        return DeviceState(arch, "" if arch else _no_kernels(target), None)
     if device.type != "cuda":
-        return Known(None, f"{device.type} has no kernels", None)
+        return DeviceState(None, f"{device.type} has no kernels", None)
     # Tensors know their index.
     return _known(0 if device.index is None else device.index)
 
 
-def decision(problem: Problem, device: torch.device) -> Decision:
+def decision(problem: Problem, device: torch.device) -> KernelDecision:
     """Returns which kernel computes a problem on a device, or that torch does, and why."""
     return _decided(problem, device, kernel_registry.refusals())
 
 
-def loaded_decision(problem: Problem, device: torch.device) -> Decision:
+def loaded_decision(problem: Problem, device: torch.device) -> KernelDecision:
     """Returns what computes a problem of the kernels that are loaded by now."""
     found = known_of(device)
     if found.arch is None:
-        return Decision(None, problem, found.reason)
+        return KernelDecision(None, problem, found.reason)
     return decide(problem, found.arch, found.table, loaded)
 
 
@@ -105,10 +105,10 @@ def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _decided(problem: Problem, device: torch.device, refusals: int) -> Decision:
+def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDecision:
     found = known_of(device)
     if found.arch is None:
-        return Decision(None, problem, found.reason)
+        return KernelDecision(None, problem, found.reason)
     if found.lacks is None:
         made = decide(problem, found.arch, found.table, usable(found.multiprocessors))
         why = next(
@@ -156,21 +156,21 @@ def forget() -> None:
 
 
 @functools.cache
-def _known(index: int) -> Known:
+def _known(index: int) -> DeviceState:
     if not switch("QSYNC_KERNELS"):
-        return Known(None, "kernels are switched off by QSYNC_KERNELS", None)
+        return DeviceState(None, "kernels are switched off by QSYNC_KERNELS", None)
     if index >= torch.cuda.device_count():
-        return Known(None, f"there is no device cuda:{index} here", None)
+        return DeviceState(None, f"there is no device cuda:{index} here", None)
     capability = torch.cuda.get_device_capability(index)
     properties = torch.cuda.get_device_properties(index)
     arch = kernel_config.target(capability, getattr(properties, "shared_memory_per_block_optin", None))
     if arch is None:
-        return Known(None, _no_kernels(capability), None)
+        return DeviceState(None, _no_kernels(capability), None)
     plain, whole = _missing(arch, templates=False), _missing(arch)
     if plain is not None and not _kept(arch):
-        return Known(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
+        return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
     lacks, mend = (None, None) if whole is None else (whole.what, whole.do)
-    return Known(arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend)
+    return DeviceState(arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend)
 
 
 def _no_kernels(capability: tuple[int, int]) -> str:
@@ -201,7 +201,7 @@ def _kept(arch: Arch) -> bool:
 
 def _holds(folder: Path, arch: Arch) -> bool:
     return any(
-        isinstance(entry, kernel_cache.Entry) and entry.manifest.arch == arch and not entry.manifest.refused
+        isinstance(entry, kernel_cache.CacheEntry) and entry.manifest.arch == arch and not entry.manifest.refused
         for entry in kernel_cache.entries(folder)
     )
 
@@ -211,7 +211,7 @@ def folder() -> Path:
     return caches() / "tuning"
 
 
-def _table(index: int) -> Table | None:
+def _table(index: int) -> TuningTable | None:
     try:
         here = environment(torch.device("cuda", index))
         return load_table(path_in(folder(), here), here)

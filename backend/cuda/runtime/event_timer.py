@@ -33,7 +33,7 @@ _NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
-class Operands:
+class TimedOperands:
     """Tensors of one problem, as `qsync::gemm` and `qsync::conv2d_product` take them."""
 
     a: Tensor
@@ -43,7 +43,7 @@ class Operands:
     bias: Tensor | None
 
 
-def operands(problem: Problem, device: torch.device, generator: torch.Generator | None = None) -> Operands:
+def operands(problem: Problem, device: torch.device, generator: torch.Generator | None = None) -> TimedOperands:
     """Returns random operands of a problem. Never zeros: a GPU that multiplies zeros draws less power and clocks higher."""
 
     def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -70,10 +70,10 @@ def operands(problem: Problem, device: torch.device, generator: torch.Generator 
         a, b = values(first, a_type).permute(0, 3, 1, 2), values(second, b_type).permute(0, 3, 1, 2)
         scales = positive(p.a_scale, ()), positive(p.b_scale, (1, p.k, 1, 1))
     bias = torch.randn(channels, device=device, generator=generator) if problem.bias else None
-    return Operands(a, b, *scales, bias)
+    return TimedOperands(a, b, *scales, bias)
 
 
-def peer(problem: Problem, given: Operands) -> Callable[[], Tensor]:
+def peer(problem: Problem, given: TimedOperands) -> Callable[[], Tensor]:
     """Returns torch's product of operands, to be called; its result is in the problem's output format, its scales are."""
     product = _gemm(problem, given) if isinstance(problem, GemmProblem) else _conv(problem, given)
     out = type_of(problem.out)
@@ -91,7 +91,7 @@ def peer(problem: Problem, given: Operands) -> Callable[[], Tensor]:
     return run
 
 
-def _gemm(problem: GemmProblem, given: Operands) -> Callable[[], Tensor]:
+def _gemm(problem: GemmProblem, given: TimedOperands) -> Callable[[], Tensor]:
     a, b = given.a, given.b
     if a.dtype == torch.int8:
         if reference_result.takes_integers(problem.m, problem.n, problem.k):
@@ -106,7 +106,7 @@ def _gemm(problem: GemmProblem, given: Operands) -> Callable[[], Tensor]:
     return lambda: a @ b
 
 
-def _conv(problem: ConvProblem, given: Operands) -> Callable[[], Tensor]:
+def _conv(problem: ConvProblem, given: TimedOperands) -> Callable[[], Tensor]:
     narrow = torch.bfloat16 if given.a.dtype.itemsize == 1 else given.a.dtype
     size = (problem.h, problem.w) if problem.operation == "dgrad" else (problem.r, problem.s)
     geometry = problem.stride, problem.padding, problem.dilation
@@ -118,7 +118,7 @@ def _conv(problem: ConvProblem, given: Operands) -> Callable[[], Tensor]:
     return run
 
 
-def differs(problem: Problem, found: Tensor, given: Operands) -> str:
+def differs(problem: Problem, found: Tensor, given: TimedOperands) -> str:
     """Returns how a result differs from what the problem means beyond roundings; "" where it does not."""
     o = given
     if isinstance(problem, GemmProblem):
@@ -194,7 +194,7 @@ class EventTimer:
         self._launches[name_of(candidate)] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
         self._runs[name_of(candidate)] = runs
 
-    def _runner(self, candidate: Candidate, given: Operands) -> Callable[[], Tensor]:
+    def _runner(self, candidate: Candidate, given: TimedOperands) -> Callable[[], Tensor]:
         if isinstance(candidate, str):
             return peer(self._problem, given)
         return call_of(candidate, self._problem, self._taken, given)
@@ -211,7 +211,7 @@ class EventTimer:
             return float(start.elapsed_time(end)) / 1e3 / launches
 
 
-def call_of(config: KernelConfig, problem: Problem, taken: Problem, given: Operands) -> Callable[[], Tensor]:
+def call_of(config: KernelConfig, problem: Problem, taken: Problem, given: TimedOperands) -> Callable[[], Tensor]:
     """Returns a call of a kernel on some operands, without what decides and checks; its library is compiled here.
 
     Args:

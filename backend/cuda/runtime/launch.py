@@ -22,11 +22,11 @@ from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProblem, reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import Window, conv_problem, gemm_problem, too_large
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem, too_large
 from qsync_fx.backend.cuda.runtime import call_cache, launch_utils
 from qsync_fx.backend.cuda.runtime.call_cache import ByTorch, ConvSite, GemmSite
 from qsync_fx.backend.cuda.runtime.device_state import decision, loaded_decision
-from qsync_fx.backend.cuda.selection.select import Decision
+from qsync_fx.backend.cuda.selection.select import KernelDecision
 from qsync_fx.backend.cuda.tuning import shown
 from qsync_fx.errors import KernelError
 
@@ -117,7 +117,7 @@ def conv2d_product(
     if site is None:
         if check is not None:
             check(a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype, tf32)
-        window = Window(_pair(stride), _pair(padding), _pair(dilation))
+        window = ConvWindow(_pair(stride), _pair(padding), _pair(dilation))
         found = _conv_site(a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32)
         site = call_cache.cached_call.keep(key, found)
     if isinstance(site, ConvSite):
@@ -143,7 +143,7 @@ def _conv_site(
     b_scale: Tensor | None,
     bias: Tensor | None,
     size: tuple[int, int],
-    window: Window,
+    window: ConvWindow,
     operation: ConvOperation,
     out_dtype: torch.dtype,
     tf32: bool,
@@ -166,7 +166,7 @@ def _conv_too_large(p: ConvProblem) -> bool:
     return too_large(p.n * p.h * p.w * p.c, p.n * p.p * p.q * p.k, p.k * p.r * p.s * p.c)
 
 
-def _chosen(problem: GemmProblem | ConvProblem, device: torch.device) -> tuple[Library | None, Decision]:
+def _chosen(problem: GemmProblem | ConvProblem, device: torch.device) -> tuple[Library | None, KernelDecision]:
     """Returns what computes a problem that is called now, and its library; none, with a reason kept, where torch is to compute.
 
     Sizes and layouts may be others than those that a graph was compiled with. What was decided for these then has no library yet, and

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Arguments, Library
 from qsync_fx.errors import KernelError, LaunchError, PlanWarning, QSyncError
@@ -51,7 +51,7 @@ def forget() -> None:
         _kept.clear()
 
 
-def library(unit: Unit, device: torch.device, shown: str) -> Library | None:
+def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library | None:
     """Returns the library of a unit; None, with a reason kept for what is `shown`, where torch is to compute."""
     captures = capturing(device)
     may_read = not captures and (not unit.templates or kernel_registry.compiles_late() or kernel_registry.stored(unit))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS, Unit
+from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, FLOATS, NUMBERS, TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, Library
 from qsync_fx.backend.cuda.kernel_config import Arch
@@ -28,7 +28,7 @@ NEITHER = "its values lie neither by rows nor by columns"
 
 
 @dataclass(frozen=True)
-class Lines:
+class StridedLines:
     """Matrices in memory, `[batches, rows, columns]`: strides between rows and between matrices, in elements.
 
     Attributes:
@@ -43,17 +43,17 @@ class Lines:
     turned: bool
 
 
-def lines_of(matrix: Tensor) -> Lines | None:
+def lines_of(matrix: Tensor) -> StridedLines | None:
     """Returns how a matrix lies in memory, of which a copy by rows is wanted; None where it lies neither by rows nor by columns."""
     rows, columns = (int(size) for size in matrix.shape)
     if (stride := leading(matrix, "row")) is not None:
-        return Lines(1, rows, columns, stride, 0, turned=False)
+        return StridedLines(1, rows, columns, stride, 0, turned=False)
     if (stride := leading(matrix, "column")) is not None:
-        return Lines(1, columns, rows, stride, 0, turned=True)
+        return StridedLines(1, columns, rows, stride, 0, turned=True)
     return None
 
 
-def lines_of_images(t: Tensor) -> Lines | None:
+def lines_of_images(t: Tensor) -> StridedLines | None:
     """Returns how images `[n, c, h, w]` lie in memory, of which a copy with channels last is wanted; None where there is no such matrix."""
     n, c, h, w = (int(size) for size in t.shape)
     # Pixels of an image as one dimension, if their strides allow.
@@ -63,9 +63,9 @@ def lines_of_images(t: Tensor) -> Lines | None:
     pixel, channel = (by[-1] if by else 1), (int(t.stride(1)) if c > 1 else 1)
     batch = int(t.stride(0)) if n > 1 else 0
     if c > 1 and channel == 1 and (h * w == 1 or pixel >= c):
-        return Lines(n, h * w, c, pixel if h * w > 1 else c, batch, turned=False)
+        return StridedLines(n, h * w, c, pixel if h * w > 1 else c, batch, turned=False)
     if pixel == 1 and (c == 1 or channel >= h * w):
-        return Lines(n, c, h * w, channel if c > 1 else h * w, batch, turned=True)
+        return StridedLines(n, c, h * w, channel if c > 1 else h * w, batch, turned=True)
     return None
 
 
@@ -96,7 +96,7 @@ def convert(x: Tensor, scale: Tensor | None, dtype: torch.dtype, turned: bool, s
 
 def _copied(
     t: Tensor,
-    lines: Lines | None,
+    lines: StridedLines | None,
     shape: tuple[int, int, int],
     dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
@@ -118,7 +118,7 @@ def _copied(
         return None
 
 
-def _why_not(device: torch.device, kinds: tuple[str, str] | None, lines: Lines | None) -> str:
+def _why_not(device: torch.device, kinds: tuple[str, str] | None, lines: StridedLines | None) -> str:
     found = known_of(device)
     if found.arch is None:
         return found.reason
@@ -136,7 +136,7 @@ def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str
     return kinds if kinds[0] in NUMBERS and kinds[1] in FLOATS else None  # type: ignore[return-value]
 
 
-def unit_of(arch: Arch, kinds: tuple[str, str]) -> Unit:
+def unit_of(arch: Arch, kinds: tuple[str, str]) -> TranslationUnit:
     """Returns what is compiled to make one kind of elements into the other."""
     return kernel_registry.copier(arch) if kinds[0].startswith("bits") else kernel_registry.converter(arch, kinds[0])
 
@@ -144,7 +144,7 @@ def unit_of(arch: Arch, kinds: tuple[str, str]) -> Unit:
 def run(
     library: Library,
     t: Tensor,
-    lines: Lines,
+    lines: StridedLines,
     kinds: tuple[str, str],
     shape: tuple[int, int, int],
     dtype: torch.dtype,

@@ -18,13 +18,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import Unit, written
+from qsync_fx.backend.cuda.codegen import TranslationUnit, written
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.problem.problem_from_tensors import LARGEST_SIZE, format_name
 from qsync_fx.backend.cuda.runtime import call_cache, launch_utils
 from qsync_fx.backend.cuda.runtime.call_cache import TYPES, Groups, QuantizerSite
-from qsync_fx.backend.cuda.runtime.device_state import Known, known_of
+from qsync_fx.backend.cuda.runtime.device_state import DeviceState, known_of
 from qsync_fx.backend.numerics import reference
 from qsync_fx.devices.format_support import capability, row_on
 from qsync_fx.errors import KernelError, PlanWarning
@@ -124,7 +124,7 @@ def _library(x: Tensor, row: Precision) -> Library | None:
     return launch_utils.library(unit, x.device, f"{_shown(x)} -> {row}")
 
 
-def _unit(x: Tensor, row: Precision) -> Unit | str:
+def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
     """Returns what is compiled to quantize `x` to a format, or why nothing is."""
     found = known_of(x.device)
     source = format_name(x.dtype if x.dtype in TYPES else torch.float32)
@@ -227,7 +227,7 @@ def told(device: torch.device) -> str:
     return f"{name} runs without kernels of ours: {found.lacks}. Numbers are the same. {costs(found, device)}. To mend it: {found.mend}"
 
 
-def costs(found: Known, device: torch.device) -> str:
+def costs(found: DeviceState, device: torch.device) -> str:
     """Returns what it costs that something is missing, a sentence without its full stop."""
     carriers = {str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"}
     products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))

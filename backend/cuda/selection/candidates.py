@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, get_args
 
-from qsync_fx.backend.cuda.codegen import QUANTIZER_FORMATS, X_TYPES, Unit
+from qsync_fx.backend.cuda.codegen import QUANTIZER_FORMATS, X_TYPES, TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, MULTIPROCESSORS, Arch, KernelConfig
 from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProblem, Problem
@@ -100,7 +100,7 @@ def _known(arch: str) -> None:
         )
 
 
-def of_all(arch: Arch) -> list[Unit]:
+def of_all(arch: Arch) -> list[TranslationUnit]:
     """Returns the first candidate for each product, pair of formats and layout, all quantizers, and all that copies and converts."""
     first: dict[tuple[object, ...], KernelConfig] = {}
     for config in all_configs(arch):
@@ -114,7 +114,7 @@ def of_all(arch: Arch) -> list[Unit]:
     ]
 
 
-def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) -> list[Unit]:
+def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) -> list[TranslationUnit]:
     """Returns what computes these problems, the quantizers of their formats, and what copies operands that lie otherwise.
 
     Args:
@@ -137,7 +137,7 @@ def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) 
     return [*map(kernel_registry.unit_of, configs), *_quantizers(arch, read, formats), *copiers]
 
 
-def _quantizers(arch: Arch, read: Iterable[str], formats: Iterable[str]) -> list[Unit]:
+def _quantizers(arch: Arch, read: Iterable[str], formats: Iterable[str]) -> list[TranslationUnit]:
     # What compiles for it takes products alone.
     if arch == "sm_70":
         return []

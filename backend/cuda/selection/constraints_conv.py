@@ -15,7 +15,7 @@ from qsync_fx.backend.cuda.codegen import conv_on_hopper
 from qsync_fx.backend.cuda.kernel_config import OPERANDS, KernelConfig, size_of
 from qsync_fx.backend.cuda.problem import ConvOperation
 from qsync_fx.backend.cuda.selection import constraints_shared as shared
-from qsync_fx.backend.cuda.selection.constraints_shared import WARP, Rule, in_flight, registers, shared_memory
+from qsync_fx.backend.cuda.selection.constraints_shared import WARP, ConfigRule, in_flight, registers, shared_memory
 
 _EPILOGUE: Final = 32 * 1024  # of shared memory at sm_90a, for stores
 _BESIDE_PIXELS: Final = 176
@@ -33,22 +33,22 @@ def _sums(c: KernelConfig) -> int:
 
 _PLAIN: Final = (
     *shared.PLAIN,
-    Rule(
+    ConfigRule(
         "volta",
         lambda c: c.arch == "sm_70",
         "there are no convolutions for sm_70 (V100): torch computes them there",
     ),
-    Rule(
+    ConfigRule(
         "operation",
         lambda c: c.operation not in get_args(ConvOperation),
         "the operation of a convolution is fprop, dgrad or wgrad",
     ),
-    Rule(
+    ConfigRule(
         "operands",
         lambda c: (c.a, c.b) not in OPERANDS or c.a.startswith("fp8"),
         "there are convolutions of int8, fp16, bf16, tf32 and fp32 by the same format",
     ),
-    Rule(
+    ConfigRule(
         "schedule",
         lambda c: c.schedule not in ("multistage", "pipelined", "warp_specialized"),
         "the schedule of a convolution is multistage, pipelined or warp_specialized",
@@ -58,12 +58,12 @@ _PLAIN: Final = (
 
 _BOTH: Final = (
     *shared.BOTH,
-    Rule(
+    ConfigRule(
         "int8",
         lambda c: c.a == "int8" and c.operation != "fprop",
         "tensor cores take INT8 only contiguous along the sum, which channels of gradients are not: fprop alone",
     ),
-    Rule(
+    ConfigRule(
         "scales",
         lambda c: (
             (c.a_scale, c.b_scale)
@@ -71,12 +71,12 @@ _BOTH: Final = (
         ),
         'a kernel reads no scales, or one of a and any kind of b ("tensor", "channel"; of gradients "tensor")',
     ),
-    Rule(
+    ConfigRule(
         "gradients",
         lambda c: c.operation != "fprop" and c.bias,
         "gradients have no bias",
     ),
-    Rule(
+    ConfigRule(
         "parts",
         lambda c: c.order == "split_k" and (c.operation != "wgrad" or c.out != "fp32" or conv_on_hopper(c)),
         "only weight gradients in FP32, by multistage or pipelined kernels, are sums of parts",
@@ -85,7 +85,7 @@ _BOTH: Final = (
 
 _CUTLASS_2: Final = (
     *shared.CUTLASS_2,
-    Rule(
+    ConfigRule(
         "columns of memory",
         lambda c: (
             c.unit == "tensor"
@@ -96,31 +96,33 @@ _CUTLASS_2: Final = (
         ),
         "operands of gradients that lie across the sum have rows of 128 bytes in a tile",
     ),
-    Rule(
+    ConfigRule(
         "16 bytes",
         lambda c: c.unit == "tensor" and c.alignment * size_of(c.a) != 16,
         "tensor cores are fed 16 bytes at a time: channels that are no multiple are filled up before",
     ),
     registers(_sums),
-    Rule(
+    ConfigRule(
         "in flight",
         lambda c: c.schedule == "pipelined" and c.operation != "wgrad" and in_flight(c) + _sums(c) > _BESIDE_PIXELS,
         "what a pipelined kernel has loaded waits in registers, beside the sums of a warp tile",
     ),
-    Rule("order", lambda c: c.order not in ("identity", "split_k"), "tiles are in the order identity, or split_k"),
-    Rule(
+    ConfigRule(
+        "order", lambda c: c.order not in ("identity", "split_k"), "tiles are in the order identity, or split_k"
+    ),
+    ConfigRule(
         "strided sums",
         lambda c: c.operation == "dgrad" and c.strided and c.unit == "tensor" and _sums(c) > _FEW_SUMS,
         "strided gradients step through pixels: beside that a thread has room for 64 sums",
     ),
-    Rule(
+    ConfigRule(
         "deep sums",
         lambda c: (
             c.arch == "sm_90a" and c.operation == "wgrad" and c.tile[2] * size_of(c.a) > 64 and _sums(c) > _FEW_SUMS
         ),
         "weight gradients at sm_90a with more than 64 sums a thread have 64 bytes along the sum in a tile",
     ),
-    Rule(
+    ConfigRule(
         "strided swizzle",
         lambda c: c.operation == "dgrad" and c.strided and c.swizzle == 2,
         "the swizzle of strided gradients is 1, 4 or 8",
@@ -129,29 +131,33 @@ _CUTLASS_2: Final = (
 
 _CUTLASS_3: Final = (
     *shared.CUTLASS_3,
-    Rule("hopper", lambda c: c.arch != "sm_90a", "warp_specialized is a schedule of sm_90a"),
-    Rule("tf32", lambda c: c.a == "tf32" and c.operation != "fprop", "wgmma takes TF32 only contiguous along the sum"),
-    Rule(
+    ConfigRule("hopper", lambda c: c.arch != "sm_90a", "warp_specialized is a schedule of sm_90a"),
+    ConfigRule(
+        "tf32", lambda c: c.a == "tf32" and c.operation != "fprop", "wgmma takes TF32 only contiguous along the sum"
+    ),
+    ConfigRule(
         "stride",
         lambda c: c.operation == "dgrad" and c.strided,
         "TMA unfolds gradients of stride 1 alone: strided ones are multistage",
     ),
-    Rule(
+    ConfigRule(
         "cluster",
         lambda c: c.cluster is None or not all(size in (1, 2) for size in c.cluster) or c.cluster[2] != 1,
         "a cluster has 1 or 2 threadblocks in m and n",
     ),
-    Rule("tile m", lambda c: c.tile[0] not in (64, 128), "m of the tile is 64 or 128"),
-    Rule("tile n", lambda c: c.tile[1] not in (64, 128, 256), "n of the tile is 64, 128 or 256"),
-    Rule("registers", lambda c: _sums(c) > 128, "the sums of a tile fit into registers: 128 a thread"),
-    Rule("order", lambda c: c.order != "identity" or c.swizzle != 1, "tiles are in the order identity, with swizzle 1"),
+    ConfigRule("tile m", lambda c: c.tile[0] not in (64, 128), "m of the tile is 64 or 128"),
+    ConfigRule("tile n", lambda c: c.tile[1] not in (64, 128, 256), "n of the tile is 64, 128 or 256"),
+    ConfigRule("registers", lambda c: _sums(c) > 128, "the sums of a tile fit into registers: 128 a thread"),
+    ConfigRule(
+        "order", lambda c: c.order != "identity" or c.swizzle != 1, "tiles are in the order identity, with swizzle 1"
+    ),
     shared_memory(lambda _: _EPILOGUE),
 )
 
 TABLES: Final = (_PLAIN, _BOTH, _CUTLASS_2, _CUTLASS_3)
 
 
-def broken(config: KernelConfig) -> list[Rule]:
+def broken(config: KernelConfig) -> list[ConfigRule]:
     """Returns the rules that a convolution's configuration breaks. Where plain ones are, the others are not asked."""
     plain = [rule for rule in _PLAIN if rule.broken(config)]
     return plain or [

@@ -11,7 +11,7 @@ from qsync_fx.backend.cuda.codegen import gemm_on_hopper
 from qsync_fx.backend.cuda.kernel_config import OPERANDS, KernelConfig, size_of
 from qsync_fx.backend.cuda.problem import Major
 from qsync_fx.backend.cuda.selection import constraints_shared as shared
-from qsync_fx.backend.cuda.selection.constraints_shared import WARP, Rule, registers, shared_memory
+from qsync_fx.backend.cuda.selection.constraints_shared import WARP, ConfigRule, registers, shared_memory
 
 _FP8: Final = ("fp8", "fp8_e5m2")
 
@@ -36,19 +36,21 @@ def _k_major(c: KernelConfig) -> bool:
 
 _PLAIN: Final = (
     *shared.PLAIN,
-    Rule("operation", lambda c: c.operation != "gemm", "the operation is gemm, fprop, dgrad or wgrad"),
-    Rule(
+    ConfigRule("operation", lambda c: c.operation != "gemm", "the operation is gemm, fprop, dgrad or wgrad"),
+    ConfigRule(
         "operands",
         lambda c: (c.a, c.b) not in OPERANDS,
         "there are kernels for " + ", ".join(f"{a} x {b}" for a, b in OPERANDS),
     ),
-    Rule("layouts", lambda c: not {c.a_major, c.b_major} <= set(get_args(Major)), "operands lie by rows or by columns"),
-    Rule(
+    ConfigRule(
+        "layouts", lambda c: not {c.a_major, c.b_major} <= set(get_args(Major)), "operands lie by rows or by columns"
+    ),
+    ConfigRule(
         "scales",
         lambda c: (c.a_scale, c.b_scale) not in (("none", "none"), ("channel", "channel")),
         'a kernel reads no scales, or any kind of scale of both operands ("channel")',
     ),
-    Rule(
+    ConfigRule(
         "schedule",
         lambda c: (
             c.schedule
@@ -69,12 +71,12 @@ _PLAIN: Final = (
 
 _BOTH: Final = (
     *shared.BOTH,
-    Rule(
+    ConfigRule(
         "K-major",
         lambda c: c.unit == "tensor" and c.a in ("int8", *_FP8) and not _k_major(c),
         "tensor cores take INT8 and FP8 only contiguous along k: a by rows, b by columns",
     ),
-    Rule(
+    ConfigRule(
         "fast",
         lambda c: c.schedule.endswith("_fast") and c.a not in _FP8,
         "only sums of FP8 products have a fast variant",
@@ -84,22 +86,22 @@ _BOTH: Final = (
 _CUTLASS_2: Final = (
     *shared.CUTLASS_2,
     registers(_sums),
-    Rule(
+    ConfigRule(
         "order",
         lambda c: c.order not in ("identity", "stream_k") or (c.order == "stream_k" and c.swizzle != 1),
         "tiles are in the order identity, or stream_k, which has no swizzle",
     ),
-    Rule(
+    ConfigRule(
         "asynchronous copies",
         lambda c: c.schedule != "pipelined" and c.alignment * size_of(c.a) < 4,
         "asynchronous copies have at least 4 bytes",
     ),
-    Rule(
+    ConfigRule(
         "aligned bytes",
         lambda c: c.unit == "tensor" and size_of(c.a) == 1 and c.alignment != 16,
         "INT8 and FP8 operands of tensor cores are aligned to 16",
     ),
-    Rule(
+    ConfigRule(
         "fp8 by wgmma",
         lambda c: c.a in _FP8 and c.arch == "sm_90a",
         "sm_90a multiplies FP8 by wgmma (cooperative or pingpong)",
@@ -108,8 +110,8 @@ _CUTLASS_2: Final = (
 
 _CUTLASS_3: Final = (
     *shared.CUTLASS_3,
-    Rule("hopper", lambda c: c.arch != "sm_90a", "cooperative and pingpong are schedules of sm_90a"),
-    Rule(
+    ConfigRule("hopper", lambda c: c.arch != "sm_90a", "cooperative and pingpong are schedules of sm_90a"),
+    ConfigRule(
         "cluster",
         lambda c: (
             c.cluster is None
@@ -119,24 +121,24 @@ _CUTLASS_3: Final = (
         ),
         "a cluster has up to 8 threadblocks, 1, 2 or 4 in m and n",
     ),
-    Rule(
+    ConfigRule(
         "tile m",
         lambda c: c.tile[0] not in ((128, 256) if c.schedule.startswith("cooperative") else (64, 128)),
         "two groups of warps share a cooperative tile, m 128 or 256; one has a pingpong tile, m 64 or 128",
     ),
-    Rule("tile n", lambda c: c.tile[1] not in (32, 64, 128, 256), "n of the tile is 32, 64, 128 or 256"),
-    Rule(
+    ConfigRule("tile n", lambda c: c.tile[1] not in (32, 64, 128, 256), "n of the tile is 32, 64, 128 or 256"),
+    ConfigRule(
         "registers",
         lambda c: _sums(c) > 128,
         "the sums of a tile, twice for accurate FP8, fit into registers: 128 a thread",
     ),
-    Rule(
+    ConfigRule(
         "tf32 across k",
         lambda c: c.a == "tf32" and (c.a_major, c.b_major) != ("row", "column"),
         "wgmma takes TF32 only contiguous along k: CUTLASS transposes an a by columns in registers, which spill, and stores the transposed "
         "result for a b by rows: multistage",
     ),
-    Rule(
+    ConfigRule(
         "order",
         lambda c: (
             c.order not in ("persistent", "stream_k")
@@ -150,7 +152,7 @@ _CUTLASS_3: Final = (
 TABLES: Final = (_PLAIN, _BOTH, _CUTLASS_2, _CUTLASS_3)
 
 
-def broken(config: KernelConfig) -> list[Rule]:
+def broken(config: KernelConfig) -> list[ConfigRule]:
     """Returns the rules that a GEMM's configuration breaks. Where plain ones are, the others are not asked."""
     plain = [rule for rule in _PLAIN if rule.broken(config)]
     return plain or [

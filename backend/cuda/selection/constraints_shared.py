@@ -29,7 +29,7 @@ _ADDRESSES: Final = 96  # registers that addresses, masks, operands and scales t
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigRule:
     """What every configuration of a kind keeps to.
 
     Attributes:
@@ -69,18 +69,18 @@ def in_flight(c: KernelConfig) -> int:
     return _stage_bytes(c) // (4 * WARP * _warps(c)) if _divides(c) else 0
 
 
-def registers(sums: Callable[[KernelConfig], int]) -> Rule:
+def registers(sums: Callable[[KernelConfig], int]) -> ConfigRule:
     """Returns the rule of kernels below wgmma whose threads have so many accumulators; it asks `sums` of those that name a warp tile."""
-    return Rule(
+    return ConfigRule(
         "registers",
         lambda c: _divides(c) and sums(c) + _ADDRESSES > min(256, _REGISTERS // (WARP * _warps(c))),
         "the sums of a warp tile fit into registers",
     )
 
 
-def shared_memory(epilogue: Callable[[KernelConfig], int]) -> Rule:
+def shared_memory(epilogue: Callable[[KernelConfig], int]) -> ConfigRule:
     """Returns the rule of kernels for wgmma whose stores take so many bytes of shared memory."""
-    return Rule(
+    return ConfigRule(
         "shared memory",
         lambda c: _stage_bytes(c) * max(c.stages, 2) + epilogue(c) > SHARED_MEMORY[c.arch],
         "two stages or as many as are asked for fit into shared memory beside the epilogue",
@@ -88,35 +88,35 @@ def shared_memory(epilogue: Callable[[KernelConfig], int]) -> Rule:
 
 
 PLAIN: Final = (
-    Rule("arch", lambda c: c.arch not in ARCHITECTURES, f"the architecture is one of {', '.join(ARCHITECTURES)}"),
-    Rule(
+    ConfigRule("arch", lambda c: c.arch not in ARCHITECTURES, f"the architecture is one of {', '.join(ARCHITECTURES)}"),
+    ConfigRule(
         "shapes",
         lambda c: not all(map(_positive, (c.tile, *(x for x in (c.warp, c.instruction, c.cluster) if x is not None)))),
         "tile, warp, instruction and cluster are three sizes from 1 to 1024",
     ),
-    Rule("output", lambda c: c.out not in OUTPUTS, "the output is fp32, fp16 or bf16"),
-    Rule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8"),
-    Rule(
+    ConfigRule("output", lambda c: c.out not in OUTPUTS, "the output is fp32, fp16 or bf16"),
+    ConfigRule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8"),
+    ConfigRule(
         "alignment",
         lambda c: c.alignment not in (1, 2, 4, 8, 16) or c.out_alignment not in (1, 2, 4, 8),
         "alignments are powers of two, up to 16 (operands) and 8 (output)",
     ),
-    Rule("stages", lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16, "there are up to 16 stages"),
+    ConfigRule("stages", lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16, "there are up to 16 stages"),
 )
 """What the other rules take for granted."""
 
 BOTH: Final = (
-    Rule(
+    ConfigRule(
         "since",
         lambda c: ARCHITECTURES.index(c.arch) < ARCHITECTURES.index(OPERANDS[c.a, c.b]),
         "the architecture has tensor cores for the formats",
     ),
-    Rule(
+    ConfigRule(
         "unit",
         lambda c: (c.unit == "simt") != ordinary(c.arch, c.a),
         'fp32, and int8 on sm_70, runs on the ordinary units ("simt"), all else on tensor cores',
     ),
-    Rule(
+    ConfigRule(
         "wide",
         lambda c: c.alignment * size_of(c.a) > 16 or c.out_alignment * size_of(c.out) > 16,
         "one access has at most 16 bytes",
@@ -125,18 +125,20 @@ BOTH: Final = (
 """Of kernels of either CUTLASS."""
 
 CUTLASS_2: Final = (
-    Rule(
+    ConfigRule(
         "names",
         lambda c: c.warp is None or c.instruction is None or c.cluster is not None,
         "a kernel below wgmma names warp and instruction, and no cluster",
     ),
-    Rule("warp divides tile", lambda c: not _divides(c), "the warp tile divides the tile in m and n, and has its k"),
-    Rule(
+    ConfigRule(
+        "warp divides tile", lambda c: not _divides(c), "the warp tile divides the tile in m and n, and has its k"
+    ),
+    ConfigRule(
         "instruction",
         lambda c: c.instruction != instruction_of(c),
         "the instruction is the one that the architecture has for the format",
     ),
-    Rule(
+    ConfigRule(
         "iterations",
         lambda c: (
             c.warp is not None
@@ -147,12 +149,12 @@ CUTLASS_2: Final = (
         ),
         "the warp tile is a multiple of the instruction, an even one in k: loads of one half hide behind the other",
     ),
-    Rule(
+    ConfigRule(
         "rows of memory",
         lambda c: c.unit == "tensor" and c.tile[2] * size_of(c.a) not in (64, 128),
         "a tile has 64 or 128 bytes along k, which is what shared memory without bank conflicts is laid out for",
     ),
-    Rule(
+    ConfigRule(
         "simt tile",
         lambda c: (
             c.unit == "simt"
@@ -160,8 +162,8 @@ CUTLASS_2: Final = (
         ),
         "tiles of ordinary units have 32 bytes along k, and alignments of 4 bytes, and of one value for the output",
     ),
-    Rule("warps", lambda c: _divides(c) and not 1 <= _warps(c) <= 16, "a threadblock has 1 to 16 warps"),
-    Rule(
+    ConfigRule("warps", lambda c: _divides(c) and not 1 <= _warps(c) <= 16, "a threadblock has 1 to 16 warps"),
+    ConfigRule(
         "loads",
         lambda c: (
             _divides(c)
@@ -170,17 +172,17 @@ CUTLASS_2: Final = (
         ),
         "threads share the loads of a tile evenly, 16 bytes each",
     ),
-    Rule(
+    ConfigRule(
         "pipeline",
         lambda c: (c.schedule == "pipelined") != (c.arch in ("sm_70", "sm_75")),
         "sm_70 and sm_75 are pipelined: they have no asynchronous copies, which multistage needs",
     ),
-    Rule(
+    ConfigRule(
         "stages of the pipeline",
         lambda c: (c.stages != 2) if c.schedule == "pipelined" else not 3 <= c.stages <= 10,
         "pipelined has two stages, multistage three to ten",
     ),
-    Rule(
+    ConfigRule(
         "shared memory",
         lambda c: _stage_bytes(c) * c.stages > SHARED_MEMORY[c.arch],
         "the stages fit into shared memory",
@@ -188,20 +190,20 @@ CUTLASS_2: Final = (
 )
 
 CUTLASS_3: Final = (
-    Rule(
+    ConfigRule(
         "wgmma",
         lambda c: c.unit != "tensor" or c.warp is not None or c.instruction is not None,
         "the schedule says warp and instruction",
     ),
-    Rule(
+    ConfigRule(
         "tile k", lambda c: c.tile[2] * size_of(c.a) != 128, "a tile has 128 bytes along k, the widest swizzle of TMA"
     ),
-    Rule(
+    ConfigRule(
         "TMA",
         lambda c: c.alignment * size_of(c.a) != 16 or c.out_alignment * size_of(c.out) != 16,
         "TMA moves 16 aligned bytes: alignments are 16 bytes",
     ),
-    Rule(
+    ConfigRule(
         "stages of the pipeline", lambda c: c.stages == 1, "a pipeline has two stages or more; 0 takes as many as fit"
     ),
 )

@@ -21,7 +21,7 @@ from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig, size_of, wide
 from qsync_fx.backend.cuda.problem import padding
 from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.tuning import NARROW, Choice, Table, work
+from qsync_fx.backend.cuda.tuning import NARROW, TunedChoice, TuningTable, work
 
 _LARGEST: Final = (1 << 31) - 1
 _ACROSS: Final = (1 << 16) - 1  # threadblocks that a grid has in its second dimension
@@ -135,7 +135,7 @@ Candidates = Callable[[Problem, Arch], Sequence[KernelConfig]]
 
 
 @dataclass(frozen=True)
-class Decision:
+class KernelDecision:
     """
     Attributes:
         config: the kernel; None where torch computes.
@@ -151,14 +151,16 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Way:
+class DispatchPath:
     """A way to compute a problem by kernels: how they take it, and those that do."""
 
     taken: Problem
     configs: tuple[KernelConfig, ...]
 
 
-def decide(problem: Problem, arch: Arch, table: Table | None = None, candidates: Candidates | None = None) -> Decision:
+def decide(
+    problem: Problem, arch: Arch, table: TuningTable | None = None, candidates: Candidates | None = None
+) -> KernelDecision:
     """Decides for one problem.
 
     Args:
@@ -173,13 +175,13 @@ def decide(problem: Problem, arch: Arch, table: Table | None = None, candidates:
     return _untuned(problem, arch, found) if choice is None else _tuned(problem, arch, found, choice)
 
 
-def way(problem: Problem, arch: Arch, candidates: Candidates) -> Way | str:
+def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | str:
     """Returns how kernels compute a problem, copying as little as possible, or the reason why they do not."""
     dear = False
     for taken in padding.alternatives(problem):
         configs = tuple(candidates(taken, arch))
         if configs and padding.pays(problem, taken):
-            return Way(taken, configs)
+            return DispatchPath(taken, configs)
         dear = dear or bool(configs)
     if dear:
         what = "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
@@ -195,17 +197,17 @@ def known(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     return candidates(problem, arch)
 
 
-def _torch(problem: Problem, reason: str, integers: bool = True) -> Decision:
-    return Decision(None, problem, reason, integers)
+def _torch(problem: Problem, reason: str, integers: bool = True) -> KernelDecision:
+    return KernelDecision(None, problem, reason, integers)
 
 
-def _kernel(problem: Problem, found: Way, config: KernelConfig, reason: str) -> Decision:
+def _kernel(problem: Problem, found: DispatchPath, config: KernelConfig, reason: str) -> KernelDecision:
     if found.taken != problem:
         reason += ", its operands copied"
-    return Decision(config, found.taken, reason)
+    return KernelDecision(config, found.taken, reason)
 
 
-def _tuned(problem: Problem, arch: Arch, found: Way, choice: Choice) -> Decision:
+def _tuned(problem: Problem, arch: Arch, found: DispatchPath, choice: TunedChoice) -> KernelDecision:
     if choice.faster_than_bf16 is False:
         return _torch(problem, f"{problem.a} was measured to be no faster than {wide(arch)} here", integers=False)
     if choice.name == "torch":
@@ -223,7 +225,7 @@ def _tuned(problem: Problem, arch: Arch, found: Way, choice: Choice) -> Decision
     return _torch(problem, "the kernel that was tuned for it does not take this size")
 
 
-def _untuned(problem: Problem, arch: Arch, found: Way) -> Decision:
+def _untuned(problem: Problem, arch: Arch, found: DispatchPath) -> KernelDecision:
     first = found.configs[0]
     narrow = problem.a in NARROW or problem.b in NARROW
     if not narrow and "tf32" not in (problem.a, problem.b):

@@ -23,8 +23,8 @@ from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.problem import ConvOperation, GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import (
     OUTPUTS,
+    ConvWindow,
     Outline,
-    Window,
     conv_problem,
     gemm_problem,
     outline,
@@ -192,7 +192,7 @@ def convolved(
     numbers = [outline_pair(part) for part in (stride, padding, dilation)]
     if any(pair is None for pair in numbers):
         return None
-    window, out, tf32 = Window(*numbers), _out(out_dtype), _gridded(row)  # type: ignore[arg-type]
+    window, out, tf32 = ConvWindow(*numbers), _out(out_dtype), _gridded(row)  # type: ignore[arg-type]
     size = sizes.shape[2], sizes.shape[3]
     problem = conv_problem(first, second, a_scale, b_scale, bias, size, window, operation, out, tf32)
     if min(problem.p, problem.q) < 1 or not _by_kernel(problem, a.device):

@@ -75,7 +75,7 @@ def conv2d_product(
     return found
 
 
-class _Asked(NamedTuple):
+class _Conv2dArguments(NamedTuple):
     """What the operator is given, in the order of its schema."""
 
     a: Tensor
@@ -128,7 +128,7 @@ def _shape(
     return inputs if operation == "dgrad" else weight
 
 
-def _checked(x: _Asked) -> tuple[ConvOperation, tuple[int, ...]]:
+def _checked(x: _Conv2dArguments) -> tuple[ConvOperation, tuple[int, ...]]:
     """Returns the operation and the shape of the result; raises where the operator cannot compute this."""
     if x.operation not in get_args(ConvOperation):
         known = get_args(ConvOperation)
@@ -152,13 +152,13 @@ def _checked(x: _Asked) -> tuple[ConvOperation, tuple[int, ...]]:
 
 
 def _implicit_gemm_fake(*given: Any) -> Tensor:
-    x = _Asked(*given)
+    x = _Conv2dArguments(*given)
     _, shape = _checked(x)
     return torch.empty(shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last)
 
 
 def _on_cpu(*given: Any) -> Tensor:
-    x = _Asked(*given)
+    x = _Conv2dArguments(*given)
     operation, shape = _checked(x)
     native = cpu_kernels.multiplies_conv(x.a, x.b, x.stride, operation) and 0 not in (*x.a.shape, *x.b.shape, *shape)
     compute = cpu_kernels.conv2d_product if native else reference_result.conv2d_product
@@ -171,7 +171,7 @@ def _kernel(*given: Any) -> Tensor:
 
 
 def _check_given(*given: Any) -> None:
-    _checked(_Asked(*given))
+    _checked(_Conv2dArguments(*given))
 
 
 define(

@@ -16,14 +16,14 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name, outline
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
-from qsync_fx.backend.cuda.selection.select import Decision
+from qsync_fx.backend.cuda.selection.select import KernelDecision
 from qsync_fx.backend.operators.product_utils import incoming
 from qsync_fx.devices import standing_for
 from qsync_fx.graph import node_metadata
@@ -181,9 +181,9 @@ def prepare(graph: PrecisionGraph) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
 
 
-def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, Decision]:
+def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, KernelDecision]:
     """Returns what computes each problem of a graph now, and notes it on its layers."""
-    found: dict[Problem, Decision] = {}
+    found: dict[Problem, KernelDecision] = {}
     for operator in _layers(graph):
         if (before := operator.note.computed) is not None:
             products = tuple(replace(p, decision=decision(p.problem, device)) for p in before.products)
@@ -192,7 +192,7 @@ def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, Decis
     return found
 
 
-def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[Unit]:
+def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[TranslationUnit]:
     """Returns the quantizers of the graph's casts, and of the gradients that its layers round."""
     from qsync_fx.backend.cuda.codegen import X_TYPES, written
 

@@ -21,12 +21,12 @@ import qsync_fx
 from benchmarks.plans.fleets import FORMATS, NETWORK, Known
 from qsync_fx import Plan
 from qsync_fx.allocator import Problem
-from qsync_fx.allocator.evaluator import judged
-from qsync_fx.allocator.problem_builder import Wishes, problem_of
+from qsync_fx.allocator.evaluator import evaluate_plan
+from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.formats import FORMATS as EVERY
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
-from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from qsync_fx.profiler.sensitivity.estimate import several
 
 NARROW = tuple(fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32)
@@ -84,19 +84,19 @@ def problem(
     known: Looked, batch: int, method: str = "exact", optimizer: OptimizerMemory = MOMENTUM, memory: float | None = None
 ) -> Problem:
     """Returns the problem of two ranks with as many samples each, its T4 limited in memory, without a limit of seconds."""
-    devices = {name: Device(device=name, batch=batch) for name in FORMATS}
+    devices = {name: ClusterDevice(device=name, batch=batch) for name in FORMATS}
     profiles: dict[str, Any] = {}
     for name, graph in known.graphs.items():
         (symbol,) = graph.symbols
         profiles[name] = Known(graph.at(**{symbol: batch}), name, known.sensitivities[method], FORMATS[name], optimizer)
-    wishes = Wishes(memory=None if memory is None else {SLOW: memory}, target=float("inf"))
-    found, _ = problem_of(Cluster(devices, NETWORK), profiles, wishes)
+    wishes = PlanRequest(memory=None if memory is None else {SLOW: memory}, target=float("inf"))
+    found, _ = build_problem(Cluster(devices, NETWORK), profiles, wishes)
     return found
 
 
 def capped(asked: Problem, share: float = CAP) -> float:
     """Returns the bytes at a share of the way from what uniform INT8 takes to what uniform FP16 does."""
-    low, high = (judged(asked, asked.uniform(fmt)).classes[SLOW].peak_bytes or 0 for fmt in reversed(NARROW))
+    low, high = (evaluate_plan(asked, asked.uniform(fmt)).classes[SLOW].peak_bytes or 0 for fmt in reversed(NARROW))
     return low + share * (high - low)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping, Sequence
 
-from qsync_fx.timeline.timeline import Piece, Timeline
+from qsync_fx.timeline.timeline import Timeline, TimelinePiece
 
 COLORS = {
     "forward": "#4c78a8",
@@ -49,14 +49,14 @@ def picture(timelines: Mapping[str, Timeline]) -> str:
     return "\n".join([head, "<title>A step before and after</title>", ground, *parts, "</svg>"]) + "\n"
 
 
-def _tracks(timeline: Timeline) -> Iterator[tuple[str, Sequence[Piece]]]:
+def _tracks(timeline: Timeline) -> Iterator[tuple[str, Sequence[TimelinePiece]]]:
     for name, device in timeline.played.cluster.devices.items():
         title = f"{device.count} {name}" if device.count > 1 else name
         yield f"{title}, computation", timeline.computing[name]
         yield f"{title}, communication", timeline.communicating[name]
 
 
-def _joined(pieces: Sequence[Piece], nearest: float) -> Iterator[tuple[str, float, float]]:
+def _joined(pieces: Sequence[TimelinePiece], nearest: float) -> Iterator[tuple[str, float, float]]:
     """Yields pieces by their kinds, where those of one kind that follow one another are one."""
     current: tuple[str, float, float] | None = None
     for piece in pieces:

@@ -9,7 +9,7 @@ From the bottom to the top; a module imports from those above it in this list.
     solving         the program of all classes, within limits; infeasible, why no plan is
     learned         what is known of plans that were looked at
     search          programs that are solved and judged in turns; trying, plans that are looked at and no program gave
-    exact           the allocator: `Exact`
+    exact           the allocator: `MilpAllocator`
 
 Invariant: with every choice fixed to zero or one, a program has the states of the cost mapper and the seconds of the replayer, for the
 prices that it was built with.

@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qsync_fx.allocator.evaluator import Judged, beyond
+from qsync_fx.allocator.evaluator import Evaluation, beyond
 from qsync_fx.allocator.feasibility import megabytes, milliseconds
-from qsync_fx.allocator.milp.build_and_solve import Limits, find
+from qsync_fx.allocator.milp.build_and_solve import Constraints, find
 from qsync_fx.errors import PlanError, shown
 
 if TYPE_CHECKING:
-    from qsync_fx.allocator.milp.search import Search
+    from qsync_fx.allocator.milp.search import MilpSearch
 
 
-def why_not(search: Search) -> PlanError:
+def why_not(search: MilpSearch) -> PlanError:
     """Returns the error that says why a search found no plan."""
-    problem, free = search.problem, Limits()
+    problem, free = search.problem, Constraints()
     for name in problem.open:
         limit = problem.classes[name].memory
         if limit is None:
@@ -64,7 +64,7 @@ def why_not(search: Search) -> PlanError:
     return PlanError(what, where=" and ".join(limits), do=f"allow {', or '.join(parts)}")
 
 
-def _judged(search: Search, limits: Limits, least: str, name: str | None = None) -> Judged:
+def _judged(search: MilpSearch, limits: Constraints, least: str, name: str | None = None) -> Evaluation:
     """Returns what the judge says of the plans that have least of something, others as they are."""
     names = [name] if name is not None else list(search.problem.open)
     found = find(
@@ -82,12 +82,12 @@ def _judged(search: Search, limits: Limits, least: str, name: str | None = None)
     return search.look({**search.judge.plans, **(found.plans or {})}, found.codecs)
 
 
-def _kept(search: Search) -> list[str]:
+def _kept(search: MilpSearch) -> list[str]:
     """Returns the classes that are not open to choice."""
     return [name for name, part in search.problem.classes.items() if part.kept is not None]
 
 
-def _alone(search: Search, name: str) -> float:
+def _alone(search: MilpSearch, name: str) -> float:
     """Returns the seconds of a step if all other classes were as quick as can be."""
     played, transfer = search.judge.timeline.played, search.judge.transfer
     device, rest = played.devices[name], sum(transfer)
@@ -98,5 +98,5 @@ def _alone(search: Search, name: str) -> float:
     return max(device.computed, *arrived) + played.after(name)
 
 
-def _peak(judged: Judged, name: str) -> int:
+def _peak(judged: Evaluation, name: str) -> int:
     return judged.classes[name].peak_bytes or 0

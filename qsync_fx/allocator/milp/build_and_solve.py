@@ -19,20 +19,20 @@ from typing import Final
 
 import numpy as np
 
-from qsync_fx.allocator.codec_choice import Codecs, Options
-from qsync_fx.allocator.evaluator import TOLERANCE, Judge
+from qsync_fx.allocator.codec_choice import CodecOptions, Codecs
+from qsync_fx.allocator.evaluator import TOLERANCE, PlanEvaluator
 from qsync_fx.allocator.milp import lagrangian_relaxation
 from qsync_fx.allocator.milp.device_program import THOUSANDTHS, DeviceProgram, device_program
 from qsync_fx.allocator.milp.format_variables import Priced
-from qsync_fx.allocator.milp.lagrangian_relaxation import Coupling, Relaxing
-from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, Expression, Program, total
-from qsync_fx.allocator.milp.memory_bound.lower_bound import Holds
+from qsync_fx.allocator.milp.lagrangian_relaxation import Coupling, LagrangianRelaxation
+from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, Expression, LinearProgram, total
+from qsync_fx.allocator.milp.memory_bound.lower_bound import LowerBoundTerm
 from qsync_fx.allocator.problem import Asked, Plans, Problem
 from qsync_fx.communication.codecs import PLAIN
 
 
 @dataclass(frozen=True)
-class Sending:
+class CommunicationTerms:
     """
     Attributes:
         travel: by bucket, seconds in thousandths of the unit.
@@ -64,12 +64,12 @@ class Sending:
         return tuple(max(by, key=lambda name: values[by[name]]) for by in self.choices)
 
 
-def sending(program: Program, options: Options, unit: float) -> Sending:
+def sending(program: LinearProgram, options: CodecOptions, unit: float) -> CommunicationTerms:
     """Adds what there is to choose of codecs to a program."""
     scale = THOUSANDTHS / unit
     if not options.open:
         known = [[{CONSTANT: scale * seconds} for seconds in one] for one in (options.alone, options.alone_beside)]
-        return Sending(known[0], known[1], {})
+        return CommunicationTerms(known[0], known[1], {})
     any_coded = program.variable(whole=True)
     choices: list[dict[str, int]] = []
     travel: list[Expression] = []
@@ -88,10 +88,10 @@ def sending(program: Program, options: Options, unit: float) -> Sending:
         variance |= {variable: adds[codec] for codec, variable in narrow.items()}
         choices.append(by)
     program.row({**dict.fromkeys(variance, -1.0), any_coded: 1.0}, most=0.0)
-    return Sending(travel, beside, variance, choices, any_coded)
+    return CommunicationTerms(travel, beside, variance, choices, any_coded)
 
 
-def kept(problem: Problem, judge: Judge, found: Sending, unit: float) -> Iterator[Expression]:
+def kept(problem: Problem, judge: PlanEvaluator, found: CommunicationTerms, unit: float) -> Iterator[Expression]:
     """Yields what steps take by each bucket of the classes that are not open to choice, in thousandths of the unit."""
     scale = THOUSANDTHS / unit
     for name, part in problem.classes.items():
@@ -113,7 +113,7 @@ LARGE: Final = 4000
 
 
 @dataclass(frozen=True)
-class Limits:
+class Constraints:
     """What a program is held to, as the judge's limits are in its terms.
 
     Attributes:
@@ -130,7 +130,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """
     Attributes:
         plans: of the classes; None where there are none.
@@ -151,16 +151,16 @@ class Found:
 
 def find(
     problem: Problem,
-    judge: Judge,
+    judge: PlanEvaluator,
     prices: Mapping[str, Priced],
-    held: Mapping[str, Holds],
-    limits: Limits,
+    held: Mapping[str, LowerBoundTerm],
+    limits: Constraints,
     least: str,
     names: Sequence[str],
     start: Plans,
     gap: float,
     seconds: float,
-) -> Found:
+) -> Solution:
     """Returns the plans of some classes for which something is least: "variance", "seconds", or the "memory" of the one class.
 
     Args:
@@ -169,7 +169,7 @@ def find(
         seconds: after which the search is given up.
     """
     unit = max(judge.seconds, 1e-12)
-    program = Program()
+    program = LinearProgram()
     memory = {name: held[name] for name in names if least == "memory" or name in limits.memory}
     sends = sending(program, judge.options, unit)
     devices = [
@@ -188,20 +188,20 @@ def find(
     if least == "variance" and limits.variance is None and sum(program.whole) >= LARGE:
         groups = {id(one): list(one.values()) for device in devices for one in device.formats.choices.values()}
         every = [*groups.values(), *(list(by.values()) for by in sends.choices)]
-        found = Relaxing(program, list(_coupling(devices, limits, unit)), every, seconds).solved(gap)
+        found = LagrangianRelaxation(program, list(_coupling(devices, limits, unit)), every, seconds).solved(gap)
     if found is None:
         _limited(program, devices, sends, limits, unit)
         first = {variable: one for device in devices for variable, one in _chosen(device, start[device.name]).items()}
         found = lagrangian_relaxation.solve(program, gap, seconds, first | sends.start(judge.codecs))
     if found.values is None:
-        return Found(None, INFINITY, INFINITY, found.infeasible, found.stopped)
+        return Solution(None, INFINITY, INFINITY, found.infeasible, found.stopped)
     values = found.values.tolist()
     plans = {device.name: device.formats.asked(values) for device in devices}
     codecs = sends.chosen(values) if judge.options.open else None
-    return Found(plans, found.objective / scale, found.bound / scale, False, found.stopped, codecs)
+    return Solution(plans, found.objective / scale, found.bound / scale, False, found.stopped, codecs)
 
 
-def _coupling(devices: Sequence[DeviceProgram], limits: Limits, unit: float) -> Iterator[Coupling]:
+def _coupling(devices: Sequence[DeviceProgram], limits: Constraints, unit: float) -> Iterator[Coupling]:
     """Yields the limits of seconds and memory as rows of all that they couple."""
     for device in devices:
         if limits.seconds is not None:
@@ -220,7 +220,13 @@ def _most_held() -> float:
     return THOUSANDTHS * (1 + TOLERANCE / 2)
 
 
-def _limited(program: Program, devices: Sequence[DeviceProgram], sends: Sending, limits: Limits, unit: float) -> None:
+def _limited(
+    program: LinearProgram,
+    devices: Sequence[DeviceProgram],
+    sends: CommunicationTerms,
+    limits: Constraints,
+    unit: float,
+) -> None:
     for device in devices:
         if limits.seconds is not None:
             most = _most_seconds(limits.seconds, unit) - device.after
@@ -237,20 +243,20 @@ def _limited(program: Program, devices: Sequence[DeviceProgram], sends: Sending,
             program.row(total((THOUSANDTHS / size, variance)), most=THOUSANDTHS * most)
 
 
-def _excluded(program: Program, device: DeviceProgram, asked: Asked) -> None:
+def _excluded(program: LinearProgram, device: DeviceProgram, asked: Asked) -> None:
     """Rules one plan out: not all of its choices may be made at once."""
     choices = [{known[asked[operator]]: 1.0} for operator, known in device.formats.choices.items()]
     program.row(total(*((1.0, choice) for choice in choices)), most=len(choices) - 1.0)
 
 
-def _variance(devices: Sequence[DeviceProgram], sends: Sending) -> dict[int, float]:
+def _variance(devices: Sequence[DeviceProgram], sends: CommunicationTerms) -> dict[int, float]:
     return total(*((1.0, device.variance) for device in devices), (1.0, sends.variance))
 
 
 def _minimised(
-    program: Program,
+    program: LinearProgram,
     devices: Sequence[DeviceProgram],
-    sends: Sending,
+    sends: CommunicationTerms,
     others: Sequence[Expression],
     least: str,
     unit: float,
@@ -288,12 +294,12 @@ def _chosen(device: DeviceProgram, asked: Asked) -> dict[int, float]:
     }
 
 
-def together(found: Sequence[Found], more: float) -> Found:
+def together(found: Sequence[Solution], more: float) -> Solution:
     """Returns what programs that nothing couples say as one; `more` is beside them."""
     plans: dict[str, Asked] | None = {}
     for one in found:
         plans = None if one.plans is None or plans is None else {**plans, **one.plans}
-    return Found(
+    return Solution(
         plans,
         sum(one.value for one in found) + more,
         sum(one.bound for one in found) + more,

@@ -14,10 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from qsync_fx.allocator.milp.format_variables import Charge, Formats, Spread, renamed
-from qsync_fx.allocator.milp.linear_program import ONE, Expression, Program, constant, total
+from qsync_fx.allocator.milp.format_variables import CostTerm, Formats, Spread, renamed
+from qsync_fx.allocator.milp.linear_program import ONE, Expression, LinearProgram, constant, total
 from qsync_fx.predictor.cost_mapper.cost_cache import cast_seconds
-from qsync_fx.predictor.cost_mapper.indexed_model import NAMES, NEEDED, NUMBERS, PLAIN, Change, Held, Point, Reader
+from qsync_fx.predictor.cost_mapper.indexed_model import (
+    NAMES,
+    NEEDED,
+    NUMBERS,
+    PLAIN,
+    IndexedChange,
+    IndexedFormat,
+    IndexedReader,
+    Point,
+)
 from qsync_fx.predictor.model.model_graph import Follows, Name, followed, widest
 from qsync_fx.predictor.times import Seconds, Times
 
@@ -42,20 +51,20 @@ class Casting:
         stretch: of the backward pass that each operator is in.
     """
 
-    def __init__(self, program: Program, formats: Formats, times: Times, stretch: Sequence[int]) -> None:
+    def __init__(self, program: LinearProgram, formats: Formats, times: Times, stretch: Sequence[int]) -> None:
         self.program, self.formats, self.times, self.stretch = program, formats, times, stretch
         self.graph = formats.graph
         self.tables = formats.part.tables
 
-    def charges(self) -> Iterator[Charge]:
+    def charges(self) -> Iterator[CostTerm]:
         """Yields what all casts take."""
         for point in self.tables.points:
-            if isinstance(point, Change):
+            if isinstance(point, IndexedChange):
                 yield from self._change(point)
             else:
                 yield from self._point(point)
 
-    def _change(self, change: Change) -> Iterator[Charge]:
+    def _change(self, change: IndexedChange) -> Iterator[CostTerm]:
         before, after = self._held(change.held), self.formats.outputs[change.operator]
         for source, there in before.items():
             for target, here in after.items():
@@ -65,9 +74,9 @@ class Casting:
                     continue
                 if (both := self._both(there, here)) is not None:
                     taken = self._taken(change.operator, change.value, source, target)
-                    yield Charge.of(change.operator, both, taken)
+                    yield CostTerm.of(change.operator, both, taken)
 
-    def _point(self, point: Point) -> Iterator[Charge]:
+    def _point(self, point: Point) -> Iterator[CostTerm]:
         before = self._held(point.held)
         wants: dict[int, list[_Want]] = {}
         kept: dict[tuple[int, int], list[_Want]] = {}
@@ -114,7 +123,7 @@ class Casting:
             costs = {owner: Seconds(0.0, seconds.forward) for owner, seconds in taken.items()}
             yield from self._first(readers[::-1], costs, None)
 
-    def _may_convert(self, held: Held, before: Spread, reader: Reader, name: Name) -> bool:
+    def _may_convert(self, held: IndexedFormat, before: Spread, reader: IndexedReader, name: Name) -> bool:
         """Whether a reader that computes in a format may find the value in one that has to be converted."""
         after = reader.wanted[NUMBERS[name]]
         sources = [source for source in before if source is not None and NEEDED[NUMBERS[source]][after]]
@@ -126,7 +135,7 @@ class Casting:
 
     def _edge(
         self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression], whole: bool
-    ) -> Iterator[Charge]:
+    ) -> Iterator[CostTerm]:
         """Yields what the casts of one reader take that share nothing with others.
 
         Of two sources of the value the one takes longer than the other by what follows from the format that is read. In the order of these
@@ -149,7 +158,7 @@ class Casting:
             return
         base = costs[sources[0]]
         for after, where in wants.items():
-            yield Charge.of(owner, where, base[after])
+            yield CostTerm.of(owner, where, base[after])
         rest = total((1.0, ONE), *((-1.0, where) for where in wants.values()))
         for name in sources[1:]:
             levels: dict[tuple[float, float], list[Expression]] = {}
@@ -167,11 +176,11 @@ class Casting:
                         self._no_more_than(now, [before[name]], total(*((1.0, where) for where in below)))
                 else:
                     now = before[name]
-                yield Charge(owner, now, forward - ahead, backward - back)
+                yield CostTerm(owner, now, forward - ahead, backward - back)
                 ahead, back = forward, backward
                 below += there
 
-    def _converted(self, value: int, before: Spread, after: int, readers: Sequence[_Want]) -> Iterator[Charge]:
+    def _converted(self, value: int, before: Spread, after: int, readers: Sequence[_Want]) -> Iterator[CostTerm]:
         sources = {name: where for name, where in before.items() if name is not None and NEEDED[NUMBERS[name]][after]}
         if not sources:
             return
@@ -199,7 +208,7 @@ class Casting:
 
     def _first(
         self, readers: Sequence[_Want], costs: dict[int, Seconds], unless: Expression | None
-    ) -> Iterator[Charge]:
+    ) -> Iterator[CostTerm]:
         """Yields what a cast takes that the first of its readers pays for."""
         known = constant(unless) if unless is not None else 0.0
         if known == 1:
@@ -218,7 +227,7 @@ class Casting:
                 self.program.row(total((1.0, before), (-1.0, now)), most=0.0)
             where = now if before is None else total((1.0, now), (-1.0, before))
             cost = costs[group[0].owner]
-            yield Charge.of(group[0].owner, where, cost)
+            yield CostTerm.of(group[0].owner, where, cost)
             before = now
 
     def _no_more_than(self, found: Expression, wants: Sequence[Expression], unless: Expression | None) -> None:
@@ -242,7 +251,7 @@ class Casting:
             return second
         return first if other is not None else self.program.any_of([second], total((1.0, ONE), (-1.0, first)))
 
-    def _held(self, held: Held) -> Spread:
+    def _held(self, held: IndexedFormat) -> Spread:
         """The formats of a value: what its operator gives out, or its own."""
         own = NAMES[held.own]
         if held.operator < 0:

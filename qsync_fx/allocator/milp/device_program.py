@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsync_fx.allocator.evaluator import Judge
+from qsync_fx.allocator.evaluator import PlanEvaluator
 from qsync_fx.allocator.milp.cast_terms import Casting
 from qsync_fx.allocator.milp.format_variables import Formats, Priced
-from qsync_fx.allocator.milp.linear_program import INFINITY, ONE, Expression, Program, total
-from qsync_fx.allocator.milp.memory_bound import Holds
+from qsync_fx.allocator.milp.linear_program import INFINITY, ONE, Expression, LinearProgram, total
+from qsync_fx.allocator.milp.memory_bound import LowerBoundTerm
 from qsync_fx.allocator.problem import Problem
 from qsync_fx.predictor.replayer.cluster_step import after, before_sending
 
@@ -44,7 +44,7 @@ class Stretches:
     extra: Sequence[float]
 
 
-def stretches(problem: Problem, judge: Judge, name: str) -> Stretches:
+def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
     """Returns how a class sends; it is the same under all plans."""
     schedule, graph = judge.schedules()[name], problem.classes[name].graph
     device, how = problem.cluster.devices[name], problem.cluster.compression
@@ -86,7 +86,7 @@ class DeviceProgram:
     after: float
     held: tuple[Expression, ...]
 
-    def ready(self, program: Program) -> list[int]:
+    def ready(self, program: LinearProgram) -> list[int]:
         """Adds a variable for the sum until each stretch, and returns them."""
         found: list[int] = []
         for stretch in self.stretches:
@@ -97,13 +97,13 @@ class DeviceProgram:
 
 
 def device_program(
-    program: Program,
+    program: LinearProgram,
     problem: Problem,
-    judge: Judge,
+    judge: PlanEvaluator,
     name: str,
     prices: Priced,
     unit: float,
-    held: Holds | None,
+    held: LowerBoundTerm | None,
     travel: Sequence[Expression],
     later: Sequence[Expression],
 ) -> DeviceProgram:

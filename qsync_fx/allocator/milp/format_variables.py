@@ -26,18 +26,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qsync_fx.allocator.milp.linear_program import CONSTANT, ONE, Expression, Program, constant, total
+from qsync_fx.allocator.milp.linear_program import CONSTANT, ONE, Expression, LinearProgram, constant, total
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph.cascade_rules import wants_wide
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.ops.spec import Kind
 from qsync_fx.predictor.cost_mapper.plan_states import state_names
 from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
+    ModelOperator,
     Name,
-    Operator,
     StateNames,
     followed,
     format_named,
@@ -49,7 +49,7 @@ from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 
 @dataclass(frozen=True)
-class Charge:
+class CostTerm:
     """Time that is taken where an expression is 1.
 
     Attributes:
@@ -64,7 +64,7 @@ class Charge:
     backward: float
 
     @classmethod
-    def of(cls, owner: int, where: Expression, taken: Seconds) -> Charge:
+    def of(cls, owner: int, where: Expression, taken: Seconds) -> CostTerm:
         return cls(owner, where, taken.forward, taken.backward)
 
 
@@ -86,7 +86,7 @@ class Formats:
         states: by operator, both at once.
     """
 
-    def __init__(self, program: Program, part: DeviceClass, tied: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(self, program: LinearProgram, part: DeviceClass, tied: Sequence[Sequence[str]] = ()) -> None:
         self.program, self.part, self.graph = program, part, part.graph
         self.choices: dict[str, dict[str, int]] = {}
         self.precisions: list[Spread] = []
@@ -113,7 +113,7 @@ class Formats:
         """Returns the plan that values of the variables make."""
         return {operator: max(known, key=lambda fmt: values[known[fmt]]) for operator, known in self.choices.items()}
 
-    def _chosen(self, operator: Operator, like: str) -> Spread:
+    def _chosen(self, operator: ModelOperator, like: str) -> Spread:
         """Gives an operator its choices: those of the one that it is tied to, where it can take the same."""
         known = self.part.choices[operator.id]
         if like not in self.choices or set(self.choices[like]) != set(known):
@@ -164,7 +164,7 @@ class Formats:
         found[top] = total((1.0, ONE), *((-1.0, expression) for expression in found.values()))
         return found
 
-    def _states(self, at: int, operator: Operator) -> Mapping[StateNames, Expression]:
+    def _states(self, at: int, operator: ModelOperator) -> Mapping[StateNames, Expression]:
         decided, precisions = operator.decided, self.precisions[at]
         if isinstance(decided, Follows):
             return {(name, decided.named or name): expression for name, expression in precisions.items()}
@@ -231,11 +231,11 @@ class Priced(Protocol):
     @property
     def times(self) -> Times: ...
 
-    def charges(self, program: Program, formats: Formats) -> Iterable[Charge]:
+    def charges(self, program: LinearProgram, formats: Formats) -> Iterable[CostTerm]:
         """Returns what operators take, without their casts; may give the program variables and rows."""
 
 
-class Prices:
+class StateCosts:
     """
     Args:
         part: the class of devices.
@@ -249,17 +249,17 @@ class Prices:
         self._references = [state_names(part.graph, part.uniform(fmt)) for fmt in part.formats]
         self.differ = self._told_apart()
         self._learned: dict[tuple[int, StateNames], Seconds] = {}
-        self._named: dict[StateNames, State] = {}
+        self._named: dict[StateNames, OperandState] = {}
 
     @property
     def times(self) -> Times:
         return self.part.times
 
-    def charges(self, program: Program, formats: Formats) -> Iterator[Charge]:
+    def charges(self, program: LinearProgram, formats: Formats) -> Iterator[CostTerm]:
         """Yields what operators take in each state, whatever their neighbours."""
         for at, spread in enumerate(formats.states):
             for state, where in spread.items():
-                yield Charge.of(at, where, self.operator(at, state))
+                yield CostTerm.of(at, where, self.operator(at, state))
 
     def operator(self, at: int, state: StateNames) -> Seconds:
         """Returns the time of an operator in a state."""
@@ -292,7 +292,7 @@ class Prices:
         around = [self._state(names[n]) if 0 <= n < len(names) else None for n in near]
         return self.times.operator(self.part.graph.operators[at].id, self._state(state), around)
 
-    def _state(self, names: StateNames) -> State:
+    def _state(self, names: StateNames) -> OperandState:
         """Returns a state by its names: there are few, of thousands of operators."""
         if names not in self._named:
             self._named[names] = state_named(names)

@@ -14,7 +14,7 @@ Choices by what each costs and takes itself: what a limit's price is about, befo
 At a price of what a limit limits, each choice alone is made by a comparison. What is left out is what else follows from choices, such as
 conversions between them: so a price that is found so is one to begin at, and nothing is concluded from it.
 
-Invariant: by what choices cost and take themselves, `Curve.won` at a price is what `Alone.values` win at it.
+Invariant: by what choices cost and take themselves, `TradeoffCurve.won` at a price is what `IndependentChoices.values` win at it.
 
 A program with whole choices is solved where its relaxation leaves a choice.
 
@@ -38,12 +38,12 @@ from typing import Final
 import highspy
 import numpy as np
 
-from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, Expression, Program, Solved
+from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, Expression, LinearProgram, LpSolution
 from qsync_fx.predictor.replayer.device_timeline import Array
 
 
 @dataclass(frozen=True)
-class Curve:
+class TradeoffCurve:
     """What choices win of a limit at a price, were there nothing but choices.
 
     Attributes:
@@ -66,7 +66,7 @@ class Curve:
         return float(self.prices[min(int(np.searchsorted(self.wins, won)), len(self.prices) - 1)])
 
 
-class Alone:
+class IndependentChoices:
     """Choices by what they cost and take themselves, whatever else follows from them.
 
     Args:
@@ -90,7 +90,7 @@ class Alone:
         found[self._groups[self._each, costs.argmin(axis=1)]] = 1.0
         return found
 
-    def curve(self, factors: Array) -> Curve:
+    def curve(self, factors: Array) -> TradeoffCurve:
         """Returns what choices win of a row: the steps along the lower hull of what each costs and takes."""
         weights = factors[self._groups]
         at = self._costs.argmin(axis=1)
@@ -107,7 +107,7 @@ class Alone:
             at = np.where(there, to, at)
         slope = np.concatenate(prices)
         order = np.argsort(slope, kind="stable")
-        return Curve(slope[order], np.cumsum(np.concatenate(wins)[order]))
+        return TradeoffCurve(slope[order], np.cumsum(np.concatenate(wins)[order]))
 
 
 _NEAR: Final = 1e-3
@@ -183,7 +183,7 @@ class _Line:
     over: float
 
 
-class Relaxing:
+class LagrangianRelaxation:
     """
     Args:
         program: without limits.
@@ -193,28 +193,28 @@ class Relaxing:
     """
 
     def __init__(
-        self, program: Program, limits: Sequence[Coupling], groups: Sequence[Sequence[int]], seconds: float
+        self, program: LinearProgram, limits: Sequence[Coupling], groups: Sequence[Sequence[int]], seconds: float
     ) -> None:
         self.program, self.limits, self.groups = program, limits, groups
         self.count = len(program.costs)
         self.costs = np.array(program.costs)
         self.bound = -INFINITY
-        self._alone = Alone(groups, self.costs)
+        self._alone = IndependentChoices(groups, self.costs)
         self._until = time.monotonic() + seconds
         self._highs = program.highs(relaxed=True)
         self._active: dict[tuple[int, int], _Active] = {}
 
-    def solved(self, gap: float) -> Solved | None:
+    def solved(self, gap: float) -> LpSolution | None:
         """Returns whole choices that are as near to the bound as the gap says, else the nearest; None where none were found."""
         values = self._relaxed()
         if values is None:
             return None
         margins = self._margins(values)
-        free, best = _FREE, Solved(None, INFINITY, self.bound)
+        free, best = _FREE, LpSolution(None, INFINITY, self.bound)
         while True:
             found = self._whole(values, margins, free, gap)
             if found is not None and (objective := float(self.costs @ found)) < best.objective:
-                best = Solved(found, objective, min(self.bound, objective))
+                best = LpSolution(found, objective, min(self.bound, objective))
             if best.values is not None and best.objective - self.bound <= gap * abs(best.objective):
                 return best
             if free >= len(self.groups) or self._late():
@@ -394,7 +394,7 @@ _SLACK: Final = 1e-6
 """By how much, of it, the relaxed objective is taken to be off."""
 
 
-def solve(program: Program, gap: float, seconds: float, start: Mapping[int, float]) -> Solved:
+def solve(program: LinearProgram, gap: float, seconds: float, start: Mapping[int, float]) -> LpSolution:
     """Solves a program; see `Program.solve`."""
     until = time.monotonic() + seconds
     whole = program.choices
@@ -405,7 +405,7 @@ def solve(program: Program, gap: float, seconds: float, start: Mapping[int, floa
     costs = np.where(relaxed.between(whole), 0.0, relaxed.reduced[whole])
     floor = relaxed.objective - _SLACK * abs(relaxed.objective)
     margin = float(np.partition(costs, _OPEN)[_OPEN])
-    best, bound = Solved(None, INFINITY, floor), floor
+    best, bound = LpSolution(None, INFINITY, floor), floor
     for share in (0.25, 0.95):
         given = costs > margin
         if given.mean() < 1 - _MOST:

@@ -49,7 +49,7 @@ ONE: Final[Expression] = {CONSTANT: 1.0}
 
 
 @dataclass(frozen=True)
-class Solved:
+class LpSolution:
     """
     Attributes:
         values: of the variables; None where there is no solution.
@@ -75,7 +75,7 @@ class Solved:
         return found
 
 
-class Program:
+class LinearProgram:
     """What is to be minimised, within what."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Program:
         start: Mapping[int, float] | None = None,
         relaxed: bool = False,
         fixed: Mapping[int, float] | None = None,
-    ) -> Solved:
+    ) -> LpSolution:
         """Solves it.
 
         Args:
@@ -224,12 +224,12 @@ class Program:
         # The objective of an LP is a bound once it is optimal, and not before.
         unfinished = relaxed and status != states.kOptimal
         if infeasible or unfinished or info.primal_solution_status != highspy.kSolutionStatusFeasible:
-            return Solved(None, INFINITY, INFINITY, infeasible, status == states.kTimeLimit)
+            return LpSolution(None, INFINITY, INFINITY, infeasible, status == states.kTimeLimit)
         objective = float(info.objective_function_value)
         bound = objective if relaxed else min(objective, float(info.mip_dual_bound))
         solution = highs.getSolution()
         reduced = np.abs(np.array(solution.col_dual)) if relaxed else None
-        return Solved(np.array(solution.col_value), objective, bound, False, status == states.kTimeLimit, reduced)
+        return LpSolution(np.array(solution.col_value), objective, bound, False, status == states.kTimeLimit, reduced)
 
     def highs(self, relaxed: bool, fixed: Mapping[int, float] | None = None) -> highspy.Highs:
         """Returns the solver, with the program; see `solve`."""

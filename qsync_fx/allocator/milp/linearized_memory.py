@@ -46,7 +46,7 @@ class _Reference:
         return max(self.held, key=lambda moment: sum(self.held[moment].values()))
 
 
-class Held:
+class LinearizedMemory:
     """What is held at peaks, learned from plans.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 Invariant: a search knows a plan that is no worse afterwards.
 
-The exact allocator: `Exact`.
+The exact allocator: `MilpAllocator`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Final
 from qsync_fx.allocator.evaluator import TOLERANCE, with_peaks
 from qsync_fx.allocator.milp.binding_constraints import why_not
 from qsync_fx.allocator.milp.linear_program import uncollected
-from qsync_fx.allocator.milp.search import Search
-from qsync_fx.allocator.plan_result import Answer, Note, NoteKind
+from qsync_fx.allocator.milp.search import MilpSearch
+from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem
-from qsync_fx.allocator.recovery import Greedy
+from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.errors import PlanError
 
 FEW: Final = 300
@@ -33,7 +33,7 @@ _ASKED: Final = 32
 """Choices up to which the paper's allocator is asked, too: it has the judge look at each step that it takes."""
 
 
-def widen(search: Search) -> None:
+def widen(search: MilpSearch) -> None:
     """Gives single operators of the best plan wider formats where the judge allows what the program did not know to be allowed."""
     problem, judge = search.problem, search.judge
     if search.best is None or not search.approximate or problem.tied or problem.least != "variance":
@@ -64,7 +64,7 @@ def widen(search: Search) -> None:
     search.look(judge.plans)
 
 
-def every(search: Search) -> bool:
+def every(search: MilpSearch) -> bool:
     """Looks at all plans where they are few and the program only takes after the judge; returns whether it did."""
     choices = {
         (name, operator): known
@@ -85,17 +85,17 @@ def every(search: Search) -> bool:
     return True
 
 
-def few(search: Search) -> bool:
+def few(search: MilpSearch) -> bool:
     """Whether so few operators are open to choice that the judge can be asked at every step."""
     return sum(len(part.choices) for part in search.problem.classes.values()) <= _ASKED
 
 
-def begin_elsewhere(search: Search) -> None:
+def begin_elsewhere(search: MilpSearch) -> None:
     """Looks at the plan of the paper's allocator, which asks the judge at every step: what was learned here may hide its like."""
     if not few(search):
         return
     with contextlib.suppress(PlanError):
-        search.look(Greedy().allocate(search.problem).plans, search.judge.options.plain)
+        search.look(PrecisionRecovery().allocate(search.problem).plans, search.judge.options.plain)
 
 
 GAP: Final = 1e-4
@@ -104,7 +104,7 @@ SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
-class Exact:
+class MilpAllocator:
     """
     Attributes:
         gap: that may be left between the plan and the bound, of what is least.
@@ -120,14 +120,14 @@ class Exact:
     def name(self) -> str:
         return "exact"
 
-    def allocate(self, problem: Problem) -> Answer:
+    def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan that is best; see `Allocator`."""
         with uncollected():
             return self._allocated(problem)
 
-    def _allocated(self, problem: Problem) -> Answer:
+    def _allocated(self, problem: Problem) -> PlanResult:
         began = time.perf_counter()
-        search = Search(problem, self.gap, self.seconds)
+        search = MilpSearch(problem, self.gap, self.seconds)
         if search.approximate:
             search.bounded()
         # Where little is chosen, looking twice takes little.
@@ -147,6 +147,8 @@ class Exact:
         judged = with_peaks(problem, *search.best)
         value = judged.value(problem)
         took = time.perf_counter() - began
-        notes = () if whole or search.near else (Note(NoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        notes = (
+            () if whole or search.near else (PlanNote(PlanNoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        )
         known = None if bound is None else min(bound, value)
-        return Answer(problem, plans, judged, self.name, known, took, tuple(search.rounds), (*search.notes, *notes))
+        return PlanResult(problem, plans, judged, self.name, known, took, tuple(search.rounds), (*search.notes, *notes))

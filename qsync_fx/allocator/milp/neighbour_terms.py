@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from qsync_fx.allocator.milp.format_variables import Charge, Formats
-from qsync_fx.allocator.milp.linear_program import INFINITY, ONE, Expression, Program, total
+from qsync_fx.allocator.milp.format_variables import CostTerm, Formats
+from qsync_fx.allocator.milp.linear_program import INFINITY, ONE, Expression, LinearProgram, total
 from qsync_fx.allocator.problem import DeviceClass
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.model.model_graph import StateNames, state_named
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
@@ -41,11 +41,11 @@ class _Kind:
         where: 1 where the neighbour is in one of them.
     """
 
-    state: State | None
+    state: OperandState | None
     where: Expression
 
 
-class Beside:
+class NeighbourTerms:
     """
     Args:
         part: the class of devices.
@@ -59,7 +59,7 @@ class Beside:
     def times(self) -> Times:
         return self.part.times
 
-    def charges(self, program: Program, formats: Formats) -> Iterator[Charge]:
+    def charges(self, program: LinearProgram, formats: Formats) -> Iterator[CostTerm]:
         """Yields what all operators take, without their casts."""
         around = [self._around(at, formats) for at in range(len(formats.states))]
         ways = list(zip(formats.states, around, strict=True))
@@ -70,7 +70,7 @@ class Beside:
                 yield from self._beside(program, at, states, kinds, split)
             else:
                 for state, where in states.items():
-                    yield Charge.of(at, where, self.times.least(self.graph.operators[at].id, state_named(state)))
+                    yield CostTerm.of(at, where, self.times.least(self.graph.operators[at].id, state_named(state)))
 
     def _around(self, at: int, formats: Formats) -> list[list[_Kind]]:
         """Returns the kinds of states of each neighbour."""
@@ -90,12 +90,12 @@ class Beside:
 
     def _beside(
         self,
-        program: Program,
+        program: LinearProgram,
         at: int,
         states: Mapping[StateNames, Expression],
         kinds: Sequence[Sequence[_Kind]],
         split: bool,
-    ) -> Iterator[Charge]:
+    ) -> Iterator[CostTerm]:
         """Yields what an operator takes in each state beside its neighbours, those that are further away where it is to be split."""
         near, far = kinds[:_NEAR], kinds[_NEAR:]
         split = split or _combinations(far) == 1
@@ -108,15 +108,17 @@ class Beside:
                 around = {by: kind.state for by, kind in zip(NEIGHBOURS, picked, strict=False)}
                 parts = self._parts(at, state, around, far) if split else []
                 if not parts:
-                    yield Charge.of(at, both, self.times.least(self.graph.operators[at].id, state_named(state), around))
+                    yield CostTerm.of(
+                        at, both, self.times.least(self.graph.operators[at].id, state_named(state), around)
+                    )
                 elif len({seconds for _, seconds in parts}) == 1:
-                    yield Charge.of(at, both, parts[0][1])
+                    yield CostTerm.of(at, both, parts[0][1])
                 else:
                     pieces = _Sums()
                     for others, seconds in parts:
                         piece = pieces.part(program, both)
                         further.add(piece, others)
-                        yield Charge.of(at, piece, seconds)
+                        yield CostTerm.of(at, piece, seconds)
                     pieces.close(program)
         own.close(program)
         if _combinations(near) > 1:
@@ -125,7 +127,7 @@ class Beside:
         further.close(program, whole=False)
 
     def _parts(
-        self, at: int, state: StateNames, beside: Mapping[int, State | None], far: Sequence[Sequence[_Kind]]
+        self, at: int, state: StateNames, beside: Mapping[int, OperandState | None], far: Sequence[Sequence[_Kind]]
     ) -> list[tuple[tuple[_Kind, ...], Seconds]]:
         """Returns what an operator takes beside each combination of the neighbours that are further away."""
         found: list[tuple[tuple[_Kind, ...], Seconds]] = []
@@ -143,7 +145,7 @@ class _Sums:
     def __init__(self) -> None:
         self._found: dict[int, tuple[Expression, dict[int, float]]] = {}
 
-    def part(self, program: Program, whole: Expression) -> Expression:
+    def part(self, program: LinearProgram, whole: Expression) -> Expression:
         """Returns a new variable that is a part of an expression."""
         found = {program.variable(): 1.0}
         self._add(found, whole)
@@ -154,7 +156,7 @@ class _Sums:
         for kind in kinds:
             self._add(part, kind.where)
 
-    def close(self, program: Program, whole: bool = True) -> None:
+    def close(self, program: LinearProgram, whole: bool = True) -> None:
         """Lets parts sum up to no more than what they are of; `whole`, to no less."""
         for where, parts in self._found.values():
             program.row(total((1.0, parts), (-1.0, where)), 0.0 if whole else -INFINITY, 0.0)

@@ -19,20 +19,20 @@ from dataclasses import replace
 from typing import Final
 
 from qsync_fx.allocator.codec_choice import Codecs
-from qsync_fx.allocator.evaluator import TOLERANCE, Judge, Judged, Remembered, beyond
-from qsync_fx.allocator.milp.build_and_solve import Found, Limits, find, together
-from qsync_fx.allocator.milp.format_variables import Priced, Prices
-from qsync_fx.allocator.milp.linearized_memory import Held
-from qsync_fx.allocator.milp.memory_bound.lower_bound import Certain, Holds
-from qsync_fx.allocator.milp.neighbour_terms import Beside
-from qsync_fx.allocator.plan_result import Note, NoteKind, Round
+from qsync_fx.allocator.evaluator import TOLERANCE, CachedTimes, Evaluation, PlanEvaluator, beyond
+from qsync_fx.allocator.milp.build_and_solve import Constraints, Solution, find, together
+from qsync_fx.allocator.milp.format_variables import Priced, StateCosts
+from qsync_fx.allocator.milp.linearized_memory import LinearizedMemory
+from qsync_fx.allocator.milp.memory_bound.lower_bound import LowerBoundTerm, MemoryLowerBound
+from qsync_fx.allocator.milp.neighbour_terms import NeighbourTerms
+from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, SolverIteration
 from qsync_fx.allocator.problem import Plans, Problem, uniforms
 
 NEAR: Final = 2e-3
 """How far off, of it, memory may be reckoned before that is worth another round."""
 
 
-class Learned:
+class SearchState:
     """
     Attributes:
         problem: what is asked.
@@ -48,14 +48,14 @@ class Learned:
         self.problem = replace(
             problem,
             classes={
-                name: replace(part, times=Remembered(part.times), training=part.training if part.memory else None)
+                name: replace(part, times=CachedTimes(part.times), training=part.training if part.memory else None)
                 for name, part in problem.classes.items()
             },
         )
-        self.judge = Judge(self.problem, problem.uniform())
-        self.prices = {name: Prices(self.problem.classes[name]) for name in problem.open}
-        self.held = {name: Held() for name in problem.open if problem.classes[name].memory is not None}
-        self.best: tuple[Plans, Judged] | None = None
+        self.judge = PlanEvaluator(self.problem, problem.uniform())
+        self.prices = {name: StateCosts(self.problem.classes[name]) for name in problem.open}
+        self.held = {name: LinearizedMemory() for name in problem.open if problem.classes[name].memory is not None}
+        self.best: tuple[Plans, Evaluation] | None = None
         self.smallest: dict[str, int] = {}
         self.proved: float | None = None
         if self.held:
@@ -70,7 +70,7 @@ class Learned:
         limited = any(self.problem.classes[name].memory is not None for name in self.problem.open)
         return limited or any(prices.differ for prices in self.prices.values())
 
-    def look(self, plans: Plans, codecs: Codecs | None = None) -> Judged:
+    def look(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
         """Has plans judged, and keeps them if none better are known; with the codecs of buckets as they are where none are given."""
         judged = self.judge.become(plans, codecs)
         for name, figures in judged.classes.items():
@@ -100,7 +100,7 @@ class Learned:
             self.learn()
         self.look(self.best[0] if self.best is not None else self.problem.uniform())
 
-    def _better(self, one: Judged, other: Judged) -> bool:
+    def _better(self, one: Evaluation, other: Evaluation) -> bool:
         """Whether what is least is less, or something else where that is the same."""
         first, second = one.value(self.problem), other.value(self.problem)
         if abs(first - second) > TOLERANCE * max(first, second):
@@ -127,7 +127,7 @@ _BEYOND: Final = 0.05
 """By how much, of a limit, memory is let go beyond it once."""
 
 
-class Search(Learned):
+class MilpSearch(SearchState):
     """
     Args:
         problem: what is asked.
@@ -145,11 +145,11 @@ class Search(Learned):
         super().__init__(problem)
         self.gap, self.seconds = gap, seconds
         self.bound = 0.0
-        self._certain: dict[str, Certain] = {}
-        self.rounds: list[Round] = []
-        self.notes: list[Note] = []
+        self._certain: dict[str, MemoryLowerBound] = {}
+        self.rounds: list[SolverIteration] = []
+        self.notes: list[PlanNote] = []
         memory = {name: limit for name in self.held if (limit := problem.classes[name].memory) is not None}
-        self.limits = self._asked = Limits(problem.seconds, memory, problem.variance)
+        self.limits = self._asked = Constraints(problem.seconds, memory, problem.variance)
 
     def run(self, rounds: int) -> None:
         """Solves and judges until there is nothing to learn, so many times at most."""
@@ -187,14 +187,14 @@ class Search(Learned):
             self.learn()
             found = self._found(self.best[0])
         if found.stopped:
-            self.notes.append(Note(NoteKind.STOPPED, numbers={"seconds": self.seconds}))
+            self.notes.append(PlanNote(PlanNoteKind.STOPPED, numbers={"seconds": self.seconds}))
         if found.plans is None:
             return None
         plans = self.problem.completed(found.plans)
         judged = self.look(plans, found.codecs)
         excess, new = judged.exceeds(self.problem), self.learn()
         self.bound = found.bound
-        self.rounds.append(Round(judged, found.bound, not excess, new))
+        self.rounds.append(SolverIteration(judged, found.bound, not excess, new))
         return (plans, judged.codecs), excess, new
 
     def bounded(self) -> float | None:
@@ -205,7 +205,7 @@ class Search(Learned):
         for name, held in self.held.items():
             part, memory = self.problem.classes[name], self.judge.memory(name)
             if name not in self._certain and memory is not None:
-                self._certain[name] = Certain(part, memory.expected)
+                self._certain[name] = MemoryLowerBound(part, memory.expected)
             new |= self._certain[name].add(held.places(part.graph))
         if not (self._above() or new or self._within(_CLOSE)):
             return self.proved
@@ -243,7 +243,7 @@ class Search(Learned):
     def _least_prices(self) -> dict[str, Priced]:
         """What operators take at least, beside any neighbours."""
         found = self.prices.items()
-        return {name: Beside(self.problem.classes[name]) if known.differ else known for name, known in found}
+        return {name: NeighbourTerms(self.problem.classes[name]) if known.differ else known for name, known in found}
 
     def _above(self) -> bool:
         """Adds moments at which the judge's plans certainly hold more than they may; returns whether there are any."""
@@ -284,7 +284,7 @@ class Search(Learned):
             solved.append(memory)
             found = self._found(self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory))
             if found.stopped:
-                self.notes.append(Note(NoteKind.STOPPED, numbers={"seconds": self.seconds}))
+                self.notes.append(PlanNote(PlanNoteKind.STOPPED, numbers={"seconds": self.seconds}))
             if found.plans is None:
                 break
             plans = self.problem.completed(found.plans)
@@ -292,7 +292,7 @@ class Search(Learned):
             excess, new = judged.exceeds(self.problem), self.learn()
             inside, outside = (inside, memory) if excess else (memory, outside)
             self.bound = found.bound
-            self.rounds.append(Round(judged, found.bound, not excess, new))
+            self.rounds.append(SolverIteration(judged, found.bound, not excess, new))
             if self.near:
                 break
             seen.append((plans, judged.codecs))
@@ -332,13 +332,13 @@ class Search(Learned):
         self,
         start: Plans,
         prices: Mapping[str, Priced] | None = None,
-        held: Mapping[str, Holds] | None = None,
-        limits: Limits | None = None,
-    ) -> Found:
+        held: Mapping[str, LowerBoundTerm] | None = None,
+        limits: Constraints | None = None,
+    ) -> Solution:
         """Solves the program of all classes, or one a class where nothing couples them."""
         problem, limits = self.problem, limits or self.limits
 
-        def solved(limits: Limits, least: str, names: Sequence[str], start: Plans) -> Found:
+        def solved(limits: Constraints, least: str, names: Sequence[str], start: Plans) -> Solution:
             known = prices or self.prices, held or self.held
             return find(problem, self.judge, *known, limits, least, names, start, self.gap, self.seconds)
 

@@ -90,7 +90,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from qsync_fx.plan.cluster_plan import CODECS
     from qsync_fx.plan.plan import Plan
     from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
-    from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network, Nodes
+    from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network, NodeGroup
     from qsync_fx.timeline.codec_costs import paying, rates
 
     for name in arguments.codec or ():
@@ -99,8 +99,8 @@ def _predict(arguments: argparse.Namespace) -> None:
     fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
     profile = _profile(arguments, fmt)
     # gloo sends gradients of the CPU around one ring.
-    nodes = Nodes(arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu")
-    fleet = Cluster({"devices": Device(arguments.ranks)}, network, nodes=nodes)
+    nodes = NodeGroup(arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu")
+    fleet = Cluster({"devices": ClusterDevice(arguments.ranks)}, network, nodes=nodes)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
     schedules = {"devices": mapper.schedule()}
     how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})

@@ -160,12 +160,12 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def _tool(find: Callable[[], toolchain.Program | toolchain.Headers]) -> Tool | QSyncError:
+def _tool(find: Callable[[], toolchain.ToolProgram | toolchain.Headers]) -> Tool | QSyncError:
     try:
         found = find()
     except QSyncError as error:
         return error
-    path = found.path if isinstance(found, toolchain.Program) else found.folders[0]
+    path = found.path if isinstance(found, toolchain.ToolProgram) else found.folders[0]
     return Tool(toolchain.dotted(found.version), path)
 
 
@@ -177,7 +177,7 @@ def _kernels() -> tuple[Kernels, ...]:
         reason = str(error)
     found = []
     for folder in folders:
-        entries = [entry for entry in kernel_cache.entries(folder) if isinstance(entry, kernel_cache.Entry)]
+        entries = [entry for entry in kernel_cache.entries(folder) if isinstance(entry, kernel_cache.CacheEntry)]
         found.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
     return (*found, *([Kernels(Path(), 0, reason)] if reason else ()))
 

@@ -26,8 +26,8 @@ from qsync_fx.errors import KernelError, OptionError, nearest
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qsync_fx.backend.cuda.codegen import Unit
-    from qsync_fx.backend.cuda.kernel_build.kernel_cache import Entry
+    from qsync_fx.backend.cuda.codegen import TranslationUnit
+    from qsync_fx.backend.cuda.kernel_build.kernel_cache import CacheEntry
     from qsync_fx.backend.cuda.kernel_config import Arch
 
 
@@ -54,7 +54,7 @@ def _list(arguments: argparse.Namespace) -> None:
             "there is no such folder", where=str(arguments.folder), do="qsync kernels path tells the cache's"
         )
     found = [entry for folder in folders for entry in kernel_cache.entries(folder)]
-    whole = [entry for entry in found if isinstance(entry, kernel_cache.Entry)]
+    whole = [entry for entry in found if isinstance(entry, kernel_cache.CacheEntry)]
     if arguments.json:
         rows = [{"folder": str(entry.folder)} | dataclasses.asdict(entry.manifest) for entry in whole]
         output.as_json(rows)
@@ -66,7 +66,7 @@ def _list(arguments: argparse.Namespace) -> None:
         output.note(f"{damaged} damaged ones besides, which will be compiled anew")
 
 
-def table_of(entries: Iterable[Entry]) -> Table:
+def table_of(entries: Iterable[CacheEntry]) -> Table:
     """Returns what to know of kernels that are kept, one a line."""
     rows = []
     for entry in entries:
@@ -210,7 +210,7 @@ def _own_architectures() -> list[Arch]:
     return known
 
 
-def _units(arch: Arch, arguments: argparse.Namespace) -> list[Unit]:
+def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
     from qsync_fx.backend.cuda.selection import candidates
 
     if arguments.model is None:

@@ -174,7 +174,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         margin=arguments.margin,
         **knowing.at_hand(arguments, inputs),
     )
-    plan_report.Asked(arguments, inputs, answer, changes).show()
+    plan_report.PlanReport(arguments, inputs, answer, changes).show()
 
 
 COMMAND = Command("which operator computes in which format", _plan, _arguments, _ABOUT, _EXAMPLES)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from qsync_fx.backend.cuda.kernel_config import Arch
     from qsync_fx.backend.cuda.problem import Problem
-    from qsync_fx.backend.cuda.tuning import Choice, Environment, Keeper, Timer
+    from qsync_fx.backend.cuda.tuning import Environment, TableWriter, Timer, TunedChoice
 
 _ABOUT = """\
 Measures torch's own product and each kernel that serves for every matrix
@@ -71,7 +71,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         tuning.check_writable(arguments.output)
     make: Callable[[Problem], Timer]
-    keepers: dict[Problem, Keeper] = {}
+    keepers: dict[Problem, TableWriter] = {}
     if arguments.recorded is not None:
         recording = tuning.load_recording(arguments.recorded)
         here, arch, make = recording.environment, recording.arch, recording.timer
@@ -96,7 +96,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     skipped: dict[Problem, str] = {}
     with output.progress("tuning", len(problems)) as advance:
 
-        def report(problem: Problem, choice: Choice | None, why: str) -> None:
+        def report(problem: Problem, choice: TunedChoice | None, why: str) -> None:
             if choice is None:
                 skipped[problem] = why
             advance(shown(problem))
@@ -157,35 +157,39 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
     )
 
 
-def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Keeper], dict[Problem, Keeper]]:
+def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], TableWriter], dict[Problem, TableWriter]]:
     """Returns what makes timers on a GPU, and what they will have measured."""
     from qsync_fx.backend.cuda.runtime.event_timer import EventTimer
     from qsync_fx.backend.cuda.selection.select import known, way
-    from qsync_fx.backend.cuda.tuning import Keeper
+    from qsync_fx.backend.cuda.tuning import TableWriter
 
-    keepers: dict[Problem, Keeper] = {}
+    keepers: dict[Problem, TableWriter] = {}
 
-    def make(problem: Problem) -> Keeper:
+    def make(problem: Problem) -> TableWriter:
         found = way(problem, arch, known)
         # Timings are kept, the tensors that they were measured with are not.
         for keeper in keepers.values():
             keeper.timer = None
-        keepers[problem] = Keeper(EventTimer(problem, problem if isinstance(found, str) else found.taken, gpu))
+        keepers[problem] = TableWriter(EventTimer(problem, problem if isinstance(found, str) else found.taken, gpu))
         return keepers[problem]
 
     return make, keepers
 
 
-def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, Keeper]) -> None:
+def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, TableWriter]) -> None:
     from qsync_fx.backend.cuda import tuning
 
     timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
-    tuning.save_recording(path, tuning.Recording(here, arch, timings))
+    tuning.save_recording(path, tuning.TimingRecording(here, arch, timings))
     output.wrote(path)
 
 
 def _show(
-    arguments: argparse.Namespace, here: Environment, arch: Arch, choices: list[Choice], skipped: dict[Problem, str]
+    arguments: argparse.Namespace,
+    here: Environment,
+    arch: Arch,
+    choices: list[TunedChoice],
+    skipped: dict[Problem, str],
 ) -> None:
     from dataclasses import asdict
 
@@ -202,7 +206,7 @@ def _show(
         output.note(f"not measured: {shown(problem)}: {why}")
 
 
-def _table(choices: list[Choice], wide: str) -> Printed:
+def _table(choices: list[TunedChoice], wide: str) -> Printed:
     """Returns for each problem torch's time, the best kernel and its time, and how they compare."""
     from qsync_fx.backend.cuda.tuning import shown
 
@@ -218,7 +222,7 @@ def _table(choices: list[Choice], wide: str) -> Printed:
     return output.table(("problem", *numbers, "runs", "note"), rows, right=numbers)
 
 
-def _note(choice: Choice, wide: str) -> str:
+def _note(choice: TunedChoice, wide: str) -> str:
     notes = [f"no faster than {wide}, so {choice.problem.a} is not used"] if choice.faster_than_bf16 is False else []
     if choice.failed:
         name, why = next(iter(choice.failed.items()))

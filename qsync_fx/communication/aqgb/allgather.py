@@ -22,10 +22,10 @@ from qsync_fx.communication import point_to_point
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.aqgb.bit_allocation import mixed
 from qsync_fx.communication.aqgb.controller import Controller
-from qsync_fx.communication.bucket import Bucket, Piece
+from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN, Draw
 from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, Truncated
-from qsync_fx.communication.point_to_point import HEADER, Flight, Head
+from qsync_fx.communication.point_to_point import HEADER, MessageHeader, PendingTransfers
 
 _HEADS = 2 * HEADER
 _SEGMENTS = 2**12
@@ -33,7 +33,7 @@ _SEGMENTS = 2**12
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRun:
     """Values that go in one level.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Segment:
     begin: int
     end: int
     heads: Mapping[int, Tensor]
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ByteRun] = field(default_factory=list)
     messages: dict[int, Tensor] = field(default_factory=dict)
     sent: float = 0.0
 
@@ -99,7 +99,7 @@ class Gatherer:
         """
         tally, size = self.reducer.tally, bucket.values.numel()
         started, coding = time.perf_counter(), tally.coding
-        flight = Flight(self.reducer.group, bucket.about)
+        flight = PendingTransfers(self.reducer.group, bucket.about)
         segments = self._segments(flight, size)
         stages = (self._announce, self._send, self._take)
         for turn in range(len(segments) + len(stages) - 1):
@@ -117,7 +117,7 @@ class Gatherer:
     def _others(self) -> list[int]:
         return [peer for peer in range(self.reducer.state.world) if peer != self.reducer.state.rank]
 
-    def _segments(self, flight: Flight, size: int) -> list[_Segment]:
+    def _segments(self, flight: PendingTransfers, size: int) -> list[_Segment]:
         """Returns the segments of a bucket, whose heads are received from now on."""
         step = max(self.codec.segment // 4, -(-size // _SEGMENTS))
         cuts = range(0, size, step)
@@ -133,7 +133,7 @@ class Gatherer:
                 flight.expect(peer, own[peer], found[-1].tags[0])
         return found
 
-    def _announce(self, flight: Flight, bucket: Bucket, segment: _Segment) -> None:
+    def _announce(self, flight: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
         """Chooses levels, encodes, and sends a head, which says how long the message will be."""
         reducer, values = self.reducer, bucket.values[segment.begin : segment.end]
         started = time.perf_counter()
@@ -152,7 +152,7 @@ class Gatherer:
             flight.send(peer, head, segment.tags[0])
         reducer.tally.wire += (head.numel() + message.numel()) * len(self._others)
 
-    def _send(self, flight: Flight, bucket: Bucket, segment: _Segment) -> None:
+    def _send(self, flight: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
         """Sends a message once the heads of all others are here, and receives theirs."""
         reducer, most = self.reducer, _most(segment.end - segment.begin, len(bucket.pieces))
         for peer in self._others:
@@ -172,7 +172,7 @@ class Gatherer:
         for peer in self._others:
             flight.send(peer, segment.messages[reducer.state.rank], segment.tags[1])
 
-    def _take(self, flight: Flight, bucket: Bucket, segment: _Segment) -> None:
+    def _take(self, flight: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
         """Sums the messages of a segment when they are here."""
         reducer = self.reducer
         for peer in self._others:
@@ -188,16 +188,16 @@ class Gatherer:
         self.controller.carried(PLAIN.nbytes(segment.end - segment.begin), carried, seconds, levels)
         self._decode(bucket, segment.messages, bucket.values[segment.begin : segment.end])
 
-    def _head(self, bucket: Bucket, segment: _Segment, sender: int, length: int) -> Head:
+    def _head(self, bucket: Bucket, segment: _Segment, sender: int, length: int) -> MessageHeader:
         what = point_to_point.hash_of(self.reducer.state.codec)
-        return Head(what, sender, bucket.index * _SEGMENTS + segment.number, bucket.step, length)
+        return MessageHeader(what, sender, bucket.index * _SEGMENTS + segment.number, bucket.step, length)
 
-    def _runs(self, bucket: Bucket, begin: int, end: int) -> list[Run]:
+    def _runs(self, bucket: Bucket, begin: int, end: int) -> list[ByteRun]:
         """Returns in which level which values go, in their order."""
         shares = mixed(self.controller.ratio)
         above = max(shares)
         cut = begin + (round(shares[above] * (end - begin)) if len(shares) > 1 else 0)
-        found: list[Run] = []
+        found: list[ByteRun] = []
         for piece, start in _placed(bucket):
             for first, last, bits in ((begin, cut, above), (cut, end, min(shares))):
                 a, b = max(first, start), min(last, start + piece.size)
@@ -208,10 +208,10 @@ class Gatherer:
                 if residual is None and found and found[-1].residual is None and found[-1].bits == bits:
                     found[-1] = replace(found[-1], end=b)
                 else:
-                    found.append(Run(a, b, bits, residual))
+                    found.append(ByteRun(a, b, bits, residual))
         return found
 
-    def _encoded(self, values: Tensor, runs: Sequence[Run], message: Tensor) -> Tensor:
+    def _encoded(self, values: Tensor, runs: Sequence[ByteRun], message: Tensor) -> Tensor:
         at = 0
         for run in runs:
             codec = Truncated(run.bits, self.codec.partition)
@@ -238,13 +238,13 @@ class Gatherer:
         return found[:nbytes]
 
 
-def _placed(bucket: Bucket) -> Iterator[tuple[Piece, int]]:
+def _placed(bucket: Bucket) -> Iterator[tuple[ParameterSlice, int]]:
     """Yields the parameters of a bucket and where they begin in it, in the order in which they lie there."""
     places = [int(g.storage_offset() - bucket.values.storage_offset()) for g in bucket.gradients]
     yield from sorted(zip(bucket.pieces, places, strict=True), key=lambda placed: placed[1])
 
 
-def _given(values: Tensor, runs: Sequence[Run], begin: int) -> Tensor:
+def _given(values: Tensor, runs: Sequence[ByteRun], begin: int) -> Tensor:
     """Returns what is to be sent: values, and what was left of them before."""
     given = values.clone()
     for run in runs:

@@ -29,7 +29,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Decision:
+class BitDecision:
     """What is decided when a block comes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Broadcast:
         sent: bytes.
     """
 
-    decisions: tuple[Decision, ...]
+    decisions: tuple[BitDecision, ...]
     busy: tuple[tuple[float, float], ...]
     sent: float
 
@@ -76,10 +76,10 @@ class Broadcast:
         )
 
 
-def decide(time: float, undelivered: float, gap: float, drained: float) -> Decision:
+def decide(time: float, undelivered: float, gap: float, drained: float) -> BitDecision:
     """Returns the decision for a block; `gap` is the time from it to the next one, `drained` the rate of the link so far."""
     made = undelivered / gap
-    return Decision(time, undelivered, made, drained, min(1.0, max(LEAST, drained / made)))
+    return BitDecision(time, undelivered, made, drained, min(1.0, max(LEAST, drained / made)))
 
 
 def mixed(ratio: float) -> dict[int, float]:
@@ -111,7 +111,7 @@ def broadcast(
     """
     first = blocks[0].ready
     comings = [block.ready for block in blocks]
-    decisions: list[Decision] = []
+    decisions: list[BitDecision] = []
     busy: list[tuple[float, float]] = []
     undelivered, sent, ratio, now = 0.0, 0.0, 1.0, first
     later = sorted({*comings, *(change for change in changes if change > first)})

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from qsync_fx.communication.aqgb.bit_allocation import Decision, decide
+from qsync_fx.communication.aqgb.bit_allocation import BitDecision, decide
 
 _STEPS: Final = 5
 """How many steps the next one is foreseen from."""
@@ -27,7 +27,7 @@ _SHORTEST: Final = 1e-6
 
 
 @dataclass(frozen=True)
-class Entry:
+class AqgbEntry:
     """One block in the log.
 
     Attributes:
@@ -43,7 +43,7 @@ class Entry:
     block: int
     size: int
     gap: float | None
-    decision: Decision | None
+    decision: BitDecision | None
 
     @property
     def ratio(self) -> float:
@@ -90,7 +90,7 @@ class Controller:
         self, grace: float = 0.0, elapsed: bool = False, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.ratio = 1.0
-        self.log: deque[Entry] = deque(maxlen=_LOG)
+        self.log: deque[AqgbEntry] = deque(maxlen=_LOG)
         self.clock = clock
         self._grace, self._elapsed = grace, elapsed
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class Controller:
             if gap is not None and drained is not None:
                 decision = decide(now - self._now.times[0], self._undelivered, gap, drained)
                 self._decisions += 1
-            self.log.append(Entry(step, len(self._now.sizes) - 1, size, gap, decision))
+            self.log.append(AqgbEntry(step, len(self._now.sizes) - 1, size, gap, decision))
             self.ratio = self.log[-1].ratio
 
     def carried(self, delivered: int, wire: float, seconds: float, levels: Mapping[int, int]) -> None:

@@ -22,19 +22,19 @@ from typing import Final
 from qsync_fx.communication.codecs.codec import Codec, Draw
 from qsync_fx.communication.codecs.onebit import Columns, Reshaped
 from qsync_fx.communication.codecs.qsgd import UNITS, Qsgd
-from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, Cast, Truncated
+from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, CastCodec, Truncated
 from qsync_fx.errors import OptionError, nearest
 from qsync_fx.formats import FORMATS
 
 __all__ = ["NAMES", "PLAIN", "Codec", "Draw", "codec_named"]
 
 
-PLAIN: Final = Cast(FORMATS["fp32"])
+PLAIN: Final = CastCodec(FORMATS["fp32"])
 """FP32 as it is: for tensors that are too small to be worth a codec."""
 
 _CODECS: Final[tuple[Codec, ...]] = (
     PLAIN,
-    *(Cast(row) for row in FORMATS.values() if row.plain and row.bits == 16),
+    *(CastCodec(row) for row in FORMATS.values() if row.plain and row.bits == 16),
     Columns(),
     Reshaped(64),
     *(Qsgd(bits, size) for bits, size in UNITS.items()),

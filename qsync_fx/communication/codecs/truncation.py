@@ -24,7 +24,7 @@ from qsync_fx.formats import Precision
 
 
 @dataclass(frozen=True)
-class Cast(Codec):
+class CastCodec(Codec):
     """Gradients in a plain float format."""
 
     format: Precision

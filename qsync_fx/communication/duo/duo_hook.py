@@ -24,20 +24,20 @@ from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.codecs import PLAIN, Codec
-from qsync_fx.communication.compressor_state import State
-from qsync_fx.communication.ddp_hook import Assigned, Compression
+from qsync_fx.communication.compressor_state import CompressorState
+from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer, pending_step
 from qsync_fx.communication.duo.optimizer_steps import Outstanding, Steps
-from qsync_fx.communication.duo.pending_step import Kept, Replica, versions
-from qsync_fx.communication.duo.replicated_optimizer import Whole
-from qsync_fx.communication.duo.sharded_optimizer import Shards
+from qsync_fx.communication.duo.pending_step import PendingStep, SavedBucket, versions
+from qsync_fx.communication.duo.replicated_optimizer import ReplicatedParameters
+from qsync_fx.communication.duo.sharded_optimizer import ShardedParameters
 from qsync_fx.communication.statistics import DuoReport
 from qsync_fx.errors import OptionError
 
 _SAVED: Final = "duo"
 
 
-class LookingAhead(Compression):
+class DuoCompressor(DdpCompressor):
     """What `qsync_fx.distributed.compress` returns for DUO.
 
     Args:
@@ -68,7 +68,7 @@ class LookingAhead(Compression):
         self._unit = 1 if weights is None else _unit(named, assigned, weights)
         super().__init__(group, rank, world, named, assigned, seed, check_every)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
-        self._slow = Reducer(group, State(rank, world, f"in full: {assigned.text}", seed, self._state.device))
+        self._slow = Reducer(group, CompressorState(rank, world, f"in full: {assigned.text}", seed, self._state.device))
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
         self._held = self._holding(group, seed)
         self._outstanding = Outstanding(self, rank)
@@ -183,7 +183,7 @@ class LookingAhead(Compression):
             ],
         }
 
-    def _begin(self, step: int) -> Replica:
+    def _begin(self, step: int) -> PendingStep:
         if self._joins():
             raise OptionError(
                 "DUO needs a step of every rank's optimizer for each of its gradients, and under join a rank without data takes none",
@@ -191,7 +191,7 @@ class LookingAhead(Compression):
                 do="give all ranks the same number of batches, or train with a codec in place of DUO",
             )
         self._steps.drop_unused()
-        fresh = self._steps.fresh = Replica(step)
+        fresh = self._steps.fresh = PendingStep(step)
 
         def note() -> None:
             self._worker.wait()  # for the fast reduction to be closed
@@ -204,29 +204,29 @@ class LookingAhead(Compression):
         engine.queue_callback(lambda: engine.queue_callback(note))
         return fresh
 
-    def _keep(self, fresh: Replica, bucket: Any) -> None:
+    def _keep(self, fresh: PendingStep, bucket: Any) -> None:
         buffer, gradients, index = bucket.buffer(), bucket.gradients(), int(bucket.index())
         values = self._steps.memory.take(buffer).copy_(buffer)
         views = geometry.views(values, buffer, gradients)
         places = [self._places[id(p)] for p in bucket.parameters()]
-        fresh.buckets.append(Kept(index, values, [self._plain[place] for place in places], views))
+        fresh.buckets.append(SavedBucket(index, values, [self._plain[place] for place in places], views))
         own = self._held.own
         fresh.gradients |= {place: own(place, view) for place, view in zip(places, views, strict=True)}
         fresh.means |= {place: own(place, gradient) for place, gradient in zip(places, gradients, strict=True)}
 
-    def _close(self, fresh: Replica) -> Tensor:
+    def _close(self, fresh: PendingStep) -> Tensor:
         scales = self._scaler is not None and self._scaler.is_enabled()
         # As a GradScaler makes it of its scale.
         scale = float(torch.tensor(self._scaler.get_scale()).double().reciprocal().float()) if scales else None
         fresh.close(scale, self._reducer.used)
         return torch.empty(0)
 
-    def _looked(self, pending: Replica) -> None:
+    def _looked(self, pending: PendingStep) -> None:
         """Gives what the optimizer has made of parameters to the model, and begins the slow reduction."""
         self._held.show(pending.step, self._checks(pending.step))
         self._worker.submit(lambda: self._reduce_in_full(pending))
 
-    def _reduce_in_full(self, pending: Replica) -> Tensor:
+    def _reduce_in_full(self, pending: PendingStep) -> Tensor:
         slow, checks = self._slow, self._checks(pending.step)
         with torch.no_grad():
             for bucket in pending.buckets:
@@ -240,14 +240,16 @@ class LookingAhead(Compression):
     def _average(self, bucket: Bucket) -> None:
         self._held.reduce(self._reducer, bucket)
 
-    def _holding(self, group: Any, seed: int) -> Whole:
+    def _holding(self, group: Any, seed: int) -> ReplicatedParameters:
         rank, world = self._state.rank, self._state.world
         if self._weights is None or world == 1:
-            return Whole(self._parameters, keeps=world > 1)
+            return ReplicatedParameters(self._parameters, keeps=world > 1)
         functional_optimizer.check(self._optimizer)
         pieces = [replace(piece, codec=codec) for piece, codec in zip(self.pieces, self._weights, strict=True)]
         text = f"parameters in {_kinds(self._weights)}"
-        return Shards(group, self._parameters, pieces, State(rank, world, text, seed, self._state.device), self._now)
+        return ShardedParameters(
+            group, self._parameters, pieces, CompressorState(rank, world, text, seed, self._state.device), self._now
+        )
 
     def _now(self, work: Callable[[], Tensor]) -> Tensor:
         done = self._worker.submit(work)

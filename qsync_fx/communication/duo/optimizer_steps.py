@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qsync_fx.communication.duo import functional_optimizer
-from qsync_fx.communication.duo.pending_step import Memory, Replica, Use
-from qsync_fx.communication.duo.replicated_optimizer import Whole
-from qsync_fx.communication.statistics import Ahead
+from qsync_fx.communication.duo.pending_step import BufferPool, PendingStep, Use
+from qsync_fx.communication.duo.replicated_optimizer import ReplicatedParameters
+from qsync_fx.communication.statistics import LookaheadStatistics
 from qsync_fx.errors import OptionError
 
 
@@ -76,17 +76,17 @@ class Steps:
     def __init__(
         self,
         optimizer: Optimizer,
-        held: Whole,
+        held: ReplicatedParameters,
         looks_ahead: bool,
         outstanding: Outstanding,
         wait: Callable[[], None],
-        looked: Callable[[Replica], None],
+        looked: Callable[[PendingStep], None],
     ) -> None:
         self._optimizer, self._held, self._looks_ahead = optimizer, held, looks_ahead
         self._outstanding, self._wait, self._looked = outstanding, wait, looked
-        self.fresh: Replica | None = None
-        self.pending: Replica | None = None
-        self.told, self.memory = Ahead(), Memory()
+        self.fresh: PendingStep | None = None
+        self.pending: PendingStep | None = None
+        self.told, self.memory = LookaheadStatistics(), BufferPool()
         self._saved: dict[Any, Any] | None = None
         self._put_aside: list[Tensor | None] | None = None
         self._stepping = False
@@ -191,7 +191,7 @@ class Steps:
         self._saved = self._put_aside = None
         self._looked(self.pending)
 
-    def _use(self, fresh: Replica) -> tuple[Use, bool]:
+    def _use(self, fresh: PendingStep) -> tuple[Use, bool]:
         """Returns what the optimizer was to make of gradients, and whether they are to be left out."""
         scale, infinite = functional_optimizer.scaling(self._optimizer)
         gradients = [p.grad for p in self._held.stepped]

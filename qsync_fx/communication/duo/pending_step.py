@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.bucket import Piece
+from qsync_fx.communication.bucket import ParameterSlice
 from qsync_fx.communication.duo.functional_optimizer import Settings, copied
 from qsync_fx.errors import OptionError
 
@@ -27,12 +27,12 @@ _INTEGERS = {integer.itemsize: integer for integer in (torch.int16, torch.int32)
 
 
 @dataclass
-class Kept:
+class SavedBucket:
     """A bucket of gradients: `values` in FP32, and views of it that lie as the parameters do."""
 
     index: int
     values: Tensor
-    pieces: Sequence[Piece]
+    pieces: Sequence[ParameterSlice]
     gradients: Sequence[Tensor]
 
 
@@ -56,7 +56,7 @@ class Use:
 
 
 @dataclass
-class Replica:
+class PendingStep:
     """Attributes:
     step: whose gradients these are.
     begun: when the first of them was there.
@@ -74,7 +74,7 @@ class Replica:
 
     step: int
     begun: float = field(default_factory=time.perf_counter)
-    buckets: list[Kept] = field(default_factory=list)
+    buckets: list[SavedBucket] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
     means: dict[int, Tensor] = field(default_factory=dict)
     versions: list[tuple[int, int] | None] = field(default_factory=list)
@@ -125,7 +125,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
     return total % 2**64
 
 
-class Memory:
+class BufferPool:
     """Memory for replicas, used again: new memory costs more than it takes to fill it."""
 
     def __init__(self) -> None:
@@ -136,13 +136,13 @@ class Memory:
         free = self._free.get(like.numel())
         return free.pop() if free else torch.empty(like.numel(), dtype=torch.float32, device=like.device)
 
-    def give(self, replica: Replica) -> None:
+    def give(self, replica: PendingStep) -> None:
         for bucket in replica.buckets:
             self._free.setdefault(bucket.values.numel(), []).append(bucket.values)
         replica.buckets, replica.gradients = [], {}
 
 
-def saved(pending: Replica, use: Use, kept: Sequence[Tensor], pieces: Sequence[Piece]) -> dict[str, Any]:
+def saved(pending: PendingStep, use: Use, kept: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> dict[str, Any]:
     """Returns what `load` takes: a copy."""
     return {
         "step": pending.step,
@@ -168,7 +168,7 @@ def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
         )
 
 
-def load(found: Mapping[str, Any], kept: Sequence[Tensor], pieces: Sequence[Piece]) -> Replica:
+def load(found: Mapping[str, Any], kept: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> PendingStep:
     """Writes the parameters before the look ahead into `kept`, and returns the gradients.
 
     Raises:
@@ -185,7 +185,7 @@ def load(found: Mapping[str, Any], kept: Sequence[Tensor], pieces: Sequence[Piec
     for piece, weight in zip(pieces, kept, strict=True):
         weight.copy_(weights[piece.name])
     places = {piece.name: place for place, piece in enumerate(pieces)}
-    pending = Replica(found["step"])
+    pending = PendingStep(found["step"])
     pending.gradients = {places[name]: gradient.clone() for name, gradient in gradients.items()}
     pending.use = Use(copied(found["groups"]), list(found["used"]), found["factor"], found["scale"], found["scaled"])
     return pending

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from qsync_fx.communication.allreduce import Reducer
 from qsync_fx.communication.bucket import Bucket
 from qsync_fx.communication.duo.pending_step import finite
-from qsync_fx.communication.statistics import Tally
+from qsync_fx.communication.statistics import CommunicationStatistics
 
 
-class Whole:
+class ReplicatedParameters:
     """All parameters, on every rank.
 
     Attributes:
@@ -26,7 +26,7 @@ class Whole:
         tally: what was sent of parameters; None where nothing is.
     """
 
-    tally: Tally | None = None
+    tally: CommunicationStatistics | None = None
     sharded = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], keeps: bool = True) -> None:

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from qsync_fx.communication import bucket as geometry
 from qsync_fx.communication.allreduce import Reducer
-from qsync_fx.communication.bucket import Bucket, Piece
+from qsync_fx.communication.bucket import Bucket, ParameterSlice
 from qsync_fx.communication.codecs import PLAIN
-from qsync_fx.communication.compressor_state import State
+from qsync_fx.communication.compressor_state import CompressorState
 from qsync_fx.communication.duo import functional_optimizer
 from qsync_fx.communication.duo.pending_step import finite
-from qsync_fx.communication.duo.replicated_optimizer import Whole
-from qsync_fx.communication.statistics import Tally
+from qsync_fx.communication.duo.replicated_optimizer import ReplicatedParameters
+from qsync_fx.communication.statistics import CommunicationStatistics
 from qsync_fx.errors import OptionError
 
 _COUNTERS: Final = ("step",)
@@ -38,7 +38,7 @@ _PARAMETERS, _SUM, _STATE = 0, 1, 2
 _TOLD: Final = "the parameters of rank {} are not those of rank {} after a step of the optimizer"
 
 
-class Shards(Whole):
+class ShardedParameters(ReplicatedParameters):
     """This rank's part of each parameter.
 
     Args:
@@ -53,8 +53,8 @@ class Shards(Whole):
         self,
         group: Any,
         parameters: Sequence[nn.Parameter],
-        pieces: Sequence[Piece],
-        state: State,
+        pieces: Sequence[ParameterSlice],
+        state: CompressorState,
         now: Callable[[Callable[[], Tensor]], Tensor],
     ) -> None:
         self._parameters, self._pieces, self._now, self._state = parameters, tuple(pieces), now, state
@@ -66,7 +66,7 @@ class Shards(Whole):
                     do="make the parameter contiguous, or leave out sharded",
                 )
         self._reducer = Reducer(group, state)
-        self.tally: Tally | None = self._reducer.tally
+        self.tally: CommunicationStatistics | None = self._reducer.tally
         self.stepped = [nn.Parameter(self.own(at, p.detach()).clone()) for at, p in enumerate(parameters)]
         self.kept = [p.detach().clone() for p in self.stepped]
 
@@ -142,7 +142,7 @@ class Shards(Whole):
         state = self._state
         exact = Reducer(
             self._reducer.group,
-            State(state.rank, state.world, f"exactly, {state.codec}", state.seed, state.device),
+            CompressorState(state.rank, state.world, f"exactly, {state.codec}", state.seed, state.device),
             (),
             self._reducer.tally,
         )
@@ -183,7 +183,7 @@ class Shards(Whole):
         for place, (p, part) in enumerate(zip(self._parameters, self.stepped, strict=True)):
             part.detach().copy_(self.own(place, p.detach()))
 
-    def _show(self, reducer: Reducer, pieces: Sequence[Piece], step: int, compared: bool) -> None:
+    def _show(self, reducer: Reducer, pieces: Sequence[ParameterSlice], step: int, compared: bool) -> None:
         def work() -> Tensor:
             with torch.no_grad():
                 flats = [geometry.flat(piece, p.detach()) for piece, p in zip(pieces, self._parameters, strict=True)]
@@ -221,7 +221,7 @@ class Shards(Whole):
     def _total(self, value: float, step: int) -> float:
         """Returns the sum over ranks, in their order."""
         world = self._state.world
-        place = Piece("a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2)))
+        place = ParameterSlice("a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2)))
         own, every = torch.tensor([value], dtype=torch.float64), torch.zeros(world, dtype=torch.float64)
         bucket = Bucket(_SUM, step, torch.empty(0), [place], ())
 

@@ -25,7 +25,7 @@ from qsync_fx.errors import OptionError, nearest
 
 
 @dataclass(frozen=True)
-class Silence(Codec):
+class ZeroBit(Codec):
     """Nothing of values but whether all of them are finite: zeros are decoded, or NaN."""
 
     name: str = "nothing"
@@ -57,7 +57,7 @@ _FLAG: Final = 4
 
 
 @dataclass(frozen=True)
-class Signs(Reshaped):
+class SignBit(Reshaped):
     """1bitSGD* that forgets what it leaves of a value."""
 
     residual: ClassVar[bool] = False
@@ -88,7 +88,7 @@ class Duo:
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
         """Returns what each parameter's gradient goes in at once. With nothing sent all are treated alike, small ones, too."""
-        found = to_all(self.fast, sizes, 0 if least is None and isinstance(self.fast, Silence) else least)
+        found = to_all(self.fast, sizes, 0 if least is None and isinstance(self.fast, ZeroBit) else least)
         return replace(found, name=self.name, said=repr(self), text=repr(self))
 
 
@@ -96,8 +96,8 @@ DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
     {
         duo.name: duo
         for duo in (
-            Duo(Silence(), "duo0"),
-            Duo(Signs(64), "duo1"),
+            Duo(ZeroBit(), "duo0"),
+            Duo(SignBit(64), "duo1"),
             *(Duo(Qsgd(bits, UNITS[bits]), f"duo{bits}") for bits in (2, 4, 8)),
             Duo(PLAIN, "duo32"),
         )
@@ -117,7 +117,7 @@ def weights_codec(duo: Duo, asked: str | Codec | None) -> Codec:
         bits = max(duo.fast.bits, 4) if isinstance(duo.fast, Qsgd) else 4
         return PLAIN if duo.fast == PLAIN else Qsgd(bits, UNITS[bits])
     found = codec_named(asked) if isinstance(asked, str) else asked
-    if found.residual or isinstance(found, Adaptive | Silence):
+    if found.residual or isinstance(found, Adaptive | ZeroBit):
         raise OptionError(
             f"differences of parameters cannot be sent in {found.name}: what a codec leaves of one is in the next, and has to come then",
             where="compress(..., sharded=...)",

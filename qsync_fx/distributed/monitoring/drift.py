@@ -130,7 +130,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepWindow:
     """What a rank has seen in its last steps.
 
     Attributes:
@@ -183,14 +183,14 @@ class Drift:
     links: float | None = None
 
 
-def after_step(seen: Seen, pace: float, room: Room | None, how: Hysteresis) -> Seen:
+def after_step(seen: StepWindow, pace: float, room: Room | None, how: Hysteresis) -> StepWindow:
     """Returns what a rank has seen after one more step."""
     if seen.resting:
         return replace(seen, resting=seen.resting - 1)
-    return Seen((*seen.paces, pace)[-how.patience :], (*seen.rooms, room)[-how.patience :])
+    return StepWindow((*seen.paces, pace)[-how.patience :], (*seen.rooms, room)[-how.patience :])
 
 
-def stated(seen: Seen, how: Hysteresis) -> Stated:
+def stated(seen: StepWindow, how: Hysteresis) -> Stated:
     """Returns what a rank tells the others of it."""
     if len(seen.paces) < how.patience:
         return Stated()

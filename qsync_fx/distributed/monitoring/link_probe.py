@@ -33,14 +33,14 @@ _IN_A_ROW: Final = 2
 
 
 @dataclass(frozen=True)
-class Probe:
+class LinkProbe:
     """An all-reduce, and the seconds that it is foreseen to take; of no bytes where nothing travels."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Probe:
+    def of(cls, cluster: Cluster) -> LinkProbe:
         """Returns one that tells the links of a cluster."""
         if cluster.ranks == 1:
             return cls()
@@ -52,7 +52,7 @@ class Probe:
         )
 
     @classmethod
-    def noted(cls, notes: Mapping[str, str]) -> Probe | None:
+    def noted(cls, notes: Mapping[str, str]) -> LinkProbe | None:
         """Returns what `notes` of a plan say; None where they say nothing."""
         if _NOTE not in notes:
             return None
@@ -64,7 +64,7 @@ class Probe:
         return {_NOTE: f"{self.nbytes} {self.seconds:.6g}"} if self.nbytes else {}
 
 
-class Links:
+class ProbedLinks:
     """The links of one training, on one rank.
 
     Args:
@@ -78,7 +78,7 @@ class Links:
     def __init__(self, notes: Mapping[str, str], how: Hysteresis, device: torch.device = CPU) -> None:
         self._how, self._device = how, device
         self._resting, self._ratios = 0, list[float]()
-        self.probe = Probe.noted(notes)
+        self.probe = LinkProbe.noted(notes)
 
     def look(self) -> float | None:
         """Measures, on all ranks at once, after every `patience` steps; returns measured over foreseen seconds where links have changed."""
@@ -97,7 +97,7 @@ class Links:
         if self.probe is not None and ratio is not None:
             found = replace(self.probe, seconds=self.probe.seconds * ratio)
             while found.seconds > _LONGEST and found.nbytes > _SIZES[0]:
-                found = Probe(found.nbytes // 4, found.seconds / 4)
+                found = LinkProbe(found.nbytes // 4, found.seconds / 4)
             self.probe = found
 
     def table(self) -> list[tuple[int, float]]:

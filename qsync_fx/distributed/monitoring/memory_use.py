@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from qsync_fx.allocator.plan_result import Foreseen
+from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.distributed.consensus.agreement import parallel_in
 from qsync_fx.errors import PlanError
 from qsync_fx.formatting import short
-from qsync_fx.profiler.timing.measured_memory import Recording
+from qsync_fx.profiler.timing.measured_memory import AllocationRecording
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -107,11 +107,11 @@ class PeakCheck:
     def __init__(self, model: nn.Module, who: str, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._model, self._who, self._optimizers = model, who, optimizers
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._recording: Recording | None = None
+        self._recording: AllocationRecording | None = None
         self.parallel: DistributedDataParallel | None = None
-        self.follow(Foreseen())
+        self.follow(PredictedCost())
 
-    def follow(self, foreseen: Foreseen) -> None:
+    def follow(self, foreseen: PredictedCost) -> None:
         """Begins anew, for a plan."""
         self.close()
         self._foreseen, self._steps, self._began, self._second = foreseen, 0, -1, False
@@ -134,7 +134,7 @@ class PeakCheck:
         elif self._began < 0:
             if not _profiler_enabled():
                 self._before = gradients(self._model, self.parallel)
-                self._recording, self._began = Recording(), self._steps
+                self._recording, self._began = AllocationRecording(), self._steps
         elif self._recording is not None and self._steps == self._began + 1 and not self._second:
             self._recording.second()
             self._second = True

@@ -2,6 +2,6 @@
 
 from qsync_fx.predictor.cost_mapper.cost_cache import scheduled
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, Totals
-from qsync_fx.predictor.cost_mapper.plan_states import Cast, States, states
+from qsync_fx.predictor.cost_mapper.plan_states import PlannedCast, States, states
 
-__all__ = ["Cast", "CostMapper", "States", "Totals", "scheduled", "states"]
+__all__ = ["CostMapper", "PlannedCast", "States", "Totals", "scheduled", "states"]

@@ -19,9 +19,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.graph.operand_formats import State
-from qsync_fx.predictor.cost_mapper.indexed_model import BASE, NAMES, NEEDED, PLAIN, REACH, Change, Held, Tables
-from qsync_fx.predictor.cost_mapper.plan_states import Cast, States
+from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.cost_mapper.indexed_model import (
+    BASE,
+    NAMES,
+    NEEDED,
+    PLAIN,
+    REACH,
+    IndexedChange,
+    IndexedFormat,
+    Tables,
+)
+from qsync_fx.predictor.cost_mapper.plan_states import PlannedCast, States
 from qsync_fx.predictor.model.model_graph import ModelGraph, state_named
 from qsync_fx.predictor.times import NEIGHBOURS, Entry, Parameter, Part, Schedule, Seconds, Times
 
@@ -56,14 +65,14 @@ def femtoseconds(seconds: float, where: str) -> int:
     return round(seconds * FEMTO)
 
 
-class Prices:
+class CostCache:
     """What is known so far of the times of one model on one device."""
 
     def __init__(self, tables: Tables, times: Times) -> None:
         self.tables, self.times = tables, times
-        self._states: dict[int, State] = {}
+        self._states: dict[int, OperandState] = {}
 
-    def state(self, code: int) -> State:
+    def state(self, code: int) -> OperandState:
         """Returns the state of a code: what an operator computes in, and `BASE` times what it gives out."""
         if code not in self._states:
             self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
@@ -90,7 +99,7 @@ class Prices:
         """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""
         point = self.tables.points[number]
         before = _now(point.held, outputs)
-        if isinstance(point, Change):
+        if isinstance(point, IndexedChange):
             after = outputs[point.operator]
             same = before == after if point.wanted else not NEEDED[before][after]
             if same or not before or not after:
@@ -120,7 +129,7 @@ class Prices:
         return femtoseconds(found.forward, where), femtoseconds(found.backward, where)
 
 
-def _now(held: Held, outputs: list[int]) -> int:
+def _now(held: IndexedFormat, outputs: list[int]) -> int:
     """The format of a value: what its operator gives out, or its own."""
     return outputs[held.operator] or held.own
 
@@ -172,14 +181,14 @@ def _last(graph: ModelGraph, readers: Sequence[int], whole_graphs: bool) -> int:
 
 def _operators(states: States, times: Times) -> Iterator[Seconds]:
     found = list(map(state_named, states.names))
-    there: dict[int, State] = dict(enumerate(found))
+    there: dict[int, OperandState] = dict(enumerate(found))
     for at, operator in enumerate(states.graph.operators):
         around = [there.get(at + by) for by in NEIGHBOURS]
         yield times.operator(operator.id, found[at], around)
 
 
 def _by_owner(
-    graph: ModelGraph, casts: Sequence[Cast], times: Times, differentiated: bool = True
+    graph: ModelGraph, casts: Sequence[PlannedCast], times: Times, differentiated: bool = True
 ) -> Mapping[int, list[Seconds]]:
     found: dict[int, list[Seconds]] = {}
     for cast in casts:

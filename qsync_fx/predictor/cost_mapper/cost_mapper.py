@@ -16,14 +16,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qsync_fx.errors import PlanError, ProfileError
-from qsync_fx.predictor.cost_mapper.cost_cache import FEMTO, Price, Prices, scheduled
+from qsync_fx.predictor.cost_mapper.cost_cache import FEMTO, CostCache, Price, scheduled
 from qsync_fx.predictor.cost_mapper.indexed_model import BASE, NAMES, NUMBERS, REACH, SCALED, Tables
 from qsync_fx.predictor.cost_mapper.plan_states import Asked, States, check_format, planned, settled
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.times import Schedule, Times
 
 
-class Following:
+class IncrementalCascade:
     """
     Args:
         chosen: what each adjustable operator computes in, by its place.
@@ -172,9 +172,9 @@ class CostMapper:
     def __init__(self, graph: ModelGraph, times: Times, asked: Asked) -> None:
         self.graph, self.times = graph, times
         self._tables = tables = Tables(graph)
-        self._prices = Prices(tables, times)
+        self._prices = CostCache(tables, times)
         self._outside, self._optimizer = times.outside(), times.optimizer()
-        self._following = Following(tables, {at: NUMBERS[name] for at, name in planned(graph, asked).items()})
+        self._following = IncrementalCascade(tables, {at: NUMBERS[name] for at, name in planned(graph, asked).items()})
         self._undo: list[tuple[int, int]] = []
         count, points = len(graph.operators), len(tables.points)
         self._operator_prices: list[Price] = [(0, 0, 0, 0, 0)] * count

@@ -16,9 +16,9 @@ from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
     ModelGraph,
+    ModelOperator,
+    ModelRead,
     Name,
-    Operator,
-    Read,
     chosen,
     followed,
     format_named,
@@ -42,7 +42,7 @@ WIDE = {kind: tuple(wants_wide(kind, fmt) for fmt in _FORMATS) for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class IndexedFormat:
     """The format of a value: that of an operator's result, or `own`.
 
     Attributes:
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class IndexedReader:
     """One that reads at a place.
 
     Attributes:
@@ -67,7 +67,7 @@ class Reader:
 
     operator: int
     wanted: tuple[int, ...]
-    used: Held | None
+    used: IndexedFormat | None
     kept: tuple[int, ...]
 
 
@@ -82,12 +82,12 @@ class Point:
     """
 
     value: int
-    held: Held
-    readers: tuple[Reader, ...]
+    held: IndexedFormat
+    readers: tuple[IndexedReader, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class IndexedChange:
     """A change of format that is an operator's own.
 
     Attributes:
@@ -98,7 +98,7 @@ class Change:
 
     operator: int
     value: int
-    held: Held
+    held: IndexedFormat
     wanted: bool
 
 
@@ -137,7 +137,7 @@ class Tables:
         for at, operator in enumerate(graph.operators):
             self._decided(at, operator)
         self.chosen = [_chosen(operator, graph.formats) for operator in graph.operators]
-        self.points: list[Point | Change] = _points(graph)
+        self.points: list[Point | IndexedChange] = _points(graph)
         self.keys = [_key(point) for point in self.points]
         self.alone: list[list[int]] = [[] for _ in range(count)]
         self.touched: list[list[int]] = [[] for _ in range(count)]
@@ -148,7 +148,7 @@ class Tables:
                 (self.alone if single else self.touched)[at].append(number)
         self.near = [range(max(at - REACH, 0), min(at + REACH + 1, count)) for at in range(count)]
 
-    def _decided(self, at: int, operator: Operator) -> None:
+    def _decided(self, at: int, operator: ModelOperator) -> None:
         decided = operator.decided
         if isinstance(decided, Follows):
             self.follow.append(Followed(decided))
@@ -167,7 +167,7 @@ class Tables:
             self.widens[reader].append(at)
 
 
-def _chosen(operator: Operator, formats: Iterable[str]) -> dict[str, int] | None:
+def _chosen(operator: ModelOperator, formats: Iterable[str]) -> dict[str, int] | None:
     decided = operator.decided
     if isinstance(decided, Follows):
         return None
@@ -190,27 +190,27 @@ class Followed(dict[int, tuple[int, int]]):
         return self[key]
 
 
-def _key(point: Point | Change) -> Key:
-    if isinstance(point, Change):
+def _key(point: Point | IndexedChange) -> Key:
+    if isinstance(point, IndexedChange):
         return point.held.operator, (), (point.operator,)
     used = (reader.used.operator for reader in point.readers if reader.used is not None)
     return point.held.operator, tuple(reader.operator for reader in point.readers), tuple(used)
 
 
-def _points(graph: ModelGraph) -> list[Point | Change]:
-    readers: list[list[tuple[Read, Reader]]] = [[] for _ in range(graph.points)]
-    found: list[Point | Change] = []
+def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
+    readers: list[list[tuple[ModelRead, IndexedReader]]] = [[] for _ in range(graph.points)]
+    found: list[Point | IndexedChange] = []
     for at, operator in enumerate(graph.operators):
         if operator.converts:
             value = operator.reads[0].value
-            found.append(Change(at, value, _held(graph, value), wanted=True))
+            found.append(IndexedChange(at, value, _held(graph, value), wanted=True))
             continue
         for read in operator.reads:
             if read.point is not None:
                 readers[read.point].append((read, _reader(graph, at, operator, read)))
         own = graph.values[operator.result].own
         if operator.converted and own is not None:
-            found.append(Change(at, operator.result, Held(-1, NUMBERS[own]), wanted=False))
+            found.append(IndexedChange(at, operator.result, IndexedFormat(-1, NUMBERS[own]), wanted=False))
     for read in graph.outputs:
         if read.point is not None:
             readers[read.point].append((read, _reader(graph, -1, None, read)))
@@ -221,12 +221,12 @@ def _points(graph: ModelGraph) -> list[Point | Change]:
     return found
 
 
-def _held(graph: ModelGraph, at: int) -> Held:
+def _held(graph: ModelGraph, at: int) -> IndexedFormat:
     value = graph.values[at]
-    return Held(-1 if value.operator is None else value.operator, NUMBERS[value.own])
+    return IndexedFormat(-1 if value.operator is None else value.operator, NUMBERS[value.own])
 
 
-def _reader(graph: ModelGraph, at: int, operator: Operator | None, read: Read) -> Reader:
+def _reader(graph: ModelGraph, at: int, operator: ModelOperator | None, read: ModelRead) -> IndexedReader:
     wanted = tuple(NUMBERS[read.wanted[name or ""]] for name in NAMES)
     kept = [0] * len(NAMES)
     if operator is not None and isinstance(operator.decided, Choices):
@@ -236,4 +236,4 @@ def _reader(graph: ModelGraph, at: int, operator: Operator | None, read: Read) -
             if read.wanted[name] == name and any(other.gradient for other in others):
                 kept[NUMBERS[name]] = NUMBERS[unpacked]
     used = _held(graph, read.value) if read.value != read.origin else None
-    return Reader(at, wanted, used, tuple(kept))
+    return IndexedReader(at, wanted, used, tuple(kept))

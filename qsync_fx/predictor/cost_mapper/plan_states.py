@@ -12,7 +12,7 @@ from qsync_fx.errors import PlanError, nearest
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph.cascade_rules import wants_wide
 from qsync_fx.graph.cost_algebra import Cost, Kept, Size
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import cast_cost, needs_cast
 from qsync_fx.ops import Kind
 from qsync_fx.plan import Plan
@@ -21,8 +21,8 @@ from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
     ModelGraph,
+    ModelRead,
     Name,
-    Read,
     StateNames,
     chosen,
     followed,
@@ -36,7 +36,7 @@ Asked = Plan | Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Cast:
+class PlannedCast:
     """A value that is converted or quantized.
 
     Attributes:
@@ -65,10 +65,10 @@ class States:
 
     graph: ModelGraph
     names: tuple[StateNames, ...]
-    casts: tuple[Cast, ...]
-    unpacked: tuple[Cast, ...]
+    casts: tuple[PlannedCast, ...]
+    unpacked: tuple[PlannedCast, ...]
 
-    def of(self, operator: str) -> State:
+    def of(self, operator: str) -> OperandState:
         """Returns the state of an operator, by its id."""
         return state_named(self.names[self.graph.place(operator)])
 
@@ -89,7 +89,7 @@ class States:
             found |= operator.costs[names].saved
         return found
 
-    def _cast_cost(self, cast: Cast) -> Cost:
+    def _cast_cost(self, cast: PlannedCast) -> Cost:
         value, before, after = self.graph.values[cast.value], FORMATS[cast.before], FORMATS[cast.after]
         read, written = (value.numel * fmt.dtype.itemsize for fmt in (before, after))
         return cast_cost(read, written, after, value.differentiated)
@@ -192,7 +192,7 @@ def _followed(follows: Follows, found: Sequence[StateNames]) -> Name:
     return followed(follows, promotion)
 
 
-def _casts(graph: ModelGraph, found: Sequence[StateNames]) -> Iterator[Cast]:
+def _casts(graph: ModelGraph, found: Sequence[StateNames]) -> Iterator[PlannedCast]:
     """Yields the casts that states take; one is there for all that read a value in one format, for the first of them."""
     made: set[tuple[int | None, Name]] = set()
     for at, operator in enumerate(graph.operators):
@@ -201,26 +201,26 @@ def _casts(graph: ModelGraph, found: Sequence[StateNames]) -> Iterator[Cast]:
             value = operator.reads[0].value
             before = _held(graph, found, value)
             if before is not None and output is not None and before != output:
-                yield Cast(at, value, before, output, wanted=True)
+                yield PlannedCast(at, value, before, output, wanted=True)
             continue
         for read in operator.reads:
             before, after = _cast_of(graph, found, read, precision)
             if before is not None and after is not None and (read.point, after) not in made:
                 made.add((read.point, after))
-                yield Cast(at, read.origin, before, after)
+                yield PlannedCast(at, read.origin, before, after)
         own = graph.values[operator.result].own
         if operator.converted and own and output and FORMATS[own].dtype is not FORMATS[output].dtype:
-            yield Cast(at, operator.result, own, output)
+            yield PlannedCast(at, operator.result, own, output)
     for read in graph.outputs:
         before, after = _cast_of(graph, found, read, None)
         maker = graph.values[read.origin].operator
         if before is not None and after is not None and (read.point, after) not in made and maker is not None:
             made.add((read.point, after))
-            yield Cast(maker, read.origin, before, after)
+            yield PlannedCast(maker, read.origin, before, after)
 
 
-def _unpacked(graph: ModelGraph, found: Sequence[StateNames]) -> list[Cast]:
-    kept: dict[tuple[int | None, str], Cast] = {}
+def _unpacked(graph: ModelGraph, found: Sequence[StateNames]) -> list[PlannedCast]:
+    kept: dict[tuple[int | None, str], PlannedCast] = {}
     for at, operator in enumerate(graph.operators):
         precision, decided = found[at][0], operator.decided
         if precision is None or not isinstance(decided, Choices) or precision not in decided.unpacked:
@@ -229,11 +229,11 @@ def _unpacked(graph: ModelGraph, found: Sequence[StateNames]) -> list[Cast]:
         for read in factors:
             # A factor is kept for the gradient of the other one. Backward the last of its readers comes first.
             if any(other.gradient for other in factors if other is not read):
-                kept[read.point, precision] = Cast(at, read.origin, precision, decided.unpacked[precision])
+                kept[read.point, precision] = PlannedCast(at, read.origin, precision, decided.unpacked[precision])
     return list(kept.values())
 
 
-def _cast_of(graph: ModelGraph, found: Sequence[StateNames], read: Read, precision: Name) -> tuple[Name, Name]:
+def _cast_of(graph: ModelGraph, found: Sequence[StateNames], read: ModelRead, precision: Name) -> tuple[Name, Name]:
     """The formats of the cast that a reading takes; (None, None) for none."""
     if read.point is None:
         return None, None

@@ -1,7 +1,7 @@
 """The memory of a training step under a plan, reckoned from a `ModelGraph`."""
 
 from qsync_fx.predictor.memory.buffers import Category
-from qsync_fx.predictor.memory.liveness import Keeper, KeptTerm, LiveBuffers, kept_terms, live_buffers
+from qsync_fx.predictor.memory.liveness import LiveBuffers, SavedTerm, SavingOperator, live_buffers, saved_terms
 from qsync_fx.predictor.memory.outside_passes import (
     ADAM,
     FUSED_ADAM,
@@ -9,13 +9,13 @@ from qsync_fx.predictor.memory.outside_passes import (
     SGD,
     LossMemory,
     OptimizerMemory,
-    Training,
+    TrainingMemory,
 )
 from qsync_fx.predictor.memory.peak_memory import (
     Anchor,
-    Memory,
     Moment,
     Orders,
+    StepMemory,
     anchored_bytes,
     most_bytes,
     peak_bytes,
@@ -29,19 +29,19 @@ __all__ = [
     "SGD",
     "Anchor",
     "Category",
-    "Keeper",
-    "KeptTerm",
     "LiveBuffers",
     "LossMemory",
-    "Memory",
     "Moment",
     "OptimizerMemory",
     "Orders",
-    "Training",
+    "SavedTerm",
+    "SavingOperator",
+    "StepMemory",
+    "TrainingMemory",
     "anchored_bytes",
-    "kept_terms",
     "live_buffers",
     "most_bytes",
     "peak_bytes",
+    "saved_terms",
     "step_memory",
 ]

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 
 from qsync_fx.formats import FORMATS, FP32
 from qsync_fx.predictor.memory.buffers import Buffer, Task, Values, attends, draws_alone, whole
-from qsync_fx.predictor.model.model_graph import ModelGraph, Name, Operator
+from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, Name
 
 QUERY, KEY, VALUE = range(3)
 _SUM = 4
 """Bytes of the largest and of the sum of a row, which are FP32."""
 
 
-def is_fused(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) -> bool:
+def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]) -> bool:
     """Whether an operator in a state is attention that one kernel computes, and another one its gradients; on GPUs it is taken to be."""
     if not attends(operator):
         return False
@@ -37,7 +37,7 @@ def is_fused(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) ->
     return not kept or any(key == name and not how.startswith("extra") for key, how in kept)
 
 
-def _kept_whole(values: Values, operator: Operator, state: tuple[Name, Name], drops: bool) -> bool:
+def _kept_whole(values: Values, operator: ModelOperator, state: tuple[Name, Name], drops: bool) -> bool:
     """Whether its value, in a state, is a part of something that autograd keeps as it is, where it is in that format."""
     read = operator.reads[VALUE].value
     root, name = values.root(read), values.graph.values[values.root(read)].name
@@ -47,7 +47,7 @@ def _kept_whole(values: Values, operator: Operator, state: tuple[Name, Name], dr
     return values.is_part(read) and whole and values.states.held(root) == (state[0] or state[1])
 
 
-def _width(operator: Operator) -> int:
+def _width(operator: ModelOperator) -> int:
     """How many elements a row of the result has."""
     return int(operator.shape.rstrip("]").rpartition(",")[2])
 
@@ -56,7 +56,7 @@ _ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
 """How many queries torch's kernel takes at once, by how many there are at least, and how many keys."""
 
 
-def scratch(graph: ModelGraph, operator: Operator, state: tuple[Name, Name]) -> tuple[int, int]:
+def scratch(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]) -> tuple[int, int]:
     """Returns the bytes that a thread of torch's fused kernel on a CPU takes while it computes the result, and while it computes
     gradients: a block of scores in FP32, and in the backward pass of their gradients; on GPUs they are in registers."""
     if graph.device != "cpu":
@@ -97,7 +97,7 @@ class Matrices:
     numbers: Buffer | None
 
     @classmethod
-    def of(cls, values: Values, at: int, operator: Operator) -> Matrices:
+    def of(cls, values: Values, at: int, operator: ModelOperator) -> Matrices:
         """Returns those of the operator at a place, under the states of the values."""
         graph, state = values.graph, values.states.names[at]
         fmt = state[0] or state[1]

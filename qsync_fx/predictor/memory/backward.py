@@ -22,7 +22,7 @@ from qsync_fx.predictor.memory.buffers import (
     whole,
 )
 from qsync_fx.predictor.memory.forward import Forward, Sources
-from qsync_fx.predictor.model.model_graph import Name, Operator, Read
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name
 
 INDEX = 8
 """Bytes of an index."""
@@ -91,7 +91,7 @@ class Backward:
     def _now(self, buffers: Sources) -> Sources:
         return frozenset(self._repeated.get(buffer, buffer) for buffer in buffers)
 
-    def _operator(self, at: int, operator: Operator) -> None:
+    def _operator(self, at: int, operator: ModelOperator) -> None:
         incoming = self._gradients[operator.result]
         if self.forward.multiplies(operator):
             self._product(at, operator, incoming)
@@ -113,14 +113,14 @@ class Backward:
             elif read.gradient:
                 self._arrive(operator.id, read.value, self._spread(operator, read.value, outgoing))
 
-    def _dear(self, operator: Operator, kept: Sources) -> Buffer:
+    def _dear(self, operator: ModelOperator, kept: Sources) -> Buffer:
         """What is dear of a gradient and read several times, in FP32; in memory only if two kernels share it."""
         size = self.forward.bytes(operator.result, FP32.name)
         buffer = Buffer(f"within {self._name(operator.result)}", FP32.name, size, passing=True)
         self._task(operator.id, False, kept, buffer)
         return buffer
 
-    def _spread(self, operator: Operator, value: int, outgoing: Sources) -> Sources:
+    def _spread(self, operator: ModelOperator, value: int, outgoing: Sources) -> Sources:
         """What the gradient of a value is computed from: where it was spread over more elements, a sum over those."""
         values = self.graph.values
         if operator.row not in SPREADS or whole(values[value].numel) >= whole(values[operator.result].numel):
@@ -144,7 +144,7 @@ class Backward:
     def _name(self, value: int) -> str:
         return _of(self.graph.values[self.forward.root(value)].name)
 
-    def _normed(self, operator: Operator, incoming: Sources, kept: Sources) -> Sources:
+    def _normed(self, operator: ModelOperator, incoming: Sources, kept: Sources) -> Sources:
         """What the gradient of a norm's operand is computed from, once the sums in it, and the gradients of its parameters, are there."""
         operand, weights = operator.reads[0].value, [read for read in operator.reads[1:] if read.gradient]
         scales = frozenset[Buffer]().union(*(self.forward.read_of(r.value) for r in weights if r.role == "weight"))
@@ -170,15 +170,15 @@ class Backward:
         """Sums over the batch."""
         self.tasks.append(Task(operator, True, False, reads, writes, sums=True))
 
-    def _wide(self, operator: Operator, value: int, sources: Sources) -> Sources:
+    def _wide(self, operator: ModelOperator, value: int, sources: Sources) -> Sources:
         return self._bounded(operator.id, value, sources, FP32.name)
 
-    def _of_parameters(self, reads: list[Read]) -> list[Buffer]:
+    def _of_parameters(self, reads: list[ModelRead]) -> list[Buffer]:
         """The gradients of parameters that have none yet."""
         roots = dict.fromkeys(self.forward.root(read.value) for read in reads if self._is_parameter(read.value))
         return [self._gradient(root) for root in roots if root not in self._arrived]
 
-    def _pooled(self, at: int, operator: Operator, incoming: Sources, kept: Sources) -> Sources:
+    def _pooled(self, at: int, operator: ModelOperator, incoming: Sources, kept: Sources) -> Sources:
         fmt, value = self.forward.states.names[at][1], operator.reads[0].value
         gradient = self._lying(operator, incoming, fmt)
         places = Buffer(f"places of {self._name(value)}", None, INDEX * whole(self.graph.values[operator.result].numel))
@@ -187,7 +187,7 @@ class Backward:
         self._task(operator.id, True, frozenset({gradient, places}), buffer)
         return frozenset({buffer})
 
-    def _lying(self, operator: Operator, incoming: Sources, fmt: Name) -> Buffer:
+    def _lying(self, operator: ModelOperator, incoming: Sources, fmt: Name) -> Buffer:
         """The gradient of an operator's result, in memory and in a format."""
         size = self.forward.bytes(operator.result, fmt)
         # The gradient of a transposed view is laid out anew.
@@ -199,7 +199,7 @@ class Backward:
         self._task(operator.id, False, incoming, buffer)
         return buffer
 
-    def _product(self, at: int, operator: Operator, incoming: Sources) -> None:
+    def _product(self, at: int, operator: ModelOperator, incoming: Sources) -> None:
         precision, output = self.forward.states.names[at]
         narrow, carrier = computed_in(precision)
         gradient = self._lying(operator, incoming, narrow)
@@ -239,7 +239,7 @@ class Backward:
                 scale = self._scale(at, self.forward.other(operator, place))
                 self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *scale}))
 
-    def _made(self, operator: Operator, place: int, carrier: Name) -> Buffer:
+    def _made(self, operator: ModelOperator, place: int, carrier: Name) -> Buffer:
         """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""
         value = operator.reads[place].value
         root = self.forward.root(value)
@@ -247,7 +247,7 @@ class Backward:
             return self._gradient(root)
         return Buffer(self._name(value), carrier, self.forward.bytes(value, carrier))
 
-    def _factor(self, at: int, operator: Operator, place: int, carrier: Name) -> Buffer | None:
+    def _factor(self, at: int, operator: ModelOperator, place: int, carrier: Name) -> Buffer | None:
         """A factor of a product as its gradients read it: one that is kept in a scaled format, in the carrier."""
         kept = self.forward.factors.get((at, place))
         if kept is None:
@@ -273,7 +273,7 @@ class Backward:
         own = self.graph.values[root].own
         return Buffer(self._name(root), own, self.forward.bytes(root, own), Category.GRADIENTS, stays=True)
 
-    def _parameter(self, operator: Operator, value: int, sources: Sources, sums: bool = False) -> None:
+    def _parameter(self, operator: ModelOperator, value: int, sources: Sources, sums: bool = False) -> None:
         root = self.forward.root(value)
         if root in self._arrived:
             return  # the gradient of another reader is added to what is there
@@ -286,7 +286,7 @@ class Backward:
             self._task(operator.id, False, frozenset(), gradient)
         self.tasks.append(Task(operator.id, True, False, sources, (gradient,), sums=sums))
 
-    def _gathered(self, operator: Operator, gradient: Buffer, sources: Sources) -> None:
+    def _gathered(self, operator: ModelOperator, gradient: Buffer, sources: Sources) -> None:
         """The gradient of a table by one kernel: it reads rows in memory, in the table's format; several tables have the same."""
         fmt = gradient.format
         key = sources, fmt, self.forward.bytes(operator.result, fmt)

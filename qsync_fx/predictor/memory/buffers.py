@@ -23,7 +23,7 @@ from qsync_fx.graph.cost_algebra import Size
 from qsync_fx.graph.graph import VECTORS
 from qsync_fx.ops import table
 from qsync_fx.predictor.cost_mapper.plan_states import States
-from qsync_fx.predictor.model.model_graph import Name, Operator
+from qsync_fx.predictor.model.model_graph import ModelOperator, Name
 
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
 """What Inductor has computed once, into memory, where several read it (on a CPU)."""
@@ -33,26 +33,26 @@ GATES = ("relu", "threshold")
 GATHERS = ("embedding",)
 
 
-def convolves(operator: Operator) -> bool:
+def convolves(operator: ModelOperator) -> bool:
     return "conv" in operator.row
 
 
-def attends(operator: Operator) -> bool:
+def attends(operator: ModelOperator) -> bool:
     """Whether it is attention as one product of query, key and value, all of whose gradients one kernel computes."""
     return "attention" in operator.row
 
 
-def dear_gradient(operator: Operator) -> bool:
+def dear_gradient(operator: ModelOperator) -> bool:
     """Whether its gradient is computed from something `HEAVY` that it reads several times."""
     return operator.row in SIGMOIDS or (operator.row == "gelu" and operator.method == "tanh")
 
 
-def draws_alone(operator: Operator) -> bool:
+def draws_alone(operator: ModelOperator) -> bool:
     """Whether what it drops is drawn as a mask by one kernel, with no random numbers in memory."""
     return operator.method == VECTORS
 
 
-def pools(operator: Operator) -> bool:
+def pools(operator: ModelOperator) -> bool:
     """Whether it gives the largest of each window."""
     return operator.row.startswith("max_pool")
 
@@ -97,21 +97,21 @@ class Values:
         floats = FORMATS[fmt].dtype.itemsize * whole(held.numel) if fmt is not None else 0
         return floats + whole(held.fixed)
 
-    def multiplies(self, operator: Operator) -> bool:
+    def multiplies(self, operator: ModelOperator) -> bool:
         """Whether it is a product, which a kernel of a library computes."""
         return operator.row in self._products
 
-    def multiplied(self, operator: Operator) -> tuple[int, int]:
+    def multiplied(self, operator: ModelOperator) -> tuple[int, int]:
         """Returns the places of the two readings that a product multiplies, whatever is added to it before or behind them."""
         added = self._products[operator.row]
         first, second = [place for place in range(2 + len(added)) if place not in added][:2]
         return first, second
 
-    def other(self, operator: Operator, place: int) -> int:
+    def other(self, operator: ModelOperator, place: int) -> int:
         """Returns the place of the factor of a product of two with which the gradient of the one at a place is computed."""
         return sum(self.multiplied(operator)) - place
 
-    def made_by(self, value: int) -> Operator | None:
+    def made_by(self, value: int) -> ModelOperator | None:
         """Returns the operator that makes a value; None for what is there before the step."""
         return self._makers[value]
 

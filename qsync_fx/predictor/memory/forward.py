@@ -28,7 +28,7 @@ from qsync_fx.predictor.memory.buffers import (
     pools,
     whole,
 )
-from qsync_fx.predictor.model.model_graph import Name, Operator, Read, format_named
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, format_named
 
 Sources = frozenset[Buffer]
 """What a value that does not lie in memory is computed from."""
@@ -88,10 +88,10 @@ class Forward(Values):
         """Returns what the operator at a place keeps beside values: statistics, masks, places."""
         return frozenset(self._extras.get(at, ()))
 
-    def _wanted(self, read: Read, precision: Name) -> Name:
+    def _wanted(self, read: ModelRead, precision: Name) -> Name:
         return read.wanted.get(precision or "") or self.states.held(read.value)
 
-    def _operator(self, at: int, operator: Operator) -> None:
+    def _operator(self, at: int, operator: ModelOperator) -> None:
         result, (precision, output) = operator.result, self.states.names[at]
         if not self.multiplies(operator):
             self._sources[result] = self._elementwise(at, operator, output)
@@ -118,7 +118,7 @@ class Forward(Values):
         self._sources[result] = frozenset({buffer})
         self._there[result, output] = buffer
 
-    def _strides(self, operator: Operator, read: Read, fmt: Name) -> bool:
+    def _strides(self, operator: ModelOperator, read: ModelRead, fmt: Name) -> bool:
         """Whether a part of a product's result is read where it lies: by attention as one kernel on a CPU, in the format that it is in."""
         root = self.root(read.value)
         return (
@@ -128,7 +128,7 @@ class Forward(Values):
             and fmt == self.states.held(read.value)
         )
 
-    def _attention(self, at: int, operator: Operator) -> None:
+    def _attention(self, at: int, operator: ModelOperator) -> None:
         """Has attention that no fused kernel computes written, with all that it stands for."""
         result, (_, output) = operator.result, self.states.names[at]
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
@@ -141,7 +141,7 @@ class Forward(Values):
         self._sources[result] = frozenset({buffer})
         self._there[result, output] = buffer
 
-    def _elementwise(self, at: int, operator: Operator, output: Name) -> Sources:
+    def _elementwise(self, at: int, operator: ModelOperator, output: Name) -> Sources:
         """Returns what the result of an operator that is no product is computed from, and has what it keeps beside it written."""
         if pools(operator):
             # What windows read lies in memory, and so does what they give.
@@ -163,7 +163,7 @@ class Forward(Values):
             self._task(at, False, sources, *extras)
         return sources | frozenset(extras)
 
-    def _extras_of(self, at: int, operator: Operator) -> list[Buffer]:
+    def _extras_of(self, at: int, operator: ModelOperator) -> list[Buffer]:
         """What an operator keeps beside values, as it is written."""
         return [
             Buffer(f"{name} {how}", None, self._extra_bytes(operator, whole(size)))
@@ -171,7 +171,7 @@ class Forward(Values):
             if how.startswith("extra")
         ]
 
-    def _extra_bytes(self, operator: Operator, size: int) -> int:
+    def _extra_bytes(self, operator: ModelOperator, size: int) -> int:
         # A place within a window takes a byte.
         return whole(self.graph.values[operator.result].numel) if pools(operator) else size
 
@@ -278,7 +278,7 @@ class Forward(Values):
             found |= more
         return found
 
-    def _read_by(self, at: int, operator: Operator) -> Iterator[tuple[int, Name]]:
+    def _read_by(self, at: int, operator: ModelOperator) -> Iterator[tuple[int, Name]]:
         for read in operator.reads:
             if not self.given(read.value):
                 yield self.root(read.value), self._wanted(read, self.states.names[at][0])

@@ -1,7 +1,7 @@
 """Which buffers a step holds at each moment, for whoever limits memory while choosing a plan.
 
 Of one plan `live_buffers` says it as exactly as `step_memory`. Over all plans what is kept for the backward pass is a sum of terms, each
-there or not by the states of a few operators: `kept_terms`. They are what autograd keeps, an upper bound: compilers compute some of it
+there or not by the states of a few operators: `saved_terms`. They are what autograd keeps, an upper bound: compilers compute some of it
 again. So a plan that was found by them is held against `peak_bytes` before it is believed.
 
 Invariant: a value that several operators keep in one format counts once.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from qsync_fx.ops import table
 from qsync_fx.predictor.cost_mapper import States
 from qsync_fx.predictor.memory.buffers import Buffer, lives, whole
-from qsync_fx.predictor.memory.outside_passes import Training
+from qsync_fx.predictor.memory.outside_passes import TrainingMemory
 from qsync_fx.predictor.memory.peak_memory import step_tasks
 from qsync_fx.predictor.model.model_graph import ModelGraph, Name, StateNames
 
@@ -38,7 +38,7 @@ class LiveBuffers:
     bytes: Mapping[Held, int]
 
 
-def live_buffers(states: States, training: Training | None = None) -> list[LiveBuffers]:
+def live_buffers(states: States, training: TrainingMemory | None = None) -> list[LiveBuffers]:
     """Returns what both passes of a step hold at each moment, in order, where operators are in these states."""
 
     def held(buffer: Buffer) -> Held:
@@ -50,7 +50,7 @@ def live_buffers(states: States, training: Training | None = None) -> list[LiveB
 
 
 @dataclass(frozen=True)
-class Keeper:
+class SavingOperator:
     """An operator in a state, as one that keeps a value.
 
     Attributes:
@@ -66,7 +66,7 @@ class Keeper:
 
 
 @dataclass(frozen=True)
-class KeptTerm:
+class SavedTerm:
     """A value that may be kept in a format.
 
     At the end of the forward pass it is there if one of `keepers` is in its state. The backward pass goes through operators from the last
@@ -81,10 +81,10 @@ class KeptTerm:
     value: str
     format: Name
     bytes: int
-    keepers: tuple[Keeper, ...]
+    keepers: tuple[SavingOperator, ...]
 
 
-def kept_terms(graph: ModelGraph) -> list[KeptTerm]:
+def saved_terms(graph: ModelGraph) -> list[SavedTerm]:
     """Returns what operators may keep for the backward pass, each value and format once; parameters as they are take no more.
 
     Raises:
@@ -93,7 +93,7 @@ def kept_terms(graph: ModelGraph) -> list[KeptTerm]:
     places = {value.name: at for at, value in enumerate(graph.values)}
     until = _until(graph)
     sizes: dict[Held, int] = {}
-    keepers: defaultdict[Held, list[Keeper]] = defaultdict(list)
+    keepers: defaultdict[Held, list[SavingOperator]] = defaultdict(list)
     for at, operator in enumerate(graph.operators):
         for state, cost in operator.costs.items():
             for (name, how), size in cost.saved.items():
@@ -104,8 +104,8 @@ def kept_terms(graph: ModelGraph) -> list[KeptTerm]:
                         continue
                     key = root.name, how or None
                 sizes[key] = max(sizes.get(key, 0), whole(size))
-                keepers[key].append(Keeper(at, state, until[at]))
-    return [KeptTerm(name, how, sizes[name, how], tuple(found)) for (name, how), found in keepers.items()]
+                keepers[key].append(SavingOperator(at, state, until[at]))
+    return [SavedTerm(name, how, sizes[name, how], tuple(found)) for (name, how), found in keepers.items()]
 
 
 def _until(graph: ModelGraph) -> list[int]:

@@ -62,7 +62,7 @@ class LossMemory:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingMemory:
     """
     Attributes:
         optimizer: what it takes.

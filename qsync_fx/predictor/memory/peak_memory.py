@@ -22,7 +22,7 @@ from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import Buffer, Category, Kind, Live, Task, lives, whole
 from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.memory.kernel_order import ordered
-from qsync_fx.predictor.memory.outside_passes import LossMemory, Training
+from qsync_fx.predictor.memory.outside_passes import LossMemory, TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
 
 _HELD = frozenset({Category.PARAMETERS, Category.OPTIMIZER})
@@ -60,7 +60,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """
     Attributes:
         moments: of the step, in order.
@@ -87,13 +87,15 @@ class Memory:
         return f"most at once:\n{self.peak}"
 
 
-def step_memory(states: States, training: Training | None = None, tasks: Sequence[Task] | None = None) -> Memory:
+def step_memory(
+    states: States, training: TrainingMemory | None = None, tasks: Sequence[Task] | None = None
+) -> StepMemory:
     """Returns what a step holds, moment by moment, where operators are in these states; `tasks` are those of its `Orders`, where known.
 
     Raises:
         ProfileError: the model is known in symbolic sizes only.
     """
-    training = training or Training()
+    training = training or TrainingMemory()
     tasks = step_tasks(states, training) if tasks is None else tasks
     made = {buffer for task in tasks if not task.backward for buffer in task.writes}
     saved = made & {buffer for task in tasks if task.backward for buffer in task.reads}
@@ -104,10 +106,10 @@ def step_memory(states: States, training: Training | None = None, tasks: Sequenc
 
     held, working = _held(states.graph, training), kind(Buffer("", None, 0))
     found = [_moment(live, held) for live in lives(tasks, True, kind, working)]
-    return Memory((*found, _optimizer(states.graph, training, held)))
+    return StepMemory((*found, _optimizer(states.graph, training, held)))
 
 
-def step_tasks(states: States, training: Training | None = None) -> list[Task]:
+def step_tasks(states: States, training: TrainingMemory | None = None) -> list[Task]:
     """Returns the tasks of both passes of a step, in the order in which they run."""
     return Orders.of(states, training).expected
 
@@ -125,7 +127,7 @@ class Orders:
     expected: list[Task]
 
     @classmethod
-    def of(cls, states: States, training: Training | None = None) -> Orders:
+    def of(cls, states: States, training: TrainingMemory | None = None) -> Orders:
         """Returns both, of a training whose loss is known or not."""
         loss = None if training is None else training.loss
         forward = Forward(states)
@@ -145,7 +147,7 @@ class Orders:
         return cls(written, expected)
 
 
-def most_bytes(states: States, training: Training | None = None) -> int:
+def most_bytes(states: States, training: TrainingMemory | None = None) -> int:
     """Returns the most bytes that a step holds in whichever of both orders that is more: what is sure to suffice whatever the order."""
     orders = Orders.of(states, training)
     return max(step_memory(states, training, tasks).peak.bytes for tasks in (orders.expected, orders.written))
@@ -187,12 +189,12 @@ def _with_loss(tasks: list[Task], loss: LossMemory, given: Set[Buffer]) -> list[
     return found
 
 
-def peak_bytes(states: States, training: Training | None = None) -> int:
+def peak_bytes(states: States, training: TrainingMemory | None = None) -> int:
     """Returns the most bytes that a step holds, parameters and the optimizer's state included; see `step_memory` for when and of what."""
     return step_memory(states, training).peak.bytes
 
 
-def _held(graph: ModelGraph, training: Training) -> Mapping[Kind, int]:
+def _held(graph: ModelGraph, training: TrainingMemory) -> Mapping[Kind, int]:
     parameters = sum(whole(p.numel) * p.dtype_bytes for p in graph.parameters)
     found: dict[Kind, int] = {(Category.PARAMETERS, None): parameters + sum(_given(graph))}
     if state := training.optimizer.state_bytes(_trained(graph)):
@@ -221,7 +223,7 @@ def _moment(live: Live[Kind], held: Mapping[Kind, int]) -> Moment:
     return Moment("backward" if live.backward else "forward", live.operator, MappingProxyType({**held, **live.kinds}))
 
 
-def _optimizer(graph: ModelGraph, training: Training, held: Mapping[Kind, int]) -> Moment:
+def _optimizer(graph: ModelGraph, training: TrainingMemory, held: Mapping[Kind, int]) -> Moment:
     kinds = {**held, (Category.GRADIENTS, None): _gradients(graph)}
     if temporary := training.optimizer.step_bytes(_trained(graph)):
         kinds[Category.TEMPORARY, None] = temporary
@@ -240,7 +242,7 @@ class Anchor:
     states: States
     step_bytes: int
 
-    def error(self, training: Training | None) -> int:
+    def error(self, training: TrainingMemory | None) -> int:
         """Returns by how much more was measured than is predicted."""
         if training not in self._errors:
             # Without buckets, as it was measured: what these take is known.
@@ -249,12 +251,12 @@ class Anchor:
         return self._errors[training]
 
     @cached_property
-    def _errors(self) -> dict[Training | None, int]:
+    def _errors(self) -> dict[TrainingMemory | None, int]:
         return {}
 
 
 def anchored_bytes(
-    states: States, anchors: Sequence[Anchor], training: Training | None = None, memory: Memory | None = None
+    states: States, anchors: Sequence[Anchor], training: TrainingMemory | None = None, memory: StepMemory | None = None
 ) -> int:
     """Returns the most that a step holds beyond what is held before it, corrected by measured plans.
 

@@ -29,19 +29,19 @@ from qsync_fx.graph.cascade_rules import handed_on, rule_of, wide_readers
 from qsync_fx.graph.cost_algebra import Cost, Size
 from qsync_fx.graph.fx_utils import describe, expression, format_of, is_float, source_of, tensors
 from qsync_fx.graph.graph import VECTORS, Operator as Handle, PrecisionGraph, drawn, drops
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.graph.operand_formats import Operand
-from qsync_fx.graph.operator_costs import Costing, Place
-from qsync_fx.graph.saved_tensors import Site
+from qsync_fx.graph.operator_costs import CastSite, Costing
+from qsync_fx.graph.saved_tensors import OperandSite
 from qsync_fx.ops.spec import Kind
 from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
     ModelGraph,
+    ModelOperator,
     ModelParameter,
+    ModelRead,
     Name,
-    Operator,
-    Read,
     StateNames,
     Value,
     name_of,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from qsync_fx.diagnostics.explanation import Explanation
 
 
-class Reading:
+class GraphReading:
     """
     Args:
         graph: its place among those of the model.
@@ -83,7 +83,7 @@ class Reading:
         self._first_point = points
         self._tables: dict[Hashable, Mapping[str, Name]] = {}
         self._in_vectors = drawn(self.flow.graph)
-        found = [place for place in costing.places if isinstance(place, Place)]
+        found = [place for place in costing.places if isinstance(place, CastSite)]
         self._places = {(p.reader.node, p.operand): p for p in found if p.reader is not None}
         self._returned = {place.used: place for place in found if place.reader is None}
         self._enter(self.flow.graph)
@@ -148,11 +148,11 @@ class Reading:
 
     # Operators.
 
-    def _operator(self, site: Site) -> Operator:
+    def _operator(self, site: OperandSite) -> ModelOperator:
         note = node_metadata.NOTE[site.node]
         source = source_of(site.node)
         row = note.row
-        return Operator(
+        return ModelOperator(
             id=str(note.id),
             kind=str(note.kind),
             row=row.name if row is not None else note.id.operator,
@@ -169,34 +169,36 @@ class Reading:
             method=VECTORS if self._in_vectors and drops(site.node) else _method(site.node),
         )
 
-    def _shape(self, site: Site) -> str:
+    def _shape(self, site: OperandSite) -> str:
         text = describe(site.graph.value(site.node))
         for symbol, name in self.flow.sizes.items():
             text = re.sub(rf"\b{re.escape(str(symbol))}\b", str(name), text)
         return text
 
-    def _read(self, site: Site, operand: Operand, gradient: bool) -> Read:
+    def _read(self, site: OperandSite, operand: Operand, gradient: bool) -> ModelRead:
         place = self._places.get((site.node, operand))
         value = self._value(operand.node)
         if place is None:
-            return Read(value, operand.role, {}, None, value, gradient)
-        return Read(value, operand.role, self._wanted(place), self._point(place), self._value(place.origin), gradient)
+            return ModelRead(value, operand.role, {}, None, value, gradient)
+        return ModelRead(
+            value, operand.role, self._wanted(place), self._point(place), self._value(place.origin), gradient
+        )
 
-    def _output(self, node: fx.Node) -> Read:
+    def _output(self, node: fx.Node) -> ModelRead:
         place, value = self._returned.get(node), self._value(node)
         if place is None:
-            return Read(value, "output", {}, None, value, False)
-        return Read(value, "output", self._wanted(place), self._point(place), self._value(place.origin), False)
+            return ModelRead(value, "output", {}, None, value, False)
+        return ModelRead(value, "output", self._wanted(place), self._point(place), self._value(place.origin), False)
 
-    def _wanted(self, place: Place) -> Mapping[str, Name]:
+    def _wanted(self, place: CastSite) -> Mapping[str, Name]:
         """What a place wants, by what its reader computes in; places that want alike share the answer."""
         found = {name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())}
         return self._tables.setdefault(tuple(found.items()), found)
 
-    def _point(self, place: Place) -> int:
+    def _point(self, place: CastSite) -> int:
         return self._first_point + self._points.setdefault(place.shared, len(self._points))
 
-    def _choices(self, site: Site, note: Note) -> Choices:
+    def _choices(self, site: OperandSite, note: OperatorInfo) -> Choices:
         context, handle, row = site.graph.context, Handle(site.graph, site.node), note.row
         assert row is not None, "adjustable operators have rows"
         own = format_of(site.graph.value(site.node))
@@ -221,7 +223,7 @@ class Reading:
             unpacked={fmt.name: gradient.name for fmt, gradient in gradients.items() if gradient.plain},
         )
 
-    def _follows(self, site: Site) -> Follows:
+    def _follows(self, site: OperandSite) -> Follows:
         rule = rule_of(site.graph, site.node, automatic=False)
         sources = [self._decider(site.graph, used) for used in rule.inputs]
         given = [found for found in sources if isinstance(found, Precision)]
@@ -279,13 +281,13 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
     wanted = tuple(FORMATS) if formats is None else tuple(precision(fmt).name for fmt in dict.fromkeys(formats))
     pinned = {str(op.id): str(op.precision) for op in explanation.operators if op.note.pinned}
     values: list[Value] = []
-    graphs: list[Reading] = []
+    graphs: list[GraphReading] = []
     try:
         with explanation.there():
             for number, part in enumerate(explanation.graphs):
                 first = sum(len(graph.operators) for graph in graphs)
                 points = graphs[-1].points if graphs else 0
-                graphs.append(Reading(part.costing, number, values, first, points, pinned))
+                graphs.append(GraphReading(part.costing, number, values, first, points, pinned))
             operators = _costed(graphs, wanted)
     except Malformed as wrong:
         do = "explain it with sizes that are numbers: torch._dynamo.mark_static, or inputs of one size"
@@ -302,7 +304,7 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
     )
 
 
-def _costed(graphs: Sequence[Reading], formats: Sequence[str]) -> list[Operator]:
+def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[ModelOperator]:
     operators = [operator for graph in graphs for operator in graph.operators]
     found = [(graph, site) for graph in graphs for site in graph.flow.sites]
     states = reachable(operators, formats)
@@ -313,7 +315,7 @@ def _costed(graphs: Sequence[Reading], formats: Sequence[str]) -> list[Operator]
             known[given] = canonical(given)
         return known[given]
 
-    def cost(graph: Reading, node: fx.Node, state: StateNames) -> Cost:
+    def cost(graph: GraphReading, node: fx.Node, state: StateNames) -> Cost:
         own = graph.costing.own(node, state_named(state)).each(size)
         return dataclasses.replace(own, saved={(graph.name(tensor), how): n for (tensor, how), n in own.saved.items()})
 
@@ -323,7 +325,7 @@ def _costed(graphs: Sequence[Reading], formats: Sequence[str]) -> list[Operator]
     ]
 
 
-def _parameters(graphs: Sequence[Reading], explanation: Explanation) -> list[ModelParameter]:
+def _parameters(graphs: Sequence[GraphReading], explanation: Explanation) -> list[ModelParameter]:
     """Those that the model registers, in its order; then those that graphs read and that it does not know by that path."""
     readers: dict[str, list[int]] = {}
     seen: dict[str, torch.nn.Parameter] = {}

@@ -25,10 +25,10 @@ from qsync_fx.predictor.model.model_graph import (
     Choices,
     Follows,
     ModelGraph,
+    ModelOperator,
     ModelParameter,
+    ModelRead,
     Name,
-    Operator,
-    Read,
     Value,
     reachable,
 )
@@ -67,7 +67,7 @@ def check(graph: ModelGraph) -> None:
             raise Malformed(f" has no cost of {operator.id} in {' and '.join(map(str, missing))}")
 
 
-def _places(graph: ModelGraph, reads: Iterable[Read]) -> None:
+def _places(graph: ModelGraph, reads: Iterable[ModelRead]) -> None:
     values, operators = range(len(graph.values)), range(len(graph.operators))
     for value in graph.values:
         _in(value.tensor, values, f"the memory of {value.name}")
@@ -95,7 +95,7 @@ def _in(place: int, there: range, what: str) -> None:
         raise Malformed(f" names the {place}th of {len(there)} as {what[:120]}")
 
 
-def _formats(graph: ModelGraph, reads: Iterable[Read]) -> Iterator[Name]:
+def _formats(graph: ModelGraph, reads: Iterable[ModelRead]) -> Iterator[Name]:
     yield from graph.formats
     for value in graph.values:
         yield value.own
@@ -114,7 +114,7 @@ def _formats(graph: ModelGraph, reads: Iterable[Read]) -> Iterator[Name]:
             yield from state
 
 
-def _operator(graph: ModelGraph, operator: Operator) -> None:
+def _operator(graph: ModelGraph, operator: ModelOperator) -> None:
     OpId.parse(operator.id)
     decided = operator.decided
     if isinstance(decided, Choices) is not (operator.kind == "adjustable"):
@@ -128,7 +128,7 @@ def _operator(graph: ModelGraph, operator: Operator) -> None:
         raise Malformed(f" has the conversion {operator.id}, which reads nothing")
 
 
-def _answers(read: Read, reader: str) -> None:
+def _answers(read: ModelRead, reader: str) -> None:
     if read.point is not None and (missing := {"", *FORMATS} - read.wanted.keys()):
         raise Malformed(f" does not say what {reader} reads in {', '.join(sorted(missing)) or 'no format'}")
 
@@ -240,7 +240,7 @@ def stored(graph: ModelGraph) -> StoredGraph:
     def size(given: Size) -> int:
         return sizes.place(given, written(given))
 
-    def reads(given: Iterable[Read]) -> list[StoredRead]:
+    def reads(given: Iterable[ModelRead]) -> list[StoredRead]:
         tabled = ((read, tables.place(tuple(read.wanted.items()), dict(read.wanted))) for read in given)
         return [StoredRead(r.value, r.role, table, r.point, r.origin, r.gradient) for r, table in tabled]
 
@@ -301,13 +301,15 @@ def _restored(found: StoredGraph) -> ModelGraph:
         parts = {name: Work(flops, moved) for name, flops, moved in zip(WORKS, pairs, pairs, strict=True)}
         return Cost(**parts, saved={(tensor, how): _at(sizes, at) for tensor, how, at in given.saved})
 
-    def reads(given: Iterable[StoredRead]) -> tuple[Read, ...]:
-        return tuple(Read(r.value, r.role, _at(found.tables, r.wanted), r.point, r.origin, r.gradient) for r in given)
+    def reads(given: Iterable[StoredRead]) -> tuple[ModelRead, ...]:
+        return tuple(
+            ModelRead(r.value, r.role, _at(found.tables, r.wanted), r.point, r.origin, r.gradient) for r in given
+        )
 
     return ModelGraph(
         found.device,
         tuple(
-            Operator(
+            ModelOperator(
                 **{name: getattr(op, name) for name in _SAME},
                 reads=reads(op.reads),
                 costs={(given.precision, given.output): cost(given) for given in op.costs},

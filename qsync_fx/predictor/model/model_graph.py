@@ -23,7 +23,7 @@ from typing import ClassVar
 from qsync_fx.errors import ProfileError, nearest
 from qsync_fx.formats import FORMATS, Precision, promoted
 from qsync_fx.graph.cost_algebra import Cost, Size
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.serialization.schema import Path
 
 Name = str | None
@@ -59,7 +59,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Read:
+class ModelRead:
     """A reading of a value.
 
     Attributes:
@@ -130,7 +130,7 @@ class Follows:
 
 
 @dataclass(frozen=True)
-class Operator:
+class ModelOperator:
     """An operator of the model.
 
     Attributes:
@@ -159,7 +159,7 @@ class Operator:
     graph: int
     repeated: bool
     result: int
-    reads: tuple[Read, ...]
+    reads: tuple[ModelRead, ...]
     decided: Choices | Follows
     converts: bool
     converted: bool
@@ -205,9 +205,9 @@ class ModelGraph:
     """
 
     device: str
-    operators: tuple[Operator, ...]
+    operators: tuple[ModelOperator, ...]
     values: tuple[Value, ...]
-    outputs: tuple[Read, ...]
+    outputs: tuple[ModelRead, ...]
     parameters: tuple[ModelParameter, ...]
     points: int
     formats: tuple[str, ...]
@@ -217,7 +217,7 @@ class ModelGraph:
         """The place of each operator, by its id."""
         return {operator.id: at for at, operator in enumerate(self.operators)}
 
-    def operator(self, name: str) -> Operator:
+    def operator(self, name: str) -> ModelOperator:
         """Returns an operator by its id; raises `ProfileError` where there is none."""
         return self.operators[self.place(name)]
 
@@ -269,12 +269,12 @@ def name_of(fmt: Precision | None) -> Name:
 
 
 @functools.cache
-def state_named(names: StateNames) -> State:
+def state_named(names: StateNames) -> OperandState:
     """Returns a state by the names of its formats."""
-    return State(format_named(names[0]), format_named(names[1]))
+    return OperandState(format_named(names[0]), format_named(names[1]))
 
 
-def reachable(operators: Sequence[Operator], formats: Iterable[str]) -> list[tuple[StateNames, ...]]:
+def reachable(operators: Sequence[ModelOperator], formats: Iterable[str]) -> list[tuple[StateNames, ...]]:
     """Returns the states that each operator can take."""
     wanted = tuple(formats)
     outputs: list[set[Name]] = []

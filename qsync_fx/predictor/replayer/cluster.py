@@ -43,7 +43,7 @@ from typing import Any, Final, NamedTuple
 
 from qsync_fx.devices.device_catalog import check_exists, get, names
 from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
-from qsync_fx.predictor.replayer.collectives import AllReduce, Levels, Link, Measured
+from qsync_fx.predictor.replayer.collectives import AllReduce, CollectiveLink, Levels, MeasuredCollectives
 from qsync_fx.predictor.replayer.ddp_buckets import BUCKET_BYTES, FIRST_BYTES
 from qsync_fx.predictor.replayer.device_timeline import Overlap
 from qsync_fx.serialization.convert import Check
@@ -80,7 +80,7 @@ def memory_size(memory: Memory) -> Size | None:
 
 
 @dataclass(frozen=True)
-class Device:
+class ClusterDevice:
     """A class of devices that are alike.
 
     Attributes:
@@ -136,7 +136,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeGroup:
     """What shares a node: ranks of one class, with fast links between them and one link to all others.
 
     Attributes:
@@ -213,7 +213,7 @@ def _positive(value: Any) -> str | None:
     return None
 
 
-def _device(device: Device) -> str | None:
+def _device(device: ClusterDevice) -> str | None:
     if device.device is not None and device.profile is not None:
         return " has both a device of the catalog and a profile"
     if isinstance(device.memory, str) and memory_size(device.memory) is None:
@@ -239,7 +239,7 @@ def _network(network: Network) -> str | None:
     return _positive(network)
 
 
-def _nodes(nodes: Nodes) -> str | None:
+def _nodes(nodes: NodeGroup) -> str | None:
     if wrong := _table("inside", nodes.inside) or _table("across", nodes.across):
         return wrong
     if nodes.inside and nodes.bandwidth is not None:
@@ -252,9 +252,9 @@ def _nodes(nodes: Nodes) -> str | None:
 
 
 CHECKS: Final[Mapping[Any, Check]] = {
-    Device: _device,
+    ClusterDevice: _device,
     Network: _network,
-    Nodes: _nodes,
+    NodeGroup: _nodes,
     Buckets: _positive,
     Compression: _positive,
 }
@@ -271,11 +271,11 @@ class Cluster:
         nodes: how many ranks share one.
     """
 
-    devices: Mapping[str, Device]
+    devices: Mapping[str, ClusterDevice]
     network: Network | None = None
     buckets: Buckets = field(default_factory=Buckets)
     compression: Compression | None = None
-    nodes: Nodes = field(default_factory=Nodes)
+    nodes: NodeGroup = field(default_factory=NodeGroup)
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -340,7 +340,7 @@ class Cluster:
             return self.exchange.inside
         across = self._link()
         # One rank of each node sends to the next node, so that the node's link carries what every link of the ring does.
-        return Link(min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency)
+        return CollectiveLink(min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency)
 
     @property
     def exchange(self) -> Levels:
@@ -350,19 +350,23 @@ class Cluster:
             ProfileError: how fast links are is not known.
         """
         nodes = self.nodes
-        inside: AllReduce = Link(nodes.bandwidth or math.inf, nodes.latency)
+        inside: AllReduce = CollectiveLink(nodes.bandwidth or math.inf, nodes.latency)
         if nodes.inside:
-            inside = Measured(tuple(nodes.inside), nodes.ranks)
+            inside = MeasuredCollectives(tuple(nodes.inside), nodes.ranks)
         if nodes.across:
-            return Levels(Measured(tuple(nodes.across), nodes.count or self.ranks // nodes.ranks), inside, nodes.ranks)
+            return Levels(
+                MeasuredCollectives(tuple(nodes.across), nodes.count or self.ranks // nodes.ranks), inside, nodes.ranks
+            )
         return Levels(self._measured() or self._link(), inside, nodes.ranks)
 
-    def _measured(self) -> Measured | None:
+    def _measured(self) -> MeasuredCollectives | None:
         """How long an all-reduce of all ranks took, where that was measured."""
         network = self.network or Network()
-        return Measured(tuple(network.all_reduce), network.ranks or self.ranks) if network.all_reduce else None
+        return (
+            MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks) if network.all_reduce else None
+        )
 
-    def _link(self) -> Link:
+    def _link(self) -> CollectiveLink:
         network = self.network or Network()
         bandwidths = []
         for name, device in self.devices.items():
@@ -371,7 +375,7 @@ class Cluster:
                 raise ProfileError(what, do=_REMEDY)
             bandwidths.append(bandwidth)
         latencies = [network.latency if one.latency is None else one.latency for one in self.devices.values()]
-        return Link(min(bandwidths), max(latencies))
+        return CollectiveLink(min(bandwidths), max(latencies))
 
     def _uneven(self) -> str | None:
         """Returns why nodes do not go with devices and links, None where they do."""
@@ -417,7 +421,7 @@ def _check_device(path: Path, name: str, device: str) -> None:
         raise ProfileError(error.what, where=f"{shown(str(path))}, devices.{name}.device", do=error.do) from error
 
 
-def _beside(folder: pathlib.Path, device: Device) -> Device:
+def _beside(folder: pathlib.Path, device: ClusterDevice) -> ClusterDevice:
     return device if device.profile is None else replace(device, profile=str(folder / device.profile))
 
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync_fx.errors import ProfileError, shown
-from qsync_fx.predictor.replayer.cluster import Cluster, Compression, Device
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Compression
 from qsync_fx.predictor.replayer.collectives import share
 from qsync_fx.predictor.replayer.ddp_buckets import ddp_buckets
-from qsync_fx.predictor.replayer.device_timeline import Array, Local, Step, arrival, local, steady
+from qsync_fx.predictor.replayer.device_timeline import Array, DeviceStep, Local, arrival, local, steady
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 
 @dataclass(frozen=True)
-class Coded:
+class CompressedTransfer:
     """A bucket that a codec writes, on the thread that communicates, while the device computes on. A large one goes in stretches: one
     travels while the next is coded. Where several ranks share a node that is so between nodes; what is inside comes before and behind it,
     whole: values are copied, then sent, then summed. Nothing of one bucket goes beside another.
@@ -61,7 +61,7 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SimulatedBucket:
     """Gradients that travel together.
 
     Attributes:
@@ -74,11 +74,11 @@ class Bucket:
     parameters: tuple[str, ...]
     nbytes: int
     travelling: float
-    coded: Coded | None = None
+    coded: CompressedTransfer | None = None
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulatedStep:
     """A step of a fleet.
 
     Attributes:
@@ -90,8 +90,8 @@ class Played:
 
     cluster: Cluster
     devices: Mapping[str, Local]
-    buckets: tuple[Bucket, ...]
-    step: Step
+    buckets: tuple[SimulatedBucket, ...]
+    step: DeviceStep
 
     def after(self, name: str) -> float:
         """Returns the seconds from when all of a device is computed and has arrived to the end of its step."""
@@ -102,15 +102,15 @@ class Played:
         return returned(self.cluster.devices[name], _whole(self.buckets))
 
 
-def played(
+def simulate(
     schedules: Mapping[str, Schedule],
     cluster: Cluster,
-    compression: Sequence[Compression | Coded | None] | None = None,
+    compression: Sequence[Compression | CompressedTransfer | None] | None = None,
     *,
     indices: Sequence[Sequence[int]] | None = None,
     transfer: Sequence[float] | None = None,
     later: Sequence[float] | None = None,
-) -> Played:
+) -> SimulatedStep:
     """Returns a steady step of a fleet.
 
     Args:
@@ -128,7 +128,7 @@ def played(
     parameters = _same_parameters(schedules)
     if indices is None:
         indices = buckets_of(schedules, cluster)
-    how: list[Compression | Coded | None] = (
+    how: list[Compression | CompressedTransfer | None] = (
         [cluster.compression] * len(indices) if compression is None else list(compression)
     )
     if len(how) != len(indices):
@@ -148,10 +148,10 @@ def played(
         )
         for name, one in cluster.devices.items()
     }
-    return Played(cluster, devices, buckets, _steady(devices, cluster, buckets, taken))
+    return SimulatedStep(cluster, devices, buckets, _steady(devices, cluster, buckets, taken))
 
 
-def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
+def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
     """Returns the seconds that communication spends on each bucket: what the cluster's links make of its bytes, and coding."""
     taken = np.zeros(len(buckets))
     plain = [at for at, bucket in enumerate(buckets) if bucket.coded is None]
@@ -164,7 +164,7 @@ def travel(cluster: Cluster, buckets: Sequence[Bucket]) -> Array:
     return taken
 
 
-def _links(cluster: Cluster, buckets: Sequence[Bucket]) -> dict[int, tuple[float, float]]:
+def _links(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> dict[int, tuple[float, float]]:
     """Returns the seconds that what a codec makes of a bucket travels between ranks, or nodes, and inside these, of each that is coded."""
     coded = [(at, bucket, bucket.coded) for at, bucket in enumerate(buckets) if bucket.coded is not None]
     if not coded:
@@ -177,7 +177,7 @@ def _links(cluster: Cluster, buckets: Sequence[Bucket]) -> dict[int, tuple[float
     return found
 
 
-def sent(cluster: Cluster, bucket: Bucket) -> tuple[float, float]:
+def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
     """Returns the bytes of a bucket that a node sends over its link, and those that a rank sends inside its node."""
     size, how = cluster.nodes.ranks, bucket.coded
     if how is None and cluster.nodes.ring:
@@ -200,23 +200,25 @@ def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list
     )
 
 
-def after(optimizer: float, device: Device, nbytes: int) -> float:
+def after(optimizer: float, device: ClusterDevice, nbytes: int) -> float:
     """Returns the seconds from when all is computed and has arrived to the end of a step: so many bytes are copied out of their buckets."""
     return optimizer + device.delay + returned(device, nbytes)
 
 
-def returned(device: Device, nbytes: int) -> float:
+def returned(device: ClusterDevice, nbytes: int) -> float:
     """Returns the seconds in which a device copies so many bytes of gradients out of their buckets."""
     return _copied(device, nbytes) * device.slowdown
 
 
-def before_sending(device: Device, how: Compression | Coded | None, nbytes: int) -> float:
+def before_sending(device: ClusterDevice, how: Compression | CompressedTransfer | None, nbytes: int) -> float:
     """Returns the seconds that a device spends on a bucket before it is sent, where it is as fast as its profile says."""
     compressing = how.fixed + how.each * nbytes if isinstance(how, Compression) else 0.0
     return compressing + _copied(device, nbytes)
 
 
-def beside_computing(cluster: Cluster, buckets: Sequence[Bucket], taken: Sequence[float] | Array) -> list[float]:
+def beside_computing(
+    cluster: Cluster, buckets: Sequence[SimulatedBucket], taken: Sequence[float] | Array
+) -> list[float]:
     """Returns the seconds that each device, as fast as its profile says, computes later for each bucket: of those that it travels what
     sending keeps a core for, and of those in which it is coded what that does, which goes on while another part of it travels.
 
@@ -236,12 +238,14 @@ def beside_computing(cluster: Cluster, buckets: Sequence[Bucket], taken: Sequenc
     return [network.busy * sent + coding * own for sent, own in zip(travelling, coded, strict=True)]
 
 
-def _copied(device: Device, nbytes: int) -> float:
+def _copied(device: ClusterDevice, nbytes: int) -> float:
     """Returns the seconds of a copy, one way, where the device is as fast as its profile says."""
     return (device.copies or 0.0) * nbytes
 
 
-def _sending(device: Device, how: Sequence[Compression | Coded | None], buckets: Sequence[Bucket]) -> dict[int, Entry]:
+def _sending(
+    device: ClusterDevice, how: Sequence[Compression | CompressedTransfer | None], buckets: Sequence[SimulatedBucket]
+) -> dict[int, Entry]:
     """Returns by bucket what the device does to send it."""
     each = enumerate(zip(how, buckets, strict=True))
     seconds = {at: before_sending(device, one, bucket.nbytes) for at, (one, bucket) in each}
@@ -252,11 +256,13 @@ def _entries(seconds: Mapping[int, float]) -> dict[int, Entry]:
     return {at: Entry("", Part.OUTSIDE, one) for at, one in seconds.items() if one}
 
 
-def _whole(buckets: Sequence[Bucket]) -> int:
+def _whole(buckets: Sequence[SimulatedBucket]) -> int:
     return sum(bucket.nbytes for bucket in buckets)
 
 
-def _steady(devices: Mapping[str, Local], cluster: Cluster, buckets: Sequence[Bucket], transfer: Array) -> Step:
+def _steady(
+    devices: Mapping[str, Local], cluster: Cluster, buckets: Sequence[SimulatedBucket], transfer: Array
+) -> DeviceStep:
     between = [after(devices[name].optimizer, one, _whole(buckets)) for name, one in cluster.devices.items()]
     return steady(
         np.stack([one.ready for one in devices.values()]),
@@ -267,13 +273,15 @@ def _steady(devices: Mapping[str, Local], cluster: Cluster, buckets: Sequence[Bu
     )
 
 
-def _bucket(parameters: Sequence[Parameter], which: Sequence[int], how: Compression | Coded | None) -> Bucket:
+def _bucket(
+    parameters: Sequence[Parameter], which: Sequence[int], how: Compression | CompressedTransfer | None
+) -> SimulatedBucket:
     chosen = [parameters[at] for at in which]
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in chosen)
     paths = tuple(parameter.path for parameter in chosen)
-    if isinstance(how, Coded):
-        return Bucket(paths, nbytes, how.nbytes, how)
-    return Bucket(paths, nbytes, nbytes * (1.0 if how is None else how.ratio))
+    if isinstance(how, CompressedTransfer):
+        return SimulatedBucket(paths, nbytes, how.nbytes, how)
+    return SimulatedBucket(paths, nbytes, nbytes * (1.0 if how is None else how.ratio))
 
 
 def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]:

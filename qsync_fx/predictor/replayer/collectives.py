@@ -41,7 +41,7 @@ class AllReduce(Protocol):
 
 
 @dataclass(frozen=True)
-class Link:
+class CollectiveLink:
     """A ring: each rank sends and receives 2 (ranks - 1) / ranks of the bytes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCollectives:
     """A table, interpolated where both axes are logarithms.
 
     Below its smallest all-reduce the time is that one's, which is latency; above its largest it goes on in proportion to the bytes. What
@@ -124,7 +124,7 @@ FULL: Final = 4.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class CollectiveSample:
     """A step that was measured with and without compression.
 
     Attributes:
@@ -157,7 +157,7 @@ class Exchange:
         return without - self.travel * elements * (FULL - element_bytes) + self.coding * elements
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample]) -> Exchange:
+    def fit(cls, samples: Sequence[CollectiveSample]) -> Exchange:
         """Returns the numbers that fit samples of several networks or widths best; raises `ProfileError` where there are too few."""
         elements = np.array([one.elements for one in samples])
         saved = elements * (FULL - np.array([one.element_bytes for one in samples]))

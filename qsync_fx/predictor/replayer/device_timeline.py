@@ -94,7 +94,7 @@ NONE: Final = Overlap()
 
 
 @dataclass(frozen=True)
-class Step:
+class DeviceStep:
     """
     Attributes:
         begins: (..., devices), when each device begins its step.
@@ -130,7 +130,7 @@ class Step:
 
 def step(
     ready: Array, computed: Array, optimizer: Array, transfer: Array, begins: Array, overlap: Overlap = NONE
-) -> Step:
+) -> DeviceStep:
     """Returns a step of devices that begin it at `begins`.
 
     Args:
@@ -148,10 +148,10 @@ def step(
     else:
         ready, sent, arrived, computed = _slowed(ready, computed, transfer, begins, overlap)
     synchronized = np.maximum(arrived[..., -1:], computed) if arrived.shape[-1] else computed
-    return Step(begins, ready, sent, arrived, computed, synchronized + optimizer, overlap.compute)
+    return DeviceStep(begins, ready, sent, arrived, computed, synchronized + optimizer, overlap.compute)
 
 
-def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array, overlap: Overlap = NONE) -> Step:
+def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array, overlap: Overlap = NONE) -> DeviceStep:
     """Returns a step as those before and after it: each device begins it when it was done with the last one.
 
     A device whose optimizer is quick begins before others, so the first step of a run, which all begin at once, takes longer. The

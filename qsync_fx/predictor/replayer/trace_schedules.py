@@ -36,8 +36,8 @@ from typing import Final
 import torch
 
 from qsync_fx.errors import ProfileError, shown
-from qsync_fx.predictor.replayer.cluster import Cluster, Device
-from qsync_fx.predictor.replayer.cluster_step import Played, played
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
+from qsync_fx.predictor.replayer.cluster_step import SimulatedStep, simulate
 from qsync_fx.predictor.replayer.trace_files import Event, Kineto, execution_trace, kineto, number, outermost, sizes
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.serialization.schema import Path
@@ -58,7 +58,7 @@ class Travel:
 
 
 @dataclass(frozen=True)
-class Work:
+class TraceWork:
     """A piece of work: when the host began it or asked for it, and when it ran; seconds."""
 
     name: str
@@ -68,7 +68,7 @@ class Work:
     end: float
 
 
-def work_of(events: Sequence[Event]) -> tuple[bool, list[Work], list[Travel]]:
+def work_of(events: Sequence[Event]) -> tuple[bool, list[TraceWork], list[Travel]]:
     """Returns whether a device did the work, the work, and the all-reduces."""
     calls = outermost([event for event in events if event.category == "cpu_op"])
     if any(event.category in _ON_DEVICE for event in events):
@@ -76,15 +76,17 @@ def work_of(events: Sequence[Event]) -> tuple[bool, list[Work], list[Travel]]:
     return False, _of_host(events, calls), _sent_by_host(events)
 
 
-def _of_host(events: Sequence[Event], calls: Sequence[Event]) -> list[Work]:
+def _of_host(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWork]:
     optimizer, names = _optimizers(events), _names(events, calls)
     return [
-        Work(names.get(id(call), call.name), _part(call.name, call.begin, optimizer), call.begin, call.begin, call.end)
+        TraceWork(
+            names.get(id(call), call.name), _part(call.name, call.begin, optimizer), call.begin, call.begin, call.end
+        )
         for call in calls
     ]
 
 
-def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[Work]:
+def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWork]:
     optimizer, names, asked = _optimizers(events), _names(events, calls), _launches(events)
     within = _Within(calls)
     work = []
@@ -97,7 +99,7 @@ def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[Work]:
         caller = within.of(asker)
         name = event.name if caller is None else names.get(id(caller), caller.name)
         part = _part(asker.name if caller is None else caller.name, asker.begin, optimizer)
-        work.append(Work(name, part, asker.begin, event.begin, event.end))
+        work.append(TraceWork(name, part, asker.begin, event.begin, event.end))
     return sorted(work, key=lambda one: one.begin)
 
 
@@ -197,7 +199,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedSchedule:
     """A step of a trace.
 
     Attributes:
@@ -218,7 +220,7 @@ class Traced:
     sent: tuple[Sent, ...]
 
 
-def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> list[Traced]:
+def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> list[TracedSchedule]:
     """Returns the steps of a trace; the whole trace where it has no marks of steps.
 
     Args:
@@ -264,10 +266,10 @@ def _step(
     trace: Kineto,
     name: str,
     within: tuple[float, float],
-    work: Sequence[Work],
+    work: Sequence[TraceWork],
     travelled: Sequence[Travel],
     sizes: Mapping[int, tuple[int, int]],
-) -> Traced:
+) -> TracedSchedule:
     begin, end = within
     backward = [at for at, one in enumerate(work) if one.part is Part.BACKWARD]
     passes = ((Part.FORWARD, work[: backward[0]]), (Part.BACKWARD, work[backward[0] : backward[-1] + 1]))
@@ -299,7 +301,7 @@ def _step(
         Sent(*size, max(one.end - max(one.begin, before), 0.0))
         for size, one, before in zip(found, gradients, ended, strict=False)
     )
-    return Traced(trace.path, trace.rank, trace.ranks, name, end - begin, schedule, sent)
+    return TracedSchedule(trace.path, trace.rank, trace.ranks, name, end - begin, schedule, sent)
 
 
 def _bucket(at: int) -> str:
@@ -345,7 +347,7 @@ def _common(ones: Sequence[tuple[float, float]], others: Sequence[tuple[float, f
 _DO = "give the traces of one run, one of each rank"
 
 
-def read_steps(path: Path, execution: Path | None = None) -> list[Traced]:
+def read_steps(path: Path, execution: Path | None = None) -> list[TracedSchedule]:
     """Returns the steps of one rank's trace of Kineto, with the execution trace of the same run where there is one.
 
     Raises:
@@ -355,7 +357,7 @@ def read_steps(path: Path, execution: Path | None = None) -> list[Traced]:
     return steps(trace, None if execution is None else sizes(execution_trace(execution), trace))
 
 
-def common_step(ranks: Sequence[Sequence[Traced]]) -> list[Traced]:
+def common_step(ranks: Sequence[Sequence[TracedSchedule]]) -> list[TracedSchedule]:
     """Returns the step of median length among those that all ranks have, by its longest rank."""
     every = [{step.name: step for step in found} for found in ranks]
     names = [name for name in every[0] if all(name in one for one in every)]
@@ -368,7 +370,7 @@ def common_step(ranks: Sequence[Sequence[Traced]]) -> list[Traced]:
     return [one[chosen] for one in every]
 
 
-def travelling(ranks: Sequence[Traced]) -> list[float]:
+def travelling(ranks: Sequence[TracedSchedule]) -> list[float]:
     """Returns the seconds that each all-reduce of a step takes once all ranks are there."""
     first = ranks[0]
     for one in ranks[1:]:
@@ -380,7 +382,7 @@ def travelling(ranks: Sequence[Traced]) -> list[float]:
     return [min(sent.seconds for sent in same) for same in zip(*(one.sent for one in ranks), strict=True)]
 
 
-def played_traces(traces: Mapping[str, Sequence[Traced]], cluster: Cluster | None = None) -> Played:
+def played_traces(traces: Mapping[str, Sequence[TracedSchedule]], cluster: Cluster | None = None) -> SimulatedStep:
     """Returns a step of the run that was traced; with a cluster, that step on its links, devices and numbers of them.
 
     Args:
@@ -398,11 +400,11 @@ def played_traces(traces: Mapping[str, Sequence[Traced]], cluster: Cluster | Non
         if others or len(found) not in (1, most):
             what = f"there are traces of {len(found)} ranks of {max(most, *others, 0)}"
             raise ProfileError(what, where=", ".join(shown(one.path) for one in found.values()), do=_DO)
-        cluster = Cluster({name: Device(count=most if len(found) == 1 else 1) for name in found})
+        cluster = Cluster({name: ClusterDevice(count=most if len(found) == 1 else 1) for name in found})
         transfer = travelling(list(found.values())) if most > 1 else []
     else:
         travelling(list(found.values()))
         transfer = None
     count = len(next(iter(found.values())).sent) if cluster.ranks > 1 else 0
     schedules = {name: one.schedule for name, one in found.items()}
-    return played(schedules, cluster, indices=[[at] for at in range(count)], transfer=transfer)
+    return simulate(schedules, cluster, indices=[[at] for at in range(count)], transfer=transfer)

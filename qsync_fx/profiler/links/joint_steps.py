@@ -34,10 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync_fx.communication.codecs import codec_named
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.communication.control_group import CPU, carrying, mean, meet, slowest
-from qsync_fx.communication.ddp_hook import Compression, to_all
+from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
 from qsync_fx.profiler.links.collective_times import finish
 from qsync_fx.profiler.run_statistics import faster_half
-from qsync_fx.profiler.timing.step_timers import Training
+from qsync_fx.profiler.timing.step_timers import TrainingStep
 
 _TRAVEL: Final = 0.02
 """Seconds that gradients are to travel, at least: for clocks and schedulers not to matter."""
@@ -180,7 +180,7 @@ class Unsent:
 
 
 @dataclass(frozen=True)
-class Together:
+class JointSteps:
     """Steps of all ranks at once.
 
     Attributes:
@@ -206,7 +206,7 @@ class _Hook:
     way: what is done with those that come.
     """
 
-    codes: Compression | None
+    codes: DdpCompressor | None
     group: distributed.ProcessGroup | None
     way: _Way = _Way.SENT
 
@@ -233,7 +233,7 @@ class _Wrapped:
     model: Any
     parallel: DistributedDataParallel
     hook: _Hook
-    training: Training
+    training: TrainingStep
 
     def round(self, row: int) -> list[float]:
         """Returns the seconds of a step of each way, of so many in a row."""
@@ -252,7 +252,9 @@ class _Wrapped:
         return found
 
 
-def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], training: Training) -> Together:
+def together(
+    module: nn.Module, compiled: Callable[[nn.Module, TrainingStep], Any], training: TrainingStep
+) -> JointSteps:
     """Measures steps of a model on all ranks.
 
     Args:
@@ -279,18 +281,18 @@ def together(module: nn.Module, compiled: Callable[[nn.Module, Training], Any], 
     del parallel, wrapped
     gc.collect()
     on_all = None if math.isinf(coded) else coded
-    return Together(Unsent(left, copied), Unsent(all_left, all_copied), sending, mebibytes * 2**20, on_all)
+    return JointSteps(Unsent(left, copied), Unsent(all_left, all_copied), sending, mebibytes * 2**20, on_all)
 
 
 @contextlib.contextmanager
-def _coding(module: nn.Module) -> Iterator[Compression | None]:
+def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
     """Gives what sends a model's gradients in a codec; None for a model that is not on the CPU, whose cores do not code them."""
     group = distributed.new_group(backend="gloo")
     named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     assigned = to_all(codec_named(CODEC), [one.numel() for _, one in named])
     try:
         if all(one.device.type == "cpu" for _, one in named):
-            yield Compression(group, distributed.get_rank(), distributed.get_world_size(), named, assigned, 0, 0)
+            yield DdpCompressor(group, distributed.get_rank(), distributed.get_world_size(), named, assigned, 0, 0)
         else:
             yield None
     finally:

@@ -29,19 +29,19 @@ from qsync_fx.communication.point_to_point import VALUES
 from qsync_fx.errors import QSyncError
 from qsync_fx.plan.plan import Plan
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Device, Network
-from qsync_fx.predictor.replayer.cluster_step import played
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import Schedule
 from qsync_fx.profiler.links.collective_times import buffers_seconds, collectives
 from qsync_fx.profiler.links.joint_steps import (
     CODEC,
-    Together,
+    JointSteps,
     busy as beside_products,
     coding as coding_beside_products,
     together,
 )
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
-from qsync_fx.profiler.timing.step_timers import Training, clock_for, clock_of
+from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for, clock_of
 
 _VALUES = 2**23
 """More than a bucket of DistributedDataParallel holds, which lies in memory, and not in a cache. It is coded stretch by stretch."""
@@ -72,7 +72,10 @@ PLANS: Final = 2
 
 
 def linked(
-    profile: Profile, module: nn.Module, compiled: Callable[[nn.Module, Training, Plan], Any], training: Training
+    profile: Profile,
+    module: nn.Module,
+    compiled: Callable[[nn.Module, TrainingStep, Plan], Any],
+    training: TrainingStep,
 ) -> list[Collective]:
     """Measures all-reduces, and steps of a model with and without them, on all ranks at once; nothing where there is one rank.
 
@@ -89,12 +92,12 @@ def linked(
         return []
     alone = replace(links[0], buffers=buffers_seconds(module))
 
-    def measured(plan: Plan) -> Together:
+    def measured(plan: Plan) -> JointSteps:
         return together(module, lambda wrapped, training: compiled(wrapped, training, plan), training)
 
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
-    steps: list[tuple[Plan, Together]] = []
+    steps: list[tuple[Plan, JointSteps]] = []
     why = ""
     try:
         steps = [(plan, measured(plan)) for plan in plans]
@@ -115,7 +118,7 @@ def linked(
     return [replace(found, busy=busy, coding=coding)]
 
 
-def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, Together]]) -> Collective:
+def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, JointSteps]]) -> Collective:
     """Returns with which `slowdown`, `copies`, `busy` and `coding` the replayer has steps take as long as they did, all of them together.
 
     What a codec takes beside seconds of coding, such as the interpreter that its thread shares with the one that computes, and waiting for
@@ -154,11 +157,11 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
     return replace(found, coding=least_for(coded, sum(seconds)))
 
 
-def _of_slowest(schedule: Schedule, seen: Together, count: int) -> Cluster:
+def _of_slowest(schedule: Schedule, seen: JointSteps, count: int) -> Cluster:
     """Returns devices that compute and copy as long as the slowest rank did that sent nothing, and buckets as they were."""
     slowdown = seen.slowest.left / schedule.seconds
     copies = max(0.0, seen.slowest.copied - seen.slowest.left) / (2 * _nbytes(schedule) * slowdown)
-    device = Device(count, copies=copies, slowdown=slowdown)
+    device = ClusterDevice(count, copies=copies, slowdown=slowdown)
     return Cluster({_RANK: device}, None, Buckets(seen.bucket_bytes, seen.bucket_bytes))
 
 
@@ -168,7 +171,7 @@ def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | N
     if codec is not None:
         speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)
         how = by_bucket(schedules, cluster, uniform(schedule.parameters, codec), speeds)
-    return float(played(schedules, cluster, how).step.seconds)
+    return float(simulate(schedules, cluster, how).step.seconds)
 
 
 def _nbytes(schedule: Schedule) -> int:

@@ -31,7 +31,7 @@ Values = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Found:
+class MethodProgress:
     """What one method has found.
 
     Attributes:
@@ -56,7 +56,7 @@ class Interrupted:
 
     about: str
     weights: str
-    methods: dict[str, Found]
+    methods: dict[str, MethodProgress]
 
     @property
     def steps(self) -> int:
@@ -64,7 +64,7 @@ class Interrupted:
         return min((len(found.trace) for found in self.methods.values()), default=0)
 
 
-def _wrong(found: Found) -> str | None:
+def _wrong(found: MethodProgress) -> str | None:
     numbers = [v for table in (*found.trace, *found.learned.values()) for by in table.values() for v in by.values()]
     if not all(v >= 0 and math.isfinite(v) for v in (*numbers, found.seconds)):
         return " holds a number that is negative"
@@ -79,7 +79,7 @@ INTERRUPTED = Schema(
     name="qsync-interrupted-sensitivity",
     largest=256 * 2**20,
     smaller="ask for fewer steps",
-    checks={Found: _wrong},
+    checks={MethodProgress: _wrong},
 )
 
 
@@ -142,7 +142,7 @@ def by_key(values: Values) -> dict[Key, float]:
     return {(operator, name): value for operator, by in values.items() for name, value in by.items()}
 
 
-class Kept:
+class SensitivityCheckpoint:
     """
     Args:
         path: of the file; None to keep none.
@@ -190,7 +190,7 @@ class Kept:
 
     def _interrupted(self) -> Interrupted:
         methods = {
-            name: Found(
+            name: MethodProgress(
                 [by_operator(values) for values in self.traces[name]],
                 self.seconds[name],
                 dict(method.learned) if isinstance(method, Learning) else {},

@@ -24,10 +24,10 @@ from qsync_fx.predictor.indicator.formulas import depths, omega
 from qsync_fx.predictor.indicator.rounding_variance import input_gradient_noise, product_noise, weight_gradient_noise
 from qsync_fx.profiler.sensitivity.checkpoint import Values
 from qsync_fx.profiler.sensitivity.gate_flips import factored
-from qsync_fx.profiler.sensitivity.gradient_step import Key, Step
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
-from qsync_fx.profiler.tensor_capture.rounding_sites import Change
-from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Seen, Taps, tapped
+from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, Taps, tapped
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Looked:
         gamma: the derivative of a mean over the batch.
     """
 
-    seen: Seen
+    seen: OperatorCall
     gradients: Mapping[Place, Tensor]
     depth: int
     deepest: int
     gamma: float
 
 
-Formula = Callable[[Looked, str, Change], float]
+Formula = Callable[[Looked, str, RoundingSite], float]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Formulas:
 
     formula: Formula
 
-    def look(self, step: Step) -> dict[Key, float]:
+    def look(self, step: GradientStep) -> dict[Key, float]:
         taps = Taps({op: places | {OUTPUT} for op, places in step.places.items()})
         step.again(0)
         with step.captured.running(tapped(taps.tap)):
@@ -83,7 +83,7 @@ class Formulas:
         return sums
 
 
-def model_depths(step: Step) -> dict[str, int]:
+def model_depths(step: GradientStep) -> dict[str, int]:
     """Returns the number of adjustable operators on the longest path to each, itself included; graphs follow on one another."""
     found: dict[str, int] = {}
     for part in step.captured.graphs:
@@ -110,7 +110,7 @@ def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[
             into[node] = [outside[node]] if node in outside else list(node.all_input_nodes)
 
 
-def of_paper(looked: Looked, name: str, change: Change) -> float:
+def of_paper(looked: Looked, name: str, change: RoundingSite) -> float:
     """Return QSync's indicator, Eq. (3), of one call of an operator.
 
     Products with a weight have the variances of Eq. (4) and (5). The paper gives unary operators,
@@ -135,7 +135,7 @@ def of_paper(looked: Looked, name: str, change: Change) -> float:
     return formulas.indicator(looked.gamma, looked.depth, looked.deepest, forward, backward)
 
 
-def by_depth(looked: Looked, name: str, change: Change) -> float:
+def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
     """The closed form with exact variances of each product."""
     errors = erring(looked.seen, change, looked.gradients)
     x, weight = (_square(errors, place) for place in looked.seen.row.scaled) if looked.seen.row.scaled else (None, None)
@@ -153,7 +153,7 @@ def by_depth(looked: Looked, name: str, change: Change) -> float:
     return omega(looked.gamma, looked.depth, looked.deepest, forward + rest, to_weight, to_input)
 
 
-def by_fisher(looked: Looked, name: str, change: Change) -> float:
+def by_fisher(looked: Looked, name: str, change: RoundingSite) -> float:
     """The mean square of what the loss changes by to first order: squared gradients, weighed with the variance."""
     found = 0.0
     for one in erring(looked.seen, change, looked.gradients):
@@ -168,7 +168,7 @@ def _square(errors: list[Erring], place: Place, gradient: bool = False) -> Tenso
 
 
 @dataclass(frozen=True)
-class Chance:
+class RandomIndicator:
     _drawn: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -178,7 +178,7 @@ class Chance:
     def learn(self, learned: Mapping[str, Values]) -> None:
         self._drawn.update({name: by[""] for name, by in learned.get("drawn", {}).items()})
 
-    def look(self, step: Step) -> dict[Key, float]:
+    def look(self, step: GradientStep) -> dict[Key, float]:
         found: dict[Key, float] = {}
         for name, by in step.changes.items():
             drawn = self._drawn.setdefault(name, float(torch.rand((), generator=step.generator)))

@@ -35,11 +35,19 @@ from qsync_fx.module_paths import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivity
 from qsync_fx.profiler.progress import progress
-from qsync_fx.profiler.sensitivity.checkpoint import INTERRUPTED, Kept
-from qsync_fx.profiler.sensitivity.gradient_step import Key, Method, Step, gradients_of, of_gradients, samples, stepped
+from qsync_fx.profiler.sensitivity.checkpoint import INTERRUPTED, SensitivityCheckpoint
+from qsync_fx.profiler.sensitivity.gradient_step import (
+    GradientStep,
+    Key,
+    Method,
+    gradients_of,
+    of_gradients,
+    samples,
+    stepped,
+)
 from qsync_fx.profiler.sensitivity.indicator_registry import method as method_called
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured, as_it_is
-from qsync_fx.profiler.tensor_capture.rounding_sites import Change, changes
+from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite, changes
 from qsync_fx.profiler.timing.step_timers import StepFunction, check_batches, checked_loss, finite
 from qsync_fx.profiler.timing.step_validation import left_to_us
 from qsync_fx.profiler.training_state import repeatable, trained, undisturbed
@@ -171,7 +179,7 @@ def several(
     )
     if partial is not None:
         INTERRUPTED.check_writable(partial)
-    kept = Kept(partial, made, about, root)
+    kept = SensitivityCheckpoint(partial, made, about, root)
     # From the first pass on: Dynamo would capture the model again for another kernel of attention.
     attention = (
         sdpa_kernel(SDPBackend.MATH) if any(entry.twice for entry in known.values()) else contextlib.nullcontext()
@@ -179,7 +187,7 @@ def several(
     tell: Say = say or (_on_a_terminal if shown else lambda _: None)
     bar = progress(f"sensitivity of {type(root).__name__}", steps, shown and say is None)
     with undisturbed(root), attention, bar as done:
-        looking = _Looking(captured, step, names, seed)
+        looking = _SensitivityRun(captured, step, names, seed)
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
         for at, batch in enumerate(stepped(batches, steps, fraction)):
             if at == 0:
@@ -221,18 +229,18 @@ def _on_a_terminal(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-class _Looking:
+class _SensitivityRun:
     """What a model's operators do otherwise, as far as its graphs are known; graphs for new shapes may come with any step. What codecs add
     to gradients is found in the pass that makes the first of them, also where a run goes on from one that was interrupted."""
 
     def __init__(self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int) -> None:
         self.captured, self.step, self.names, self.seed = captured, step, tuple(names), seed
-        self.changes: dict[str, dict[str, Change]] = {}
+        self.changes: dict[str, dict[str, RoundingSite]] = {}
         self.coding: Mapping[str, Mapping[str, float]] = {}
         self._known = 0
 
     @contextlib.contextmanager
-    def at(self, at: int, batch: Any) -> Iterator[Callable[[], Step]]:
+    def at(self, at: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
         """Yields what makes the step of a batch, the same each time."""
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {at}".encode(), digest_size=4).digest(), "little")
 
@@ -241,7 +249,7 @@ class _Looking:
 
         with repeatable(self.captured.model, seed) as again:
 
-            def now() -> Step:
+            def now() -> GradientStep:
                 if not self._known:
                     again(0)
                     with self.captured.running(as_it_is), left_to_us(f"step {at + 1}"):
@@ -249,11 +257,11 @@ class _Looking:
                     self.learn()
                     self.coding = of_gradients(exact)
                 generator = torch.Generator().manual_seed(seed)
-                return Step(self.captured, loss, again, self.changes, generator, samples(batch))
+                return GradientStep(self.captured, loss, again, self.changes, generator, samples(batch))
 
             yield now
 
-    def through(self, now: Callable[[], Step]) -> None:
+    def through(self, now: Callable[[], GradientStep]) -> None:
         """Sees the graphs of a step, and no more."""
         step = now()
         step.again(0)
@@ -261,7 +269,7 @@ class _Looking:
             step.loss()
         self.learn()
 
-    def settled(self, method: Method, now: Callable[[], Step]) -> dict[Key, float]:
+    def settled(self, method: Method, now: Callable[[], GradientStep]) -> dict[Key, float]:
         """Returns what a method finds once no graph is new."""
         step = now()
         while True:
@@ -301,7 +309,7 @@ def _checked(given: object, at: int) -> Tensor:
     return finite(checked_loss(given, where), where)
 
 
-def _train(optimizer: torch.optim.Optimizer, step: Step) -> None:
+def _train(optimizer: torch.optim.Optimizer, step: GradientStep) -> None:
     found = step.gradients()
     for name, parameter in trained(step.captured.model).items():
         parameter.grad = found.get(name)
@@ -312,7 +320,7 @@ def _value(
     name: str,
     model: nn.Module,
     order: Sequence[str],
-    made: dict[str, dict[str, Change]],
+    made: dict[str, dict[str, RoundingSite]],
     steps: Sequence[dict[Key, float]],
     seconds: float,
     coding: Mapping[str, Mapping[str, float]],

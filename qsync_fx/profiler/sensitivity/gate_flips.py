@@ -17,13 +17,13 @@ from qsync_fx.graph.fx_utils import argument_at
 from qsync_fx.ops import Place
 from qsync_fx.predictor.indicator.rounding_variance import Product, product_noise
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring
-from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Seen, put
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, put
 
 Flipping = Callable[[float], Tensor]
 """Of where a gate jumps, the chance of each element to be moved past it."""
 
 
-def flipping(seen: Seen, errors: Sequence[Erring]) -> Flipping:
+def flipping(seen: OperatorCall, errors: Sequence[Erring]) -> Flipping:
     """Returns what the errors of a call do to a gate that reads its result as it is."""
     value = seen.tensors[OUTPUT].value
     here = [one for one in errors if not one.gradient]
@@ -42,7 +42,7 @@ def flipping(seen: Seen, errors: Sequence[Erring]) -> Flipping:
     return chance
 
 
-def _moved(seen: Seen, value: Tensor, errors: Sequence[Erring]) -> Tensor:
+def _moved(seen: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> Tensor:
     """Returns a result with the errors that are known."""
     before = [one for one in errors if one.place != OUTPUT]
     moved = value
@@ -61,7 +61,7 @@ def _moved(seen: Seen, value: Tensor, errors: Sequence[Erring]) -> Tensor:
     return moved
 
 
-def _variance(seen: Seen, random: dict[Place, Tensor]) -> Tensor:
+def _variance(seen: OperatorCall, random: dict[Place, Tensor]) -> Tensor:
     product, *factors = factored(seen)
     nothing = [torch.zeros_like(factor, dtype=torch.float64) for factor in factors]
     of = [random.get(place, none) for place, none in zip(seen.row.scaled, nothing, strict=True)]
@@ -69,7 +69,7 @@ def _variance(seen: Seen, random: dict[Place, Tensor]) -> Tensor:
         return product_noise(product, *factors, *of)
 
 
-def factored(seen: Seen) -> tuple[Product, Tensor, Tensor]:
+def factored(seen: OperatorCall) -> tuple[Product, Tensor, Tensor]:
     """Returns an operator as a product of its two factors, without what it adds, in FP64, and the factors."""
 
     row = seen.row

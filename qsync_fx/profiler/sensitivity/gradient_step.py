@@ -40,7 +40,7 @@ Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class GradientStep:
     """
     Attributes:
         captured: the model.
@@ -87,7 +87,7 @@ class Step:
 class Method(Protocol):
     """A way to find what operators add; it may learn from step to step."""
 
-    def look(self, step: Step) -> dict[Key, float]:
+    def look(self, step: GradientStep) -> dict[Key, float]:
         """Returns what each operator adds in each precision in a step; keys that are left out add nothing."""
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from qsync_fx.errors import ProfileError, nearest
-from qsync_fx.profiler.sensitivity.closed_form_terms import Chance, Formulas, by_depth, by_fisher, of_paper
+from qsync_fx.profiler.sensitivity.closed_form_terms import Formulas, RandomIndicator, by_depth, by_fisher, of_paper
 from qsync_fx.profiler.sensitivity.gradient_step import Method
 from qsync_fx.profiler.sensitivity.monte_carlo import MonteCarlo
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
-from qsync_fx.profiler.sensitivity.second_order import Hessian, SecondOrder
+from qsync_fx.profiler.sensitivity.second_order import HessianIndicator, SecondOrder
 
 
 @dataclass(frozen=True)
-class Known:
+class MethodSpec:
     """
     Attributes:
         make: makes one for a model.
@@ -34,37 +34,37 @@ class Known:
     twice: bool = False
 
 
-METHODS: Final[dict[str, Known]] = {
-    "exact": Known(
+METHODS: Final[dict[str, MethodSpec]] = {
+    "exact": MethodSpec(
         SecondOrder,
         "exact variances, carried to the gradients by second derivatives, and the gates that flip",
         lambda operators, precisions: 20,
         twice=True,
     ),
-    "injected": Known(
+    "injected": MethodSpec(
         Injected,
         "noise of the exact variance is put in at each operator in turn",
         lambda operators, precisions: 1 + 2 * operators * precisions,
     ),
-    "depth": Known(
+    "depth": MethodSpec(
         lambda: Formulas(by_depth),
         "exact variances of each product, weighed with how deep the operator stands",
         lambda operators, precisions: 2,
     ),
-    "paper": Known(
+    "paper": MethodSpec(
         lambda: Formulas(of_paper), "QSync's equations 3 to 5 to the letter", lambda operators, precisions: 1
     ),
-    "hessian": Known(
-        Hessian,
+    "hessian": MethodSpec(
+        HessianIndicator,
         "HAWQ: the top eigenvalue of each weight's Hessian",
         lambda operators, precisions: 2 + 8 * operators,
         twice=True,
     ),
-    "fisher": Known(
+    "fisher": MethodSpec(
         lambda: Formulas(by_fisher), "squared gradients, weighed with exact variances", lambda operators, precisions: 1
     ),
-    "random": Known(Chance, "drawn, halved with each wider precision", lambda operators, precisions: 0),
-    "monte_carlo": Known(
+    "random": MethodSpec(RandomIndicator, "drawn, halved with each wider precision", lambda operators, precisions: 0),
+    "monte_carlo": MethodSpec(
         MonteCarlo,
         "each operator in turn runs in the precision: the truth that the others are held to",
         lambda operators, precisions: 1 + 4 * operators * precisions,
@@ -72,7 +72,7 @@ METHODS: Final[dict[str, Known]] = {
 }
 
 
-def method(name: str) -> Known:
+def method(name: str) -> MethodSpec:
     """Returns the method called `name`; raises `ProfileError` where there is none."""
     if name not in METHODS:
         raise ProfileError(f"{name!r} is no method to find a sensitivity", do=nearest(str(name), METHODS))

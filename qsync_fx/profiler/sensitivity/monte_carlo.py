@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from qsync_fx.diagnostics.explanation import Explained
-from qsync_fx.diagnostics.replay_passes import Replanned
+from qsync_fx.diagnostics.replay_passes import ReplayedPlan
 from qsync_fx.plan import Plan
-from qsync_fx.profiler.sensitivity.gradient_step import Gradients, Key, Step
+from qsync_fx.profiler.sensitivity.gradient_step import Gradients, GradientStep, Key
 from qsync_fx.profiler.tensor_capture.graph_capture import Run
 
 
@@ -48,10 +48,10 @@ class MonteCarlo:
     draws: int = 4
     _lowered: dict[Key, Run] = field(default_factory=dict)
 
-    def look(self, step: Step) -> dict[Key, float]:
+    def look(self, step: GradientStep) -> dict[Key, float]:
         return {key: found.square for key, found in self.truths(step).items()}
 
-    def truths(self, step: Step) -> dict[Key, Truth]:
+    def truths(self, step: GradientStep) -> dict[Key, Truth]:
         """Returns what each operator does in each precision."""
         exact = step.gradients()
         found: dict[Key, Truth] = {}
@@ -69,13 +69,13 @@ def lowered(plan: Plan) -> Run:
     def run(part: Explained, inputs: Sequence[Any]) -> Any:
         if id(part) not in modules:
             with part.context.there():
-                modules[id(part)] = Replanned(part.snapshots, part.costing, plan).graph.module
+                modules[id(part)] = ReplayedPlan(part.snapshots, part.costing, plan).graph.module
         return modules[id(part)](*inputs)
 
     return run
 
 
-def truth(step: Step, run: Run, draws: int, exact: Gradients) -> Truth:
+def truth(step: GradientStep, run: Run, draws: int, exact: Gradients) -> Truth:
     """Returns what running graphs by `run` does to the gradients `exact`."""
     mean = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in exact.items()}
     total = 0.0

@@ -17,8 +17,8 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator
 from qsync_fx.graph.fx_utils import argument_at
 from qsync_fx.predictor.indicator.rounding_variance import error, noise
-from qsync_fx.profiler.sensitivity.gradient_step import Key, Step, square_distance
-from qsync_fx.profiler.tensor_capture.rounding_sites import Change, Rounded
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, square_distance
+from qsync_fx.profiler.tensor_capture.rounding_sites import Rounded, RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Call, Tap, put, tapped
 
 
@@ -31,10 +31,10 @@ class Injected:
 
     draws: int = 2
 
-    def look(self, step: Step) -> dict[Key, float]:
+    def look(self, step: GradientStep) -> dict[Key, float]:
         return self.of(step, step.keys)
 
-    def of(self, step: Step, keys: Sequence[Key]) -> dict[Key, float]:
+    def of(self, step: GradientStep, keys: Sequence[Key]) -> dict[Key, float]:
         """Returns what some operators add in some precisions."""
         exact = step.gradients()
         found: dict[Key, float] = {}
@@ -47,7 +47,7 @@ class Injected:
         return found
 
 
-def injecting(name: str, change: Change, generator: torch.Generator) -> Tap:
+def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Tap:
     """Returns a tap that lets an operator err as it does where `change` is true of it."""
 
     following = {one.operator: one.fmt for one in change.following}

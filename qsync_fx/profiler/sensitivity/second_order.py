@@ -34,17 +34,17 @@ from torch.autograd.graph import GradientEdge
 from qsync_fx.ops.spec import Place
 from qsync_fx.profiler.sensitivity.checkpoint import Values, by_key, by_operator
 from qsync_fx.profiler.sensitivity.gate_flips import flipping
-from qsync_fx.profiler.sensitivity.gradient_step import Key, Step
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, Probed, erring, erring_behind, probed, signs
-from qsync_fx.profiler.tensor_capture.nonsmooth_ops import Flips, Gate
-from qsync_fx.profiler.tensor_capture.rounding_sites import Change
-from qsync_fx.profiler.tensor_capture.tensor_hooks import Seen, Taps, tapped
+from qsync_fx.profiler.tensor_capture.nonsmooth_ops import Flips, NonsmoothOperator
+from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OperatorCall, Taps, tapped
 from qsync_fx.profiler.training_state import trained
 
 
 @dataclass(frozen=True)
-class Hessian:
+class HessianIndicator:
     """
     Args:
         iterations: of the power method a step; the vector is kept from step to step.
@@ -53,7 +53,7 @@ class Hessian:
     iterations: int = 4
     _vectors: dict[str, Tensor] = field(default_factory=dict)
 
-    def look(self, step: Step) -> dict[Key, float]:
+    def look(self, step: GradientStep) -> dict[Key, float]:
         weights: dict[str, Place] = {}
         for operator in step.captured.operators:
             if operator.row is not None and operator.row.scaled:
@@ -77,7 +77,7 @@ class Hessian:
                 sums[key] = sums.get(key, 0.0) + largest / size * square
         return sums
 
-    def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: Step) -> float:
+    def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: GradientStep) -> float:
         """Returns the magnitude of the largest eigenvalue of the derivative of `slope` by what is at `edge`."""
         vector = self._vectors.get(name)
         if vector is None or vector.shape != slope.shape:
@@ -103,12 +103,12 @@ class Reach:
     sums: dict[str, dict[Key, float]] = field(default_factory=dict)
     runs: dict[str, int] = field(default_factory=dict)
 
-    def rarest(self, gates: Sequence[Gate], most: int) -> list[Gate]:
+    def rarest(self, gates: Sequence[NonsmoothOperator], most: int) -> list[NonsmoothOperator]:
         """Returns the gates to ask: those that never were, else the ones that were asked least."""
         never = [gate for gate in gates if gate.name not in self.runs]
         return never or sorted(gates, key=lambda gate: self.runs[gate.name])[:most]
 
-    def add(self, gate: Gate, squares: Mapping[Key, float]) -> None:
+    def add(self, gate: NonsmoothOperator, squares: Mapping[Key, float]) -> None:
         """Takes in what one run says of a gate."""
         self.runs[gate.name] = self.runs.get(gate.name, 0) + 1
         kept = self.sums.setdefault(gate.name, {})
@@ -147,7 +147,7 @@ class SecondOrder:
         self.reach.runs = {gate: int(by[""]) for gate, by in learned.get("runs", {}).items()}
         self.reach.sums = {gate: by_key(learned[gate]) for gate in self.reach.runs if gate in learned}
 
-    def look(self, step: Step) -> dict[Key, float]:
+    def look(self, step: GradientStep) -> dict[Key, float]:
         following = step.following
         taps = Taps(step.places, following)
         step.again(0)
@@ -160,7 +160,7 @@ class SecondOrder:
         asked = self.reach.rarest(taps.gates, self.gates)
         before = {gate: len(edges) + 2 * at for at, gate in enumerate(taps.gates)}
         sums = _Sums(
-            found, [_Asked(gate, self._gains(gate, found.gradients[before[gate]], edges, step)) for gate in asked]
+            found, [_GateQuery(gate, self._gains(gate, found.gradients[before[gate]], edges, step)) for gate in asked]
         )
         for at, seen in enumerate(taps.seen):
             mine = {place: numbers[at, place] for place in seen.tensors}
@@ -184,7 +184,9 @@ class SecondOrder:
             result |= Injected().of(step, [key for key in step.keys if key[0] in taps.unrecorded])
         return result
 
-    def _flipped(self, step: Step, taps: Taps, found: Probed, gate: Gate, weights: Tensor) -> dict[Key, float]:
+    def _flipped(
+        self, step: GradientStep, taps: Taps, found: Probed, gate: NonsmoothOperator, weights: Tensor
+    ) -> dict[Key, float]:
         """Returns what operators add by the flips of one gate."""
         flips = Flips(gate.histogram(weights))
         result = {key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()}
@@ -200,7 +202,9 @@ class SecondOrder:
                 result[key] = result.get(key, 0.0) + square
         return result
 
-    def _gains(self, gate: Gate, like: Tensor | None, edges: Sequence[object], step: Step) -> Sequence[Tensor | None]:
+    def _gains(
+        self, gate: NonsmoothOperator, like: Tensor | None, edges: Sequence[object], step: GradientStep
+    ) -> Sequence[Tensor | None]:
         """Returns what each tensor does to a random sum of what a gate reads."""
         if like is None or not edges:
             return [None] * len(edges)
@@ -209,10 +213,10 @@ class SecondOrder:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _GateQuery:
     """A gate that is asked, what tensors do to it, and the squares that get there."""
 
-    gate: Gate
+    gate: NonsmoothOperator
     gains: Sequence[Tensor | None]
     squares: dict[Key, float] = field(default_factory=dict)
 
@@ -226,7 +230,7 @@ class _Sums:
     """What operators add in one run, without gates: what is random, and for each probe the sum of what is not."""
 
     found: Probed
-    asked: Sequence[_Asked]
+    asked: Sequence[_GateQuery]
     random: dict[Key, float] = field(default_factory=dict)
     fixed: dict[Key, list[float]] = field(default_factory=dict)
 
@@ -288,15 +292,15 @@ class _Sums:
         return {key: value + sum(one**2 for one in self.fixed[key]) / draws for key, value in self.random.items()}
 
 
-def _alike(step: Step, seen: Seen) -> dict[Change, list[Key]]:
+def _alike(step: GradientStep, seen: OperatorCall) -> dict[RoundingSite, list[Key]]:
     """Returns the precisions of a call by what changes in it: several may come to the same."""
-    found: dict[Change, list[Key]] = {}
+    found: dict[RoundingSite, list[Key]] = {}
     for name, change in step.changes.get(seen.operator, {}).items():
         found.setdefault(change, []).append((seen.operator, name))
     return found
 
 
-def _weights(gate: Gate, found: Probed, number: int) -> Tensor | None:
+def _weights(gate: NonsmoothOperator, found: Probed, number: int) -> Tensor | None:
     """Returns what flips of a gate's elements do; `number` is of its entry, and its exit follows. None where nothing depends on it."""
     incoming, slopes = found.gradients[number + 1], [probe.by_gradient.get(number) for probe in found.probes]
     weights = [gate.weights(slope, incoming) for slope in slopes if slope is not None and incoming is not None]

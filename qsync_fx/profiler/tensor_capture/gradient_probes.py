@@ -30,8 +30,8 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph.fx_utils import argument_at
 from qsync_fx.ops.spec import Place
 from qsync_fx.predictor.indicator.rounding_variance import error, noise
-from qsync_fx.profiler.tensor_capture.rounding_sites import Change, Follower
-from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Seen, put
+from qsync_fx.profiler.tensor_capture.rounding_sites import Follower, RoundingSite
+from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, put
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Erring:
 
 
 def erring(
-    seen: Seen, change: Change, gradients: Mapping[Place, Tensor], handed: Precision | None = None
+    seen: OperatorCall, change: RoundingSite, gradients: Mapping[Place, Tensor], handed: Precision | None = None
 ) -> list[Erring]:
     """Returns what errs in a call of an operator.
 
@@ -79,7 +79,7 @@ def erring(
     return found
 
 
-def erring_behind(seen: Seen, follower: Follower, gradients: Mapping[Place, Tensor]) -> list[Erring]:
+def erring_behind(seen: OperatorCall, follower: Follower, gradients: Mapping[Place, Tensor]) -> list[Erring]:
     """Returns what errs in a call of an operator that computes in a narrow format as what it reads is narrow: beside that."""
     incoming, fmt = gradients.get(OUTPUT), follower.fmt
     if incoming is None:
@@ -93,7 +93,9 @@ def erring_behind(seen: Seen, follower: Follower, gradients: Mapping[Place, Tens
     return found
 
 
-def _measured(seen: Seen, fmt: Precision, gradients: Mapping[Place, Tensor], handed: Precision | None) -> list[Erring]:
+def _measured(
+    seen: OperatorCall, fmt: Precision, gradients: Mapping[Place, Tensor], handed: Precision | None
+) -> list[Erring]:
     incoming = gradients.get(OUTPUT)
     if incoming is None:
         return []
@@ -114,7 +116,7 @@ def _differences(narrow: Mapping[Place, Tensor], exact: Mapping[Place, Tensor]) 
 
 
 def _run(
-    seen: Seen, incoming: Tensor, before: Callable[[Tensor], Tensor], change: Callable[[Tensor, Place], Tensor]
+    seen: OperatorCall, incoming: Tensor, before: Callable[[Tensor], Tensor], change: Callable[[Tensor, Place], Tensor]
 ) -> dict[Place, Tensor]:
     """Returns an operator's result and the gradients of what it reads: `before` of its tensors, of which it gets what `change` makes."""
     given: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in seen.given]
@@ -135,7 +137,7 @@ _EIGHT: Final = torch.tensor([[1.0 - 2.0 * ((byte >> bit) & 1) for bit in range(
 
 
 @dataclass(frozen=True)
-class Probe:
+class GradientProbe:
     """
     Attributes:
         by_value: the derivative by what is at each edge; None where there is none.
@@ -155,7 +157,7 @@ class Probed:
     """
 
     gradients: Sequence[Tensor | None]
-    probes: Sequence[Probe]
+    probes: Sequence[GradientProbe]
 
     def of(self, numbers: Mapping[Place, int]) -> dict[Place, Tensor]:
         """Returns the gradients of a call's tensors, those that have one, by place."""
@@ -203,7 +205,7 @@ def _probed(
         if own and wanted:
             drawn = [signs(g, generator) for g in own]
             derived = torch.autograd.grad(own, wanted, drawn, allow_unused=True, retain_graph=True)
-        probes.append(Probe(derived[: len(edges)], dict(zip(known, derived[len(edges) :], strict=True))))
+        probes.append(GradientProbe(derived[: len(edges)], dict(zip(known, derived[len(edges) :], strict=True))))
     return Probed([None if g is None else g.detach() for g in inner], probes)
 
 

@@ -50,7 +50,7 @@ _POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 
 @dataclass(eq=False)
-class Gate:
+class NonsmoothOperator:
     """One such operator in one run.
 
     Attributes:

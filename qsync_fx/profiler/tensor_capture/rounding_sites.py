@@ -23,7 +23,7 @@ from torch import fx
 
 from qsync_fx.devices.format_support import row_on
 from qsync_fx.diagnostics.explanation import Explained
-from qsync_fx.diagnostics.replay_passes import Replanned
+from qsync_fx.diagnostics.replay_passes import ReplayedPlan
 from qsync_fx.formats import Precision, precision
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.fx_utils import arguments, is_float
@@ -134,7 +134,7 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Change:
+class RoundingSite:
     """
     Attributes:
         rounded: the tensors that are rounded.
@@ -156,13 +156,13 @@ class Change:
         return any(one.random for one in self.rounded)
 
 
-Changes = Mapping[str, Mapping[str, Change]]
+Changes = Mapping[str, Mapping[str, RoundingSite]]
 """By operator and precision. In a precision of 32 bits or more nothing changes."""
 
 
-def changes(part: Explained, precisions: Sequence[str], options: Options) -> dict[str, dict[str, Change]]:
+def changes(part: Explained, precisions: Sequence[str], options: Options) -> dict[str, dict[str, RoundingSite]]:
     """Returns what each adjustable operator of a graph does otherwise in each precision, where all others compute in FP32."""
-    found: dict[str, dict[str, Change]] = {}
+    found: dict[str, dict[str, RoundingSite]] = {}
     before = {str(op.id): op.precision for op in part.operators if op.kind is Kind.DEPENDENT}
     with part.context.there():
         for one in part.operators:
@@ -170,10 +170,10 @@ def changes(part: Explained, precisions: Sequence[str], options: Options) -> dic
                 continue
             for name in precisions:
                 if _wide(precision(name)):
-                    found.setdefault(str(one.id), {})[name] = Change()
+                    found.setdefault(str(one.id), {})[name] = RoundingSite()
                     continue
                 plan = Plan("fp32", operators={str(one.id): name})
-                operators = Replanned(part.snapshots, part.costing, plan).operators
+                operators = ReplayedPlan(part.snapshots, part.costing, plan).operators
                 own = next(op for op in operators if op.id == one.id)
                 found.setdefault(str(one.id), {})[name] = _change(own, narrowed(operators, before), options)
     return found
@@ -183,20 +183,20 @@ def _wide(fmt: Precision) -> bool:
     return fmt.plain and fmt.bits >= 32
 
 
-def _change(operator: Operator, narrow: Narrow, options: Options) -> Change:
+def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSite:
     row, fmt, out = operator.row, operator.precision, operator.output
     assert row is not None
     if fmt is None or out is None or _wide(fmt):
-        return Change()
+        return RoundingSite()
     following = followers(narrow)
     handed = None if not following or leaves(operator.graph, operator.node, narrow) else out
     if fmt.plain and not row.products and not row.output_only:
         places = [
             p for at, given in enumerate(_given(operator)) if at not in row.writes for p in floats(operator, at, given)
         ]
-        return Change(inside=fmt, places=frozenset([*places, OUTPUT]), following=following, handed=handed)
+        return RoundingSite(inside=fmt, places=frozenset([*places, OUTPUT]), following=following, handed=handed)
     rounded = tuple(_plain(operator, fmt, out, options) if fmt.plain else _scaled(operator, fmt, out, options))
-    return Change(rounded, None, frozenset(one.place for one in rounded), following, handed)
+    return RoundingSite(rounded, None, frozenset(one.place for one in rounded), following, handed)
 
 
 def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:

@@ -20,13 +20,13 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.alias_analysis import Memory
+from qsync_fx.graph.alias_analysis import AliasSets
 from qsync_fx.graph.fx_utils import argument_at, filled
 from qsync_fx.graph.graph import Operator, PrecisionGraph
-from qsync_fx.graph.node_metadata import Note
+from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.ops.spec import Kind, OperatorRow, Place
 from qsync_fx.profiler.tensor_capture.graph_capture import Run, called
-from qsync_fx.profiler.tensor_capture.nonsmooth_ops import Gate, gate
+from qsync_fx.profiler.tensor_capture.nonsmooth_ops import NonsmoothOperator, gate
 
 Call = Callable[[Sequence[Any]], Any]
 Tap = Callable[[Operator, list[Any], Call], Any]
@@ -71,7 +71,7 @@ class _Tapped(fx.Interpreter):
 
         return self._tap(Operator(self._precision_graph, n), list(given.values()), call)
 
-    def _taps(self, note: Note) -> bool:
+    def _taps(self, note: OperatorInfo) -> bool:
         return note.kind is Kind.ADJUSTABLE or str(note.id) in self._also
 
 
@@ -88,7 +88,7 @@ class Tapped:
 
 
 @dataclass(frozen=True)
-class Seen:
+class OperatorCall:
     """One call of an operator.
 
     Attributes:
@@ -123,10 +123,10 @@ class Taps:
 
     wanted: Mapping[str, set[Place]]
     following: Container[str] = ()
-    seen: list[Seen] = field(default_factory=list)
-    gates: list[Gate] = field(default_factory=list)
+    seen: list[OperatorCall] = field(default_factory=list)
+    gates: list[NonsmoothOperator] = field(default_factory=list)
     unrecorded: set[str] = field(default_factory=set)
-    _memory: dict[PrecisionGraph, Memory] = field(default_factory=dict)
+    _memory: dict[PrecisionGraph, AliasSets] = field(default_factory=dict)
     _given: dict[fx.Node, int] = field(default_factory=dict)
 
     @property
@@ -161,7 +161,7 @@ class Taps:
         row = operator.row
         assert row is not None
         self._given[operator.node] = len(self.seen)
-        self.seen.append(Seen(name, row, tensors, plain, call, row.converted(plain)))
+        self.seen.append(OperatorCall(name, row, tensors, plain, call, row.converted(plain)))
         if OUTPUT in tensors and not written:
             # A sum hands one gradient to all that it adds up: behind a view the operator's own is a tensor of its own.
             result = result.view_as(result)
@@ -179,7 +179,7 @@ class Taps:
         numel = x.numel() if rivals is None else int(torch.count_nonzero(x.detach()))
         result = call()
         name = f"{len(self.gates)} {node.name}"  # the same in every process
-        self.gates.append(Gate(name, entry, get_gradient_edge(result), numel, places, rivals, reads))
+        self.gates.append(NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, reads))
         return result
 
     def _handed_on(self, node: fx.Node) -> int | None:
@@ -201,7 +201,7 @@ class Taps:
 
     def _written(self, operator: Operator) -> bool:
         """Whether the model writes to something that the operator reads or gives."""
-        memory = self._memory.setdefault(operator.graph, Memory(operator.graph))
+        memory = self._memory.setdefault(operator.graph, AliasSets(operator.graph))
         node = operator.node
         return any(memory.of(used) & memory.written for used in (node, *node.all_input_nodes))
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy
 
-from qsync_fx.profiler.run_statistics import Quantized, Run
-from qsync_fx.profiler.timing.inductor_lines import Files, Kernel
+from qsync_fx.profiler.run_statistics import MeasuredRun, Quantized
+from qsync_fx.profiler.timing.inductor_lines import Files, InductorKernel
 from qsync_fx.profiler.timing.step_timers import Seconds
 
 
@@ -38,7 +38,7 @@ class Quantizing:
         return self.fixed + self.each * numel
 
 
-def fitted(runs: Iterable[Run]) -> Mapping[tuple[str, str], Quantizing]:
+def fitted(runs: Iterable[MeasuredRun]) -> Mapping[tuple[str, str], Quantizing]:
     """Returns for each pair of formats, by name, the line through all times of quantizers."""
     times: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for run in runs:
@@ -104,9 +104,11 @@ def _by_file(seconds: Seconds) -> dict[tuple[str, bool], dict[int, float]]:
     return found
 
 
-def _with_beside(lines: Mapping[int, float], kernels: Mapping[int, Kernel]) -> list[tuple[Kernel | None, float]]:
+def _with_beside(
+    lines: Mapping[int, float], kernels: Mapping[int, InductorKernel]
+) -> list[tuple[InductorKernel | None, float]]:
     """Returns each kernel with its seconds and those of the lines after it that call none; those before the first one go with it."""
-    found: list[tuple[Kernel | None, float]] = []
+    found: list[tuple[InductorKernel | None, float]] = []
     before = 0.0
     for line in sorted(lines):
         kernel = kernels.get(line)
@@ -120,14 +122,14 @@ def _with_beside(lines: Mapping[int, float], kernels: Mapping[int, Kernel]) -> l
     return [*found, (None, before)] if before else found
 
 
-def _quantizer(kernel: Kernel | None, backward: bool, taken: float) -> Quantized | None:
+def _quantizer(kernel: InductorKernel | None, backward: bool, taken: float) -> Quantized | None:
     for node in kernel.nodes if kernel is not None and kernel.library else ():
         if node.quantizes is not None and node.owner is not None:
             return Quantized(node.owner, *node.quantizes, backward, taken)
     return None
 
 
-def _owners(kernel: Kernel | None) -> dict[str, float]:
+def _owners(kernel: InductorKernel | None) -> dict[str, float]:
     """Returns which share of a kernel's time belongs to whom."""
     nodes = [node for node in kernel.nodes if node.owner is not None] if kernel is not None else []
     whole = sum(node.bytes for node in nodes)

@@ -31,12 +31,12 @@ from torch import fx
 from qsync_fx.errors import ProfileError
 from qsync_fx.graph.cost_dag import charges
 from qsync_fx.graph.fx_utils import format_of, tensors
-from qsync_fx.graph.node_metadata import Charge
+from qsync_fx.graph.node_metadata import CostAttribution
 from qsync_fx.serialization.schema import Schema
 
 
 @dataclass(frozen=True)
-class Computed:
+class KernelOutput:
     """A node that a kernel computes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class InductorKernel:
     """What one line of a wrapper calls.
 
     Attributes:
@@ -64,15 +64,15 @@ class Kernel:
 
     name: str
     library: bool
-    nodes: tuple[Computed, ...]
+    nodes: tuple[KernelOutput, ...]
 
 
-Files = Mapping[str, Mapping[int, Kernel]]
+Files = Mapping[str, Mapping[int, InductorKernel]]
 """By the path of a wrapper: the kernel that each line calls."""
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedLines:
     """
     Attributes:
         wrapper: a digest of its text.
@@ -80,11 +80,11 @@ class _Kept:
     """
 
     wrapper: str
-    lines: dict[str, Kernel]
+    lines: dict[str, InductorKernel]
 
 
 _KEPT = Schema(
-    _Kept,
+    _CachedLines,
     noun="note on compiled code",
     error=ProfileError,
     remedy="remove it",
@@ -93,16 +93,16 @@ _KEPT = Schema(
 )
 
 
-def keep(wrapper: str, model: str, lines: Mapping[int, Kernel]) -> None:
+def keep(wrapper: str, model: str, lines: Mapping[int, InductorKernel]) -> None:
     """Keeps what the lines of a wrapper compute for a model; where nothing can be written there, nothing is kept."""
     try:
-        kept = _Kept(_digest(wrapper), {str(at): kernel for at, kernel in lines.items()})
+        kept = _CachedLines(_digest(wrapper), {str(at): kernel for at, kernel in lines.items()})
         _KEPT.write(_beside(wrapper, model), _KEPT.encode(kept))
     except (OSError, ProfileError):
         return
 
 
-def lines_of(wrapper: str, model: str) -> dict[int, Kernel] | None:
+def lines_of(wrapper: str, model: str) -> dict[int, InductorKernel] | None:
     """Returns what was kept of a wrapper for a model; None where nothing was."""
     try:
         kept = _KEPT.load(_beside(wrapper, model))
@@ -124,7 +124,7 @@ def _digest(wrapper: str) -> str:
 _HANDLE = re.compile(r"\[Provenance debug handles\] (.*):(\d+)\s*$")
 
 
-class Watched(dict[str, Mapping[int, Kernel]]):
+class WatchedLowering(dict[str, Mapping[int, InductorKernel]]):
     """
     Attributes:
         unknown: wrappers that came from a cache which has lost what their lines compute.
@@ -149,7 +149,7 @@ class Watched(dict[str, Mapping[int, Kernel]]):
 
 
 @contextlib.contextmanager
-def watching(model: str = "") -> Iterator[Watched]:
+def watching(model: str = "") -> Iterator[WatchedLowering]:
     """Yields what is compiled while this is active: it grows with each wrapper.
 
     Args:
@@ -162,7 +162,7 @@ def watching(model: str = "") -> Iterator[Watched]:
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
 
-    found = Watched()
+    found = WatchedLowering()
     compile_to_module: Callable[[Any], Any] = GraphLowering.compile_to_module
     load_by_key_path: Callable[..., Any] = PyCodeCache.load_by_key_path
 
@@ -207,7 +207,7 @@ def watching(model: str = "") -> Iterator[Watched]:
         PyCodeCache.load_by_key_path = load_by_key_path  # type: ignore[method-assign]
 
 
-def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dict[int, Kernel]:
+def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dict[int, InductorKernel]:
     nodes = {node.name: node for node in graph.nodes}
     told: dict[int, tuple[str, list[fx.Node]]] = {}
     called: tuple[str, list[fx.Node]] | None = None
@@ -219,7 +219,7 @@ def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dic
             told[at], called = called, None
     charged = charges(graph)
     return {
-        at: Kernel(name, _is_library(name), tuple(_computed(node, charged.get(node)) for node in of))
+        at: InductorKernel(name, _is_library(name), tuple(_computed(node, charged.get(node)) for node in of))
         for (at, (name, _)), of in zip(told.items(), computed_by(graph, list(told.values())), strict=True)
     }
 
@@ -245,9 +245,9 @@ def _is_library(name: str) -> bool:
     return not name.startswith(("cpp_", "triton_"))
 
 
-def _computed(node: fx.Node, charge: Charge | None) -> Computed:
+def _computed(node: fx.Node, charge: CostAttribution | None) -> KernelOutput:
     owner = None if charge is None else charge.owner
-    return Computed(owner, str(node.target), 0 if _shows(node) else _moved(node), _quantizes(node))
+    return KernelOutput(owner, str(node.target), 0 if _shows(node) else _moved(node), _quantizes(node))
 
 
 def _shows(node: fx.Node) -> bool:

@@ -58,7 +58,7 @@ def measured_peak(step: Callable[[], object], device: torch.device | str = "cpu"
 
 def memory_events(step: Callable[[], object]) -> list[int]:
     """Returns the bytes of each allocation, and with a minus of each release, of a step on the CPU, in the order of time."""
-    recording = Recording()
+    recording = AllocationRecording()
     try:
         step()
         recording.second()
@@ -68,7 +68,7 @@ def memory_events(step: Callable[[], object]) -> list[int]:
     return found
 
 
-class Recording:
+class AllocationRecording:
     """Allocations and releases on the CPU from now on, in two parts; no other profiler may be on."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
         return number, autograd.grad(number, leaves, allow_unused=True)
 
     once()
-    recording = Recording()
+    recording = AllocationRecording()
     try:
         recording.second()
         _kept, gradients = once()

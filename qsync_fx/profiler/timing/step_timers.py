@@ -41,7 +41,7 @@ Seconds = Mapping[tuple[str, int, bool], float]
 """Seconds of each line: by the path of the file, the line's number, and whether it ran in the backward pass."""
 
 
-class Lines:
+class LineTimer:
     """
     Attributes:
         backward: set by whoever runs the step, while the backward pass runs.
@@ -54,9 +54,9 @@ class Lines:
 
 
 @contextlib.contextmanager
-def timing_lines(files: Container[str], clock: Clock) -> Iterator[Lines]:
+def timing_lines(files: Container[str], clock: Clock) -> Iterator[LineTimer]:
     """Times the lines of wrappers that run while this is active, in this thread."""
-    found = Lines()
+    found = LineTimer()
     before = sys.gettrace()
 
     def called(frame: FrameType, event: str, _: Any) -> Any:
@@ -160,7 +160,7 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingStep:
     """What one step takes, but for the model in the form that runs.
 
     Attributes:
@@ -203,7 +203,7 @@ _QUEUED: Final = 250
 """Events until it is held anew: a queue has room for a thousand launches."""
 
 
-class Device(Protocol):
+class TimedDevice(Protocol):
     """What is timed."""
 
     def mark(self) -> Any:
@@ -216,7 +216,7 @@ class Device(Protocol):
         """Returns the seconds between two marks."""
 
 
-class Gpu:
+class GpuTimer:
     """A GPU of CUDA, and its current stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -263,7 +263,7 @@ class Queued:
         backward: set by whoever runs the step, while the backward pass runs.
     """
 
-    device: Device
+    device: TimedDevice
     backward: bool = False
     _kernels: list[tuple[Key, Any, Any]] = field(default_factory=list)
     _python: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
@@ -344,7 +344,7 @@ class _Call:
 
 
 @contextlib.contextmanager
-def timing_kernels(files: Mapping[str, Container[int]], device: Device) -> Iterator[Queued]:
+def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> Iterator[Queued]:
     """Times the lines of wrappers that run while this is active, in this thread; `files` has those that call kernels."""
     found = Queued(device)
     before = sys.gettrace()

@@ -24,18 +24,18 @@ from torch._C._dynamo.eval_frame import reset_code
 from qsync_fx.coverage.compilation_log import collecting
 from qsync_fx.errors import ProfileError
 from qsync_fx.options import Options
-from qsync_fx.profiler.timing.step_timers import StepFunction, Training, checked_loss, finite
+from qsync_fx.profiler.timing.step_timers import StepFunction, TrainingStep, checked_loss, finite
 
 Compiled = Callable[..., Any]
 _ANY = 2**16
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[Callable[[nn.Module, Mapping[str, object], Training], Compiled]]:
+def compiling() -> Iterator[Callable[[nn.Module, Mapping[str, object], TrainingStep], Compiled]]:
     """Yields what compiles a module with some options, by training it for one step."""
     codes: set[CodeType] = set()
 
-    def compile_with(module: nn.Module, options: Mapping[str, object], training: Training) -> Compiled:
+    def compile_with(module: nn.Module, options: Mapping[str, object], training: TrainingStep) -> Compiled:
         given: dict[str, Any] = dict(options)
         with collecting(Options.parse(options)) as log:
             compiled: Compiled = torch.compile(module, backend="qsync", options=given, dynamic=False)

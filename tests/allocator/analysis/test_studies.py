@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 from qsync_fx import OptionError, PlanError
-from qsync_fx.allocator import Answer, NoteKind, Problem, judged
+from qsync_fx.allocator import PlanNoteKind, PlanResult, Problem, evaluate_plan
 from qsync_fx.allocator.analysis import (
     Why,
     changes_table,
     compare,
     comparison_table,
     front_table,
-    one_step,
     pareto,
     side_by_side,
+    single_change,
     steps_table,
     what_if,
 )
-from qsync_fx.allocator.baselines import Hessian
-from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator.baselines import HessianGreedy
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.allocator.pareto_svg import front_svg, save_front
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.times import Seconds
 from qsync_fx.text_tables import plain
 from tests.support.planning.allocation_problems import PlainTimes, alone, drawn_sensitivity, fleet
@@ -35,7 +35,7 @@ from tests.support.planning.allocation_problems import PlainTimes, alone, drawn_
 class NarrowIsFaster(PlainTimes):
     """Times that fall with the bits of the format."""
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         found, share = self._drawn(operator), (state.precision.bits if state.precision else 32) / 32
         return Seconds(found.forward * share, found.backward * share)
 
@@ -46,19 +46,19 @@ class NarrowIsFaster(PlainTimes):
 def tight() -> Problem:
     """Returns a problem in which not everything can be FP32."""
     problem = fleet("mlp", times=NarrowIsFaster)
-    fastest = Exact().allocate(replace(problem, least="seconds", variance=float("inf"))).judged.seconds
+    fastest = MilpAllocator().allocate(replace(problem, least="seconds", variance=float("inf"))).judged.seconds
     return replace(problem, seconds=fastest * 1.1)
 
 
-def answered(problem: Problem | None = None) -> Answer:
-    return Exact().allocate(problem or tight())
+def answered(problem: Problem | None = None) -> PlanResult:
+    return MilpAllocator().allocate(problem or tight())
 
 
 def test_allocators_stand_side_by_side() -> None:
     problem = tight()
     graph = problem.classes["slow"].graph
     done: list[str] = []
-    found = compare(problem, side_by_side(problem, [Hessian(drawn_sensitivity(graph, 3))]), done.append)
+    found = compare(problem, side_by_side(problem, [HessianGreedy(drawn_sensitivity(graph, 3))]), done.append)
     names = [one.allocator for one in found]
     assert names == done
     formats = [f"uniform-{fmt}" for fmt in ("int8", "bf16", "fp32")]
@@ -68,7 +68,7 @@ def test_allocators_stand_side_by_side() -> None:
     assert exact.gap is not None
     for one in found:
         assert one.answer is not None
-        assert one.answer.judged == judged(problem, one.answer.plans)
+        assert one.answer.judged == evaluate_plan(problem, one.answer.plans)
         if one.answer.fits:
             assert one.gap is not None
             assert one.gap >= exact.gap
@@ -91,11 +91,11 @@ def test_one_that_finds_no_plan_stands_beside_the_others() -> None:
 def test_each_format_of_an_operator_says_what_speaks_against_it() -> None:
     answer, seen = answered(), set()
     for operator in answer.problem.classes["slow"].choices:
-        steps = one_step(answer, operator)
+        steps = single_change(answer, operator)
         assert [step.fmt for step in steps] == ["int8", "bf16", "fp32"]
         for step in steps:
             plans = {**answer.plans, "slow": {**answer.plans["slow"], operator: step.fmt}}
-            then = judged(answer.problem, plans)
+            then = evaluate_plan(answer.problem, plans)
             assert step.judged == then
             assert step.seconds == then.seconds - answer.judged.seconds
             assert step.variance == then.variance - answer.judged.variance
@@ -112,7 +112,7 @@ def test_each_format_of_an_operator_says_what_speaks_against_it() -> None:
 def test_what_the_allocator_missed_is_told() -> None:
     problem = alone("mlp")
     answer = what_if(answered(problem), dict.fromkeys(problem.classes["device"].choices, "int8"))
-    steps = one_step(answer, next(iter(problem.classes["device"].choices)))
+    steps = single_change(answer, next(iter(problem.classes["device"].choices)))
     assert {step.fmt: step.why for step in steps} == {"int8": Why.CHOSEN, "bf16": Why.BETTER, "fp32": Why.BETTER}
 
 
@@ -121,16 +121,16 @@ def test_what_is_tied_changes_together() -> None:
     first, second = list(problem.classes["slow"].choices)[:2]
     answer = replace(answered(problem), problem=replace(problem, tied=[[first, second]]))
     both = {**answer.plans["slow"], first: "int8", second: "int8"}
-    assert one_step(answer, second)[0].judged == judged(problem, {**answer.plans, "slow": both})
+    assert single_change(answer, second)[0].judged == evaluate_plan(problem, {**answer.plans, "slow": both})
 
 
 def test_what_if_says_what_it_breaks() -> None:
     answer = answered()
     changed = what_if(answer, dict.fromkeys(answer.problem.classes["slow"].choices, "fp32"))
-    assert changed.judged == judged(answer.problem, changed.plans)
+    assert changed.judged == evaluate_plan(answer.problem, changed.plans)
     assert set(changed.plans["slow"].values()) == {"fp32"}
     (note,) = changed.notes
-    assert note.kind is NoteKind.UNFIT
+    assert note.kind is PlanNoteKind.UNFIT
     assert note.numbers == changed.judged.exceeds(answer.problem)
     text = plain(changes_table(answer, changed))
     assert "exceeds limits: seconds +" in text
@@ -142,24 +142,24 @@ def test_what_if_says_what_it_breaks() -> None:
 def test_operators_and_devices_that_are_none() -> None:
     answer = answered()
     with pytest.raises(PlanError, match="no operator '0/linaer'") as caught:
-        one_step(answer, "0/linaer")
+        single_change(answer, "0/linaer")
     assert "did you mean '0/linear'" in str(caught.value)
     with pytest.raises(PlanError, match="which is dependent"):
-        one_step(answer, "1/relu")
+        single_change(answer, "1/relu")
     with pytest.raises(PlanError, match="no plan was chosen for devices 'fast'"):
-        one_step(answer, "0/linear", "fast")
+        single_change(answer, "0/linear", "fast")
     with pytest.raises(PlanError, match="do not ask for 'fp8'"):
         what_if(answer, {"0/linear": "fp8"})
     both = {name: replace(part, kept=None) for name, part in answer.problem.classes.items()}
     several = replace(answer, problem=replace(answer.problem, classes=both))
     with pytest.raises(PlanError, match="2 classes"):
-        one_step(several, "0/linear")
-    assert one_step(several, "0/linear", "fast")
+        single_change(several, "0/linear")
+    assert single_change(several, "0/linear", "fast")
 
 
 def test_a_front_goes_from_the_fastest_plan_to_that_of_least_variance(tmp_path: Path) -> None:
     answer = answered(replace(alone("mlp", times=NarrowIsFaster), seconds=1.0))
-    front = pareto(answer.problem, Exact(), 7, answer)
+    front = pareto(answer.problem, MilpAllocator(), 7, answer)
     seconds = [one.judged.seconds for one in front.points]
     variances = [one.judged.variance for one in front.points]
     assert len(front.points) >= 2
@@ -182,4 +182,4 @@ def test_a_front_goes_from_the_fastest_plan_to_that_of_least_variance(tmp_path: 
     with pytest.raises(OptionError, match="no picture"):
         save_front(front, tmp_path / "front.png")
     with pytest.raises(PlanError, match="1 points"):
-        pareto(answer.problem, Exact(), 1)
+        pareto(answer.problem, MilpAllocator(), 1)

@@ -7,22 +7,29 @@ from dataclasses import replace
 import pytest
 
 from qsync_fx import PlanError, Sensitivity
-from qsync_fx.allocator import Allocator, NoteKind, Problem, judged
-from qsync_fx.allocator.baselines import FullPrecision, Hessian, Random, Uniform
-from qsync_fx.allocator.recovery import Greedy
-from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from qsync_fx.allocator import Allocator, PlanNoteKind, Problem, evaluate_plan
+from qsync_fx.allocator.baselines import FullPrecision, HessianGreedy, RandomGreedy, Uniform
+from qsync_fx.allocator.recovery import PrecisionRecovery
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from tests.support.planning.allocation_problems import alone, drawn_sensitivity, fleet
 from tests.support.planning.catalog_fleets import sized
 
 
 def hybrid(name: str, seed: int = 0) -> Problem:
     problem = fleet(name, seed=seed)
-    return replace(problem, seconds=judged(problem, problem.uniform()).seconds * 1.01)
+    return replace(problem, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.01)
 
 
 def allocators(problem: Problem) -> list[Allocator]:
     graph = next(iter(problem.classes.values())).graph
-    return [Uniform(), Uniform("int8"), FullPrecision(), Random(), Random(1), Hessian(drawn_sensitivity(graph, 5))]
+    return [
+        Uniform(),
+        Uniform("int8"),
+        FullPrecision(),
+        RandomGreedy(),
+        RandomGreedy(1),
+        HessianGreedy(drawn_sensitivity(graph, 5)),
+    ]
 
 
 @pytest.mark.parametrize("name", ["mlp", "checkpointed"])
@@ -30,11 +37,11 @@ def test_answers_are_what_the_judge_says(name: str) -> None:
     problem = hybrid(name)
     for allocator in allocators(problem):
         answer = allocator.allocate(problem)
-        assert answer.judged == judged(problem, answer.plans)
+        assert answer.judged == evaluate_plan(problem, answer.plans)
         assert answer.plans["fast"] == problem.classes["fast"].kept
         assert answer.allocator == allocator.name in str(answer)
         assert answer == allocator.allocate(problem)
-        assert answer.fits == (NoteKind.UNFIT not in {note.kind for note in answer.notes})
+        assert answer.fits == (PlanNoteKind.UNFIT not in {note.kind for note in answer.notes})
 
 
 def test_a_plan_that_exceeds_limits_says_so() -> None:
@@ -43,7 +50,7 @@ def test_a_plan_that_exceeds_limits_says_so() -> None:
     answer = FullPrecision().allocate(problem)
     assert set(answer.plans["slow"].values()) == {"fp32"}
     assert answer.judged.variance == 0
-    (note,) = (note for note in answer.notes if note.kind is NoteKind.UNFIT)
+    (note,) = (note for note in answer.notes if note.kind is PlanNoteKind.UNFIT)
     assert note.numbers == answer.judged.exceeds(problem)
     assert note.numbers["seconds"] > 0
     impossible = replace(problem, seconds=1e-9)
@@ -79,15 +86,18 @@ def test_orders_decide_what_is_widened() -> None:
         problem,
         classes={n: replace(p, sensitivity=Sensitivity("halved", "", like)) for n, p in problem.classes.items()},
     )
-    assert Hessian(same.classes["slow"].sensitivity).allocate(problem).plans == Greedy().allocate(same).plans
+    assert (
+        HessianGreedy(same.classes["slow"].sensitivity).allocate(problem).plans
+        == PrecisionRecovery().allocate(same).plans
+    )
 
 
 def test_what_is_drawn_decides() -> None:
     """One of two equal layers can be in FP32."""
-    problem = Problem({"t4": sized("perceptron", "t4", 1024)}, Cluster({"t4": Device()}))
-    narrow, wide = (judged(problem, problem.uniform(fmt)).seconds for fmt in ("fp16", "fp32"))
+    problem = Problem({"t4": sized("perceptron", "t4", 1024)}, Cluster({"t4": ClusterDevice()}))
+    narrow, wide = (evaluate_plan(problem, problem.uniform(fmt)).seconds for fmt in ("fp16", "fp32"))
     problem = replace(problem, seconds=narrow + 0.7 * (wide - narrow))
-    plans = [Random(seed).allocate(problem).plans["t4"] for seed in range(6)]
+    plans = [RandomGreedy(seed).allocate(problem).plans["t4"] for seed in range(6)]
     assert {plan["0/linear"] for plan in plans} == {plan["2/linear"] for plan in plans}
     assert len({tuple(plan.items()) for plan in plans}) > 1
 
@@ -96,12 +106,12 @@ def test_a_better_order_is_no_worse_on_the_whole() -> None:
     ours, drawn = [], []
     for seed in range(6):
         problem = hybrid("mlp", seed)
-        ours.append(Greedy().allocate(problem).value)
-        drawn.append(Random(seed).allocate(problem).value)
+        ours.append(PrecisionRecovery().allocate(problem).value)
+        drawn.append(RandomGreedy(seed).allocate(problem).value)
     assert sum(ours) <= sum(drawn)
 
 
 def test_one_device_is_a_cluster_too() -> None:
     problem = replace(alone("mlp"), least="seconds", variance=1e3)
-    assert Random().allocate(problem).fits
+    assert RandomGreedy().allocate(problem).fits
     assert Uniform().allocate(problem).fits

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from qsync_fx import PlanError, ProfileError
-from qsync_fx.allocator import Answer, DeviceClass, NoteKind, Problem, judged
+from qsync_fx.allocator import DeviceClass, PlanNoteKind, PlanResult, Problem, evaluate_plan
 from qsync_fx.allocator.baselines import DynamicBatches, FullPrecision
 from qsync_fx.allocator.evaluator import Scaled, resized
 from qsync_fx.predictor.memory import LossMemory
-from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from tests.support.planning.catalog_fleets import of_catalog, sized, symbolic
 
 
@@ -26,13 +26,13 @@ def fleet(batch: int = 1024, v100: int = 2, t4: int = 2) -> Problem:
     return replace(problem, cluster=replace(problem.cluster, devices=devices))
 
 
-def allocated(problem: Problem) -> Answer:
+def allocated(problem: Problem) -> PlanResult:
     return DynamicBatches(
         lambda name, batch: resized(problem.classes[name], symbolic("perceptron", name), batch)
     ).allocate(problem)
 
 
-def batches(answer: Answer) -> dict[str, int]:
+def batches(answer: PlanResult) -> dict[str, int]:
     return {name: device.batch or 0 for name, device in answer.problem.cluster.devices.items()}
 
 
@@ -46,8 +46,8 @@ def test_the_global_batch_stays_and_devices_take_equally_long() -> None:
     assert max(computing) < min(computing) * 1.05
     assert answer.judged.seconds < FullPrecision().allocate(problem).judged.seconds
     assert answer.judged.variance == 0
-    assert answer.judged == judged(answer.problem, answer.plans)
-    assert {note.kind for note in answer.notes} == {NoteKind.BATCH}
+    assert answer.judged == evaluate_plan(answer.problem, answer.plans)
+    assert {note.kind for note in answer.notes} == {PlanNoteKind.BATCH}
     for note in answer.notes:
         assert note.numbers["learning rate"] == 1
         assert note.numbers["weight of its loss"] == pytest.approx(found[note.device] / 1024)
@@ -69,7 +69,7 @@ def test_memory_takes_samples_from_a_class() -> None:
     assert answer.fits
     assert found["v100"] < batches(free)["v100"]
     assert found["v100"] + found["t4"] == 2048
-    more = judged(
+    more = evaluate_plan(
         replace(answer.problem, classes={**answer.problem.classes, "v100": part("v100", found["v100"] + 1)}),
         answer.plans,
     )
@@ -78,7 +78,9 @@ def test_memory_takes_samples_from_a_class() -> None:
 
 def test_where_no_class_holds_its_share_the_learning_rate_shrinks() -> None:
     problem = fleet()
-    least, share = (judged(each, each.uniform("fp32")).classes["t4"].peak_bytes or 0 for each in (fleet(2), problem))
+    least, share = (
+        evaluate_plan(each, each.uniform("fp32")).classes["t4"].peak_bytes or 0 for each in (fleet(2), problem)
+    )
     classes = {name: replace(found, memory=(least + share) / 2) for name, found in problem.classes.items()}
     answer = allocated(replace(problem, classes=classes))
     samples = sum(batches(answer).values())
@@ -108,14 +110,15 @@ def test_what_was_measured_is_scaled() -> None:
         1024,
     )
     assert isinstance(same.times, Scaled)
-    problem = Problem({"t4": measured}, Cluster({"t4": Device(batch=1024)}))
+    problem = Problem({"t4": measured}, Cluster({"t4": ClusterDevice(batch=1024)}))
     other = replace(problem, classes={"t4": same})
-    assert judged(other, problem.uniform("fp32")) == judged(problem, problem.uniform("fp32"))
+    assert evaluate_plan(other, problem.uniform("fp32")) == evaluate_plan(problem, problem.uniform("fp32"))
     double = replace(
         measured, times=Scaled(measured.times, measured.graph, symbolic("perceptron", "t4").at(batch=2048))
     )
     once, twice = (
-        judged(replace(problem, classes={"t4": found}), problem.uniform("fp32")).seconds for found in (measured, double)
+        evaluate_plan(replace(problem, classes={"t4": found}), problem.uniform("fp32")).seconds
+        for found in (measured, double)
     )
     assert once * 1.7 < twice < once * 2
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx import PlanError
-from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
-from qsync_fx.allocator.codec_choice import Coding
+from qsync_fx.allocator import DeviceClass, Evaluation, PlanEvaluator, Problem
+from qsync_fx.allocator.codec_choice import CodecSearchSpace
 from qsync_fx.allocator.milp import build_and_solve
-from qsync_fx.allocator.milp.milp_allocator import Exact
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.communication.codec_cost_model import of_copy
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from tests.support.planning.allocation_problems import PlainTimes, device_class
 from tests.support.planning.predicted_models import DrawnTimes
 from tests.support.tiers import chosen
@@ -38,25 +38,25 @@ def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Prob
     """Returns ranks that send about as long as they compute; "kept" has a class that is not open to choice, "two" another that is."""
     draw = random.Random(f"codecs {seed}")
     slow = with_gradients(device_class("mlp", ("fp32", "bf16"), seed, times), seed)
-    parts, devices = {"slow": slow}, {"slow": Device(count=draw.choice([2, 3]), slowdown=1.5, delay=1e-5)}
+    parts, devices = {"slow": slow}, {"slow": ClusterDevice(count=draw.choice([2, 3]), slowdown=1.5, delay=1e-5)}
     if classes != "one":
         other = with_gradients(device_class("mlp", ("fp32", "bf16"), seed + 1, times), seed)
         parts["fast"] = replace(other, kept=other.uniform("fp32")) if classes == "kept" else other
-        devices["fast"] = Device(count=2)
+        devices["fast"] = ClusterDevice(count=2)
     numels = [parameter.numel * 4 for parameter in slow.graph.parameters]
     cluster = Cluster(devices, Network(1e12, 1e-9), Buckets(1, max(numels) + 1))
     problem = Problem(parts, cluster)
-    seconds = Judge(problem, problem.uniform()).seconds
+    seconds = PlanEvaluator(problem, problem.uniform()).seconds
     bandwidth = sum(numels) / seconds * draw.uniform(0.4, 4)
-    coding = Coding(CODECS, of_copy(bandwidth * draw.choice([1, 10, 100]), "drawn"))
+    coding = CodecSearchSpace(CODECS, of_copy(bandwidth * draw.choice([1, 10, 100]), "drawn"))
     takes = {"busy": draw.choice([0.0, 0.7]), "coding": draw.choice([None, 0.4])}
     network = Network(bandwidth, seconds * 1e-3, **takes)  # type: ignore[arg-type]
     return replace(problem, cluster=replace(cluster, network=network), coding=coding)
 
 
-def every(problem: Problem) -> list[Judged]:
+def every(problem: Problem) -> list[Evaluation]:
     choices = {(name, op): known for name in problem.open for op, known in problem.classes[name].choices.items()}
-    judge, found = Judge(problem, problem.uniform()), []
+    judge, found = PlanEvaluator(problem, problem.uniform()), []
     for picked in itertools.product(*choices.values()):
         plans: dict[str, dict[str, str]] = {name: {} for name in problem.open}
         for (name, operator), fmt in zip(choices, picked, strict=True):
@@ -80,9 +80,9 @@ def test_formats_and_codecs_are_those_of_brute_force(classes: str, seed: int, ti
         values = sorted(judged.variance for judged in known)
         problem = replace(problem, least="seconds", variance=values[int(tight * (len(values) - 1))])
     best = min(judged.value(problem) for judged in known if not judged.exceeds(problem))
-    answer = Exact().allocate(problem)
+    answer = MilpAllocator().allocate(problem)
     assert answer.fits
-    assert answer.judged == Judge(problem, answer.plans, answer.judged.codecs).judged()
+    assert answer.judged == PlanEvaluator(problem, answer.plans, answer.judged.codecs).judged()
     assert answer.value == pytest.approx(best, rel=1.1e-4, abs=1e-12)
     assert answer.bound is not None
     assert answer.bound <= best * (1 + 1e-6) + 1e-12
@@ -91,13 +91,13 @@ def test_formats_and_codecs_are_those_of_brute_force(classes: str, seed: int, ti
 def test_two_classes_get_one_choice_of_codecs() -> None:
     for seed in range(20):
         problem = drawn(seed, "two")
-        judge = Judge(problem, problem.uniform())
+        judge = PlanEvaluator(problem, problem.uniform())
         coded, plain = (
             judge.become(problem.uniform("bf16"), (codec,) * len(judge.buckets)).seconds for codec in ("qsgd8", "fp32")
         )
         if coded < 0.8 * plain:
             break
-    answer = Exact().allocate(replace(problem, seconds=coded * 1.05))
+    answer = MilpAllocator().allocate(replace(problem, seconds=coded * 1.05))
     assert answer.fits
     assert set(answer.judged.codecs) & {"qsgd8", "qsgd2"}
     assert answer.gap is not None
@@ -107,15 +107,15 @@ def test_two_classes_get_one_choice_of_codecs() -> None:
 def test_of_many_choices_the_relaxed_program_finds_as_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
         problem = drawn(seed, "kept")
-        judge = Judge(problem, problem.uniform())
+        judge = PlanEvaluator(problem, problem.uniform())
         quick = judge.become(problem.uniform("bf16"), ("qsgd2",) * len(judge.buckets)).seconds
         problem = replace(
             problem, seconds=0.6 * quick + 0.4 * judge.become(problem.uniform(), judge.options.plain).seconds
         )
-        answer = Exact().allocate(problem)
+        answer = MilpAllocator().allocate(problem)
         with monkeypatch.context() as patch:
             patch.setattr(build_and_solve, "LARGE", 0)
-            relaxed = Exact().allocate(problem)
+            relaxed = MilpAllocator().allocate(problem)
         assert relaxed.fits
         assert relaxed.judged.variance == pytest.approx(answer.judged.variance, rel=2.1e-4)
 
@@ -127,7 +127,7 @@ def test_times_that_depend_on_neighbours_keep_the_bound() -> None:
         values = sorted(judged.seconds for judged in known)
         problem = replace(problem, seconds=values[len(values) // 5])
         best = min(judged.variance for judged in known if not judged.exceeds(problem))
-        answer = Exact().allocate(problem)
+        answer = MilpAllocator().allocate(problem)
         assert answer.fits
         assert answer.bound is None or answer.bound <= best * (1 + 1e-6)
 
@@ -140,8 +140,8 @@ def test_over_a_quick_link_nothing_is_compressed_and_over_a_slow_one_it_is() -> 
     for times in (1e-3, 1e6):
         linked = replace(problem.cluster, network=replace(network, bandwidth=network.bandwidth * times, latency=0.0))
         asked = replace(problem, cluster=linked)
-        limit = 1.5 * Judge(asked, asked.uniform()).variance + 1.0
-        found[times] = Exact().allocate(replace(asked, least="seconds", variance=limit)).judged.codecs
+        limit = 1.5 * PlanEvaluator(asked, asked.uniform()).variance + 1.0
+        found[times] = MilpAllocator().allocate(replace(asked, least="seconds", variance=limit)).judged.codecs
     assert set(found[1e6]) == {"fp32"}
     assert set(found[1e-3]) != {"fp32"}
 
@@ -149,4 +149,4 @@ def test_over_a_quick_link_nothing_is_compressed_and_over_a_slow_one_it_is() -> 
 def test_what_cannot_be_kept_is_told() -> None:
     problem = replace(drawn(2, "kept"), seconds=1e-9)
     with pytest.raises(PlanError, match=r"a step takes .* at least"):
-        Exact().allocate(problem)
+        MilpAllocator().allocate(problem)

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from qsync_fx.allocator.milp import lagrangian_relaxation
-from qsync_fx.allocator.milp.linear_program import Program
+from qsync_fx.allocator.milp.linear_program import LinearProgram
 from tests.support.tiers import chosen
 
 EXAMPLES = chosen([15], [60])[0]
 
 
-def drawn(seed: int, tight: float) -> tuple[Program, list[list[int]], list[float], float]:
+def drawn(seed: int, tight: float) -> tuple[LinearProgram, list[list[int]], list[float], float]:
     """Returns a program of choices that cost and weigh something, within what they may weigh together, and that limit."""
     draw = random.Random(seed)
-    program = Program()
+    program = LinearProgram()
     groups = [
         [program.variable(draw.lognormvariate(0, 1) * way, whole=True) for way in range(draw.choice((2, 3)))]
         for _ in range(6)
@@ -36,7 +36,7 @@ def drawn(seed: int, tight: float) -> tuple[Program, list[list[int]], list[float
     return program, groups, weights, limit
 
 
-def least(program: Program, groups: list[list[int]], weights: list[float], limit: float) -> float | None:
+def least(program: LinearProgram, groups: list[list[int]], weights: list[float], limit: float) -> float | None:
     """Returns what the best of all choices costs; None where none keeps the limit."""
     found = [
         sum(program.costs[at] for at in picked) + 0.3 * sum(picked[n] == groups[n][0] and one for n in range(3))

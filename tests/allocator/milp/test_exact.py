@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx import PlanError
-from qsync_fx.allocator import Judge, NoteKind, Problem
+from qsync_fx.allocator import PlanEvaluator, PlanNoteKind, Problem
 from qsync_fx.allocator.milp import build_and_solve, lagrangian_relaxation, milp_allocator, neighbour_terms
-from qsync_fx.allocator.milp.linear_program import Program
-from qsync_fx.allocator.milp.milp_allocator import FEW, Exact, widen
-from qsync_fx.allocator.milp.search import Search
-from qsync_fx.allocator.recovery import Greedy
-from qsync_fx.predictor.memory import Training
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.allocator.milp.linear_program import LinearProgram
+from qsync_fx.allocator.milp.milp_allocator import FEW, MilpAllocator, widen
+from qsync_fx.allocator.milp.search import MilpSearch
+from qsync_fx.allocator.recovery import PrecisionRecovery
+from qsync_fx.predictor.memory import TrainingMemory
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from tests.support.planning.allocation_problems import PlainTimes
 from tests.support.planning.drawn_graphs import LOSSES, device, every
 from tests.support.planning.predicted_models import DrawnTimes
@@ -35,7 +35,7 @@ def examples(few: int) -> int:
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), tight=st.floats(0.0, 0.9), small=st.booleans())
 def test_least_variance_is_that_of_brute_force(seed: int, formats: tuple[str, ...], tight: float, small: bool) -> None:
     part = device(seed, formats)
-    cluster = Cluster({"a": Device(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
+    cluster = Cluster({"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
     problem = Problem({"a": part}, cluster)
     known = every(problem, "a")
     seconds = sorted(judged.seconds for _, judged in known)
@@ -46,13 +46,13 @@ def test_least_variance_is_that_of_brute_force(seed: int, formats: tuple[str, ..
     fitting = [judged.variance for _, judged in known if not judged.exceeds(problem)]
     if not fitting:
         with pytest.raises(PlanError, match=r"more than allowed|at once"):
-            Exact().allocate(problem)
+            MilpAllocator().allocate(problem)
         return
     if memory is not None and len(known) > FEW:
         return
-    answer = Exact().allocate(problem)
+    answer = MilpAllocator().allocate(problem)
     assert answer.fits
-    assert answer.judged == Judge(problem, answer.plans).judged()
+    assert answer.judged == PlanEvaluator(problem, answer.plans).judged()
     assert answer.judged.variance == pytest.approx(min(fitting), rel=1.1e-4)
     assert answer.bound is not None
     assert answer.bound <= min(fitting) * (1 + 1e-6)
@@ -66,19 +66,19 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
     monkeypatch.setattr(milp_allocator, "FEW", 0)
     best = 0
     for seed in range(examples(6)):
-        part = replace(device(seed, SETS[2 * (seed % 2)]), training=Training(loss=LOSSES[seed % 3]))
-        problem = Problem({"a": part}, Cluster({"a": Device()}))
+        part = replace(device(seed, SETS[2 * (seed % 2)]), training=TrainingMemory(loss=LOSSES[seed % 3]))
+        problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
         known = every(problem, "a")
         peaks = sorted(judged.classes["a"].peak_bytes or 0 for _, judged in known)
         problem = replace(problem, classes={"a": replace(part, memory=peaks[len(peaks) // 3])})
-        answer = Exact().allocate(problem)
+        answer = MilpAllocator().allocate(problem)
         assert answer.fits
         assert answer.gap is not None
-        assert (NoteKind.RECKONED in {note.kind for note in answer.notes}) == (answer.gap > 1e-4)
+        assert (PlanNoteKind.RECKONED in {note.kind for note in answer.notes}) == (answer.gap > 1e-4)
         least = min(judged.variance for _, judged in known if not judged.exceeds(problem))
         assert answer.bound is not None
         assert answer.bound <= least * (1 + 1e-6)
-        assert answer.judged.variance <= Greedy().allocate(problem).judged.variance
+        assert answer.judged.variance <= PrecisionRecovery().allocate(problem).judged.variance
         best += answer.judged.variance <= least * (1 + 2e-4)
     assert best >= examples(6) * 0.8
 
@@ -86,12 +86,12 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_a_plan_that_is_ruled_out_leaves_the_next_best(seed: int) -> None:
     part = device(seed, SETS[0])
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = sorted(every(problem, "a"), key=lambda one: one[1].variance)
     seconds = sorted(judged.seconds for _, judged in known)[len(known) // 2]
     problem = replace(problem, seconds=seconds)
     best = [judged.variance for _, judged in known if not judged.exceeds(problem)]
-    found = Search(problem, 1e-7, 60.0)
+    found = MilpSearch(problem, 1e-7, 60.0)
     for variance in best[:4]:
         program = found._found(problem.uniform())
         assert program.plans is not None
@@ -105,12 +105,12 @@ def test_a_plan_that_is_ruled_out_leaves_the_next_best(seed: int) -> None:
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), share=st.floats(0.0, 1.0))
 def test_least_seconds_are_those_of_brute_force(seed: int, formats: tuple[str, ...], share: float) -> None:
     part = device(seed, formats)
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = every(problem, "a")
     budget = share * max(judged.variance for _, judged in known)
     problem = replace(problem, least="seconds", variance=budget)
     best = min(judged.seconds for _, judged in known if not judged.exceeds(problem))
-    answer = Exact().allocate(problem)
+    answer = MilpAllocator().allocate(problem)
     assert answer.fits
     assert answer.judged.seconds == pytest.approx(best, rel=1.1e-4)
     assert answer.bound is not None
@@ -124,10 +124,12 @@ def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: st
     first = device(seed - seed % 2, ("fp32", "bf16"))
     second = replace(first, times=PlainTimes(seed + 1), formats=("fp32", "int8"))
     cluster = Cluster(
-        {"a": Device(count=2), "b": Device(slowdown=1.3)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200)
+        {"a": ClusterDevice(count=2), "b": ClusterDevice(slowdown=1.3)},
+        Network(1e6, 1e-5),
+        Buckets(first_bytes=64, bytes=200),
     )
     problem = Problem({"a": first, "b": second}, cluster)
-    judge = Judge(problem, problem.uniform())
+    judge = PlanEvaluator(problem, problem.uniform())
     known = []
     for one in itertools.product(*first.choices.values()):
         for other in itertools.product(*second.choices.values()):
@@ -142,12 +144,12 @@ def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: st
             known.append((judge.seconds, judge.variance))
     if least == "variance":
         limit = sorted(known)[int(tight * (len(known) - 1))][0]
-        answer = Exact().allocate(replace(problem, seconds=limit))
+        answer = MilpAllocator().allocate(replace(problem, seconds=limit))
         best = min(variance for seconds, variance in known if seconds <= limit * (1 + 1e-9))
         assert answer.judged.variance == pytest.approx(best, rel=1.1e-4)
     else:
         limit = tight * max(variance for _, variance in known)
-        answer = Exact().allocate(replace(problem, least="seconds", variance=limit))
+        answer = MilpAllocator().allocate(replace(problem, least="seconds", variance=limit))
         best = min(seconds for seconds, variance in known if variance <= limit * (1 + 1e-9))
         assert answer.judged.seconds == pytest.approx(best, rel=1.1e-4)
     assert answer.fits
@@ -157,12 +159,12 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(monkeypatch:
     near = 0
     for seed in range(4):
         part = device(2 * seed, SETS[0], DrawnTimes)
-        problem = Problem({"a": part}, Cluster({"a": Device()}))
+        problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
         known = every(problem, "a")
         seconds = sorted(judged.seconds for _, judged in known)
         problem = replace(problem, seconds=seconds[len(seconds) // 2])
         best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
-        search = Search(problem, 1e-4, 60.0)
+        search = MilpSearch(problem, 1e-4, 60.0)
         search.run(6)
         widen(search)
         assert search.best is not None
@@ -179,7 +181,7 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(monkeypatch:
                 assert bound is not None
                 assert 0 <= bound <= best * (1 + 1e-6) + 1e-12, "what a solver takes for zero"
                 bounds.append(bound)
-            exact = Exact().allocate(problem)
+            exact = MilpAllocator().allocate(problem)
         # All neighbours in the program, nothing is left to learn.
         assert bounds == sorted(bounds)
         assert bounds[-1] == pytest.approx(best, rel=1.1e-4)
@@ -187,18 +189,18 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(monkeypatch:
         assert exact.gap is not None
         assert exact.gap <= 1e-4
         if len(known) <= FEW:
-            assert Exact().allocate(problem).judged.variance == pytest.approx(best)
+            assert MilpAllocator().allocate(problem).judged.variance == pytest.approx(best)
     assert near >= 2
 
 
 def test_what_is_stopped_claims_no_more_than_it_knows() -> None:
     part = device(3, SETS[2])
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
-    slow = Judge(problem, problem.uniform()).judged().seconds
-    answer = Exact(seconds=0.0).allocate(replace(problem, seconds=slow))
-    best = Exact().allocate(replace(problem, seconds=slow))
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
+    slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
+    answer = MilpAllocator(seconds=0.0).allocate(replace(problem, seconds=slow))
+    best = MilpAllocator().allocate(replace(problem, seconds=slow))
     assert answer.fits
-    assert NoteKind.STOPPED in {note.kind for note in answer.notes}
+    assert PlanNoteKind.STOPPED in {note.kind for note in answer.notes}
     assert answer.bound is not None
     assert answer.bound <= best.judged.variance * (1 + 1e-9)
     assert answer.judged.variance >= best.judged.variance * (1 - 1e-4)
@@ -211,7 +213,7 @@ def test_limits_as_prices_first_lead_to_what_brute_force_finds(
 ) -> None:
     """With several buckets, of which any may be what the step waits for; a choice at a time is made anew."""
     part = device(seed, formats)
-    cluster = Cluster({"a": Device(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
+    cluster = Cluster({"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
     problem = Problem({"a": part}, cluster)
     known = every(problem, "a")
     problem = replace(problem, seconds=sorted(one.seconds for _, one in known)[int(tight * (len(known) - 1))])
@@ -219,7 +221,7 @@ def test_limits_as_prices_first_lead_to_what_brute_force_finds(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_and_solve, "LARGE", 0)
         patch.setattr(lagrangian_relaxation, "_FREE", 1)
-        answer = Exact().allocate(problem)
+        answer = MilpAllocator().allocate(problem)
     assert answer.fits
     assert answer.judged.variance == pytest.approx(best, rel=1.1e-4)
     assert answer.bound is not None
@@ -228,13 +230,13 @@ def test_limits_as_prices_first_lead_to_what_brute_force_finds(
 
 def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
     part = device(3, SETS[2])
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
-    slow = Judge(problem, problem.uniform()).judged().seconds
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
+    slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
     for share in (1.0, 1.05, 1.2):
         asked = replace(problem, seconds=slow * share)
-        whole = Exact().allocate(asked)
+        whole = MilpAllocator().allocate(asked)
         monkeypatch.setattr(build_and_solve, "LARGE", 0)
-        relaxed = Exact().allocate(asked)
+        relaxed = MilpAllocator().allocate(asked)
         monkeypatch.undo()
         assert relaxed.fits
         assert relaxed.gap is not None
@@ -244,25 +246,25 @@ def test_the_relaxed_program_first_is_as_near(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_problem_has_one_answer() -> None:
     part = device(3, SETS[2])
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
-    fast = Judge(problem, problem.uniform()).judged().seconds
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
+    fast = PlanEvaluator(problem, problem.uniform()).judged().seconds
     problem = replace(problem, seconds=fast * 1.2)
-    assert Exact().allocate(problem) == Exact().allocate(problem)
+    assert MilpAllocator().allocate(problem) == MilpAllocator().allocate(problem)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_cycles_are_searched_for_afterwards_as_before(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     part, seen = device(3, SETS[2]), []
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
-    slow = Judge(problem, problem.uniform()).judged().seconds
-    monkeypatch.setattr(milp_allocator, "Search", lambda *asked: seen.append(gc.isenabled()) or Search(*asked))
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
+    slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
+    monkeypatch.setattr(milp_allocator, "MilpSearch", lambda *asked: seen.append(gc.isenabled()) or MilpSearch(*asked))
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        Exact().allocate(replace(problem, seconds=slow))
+        MilpAllocator().allocate(replace(problem, seconds=slow))
         assert gc.isenabled() == enabled
         with pytest.raises(PlanError):
-            Exact().allocate(replace(problem, seconds=slow / 100))
+            MilpAllocator().allocate(replace(problem, seconds=slow / 100))
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
@@ -271,15 +273,15 @@ def test_cycles_are_searched_for_afterwards_as_before(enabled: bool, monkeypatch
 
 def test_any_variance_is_no_limit() -> None:
     part = device(3, SETS[2])
-    problem = Problem({"a": part}, Cluster({"a": Device()}), least="seconds")
-    free = Exact().allocate(replace(problem, variance=float("inf")))
-    assert (free.plans, free.bound) == ((known := Exact().allocate(problem)).plans, known.bound)
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}), least="seconds")
+    free = MilpAllocator().allocate(replace(problem, variance=float("inf")))
+    assert (free.plans, free.bound) == ((known := MilpAllocator().allocate(problem)).plans, known.bound)
     assert free.gap is not None
     assert free.gap <= 1e-4
 
 
 def test_a_row_without_a_number_is_refused() -> None:
-    program = Program()
+    program = LinearProgram()
     first = program.variable(1.0)
     with pytest.raises(ValueError, match="nan"):
         program.row({first: 1.0}, most=float("nan"))
@@ -288,10 +290,10 @@ def test_a_row_without_a_number_is_refused() -> None:
 def test_tied_operators_get_one_format() -> None:
     part = device(1, SETS[0])
     linear = [operator for operator, known in part.choices.items() if len(known) == 3]
-    problem = Problem({"a": part}, Cluster({"a": Device()}), tied=(linear,))
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}), tied=(linear,))
     known = [judged for plan, judged in every(problem, "a") if len({plan[operator] for operator in linear}) == 1]
     limit = sorted(judged.seconds for judged in known)[1]
-    answer = Exact().allocate(replace(problem, seconds=limit))
+    answer = MilpAllocator().allocate(replace(problem, seconds=limit))
     assert len({answer.plans["a"][operator] for operator in linear}) == 1
     assert answer.judged.variance == pytest.approx(
         min(judged.variance for judged in known if judged.seconds <= limit), rel=1.1e-4
@@ -300,16 +302,16 @@ def test_tied_operators_get_one_format() -> None:
 
 def test_what_cannot_be_is_named_with_what_can() -> None:
     part = device(2, SETS[0])
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = [judged for _, judged in every(problem, "a")]
     fastest = min(judged.seconds for judged in known)
     smallest = min(judged.classes["a"].peak_bytes or 0 for judged in known)
     with pytest.raises(PlanError, match=r"a step takes .* at least") as error:
-        Exact().allocate(replace(problem, seconds=fastest / 2))
+        MilpAllocator().allocate(replace(problem, seconds=fastest / 2))
     assert f"{fastest * 1e3:.4g} ms" in str(error.value.do)
     with pytest.raises(PlanError, match=r"'a' takes .* at least") as error:
-        Exact().allocate(replace(problem, classes={"a": replace(part, memory=smallest / 2)}))
+        MilpAllocator().allocate(replace(problem, classes={"a": replace(part, memory=smallest / 2)}))
     assert f"{smallest / 1e6:.4g} MB" in str(error.value.do)
     narrow = replace(part, formats=("bf16", "int8"))
     with pytest.raises(PlanError, match=r"variance is .* at least"):
-        Exact().allocate(Problem({"a": narrow}, problem.cluster, least="seconds", variance=0.0))
+        MilpAllocator().allocate(Problem({"a": narrow}, problem.cluster, least="seconds", variance=0.0))

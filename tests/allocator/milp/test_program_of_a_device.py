@@ -9,22 +9,22 @@ from dataclasses import replace
 import pytest
 
 from qsync_fx import Plan
-from qsync_fx.allocator import Judge, Problem
+from qsync_fx.allocator import PlanEvaluator, Problem
 from qsync_fx.allocator.milp.build_and_solve import sending
 from qsync_fx.allocator.milp.device_program import THOUSANDTHS, device_program
-from qsync_fx.allocator.milp.format_variables import Prices
-from qsync_fx.allocator.milp.linear_program import INFINITY, Program, total, value
-from qsync_fx.allocator.milp.linearized_memory import Held
-from qsync_fx.allocator.milp.memory_bound import Certain, Holds
-from qsync_fx.allocator.milp.memory_bound.forward_peaks import Fed
+from qsync_fx.allocator.milp.format_variables import StateCosts
+from qsync_fx.allocator.milp.linear_program import INFINITY, LinearProgram, total, value
+from qsync_fx.allocator.milp.linearized_memory import LinearizedMemory
+from qsync_fx.allocator.milp.memory_bound import LowerBoundTerm, MemoryLowerBound
+from qsync_fx.allocator.milp.memory_bound.forward_peaks import FusedProducer
 from qsync_fx.allocator.milp.memory_bound.saved_bound import Passes
 from qsync_fx.allocator.milp.memory_bound.unread_values import gradients
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.diagnostics import Explanation
 from qsync_fx.predictor.cost_mapper import States, states
-from qsync_fx.predictor.memory import LossMemory, Orders, Training, step_memory
+from qsync_fx.predictor.memory import LossMemory, Orders, TrainingMemory, step_memory
 from qsync_fx.predictor.memory.buffers import GATES, Category, attends
-from qsync_fx.predictor.memory.peak_memory import Memory
+from qsync_fx.predictor.memory.peak_memory import StepMemory
 from tests.support.planning.allocation_problems import OwnedTimes, alone, fleet
 from tests.support.planning.predicted_models import explained
 from tests.support.tiers import ALL
@@ -42,14 +42,14 @@ def drawn(problem: Problem, draw: random.Random) -> dict[str, str]:
 
 
 def solved(
-    problem: Problem, asked: dict[str, str], held: Holds | None = None
-) -> tuple[float, Judge, list[dict[tuple[str | None, str | None], float]], float]:
+    problem: Problem, asked: dict[str, str], held: LowerBoundTerm | None = None
+) -> tuple[float, PlanEvaluator, list[dict[tuple[str | None, str | None], float]], float]:
     """Returns the least seconds with all choices given, the judge of them, states, and the most bytes that are held."""
     name = problem.open[0]
-    judge = Judge(problem, problem.completed({name: asked}))
-    program = Program()
+    judge = PlanEvaluator(problem, problem.completed({name: asked}))
+    program = LinearProgram()
     sends = sending(program, judge.options, 1.0)
-    known = Prices(problem.classes[name]), 1.0, held, sends.travel, sends.beside
+    known = StateCosts(problem.classes[name]), 1.0, held, sends.travel, sends.beside
     device = device_program(program, problem, judge, name, *known)
     step = program.variable(1.0, INFINITY)
     for variable in device.ready(program):
@@ -108,7 +108,7 @@ def test_states_are_those_of_the_pipeline(name: str) -> None:
     "name", ["mlp", "checkpointed", pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)]
 )
 def test_what_is_held_is_learned_from_plans(name: str) -> None:
-    draw, problem, held = random.Random(name), alone(name, FIVE, 0, OwnedTimes), Held()
+    draw, problem, held = random.Random(name), alone(name, FIVE, 0, OwnedTimes), LinearizedMemory()
     part = problem.classes["device"]
     for fmt in part.formats:
         known = states(part.graph, part.uniform(fmt))
@@ -225,7 +225,9 @@ def test_what_is_written_for_the_last_product_is_certain(fmt: str) -> None:
     problem = alone("gated", FIVE, 0, OwnedTimes)
     part = problem.classes["device"]
     known = states(part.graph, part.uniform("bf16") | {"head/linear": fmt})
-    fed = Fed.of_product(Certain(part, step_memory(known, part.training)).kept, part.graph.operator("head/linear"))
+    fed = FusedProducer.of_product(
+        MemoryLowerBound(part, step_memory(known, part.training)).kept, part.graph.operator("head/linear")
+    )
     assert fed is not None
     kernel = [task for task in Orders.of(known).written if task.operator == "head/linear" and not task.backward]
     end = next(at for at, task in enumerate(kernel) if task.library)
@@ -235,7 +237,7 @@ def test_what_is_written_for_the_last_product_is_certain(fmt: str) -> None:
 
 def certainties(
     name: str, formats: tuple[str, ...], loss: LossMemory | None = None
-) -> Iterator[tuple[Certain, States, DeviceClass, Memory, float]]:
+) -> Iterator[tuple[MemoryLowerBound, States, DeviceClass, StepMemory, float]]:
     """Yields random plans, and the bytes that a program says are certain under each."""
     draw, problem = random.Random(f"certain {name}"), alone(name, formats, 0, OwnedTimes)
     part = problem.classes["device"]
@@ -245,7 +247,7 @@ def certainties(
     for _ in range(6):
         known = states(part.graph, drawn(problem, draw))
         memory = step_memory(known, part.training)
-        certain = Certain(part, memory)
+        certain = MemoryLowerBound(part, memory)
         certain.add(range(len(part.graph.operators)))
         yield certain, known, part, memory, solved(problem, drawn_as(problem, known), certain)[3]
 
@@ -259,7 +261,7 @@ def drawn_as(problem: Problem, known: States) -> dict[str, str]:
     }
 
 
-def passes(known: States, training: Training | None = None) -> float:
+def passes(known: States, training: TrainingMemory | None = None) -> float:
     """The most that both passes hold, in whichever of both orders."""
     orders = Orders.of(known, training)
     memories = [step_memory(known, training, tasks) for tasks in (orders.expected, orders.written)]

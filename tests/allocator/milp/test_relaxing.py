@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from qsync_fx.allocator.milp.lagrangian_relaxation import Alone, Coupling, Relaxing
-from qsync_fx.allocator.milp.linear_program import Program
+from qsync_fx.allocator.milp.lagrangian_relaxation import Coupling, IndependentChoices, LagrangianRelaxation
+from qsync_fx.allocator.milp.linear_program import LinearProgram
 from tests.support.tiers import chosen
 
 EXAMPLES = chosen([15], [100])[0]
 
 
-def drawn(seed: int, count: int) -> tuple[Program, list[list[int]], list[float]]:
+def drawn(seed: int, count: int) -> tuple[LinearProgram, list[list[int]], list[float]]:
     """Returns a program of choices, and what each of them weighs."""
     draw = random.Random(seed)
-    program, weights = Program(), []
+    program, weights = LinearProgram(), []
     groups = []
     for _ in range(count):
         ways = draw.choice((1, 2, 3, 5))
@@ -35,7 +35,7 @@ def drawn(seed: int, count: int) -> tuple[Program, list[list[int]], list[float]]
 def test_a_curve_says_what_choices_win_at_a_price(seed: int, price: float) -> None:
     program, groups, weights = drawn(seed, 8)
     factors, costs = np.array(weights), np.array(program.costs)
-    alone = Alone(groups, costs)
+    alone = IndependentChoices(groups, costs)
     curve = alone.curve(factors)
     before = float(factors @ alone.values(len(costs)))
     now = alone.values(len(costs), price * factors)
@@ -54,20 +54,20 @@ def test_few_programs_are_solved_to_the_bound_of_the_relaxed_one(
     program, groups, weights = drawn(seed, 400)
     factors = np.array(weights)
     least = sum(min(weights[at] for at in group) for group in groups)
-    most = float(factors @ Alone(groups, np.array(program.costs)).values(len(weights)))
+    most = float(factors @ IndependentChoices(groups, np.array(program.costs)).values(len(weights)))
     limit = least + share * (most - least)
     # The first of two running limits follows from the second, which is the one that counts.
     half = len(weights) // 2
     parts = [dict(enumerate(weights[:half])), {half + at: weight for at, weight in enumerate(weights[half:])}]
-    relaxing = Relaxing(program, [Coupling(parts, [limit, limit], running=True)], groups, 60.0)
+    relaxing = LagrangianRelaxation(program, [Coupling(parts, [limit, limit], running=True)], groups, 60.0)
     runs: list[None] = []
-    run = Relaxing._run
+    run = LagrangianRelaxation._run
 
-    def counted(self: Relaxing) -> object:
+    def counted(self: LagrangianRelaxation) -> object:
         runs.append(None)
         return run(self)
 
-    monkeypatch.setattr(Relaxing, "_run", counted)
+    monkeypatch.setattr(LagrangianRelaxation, "_run", counted)
     found = relaxing.solved(1e-4)
     assert found is not None
     assert found.values is not None
@@ -83,25 +83,25 @@ def test_few_programs_are_solved_to_the_bound_of_the_relaxed_one(
 
 
 def test_a_limit_that_choices_alone_miss_may_cost_nothing() -> None:
-    program = Program()
+    program = LinearProgram()
     group = [program.variable(1.0, whole=True), program.variable(2.0, whole=True)]
     program.row(dict.fromkeys(group, 1.0), 1.0, 1.0)
     # What follows from the first choice costs more than the second.
     beside = program.variable(5.0)
     program.row({group[0]: 1.0, beside: -1.0}, most=0.0)
     limit = Coupling([{group[0]: 3.0, group[1]: 1.0}], [2.0], running=False)
-    found = Relaxing(program, [limit], [group], 60.0).solved(1e-4)
+    found = LagrangianRelaxation(program, [limit], [group], 60.0).solved(1e-4)
     assert found is not None
     assert (found.objective, found.bound) == pytest.approx((2.0, 2.0))
 
 
 def test_a_limit_that_choices_alone_keep_may_count() -> None:
-    program = Program()
+    program = LinearProgram()
     group = [program.variable(1.0, whole=True), program.variable(2.0, whole=True)]
     program.row(dict.fromkeys(group, 1.0), 1.0, 1.0)
     beside = program.variable()
     program.row({group[0]: 1.0, beside: -1.0}, most=0.0)
     limit = Coupling([{group[0]: 1.0, group[1]: 1.0, beside: 3.0}], [2.0], running=False)
-    found = Relaxing(program, [limit], [group], 60.0).solved(1e-4)
+    found = LagrangianRelaxation(program, [limit], [group], 60.0).solved(1e-4)
     assert found is not None
     assert (found.objective, found.bound) == pytest.approx((2.0, 2.0))

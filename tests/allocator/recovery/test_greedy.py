@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from qsync_fx import PlanError
-from qsync_fx.allocator import Answer, Judge, Problem, judged
+from qsync_fx.allocator import PlanEvaluator, PlanResult, Problem, evaluate_plan
 from qsync_fx.allocator.problem import uniforms
-from qsync_fx.allocator.recovery import TRIED, Greedy, initial, parts, units
+from qsync_fx.allocator.recovery import TRIED, PrecisionRecovery, initial, parts, units
 from tests.support import tiers
 from tests.support.planning.allocation_problems import alone, device_class, fleet
 
@@ -18,7 +18,7 @@ from tests.support.planning.allocation_problems import alone, device_class, flee
 def limited(problem: Problem, seed: int) -> Problem:
     """Returns a problem with limits that lie somewhere between those of the uniform plans, or just beyond them."""
     draw = random.Random(seed)
-    known = [judged(problem, plans) for plans in uniforms(problem).values()]
+    known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
 
     def between(values: list[float]) -> float | None:
         low, high = min(values), max(values)
@@ -38,25 +38,25 @@ def test_answers_keep_limits_and_are_no_worse_than_uniform_plans(name: str, make
     for seed in range(1 if name == "bert2" else 3):
         problem = replace(limited(make(name, seed=seed), seed), least=least)
         if least == "seconds":
-            worst = max(judged(problem, plans).variance for plans in uniforms(problem).values())
+            worst = max(evaluate_plan(problem, plans).variance for plans in uniforms(problem).values())
             problem = replace(problem, variance=worst * random.Random(seed).random())
-        known = [judged(problem, plans) for plans in uniforms(problem).values()]
+        known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
         fit = [each for each in known if not each.exceeds(problem)]
         if (answer := found_or_refused(problem)) is None:
             assert not fit
             continue
-        assert answer.judged == judged(problem, answer.plans)
+        assert answer.judged == evaluate_plan(problem, answer.plans)
         assert answer.fits
         assert all(answer.value <= each.value(problem) for each in fit)
-        assert answer.plans == Greedy().allocate(problem).plans
+        assert answer.plans == PrecisionRecovery().allocate(problem).plans
         for each, found in problem.classes.items():
             if found.kept is not None:
                 assert answer.plans[each] == found.kept
 
 
-def found_or_refused(problem: Problem) -> Answer | None:
+def found_or_refused(problem: Problem) -> PlanResult | None:
     try:
-        return Greedy().allocate(problem)
+        return PrecisionRecovery().allocate(problem)
     except PlanError as error:
         refused = error
     assert "more than allowed" in str(refused)
@@ -66,9 +66,9 @@ def found_or_refused(problem: Problem) -> Answer | None:
 
 def test_nothing_that_is_left_can_be_widened() -> None:
     problem = fleet("mlp")
-    problem = replace(problem, seconds=judged(problem, problem.uniform()).seconds * 1.02)
-    answer = Greedy().allocate(problem)
-    judge = Judge(problem, answer.plans)
+    problem = replace(problem, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.02)
+    answer = PrecisionRecovery().allocate(problem)
+    judge = PlanEvaluator(problem, answer.plans)
     part = problem.classes["slow"]
     for operator, known in part.choices.items():
         now = known.index(answer.plans["slow"][operator])
@@ -79,7 +79,7 @@ def test_nothing_that_is_left_can_be_widened() -> None:
 
 
 def test_without_limits_everything_is_recovered() -> None:
-    answer = Greedy().allocate(alone("mlp"))
+    answer = PrecisionRecovery().allocate(alone("mlp"))
     assert answer.judged.variance == 0
     assert set(answer.plans["device"].values()) == {"fp32"}
 
@@ -98,7 +98,7 @@ def test_equal_blocks_are_searched_once_and_start_alike() -> None:
             tried *= len(unit.formats)
         assert tried <= TRIED
     problem = alone("bert2")
-    start = initial(part, own, Judge(problem, problem.uniform()), "device")
+    start = initial(part, own, PlanEvaluator(problem, problem.uniform()), "device")
     for equal in found:
         assert len({tuple(start[unit.operators[0]] for unit in block) for block in equal.units}) == 1
 
@@ -107,8 +107,8 @@ def test_the_start_is_the_fastest_of_a_small_model() -> None:
     """All of it is one part, so that every plan is tried."""
     problem = alone("mlp")
     part = problem.classes["device"]
-    start = initial(part, units(part), Judge(problem, problem.uniform()), "device")
-    judge = Judge(problem, problem.uniform())
+    start = initial(part, units(part), PlanEvaluator(problem, problem.uniform()), "device")
+    judge = PlanEvaluator(problem, problem.uniform())
     draw = random.Random(0)
     others = [{op: draw.choice(known) for op, known in part.choices.items()} for _ in range(50)]
     fastest = judge.become({"device": start}).seconds
@@ -118,8 +118,8 @@ def test_the_start_is_the_fastest_of_a_small_model() -> None:
 def test_tied_operators_get_one_format() -> None:
     problem = fleet("bert2")
     tied = [list(group) for group in zip(*_layers(problem), strict=True)]
-    problem = replace(problem, tied=tied, seconds=judged(problem, problem.uniform()).seconds * 1.05)
-    answer = Greedy().allocate(problem)
+    problem = replace(problem, tied=tied, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.05)
+    answer = PrecisionRecovery().allocate(problem)
     assert answer.fits and tied
     for group in tied:
         assert len({answer.plans["slow"][operator] for operator in group}) == 1
@@ -132,7 +132,7 @@ def test_operators_without_a_common_format_are_not_tied() -> None:
     fixed = next(op for op, known in part.choices.items() if "int8" not in known)
     only = replace(part, formats=("int8", "bf16"))
     problem = replace(problem, classes={"device": replace(only)}, tied=[[narrow, fixed]])
-    plans = Greedy().allocate(problem).plans
+    plans = PrecisionRecovery().allocate(problem).plans
     assert {plans["device"][op] for op in (narrow, fixed)} == {"bf16"}
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from qsync_fx.allocator import Judge, Problem, judged
+from qsync_fx.allocator import PlanEvaluator, Problem, evaluate_plan
 from qsync_fx.allocator.problem import uniforms
-from qsync_fx.allocator.recovery import Greedy, initial, units
+from qsync_fx.allocator.recovery import PrecisionRecovery, initial, units
 from tests.support import tiers
 from tests.support.planning.catalog_fleets import MODELS, of_catalog
 
@@ -20,7 +20,7 @@ COMPRESSIBLE = [name for name in MODELS if name != "perceptron"]
 def hybrid(problem: Problem, room: float | None) -> Problem:
     """Returns the problem of the paper: as fast as the narrowest uniform plan, in a part of the memory between it and the widest one."""
     plans = uniforms(problem)
-    narrow, wide = judged(problem, plans["int8"]), judged(problem, plans["fp32"])
+    narrow, wide = evaluate_plan(problem, plans["int8"]), evaluate_plan(problem, plans["fp32"])
     low, high = (found.classes["t4"].peak_bytes or 0 for found in (narrow, wide))
     memory = None if room is None else low + room * (high - low)
     t4 = replace(problem.classes["t4"], memory=memory)
@@ -31,17 +31,17 @@ def hybrid(problem: Problem, room: float | None) -> Problem:
 @pytest.mark.parametrize("room", [None, 0.0, 0.3, 0.7])
 def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(name: str, room: float | None) -> None:
     problem = hybrid(of_catalog(name), room)
-    answer = Greedy().allocate(problem)
-    assert answer.judged == judged(problem, answer.plans)
+    answer = PrecisionRecovery().allocate(problem)
+    assert answer.judged == evaluate_plan(problem, answer.plans)
     assert answer.fits
     assert answer.plans["v100"] == problem.classes["v100"].uniform("fp32")
-    known = [judged(problem, plans) for plans in uniforms(problem).values()]
+    known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
     fit = [found.variance for found in known if not found.exceeds(problem)]
     assert fit
     assert answer.value <= min(fit)
     if room != 0.0:
         assert answer.value < min(fit), "T4 wait for V100 in narrow formats: there is something to recover"
-    assert answer.plans == Greedy().allocate(problem).plans
+    assert answer.plans == PrecisionRecovery().allocate(problem).plans
 
 
 @pytest.mark.parametrize("name", COMPRESSIBLE)
@@ -50,7 +50,7 @@ def test_memory_is_shared_out_by_how_far_parts_can_be_compressed(name: str) -> N
         problem = hybrid(of_catalog(name), room)
         part = problem.classes["t4"]
         assert part.memory is not None
-        start = initial(part, units(part), Judge(problem, problem.uniform()), "t4")
-        found = judged(problem, {**problem.uniform(), "t4": start}).classes["t4"]
+        start = initial(part, units(part), PlanEvaluator(problem, problem.uniform()), "t4")
+        found = evaluate_plan(problem, {**problem.uniform(), "t4": start}).classes["t4"]
         assert (found.peak_bytes or 0) <= part.memory
-        assert found.computing <= judged(problem, problem.uniform()).classes["t4"].computing
+        assert found.computing <= evaluate_plan(problem, problem.uniform()).classes["t4"].computing

@@ -21,7 +21,7 @@ from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.cuda.selection.candidates import candidates
 from qsync_fx.backend.cuda.selection.select import decide, known, way
-from qsync_fx.backend.cuda.tuning import Choice, Environment, Table
+from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
 from qsync_fx.backend.operators import linear
 from qsync_fx.backend.operators.gemm import dispatch
 from qsync_fx.backend.operators.gemm.precompile_problems import _quantizers, computed, problems_of
@@ -34,15 +34,15 @@ from tests.support.computing.lowered_layers import OUT, Geometry, Layer, leaf, r
 from tests.support.computing.products_in_fp64 import SEED
 
 
-def everything(arch: Arch, problems: list[Problem]) -> Table:
+def everything(arch: Arch, problems: list[Problem]) -> TuningTable:
     """Returns a table that has kernels win every problem that there are any for."""
     choices = {}
     for problem in problems:
         found = way(problem, arch, known)
         if not isinstance(found, str):
             name = found.configs[0].name
-            choices[problem.bucket()] = Choice(problem.bucket(), name, {"torch": 2.0, name: 1.0})
-    return Table(Environment("", "", "", "", "", 1), choices)
+            choices[problem.bucket()] = TunedChoice(problem.bucket(), name, {"torch": 2.0, name: 1.0})
+    return TuningTable(Environment("", "", "", "", "", 1), choices)
 
 
 @contextlib.contextmanager

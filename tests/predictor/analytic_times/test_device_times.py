@@ -15,8 +15,8 @@ from qsync_fx import Plan
 from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import FORMATS
-from qsync_fx.graph.operand_formats import State
-from qsync_fx.predictor.analytic_times import DeviceTimes, Product, Window, convolution, product
+from qsync_fx.graph.operand_formats import OperandState
+from qsync_fx.predictor.analytic_times import ConvolutionShape, DeviceTimes, ProductShape, convolution, product
 from qsync_fx.predictor.cost_mapper import scheduled, states
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
 from qsync_fx.predictor.model.model_graph import state_named
@@ -56,7 +56,7 @@ def test_the_sides_of_convolutions_are_those_of_the_layers() -> None:
     for name, sides in found.items():
         layer = model[name.partition("/")[0]]
         assert isinstance(layer, nn.Conv2d)
-        assert isinstance(sides, Window)
+        assert isinstance(sides, ConvolutionShape)
         assert (sides.c, sides.k, sides.r) == (layer.in_channels, layer.out_channels, layer.kernel_size[0])
         assert (sides.stride, sides.padding) == (layer.stride[0], layer.padding[0])
 
@@ -65,10 +65,10 @@ def test_the_sides_of_products_are_those_of_the_factors() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
     found = {op.id: times.sides(op.id) for op in times.graph.operators if times.sides(op.id) is not None}
     assert list(found.values()) == [
-        Product(8, 128, 128, 1024),
-        Product(1, 1024, 4096, 1024),
-        Product(1, 1024, 1024, 4096),
-        Product(8, 128, 1024, 128),
+        ProductShape(8, 128, 128, 1024),
+        ProductShape(1, 1024, 4096, 1024),
+        ProductShape(1, 1024, 1024, 4096),
+        ProductShape(8, 128, 1024, 128),
     ]
 
 
@@ -76,7 +76,7 @@ def test_the_sides_of_products_are_those_of_the_factors() -> None:
 @example((1, 1, 2, 1))
 def test_four_numbers_give_the_four_sides_of_a_product(sides: tuple[int, ...]) -> None:
     b, m, n, k = sides
-    assert product(b * m * k, b * k * n, b * m * n, 2 * b * m * n * k) == Product(b, m, n, k)
+    assert product(b * m * k, b * k * n, b * m * n, 2 * b * m * n * k) == ProductShape(b, m, n, k)
     # Other numbers may be those of other sides: (2, 2, 2) is twice (1, 1, 1).
     sizes = b * m * k + 1, b * k * n, b * m * n
     other = product(*sizes, 2 * b * m * n * k)
@@ -112,25 +112,25 @@ def test_a_convolution_is_found_that_reads_and_makes_as_much(
 def test_a_layer_takes_what_its_three_products_take() -> None:
     graph, fp16 = graph_of("wide"), FORMATS["fp16"]
     times = DeviceTimes(T4, graph)
-    found = times.operator("up/linear", State(fp16, fp16))
+    found = times.operator("up/linear", OperandState(fp16, fp16))
     assert found.interpolated
     assert found.forward == T4.gemm_seconds(4096, 1024, 1024, "fp16", "tn")
     # Nobody asks for the gradient of the input of the first layer.
     assert found.backward == T4.gemm_seconds(1024, 4096, 1024, "fp16", "nt")
-    both = times.operator("down/linear", State(fp16, fp16)).backward
+    both = times.operator("down/linear", OperandState(fp16, fp16)).backward
     assert both == T4.gemm_seconds(4096, 1024, 1024, "fp16", "nn") + T4.gemm_seconds(4096, 1024, 1024, "fp16", "nt")
 
 
 def test_gradients_of_int8_layers_are_computed_in_what_they_are_rounded_to() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
     int8, fp16, fp32 = (
-        times.operator("down/linear", State(FORMATS[name], FORMATS[output]))
+        times.operator("down/linear", OperandState(FORMATS[name], FORMATS[output]))
         for name, output in (("int8", "fp16"), ("fp16", "fp16"), ("fp32", "fp32"))
     )
     assert int8.backward == fp16.backward < fp32.backward
     assert int8.forward != fp16.forward < fp32.forward
     a100 = DeviceTimes(get("a100"), graph_of("wide", "a100"))
-    assert a100.operator("down/linear", State(FORMATS["bf16"], FORMATS["bf16"])).forward < fp16.forward
+    assert a100.operator("down/linear", OperandState(FORMATS["bf16"], FORMATS["bf16"])).forward < fp16.forward
 
 
 @pytest.mark.parametrize("name", [*OWN, "resnet"])
@@ -139,7 +139,7 @@ def test_every_state_of_every_operator_has_a_time_and_a_plan_a_schedule(name: st
     times = DeviceTimes(T4, graph)
     for operator in graph.operators:
         for precision, output in operator.costs:
-            state = State(FORMATS[precision] if precision else None, FORMATS[output] if output else None)
+            state = OperandState(FORMATS[precision] if precision else None, FORMATS[output] if output else None)
             found = times.operator(operator.id, state)
             assert 0 <= found.forward < 1
             assert 0 <= found.backward < 1
@@ -156,10 +156,10 @@ def test_what_is_computed_again_takes_its_time_again() -> None:
     assert inside
     outside = next(op for op in graph.operators if not op.repeated and times.sides(op.id))
     for operator in inside:
-        state = next(State(FORMATS[a or ""], FORMATS[b or ""]) for a, b in operator.costs)
+        state = next(OperandState(FORMATS[a or ""], FORMATS[b or ""]) for a, b in operator.costs)
         found = times.operator(operator.id, state)
         assert found.backward > 2 * found.forward * 0.9
-    assert times.operator(outside.id, State(fp32, fp32)).forward > 0
+    assert times.operator(outside.id, OperandState(fp32, fp32)).forward > 0
 
 
 def test_casts_take_what_their_bytes_take() -> None:
@@ -177,10 +177,10 @@ def test_what_is_not_known_is_an_error_that_names_it() -> None:
     graph = graph_of("wide")
     times = DeviceTimes(T4, graph)
     with pytest.raises(ProfileError, match="no operator 'up/linaer'") as raised:
-        times.operator("up/linaer", State(FORMATS["fp16"], FORMATS["fp16"]))
+        times.operator("up/linaer", OperandState(FORMATS["fp16"], FORMATS["fp16"]))
     assert "up/linear" in str(raised.value)
     with pytest.raises(ProfileError, match="no cost of the state bf16->bf16"):
-        times.operator("up/linear", State(FORMATS["bf16"], FORMATS["bf16"]))
+        times.operator("up/linear", OperandState(FORMATS["bf16"], FORMATS["bf16"]))
     with pytest.raises(ProfileError, match="explained for t4") as raised:
         DeviceTimes(get("a100"), graph)
     assert 'options={"target": "a100"}' in str(raised.value)
@@ -194,7 +194,7 @@ def test_sizes_that_are_no_numbers_are_an_error_that_says_how_to_give_them() -> 
     torch._dynamo.mark_dynamic(x, 0)
     graph = build_model_graph(qsync_fx.explain(model, x, options={"target": "t4"}), ["fp32", "fp16"])
     with pytest.raises(ProfileError, match="is not known") as raised:
-        DeviceTimes(T4, graph).operator("up/linear", State(FORMATS["fp16"], FORMATS["fp16"]))
+        DeviceTimes(T4, graph).operator("up/linear", OperandState(FORMATS["fp16"], FORMATS["fp16"]))
     assert "give sizes first" in str(raised.value)
 
 
@@ -213,6 +213,6 @@ def test_a_convolution_of_another_batch_is_known_by_its_sides() -> None:
     ours, theirs = DeviceTimes(T4, sized), DeviceTimes(T4, there)
     for operator in there.operators:
         assert ours.sides(operator.id) == theirs.sides(operator.id)
-        assert ("conv" in operator.row) == isinstance(theirs.sides(operator.id), Window)
+        assert ("conv" in operator.row) == isinstance(theirs.sides(operator.id), ConvolutionShape)
         for names in operator.costs:
             assert ours.operator(operator.id, state_named(names)) == theirs.operator(operator.id, state_named(names))

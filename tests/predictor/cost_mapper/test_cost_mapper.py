@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx import Plan, PlanError, ProfileError
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.times import Part, Schedule, Seconds
 from tests.support.planning.predicted_models import FORMATS, DrawnTimes, adjustable, graph_of, plans
@@ -112,7 +112,7 @@ def test_unpacking_is_of_what_is_kept_in_a_scaled_format() -> None:
 
 def test_what_cannot_be_changed_is_an_error_and_changes_nothing() -> None:
     class Partial(DrawnTimes):
-        def operator(self, operator: str, state: State, around: object) -> Seconds:
+        def operator(self, operator: str, state: OperandState, around: object) -> Seconds:
             return Seconds(float("nan") if str(state.precision) == "int8" else 1.0, 1.0)
 
     mapper = CostMapper(graph_of("mlp"), Partial(), Plan.uniform("bf16"))

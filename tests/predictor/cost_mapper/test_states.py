@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from qsync_fx import Plan, PlanError
 from qsync_fx.diagnostics import Explanation
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import casts
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from tests.support.planning.predicted_models import explained, graph_of, plans
@@ -30,7 +30,7 @@ def agree(found: States, told: Explanation) -> None:
     operators = {str(op.id): op for op in told.operators if not node_metadata.bodies(op.node)}
     assert operators.keys() == found.graph.places.keys()
     for name, op in operators.items():
-        assert found.of(name) == State.of(op.note), name
+        assert found.of(name) == OperandState.of(op.note), name
         assert op.note.cost is not None
         number = found.graph.operator(name).graph
         kept = {(called(tensor, number), how): size for (tensor, how), size in op.note.cost.saved.items()}
@@ -38,7 +38,7 @@ def agree(found: States, told: Explanation) -> None:
     expected: Counter[tuple[object, ...]] = Counter()
     for at, part in enumerate(told.graphs):
         flow = part.costing.flow
-        for cast in casts(flow, {site.node: State.of(operators[str(site.id)].note) for site in flow.sites}):
+        for cast in casts(flow, {site.node: OperandState.of(operators[str(site.id)].note) for site in flow.sites}):
             assert cast.owner is not None
             source = called(cast.source.name, at)
             expected[str(flow.by_node[cast.owner].id), source, str(cast.before), str(cast.after), cast.wanted] += 1

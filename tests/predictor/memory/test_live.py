@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx.predictor.cost_mapper import States, states
-from qsync_fx.predictor.memory import KeptTerm, kept_terms, live_buffers, step_memory
+from qsync_fx.predictor.memory import SavedTerm, live_buffers, saved_terms, step_memory
 from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import lives
 from qsync_fx.predictor.memory.forward import Forward
@@ -15,7 +15,7 @@ from tests.support.planning.predicted_models import graph_of, plans
 NAMES = ("mlp", "odd", "checkpointed", "tied", "vgg")
 
 
-def there(term: KeptTerm, found: States, before: int) -> bool:
+def there(term: SavedTerm, found: States, before: int) -> bool:
     return any(one.until <= before and found.names[one.place] == one.state for one in term.keepers)
 
 
@@ -40,7 +40,7 @@ def test_buffers_of_a_moment_are_what_the_step_holds_then(name: str, data: st.Da
 def test_terms_say_no_less_than_what_is_kept(name: str, data: st.DataObject) -> None:
     graph = graph_of(name)
     found = states(graph, data.draw(plans(name)))
-    terms = kept_terms(graph)
+    terms = saved_terms(graph)
     assert len({(term.value, term.format) for term in terms}) == len(terms)
     forward = Forward(found)
     backward = Backward(forward).tasks

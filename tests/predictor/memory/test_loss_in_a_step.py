@@ -10,7 +10,15 @@ import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import states
-from qsync_fx.predictor.memory import Category, LossMemory, Orders, Training, live_buffers, most_bytes, step_memory
+from qsync_fx.predictor.memory import (
+    Category,
+    LossMemory,
+    Orders,
+    TrainingMemory,
+    live_buffers,
+    most_bytes,
+    step_memory,
+)
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
 from qsync_fx.profiler.timing.measured_memory import loss_memory, measured_peak
 from tests.support.planning.predicted_models import graph_of
@@ -32,8 +40,8 @@ def graph_of_wide() -> ModelGraph:
 
 def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer() -> None:
     found = states(graph_of("mlp"), Plan("fp32"))
-    without = step_memory(found, Training(loss=LossMemory())).moments
-    moments = step_memory(found, Training(loss=LossMemory(held=1000, most=50_000))).moments
+    without = step_memory(found, TrainingMemory(loss=LossMemory())).moments
+    moments = step_memory(found, TrainingMemory(loss=LossMemory(held=1000, most=50_000))).moments
     more = [one.bytes - before.bytes for one, before in zip(moments, without, strict=True)]
     at = {place: {more[i] for i, one in enumerate(moments) if one.place == place} for place in ("forward", "optimizer")}
     assert at == {"forward": {0}, "optimizer": {0}}
@@ -45,18 +53,18 @@ def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer()
 
 def test_a_gradient_that_the_pass_begins_with_goes_where_it_is_read_last() -> None:
     """Autograd holds none of them; in BF16 it is read once, by what makes a copy in BF16 of it."""
-    there = with_the_gradient(Training(loss=LossMemory()))
+    there = with_the_gradient(TrainingMemory(loss=LossMemory()))
     assert there[0] and not there[-1]
 
 
-def with_the_gradient(training: Training | None) -> list[bool]:
+def with_the_gradient(training: TrainingMemory | None) -> list[bool]:
     live = [one for one in live_buffers(states(graph_of_wide(), Plan("bf16")), training) if one.backward]
     return [4 * ROWS * WIDE in one.bytes.values() for one in live]
 
 
-@pytest.mark.parametrize("training", [None, Training()])
+@pytest.mark.parametrize("training", [None, TrainingMemory()])
 def test_where_no_loss_is_known_that_gradient_is_held_throughout_as_much_as_a_loss_may_keep(
-    training: Training | None,
+    training: TrainingMemory | None,
 ) -> None:
     assert all(with_the_gradient(training))
 
@@ -65,11 +73,11 @@ def test_where_no_loss_is_known_that_gradient_is_held_throughout_as_much_as_a_lo
 @pytest.mark.parametrize("name", ["mlp", "odd", "vgg"])
 def test_a_loss_that_is_not_known_is_foreseen_to_take_no_less_than_one_that_keeps_nothing(name: str, fmt: str) -> None:
     found = states(graph_of(name), Plan(fmt))
-    unknown, nothing = Orders.of(found), Orders.of(found, Training(loss=LossMemory()))
+    unknown, nothing = Orders.of(found), Orders.of(found, TrainingMemory(loss=LossMemory()))
     pairs = ((unknown.expected, nothing.expected), (unknown.written, nothing.written))
     for held, freed in pairs:
         assert step_memory(found, None, held).peak.bytes >= step_memory(found, None, freed).peak.bytes
-    assert most_bytes(found) >= most_bytes(found, Training(loss=LossMemory()))
+    assert most_bytes(found) >= most_bytes(found, TrainingMemory(loss=LossMemory()))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
@@ -90,5 +98,5 @@ def test_a_step_with_its_loss_holds_what_is_foreseen(fmt: str, loss: object) -> 
 
         step()
         real = measured_peak(step)
-    training = Training(loss=loss_memory(of, torch.zeros(ROWS, WIDE)))
+    training = TrainingMemory(loss=loss_memory(of, torch.zeros(ROWS, WIDE)))
     assert step_memory(states(graph, Plan(fmt)), training).step_bytes == pytest.approx(real, rel=0.03)

@@ -22,9 +22,9 @@ from qsync_fx.predictor.memory import (
     Anchor,
     Category,
     LiveBuffers,
-    Memory,
     OptimizerMemory,
-    Training,
+    StepMemory,
+    TrainingMemory,
     anchored_bytes,
     live_buffers,
     peak_bytes,
@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 NAMES = ("mlp", "odd", "broken", "checkpointed", "tied", "vgg")
 
 
-def saved(memory: Memory) -> int:
+def saved(memory: StepMemory) -> int:
     return max(moment.of(Category.SAVED) for moment in memory.moments)
 
 
@@ -48,7 +48,7 @@ def saved(memory: Memory) -> int:
 @given(data=st.data())
 def test_of_any_plan_parameters_stay_and_gradients_are_all_there_in_the_end(name: str, data: st.DataObject) -> None:
     graph = graph_of(name)
-    memory = step_memory(states(graph, data.draw(plans(name))), Training(ADAM))
+    memory = step_memory(states(graph, data.draw(plans(name))), TrainingMemory(ADAM))
     trained = [p for p in graph.parameters if p.trained]
     gradients = sum(int(p.numel) * p.dtype_bytes for p in trained)
     assert {moment.of(Category.PARAMETERS) for moment in memory.moments} == {memory.moments[0].of(Category.PARAMETERS)}
@@ -83,16 +83,16 @@ def test_a_copy_of_a_weight_is_kept_beside_it_where_a_product_reads_it_in_anothe
 @pytest.mark.parametrize("optimizer", [OptimizerMemory(), MOMENTUM, ADAM])
 def test_the_optimizer_counts_by_what_it_keeps_and_takes(optimizer: OptimizerMemory) -> None:
     found = states(graph_of("mlp"), Plan("bf16"))
-    without, memory = step_memory(found), step_memory(found, Training(optimizer))
+    without, memory = step_memory(found), step_memory(found, TrainingMemory(optimizer))
     numels = [int(p.numel) for p in graph_of("mlp").parameters]
     assert memory.held_bytes - without.held_bytes == optimizer.state * sum(numels) * 4
     assert memory.moments[-1].of(Category.TEMPORARY) == optimizer.step_bytes(numels)
-    assert peak_bytes(found, Training(optimizer)) == memory.peak.bytes
+    assert peak_bytes(found, TrainingMemory(optimizer)) == memory.peak.bytes
 
 
 def test_buckets_are_a_copy_of_all_gradients() -> None:
     found = states(graph_of("mlp"), Plan("fp32"))
-    more = step_memory(found, Training(buckets=True)).peak.bytes - step_memory(found).peak.bytes
+    more = step_memory(found, TrainingMemory(buckets=True)).peak.bytes - step_memory(found).peak.bytes
     assert more == sum(int(p.numel) * 4 for p in graph_of("mlp").parameters)
 
 
@@ -289,7 +289,7 @@ def test_torchs_tracker_counts_the_same_parameters_gradients_and_states() -> Non
     torch._dynamo.reset()
     real = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
     graph = build_model_graph(qsync_fx.explain(real, torch.randn(256, 64)), ("fp32",))
-    end = step_memory(states(graph, Plan("fp32")), Training(ADAM)).moments[-1]
+    end = step_memory(states(graph, Plan("fp32")), TrainingMemory(ADAM)).moments[-1]
     told = {str(getattr(kind, "value", kind)): size for kind, size in held.items()}
     assert end.of(Category.PARAMETERS) == told["Parameter"] + told["Other"]  # the batch
     assert end.of(Category.GRADIENTS) == told["Gradient"]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replayer.cluster import CLUSTER, Cluster, Device, Network, Nodes, Size, memory_size
-from qsync_fx.predictor.replayer.collectives import Levels, Link, Measured
+from qsync_fx.predictor.replayer.cluster import CLUSTER, Cluster, ClusterDevice, Network, NodeGroup, Size, memory_size
+from qsync_fx.predictor.replayer.collectives import CollectiveLink, Levels, MeasuredCollectives
 
 GOOD = """
 [devices.v100]
@@ -47,10 +47,10 @@ def test_a_good_file(tmp_path: Path) -> None:
     path.write_text(GOOD)
     cluster = Cluster.load(path)
     assert cluster.ranks == 3
-    assert cluster.devices["t4"] == Device(
+    assert cluster.devices["t4"] == ClusterDevice(
         profile=str(tmp_path / "profiles/t4.json"), batch=16, memory=15.8e9, bandwidth=1.25e9, slowdown=1.1
     )
-    assert cluster.all_reduce == Link(1.25e9, 30e-6), "a ring is as fast as its slowest link"
+    assert cluster.all_reduce == CollectiveLink(1.25e9, 30e-6), "a ring is as fast as its slowest link"
     assert (cluster.overlap.compute, cluster.overlap.transfer) == (0.05, 0)
     assert (cluster.buckets.first_bytes, cluster.buckets.bytes) == (2**20, 50 * 2**20)
     assert cluster.compression is not None and cluster.compression.ratio == 0.25
@@ -158,10 +158,12 @@ def test_nodes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("[devices.a]\ncount = 8\n[network]\nbandwidth = 1e9\n[nodes]\nranks = 4\nbandwidth = 1e11\n")
     cluster = Cluster.load(path)
-    assert cluster.nodes == Nodes(4, 1e11)
-    assert cluster.all_reduce == cluster.exchange == Levels(Link(1e9), Link(1e11), 4)
-    assert replace(cluster, nodes=replace(cluster.nodes, ring=True)).all_reduce == Link(1e9)
-    assert replace(cluster, nodes=Nodes()).all_reduce == Link(1e9), "by default each device is a node of its own"
+    assert cluster.nodes == NodeGroup(4, 1e11)
+    assert cluster.all_reduce == cluster.exchange == Levels(CollectiveLink(1e9), CollectiveLink(1e11), 4)
+    assert replace(cluster, nodes=replace(cluster.nodes, ring=True)).all_reduce == CollectiveLink(1e9)
+    assert replace(cluster, nodes=NodeGroup()).all_reduce == CollectiveLink(1e9), (
+        "by default each device is a node of its own"
+    )
 
 
 def test_tables_of_nodes_are_met(tmp_path: Path) -> None:
@@ -170,15 +172,19 @@ def test_tables_of_nodes_are_met(tmp_path: Path) -> None:
     tables = "[nodes]\nranks = 2\ninside = [[1000, 0.25]]\nacross = [[2000, 4]]\ncount = 2\n"
     path.write_text("[devices.a]\ncount = 3\n[devices.b]\n[network]\nall_reduce = [[1000, 3]]\n" + tables)
     cluster = Cluster.load(path)
-    assert cluster.all_reduce == Measured(((1000, 3),), 4)
-    assert cluster.exchange == Levels(Measured(((2000, 4),), 2), Measured(((1000, 0.25),), 2), 2)
+    assert cluster.all_reduce == MeasuredCollectives(((1000, 3),), 4)
+    assert cluster.exchange == Levels(MeasuredCollectives(((2000, 4),), 2), MeasuredCollectives(((1000, 0.25),), 2), 2)
     assert cluster.exchange.seconds([1000, 2000], 4).tolist() == [0.25 + 4, 0.5 + 4]
     assert cluster.exchange.seconds([1000, 2000], 8).tolist() == [0.25 + 6, 0.5 + 6], "of four nodes, 3/2 for 2/2"
     linked = replace(cluster, network=Network(1e3), nodes=replace(cluster.nodes, ring=True))
-    assert linked.all_reduce == Link(1e3)
-    assert replace(linked, nodes=Nodes(2, 1e9, ring=True), devices={"a": Device(4)}).exchange.across == Link(1e3)
-    whole = replace(cluster, devices={"a": Device(2)}, nodes=Nodes(2, 1e9))
-    assert whole.all_reduce == Measured(((1000, 3),), 2), "all ranks share one node, of which the table is, then"
+    assert linked.all_reduce == CollectiveLink(1e3)
+    assert replace(
+        linked, nodes=NodeGroup(2, 1e9, ring=True), devices={"a": ClusterDevice(4)}
+    ).exchange.across == CollectiveLink(1e3)
+    whole = replace(cluster, devices={"a": ClusterDevice(2)}, nodes=NodeGroup(2, 1e9))
+    assert whole.all_reduce == MeasuredCollectives(((1000, 3),), 2), (
+        "all ranks share one node, of which the table is, then"
+    )
 
 
 def test_an_unknown_key_gets_the_nearest_name(tmp_path: Path) -> None:
@@ -204,19 +210,19 @@ def test_python_is_checked_like_files() -> None:
     with pytest.raises(ProfileError, match="has no devices"):
         Cluster({})
     for devices, network, says in (
-        ({"a": Device(count=0)}, None, "has the count 0, which must be above 0"),
-        ({"a": Device(slowdown=float("nan"))}, None, "has the slowdown nan"),
-        ({"a": Device()}, Network(bandwidth=-1.0), "has the bandwidth -1.0"),
+        ({"a": ClusterDevice(count=0)}, None, "has the count 0, which must be above 0"),
+        ({"a": ClusterDevice(slowdown=float("nan"))}, None, "has the slowdown nan"),
+        ({"a": ClusterDevice()}, Network(bandwidth=-1.0), "has the bandwidth -1.0"),
     ):
         with pytest.raises(ProfileError, match=says) as caught:
             Cluster(devices, network)
         assert caught.value.where in ("devices.a", "network")
     with pytest.raises(ProfileError, match="says of the link of 'a' no bandwidth"):
-        _ = Cluster({"a": Device(count=2)}).all_reduce
+        _ = Cluster({"a": ClusterDevice(count=2)}).all_reduce
 
 
 def test_a_table_is_met_and_goes_on() -> None:
-    table = Measured([(2.0**20, 1e-3), (2.0**10, 2e-5), (2.0**26, 0.05)], ranks=4)
+    table = MeasuredCollectives([(2.0**20, 1e-3), (2.0**10, 2e-5), (2.0**26, 0.05)], ranks=4)
     sizes = np.array([1.0, 2**10, 2**15, 2**20, 2**26, 2**27])
     seconds = table.seconds(sizes, ranks=4)
     assert seconds[[0, 1, 3, 4, 5]].tolist() == pytest.approx([2e-5, 2e-5, 1e-3, 0.05, 0.1])
@@ -227,5 +233,7 @@ def test_a_table_is_met_and_goes_on() -> None:
 
 
 def test_a_ring() -> None:
-    assert Link(1e9, 1e-5).seconds([0, 4e6], ranks=4).tolist() == pytest.approx([0, 1e-5 + 1.5 * 4e-3])
-    assert Cluster({"a": Device(count=8)}, Network(all_reduce=[(4, 1e-5)])).all_reduce == Measured(((4, 1e-5),), 8)
+    assert CollectiveLink(1e9, 1e-5).seconds([0, 4e6], ranks=4).tolist() == pytest.approx([0, 1e-5 + 1.5 * 4e-3])
+    assert Cluster({"a": ClusterDevice(count=8)}, Network(all_reduce=[(4, 1e-5)])).all_reduce == MeasuredCollectives(
+        ((4, 1e-5),), 8
+    )

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from benchmarks.published import communication_study
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replayer.collectives import EXCHANGES, Exchange, Sample
+from qsync_fx.predictor.replayer.collectives import EXCHANGES, CollectiveSample, Exchange
 
 
 def test_networks_that_were_left_out() -> None:
@@ -46,9 +46,9 @@ def test_fitting_finds_what_made_the_samples_past_a_misprint(travel: float, codi
     for width in (0.28, 0.5, 1.0, 2.0) * 4:
         elements = draw.uniform(1e6, 1e8)
         without = 1 + 4 * travel * elements
-        samples.append(Sample(elements, width, without, exchange.seconds(elements, width, without)))
+        samples.append(CollectiveSample(elements, width, without, exchange.seconds(elements, width, without)))
     wrong = samples[3]
-    samples[3] = Sample(wrong.elements, wrong.element_bytes, wrong.without, 2 * wrong.seconds)
+    samples[3] = CollectiveSample(wrong.elements, wrong.element_bytes, wrong.without, 2 * wrong.seconds)
     found = Exchange.fit(samples)
     for one in samples[:3] + samples[4:]:
         assert found.seconds(one.elements, one.element_bytes, one.without) == pytest.approx(one.seconds, rel=5e-3)
@@ -57,4 +57,4 @@ def test_fitting_finds_what_made_the_samples_past_a_misprint(travel: float, codi
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_samples_of_one_width_tell_nothing(count: int) -> None:
     with pytest.raises(ProfileError, match="do not tell travelling from coding"):
-        Exchange.fit([Sample(1e6 * at, 1.0, 1.0, 0.9) for at in range(1, count + 1)])
+        Exchange.fit([CollectiveSample(1e6 * at, 1.0, 1.0, 0.9) for at in range(1, count + 1)])

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 from simulation import Device, simulated
 
 from qsync_fx.predictor.replayer.cluster_step import Incremental, whole
-from qsync_fx.predictor.replayer.device_timeline import Local, Overlap, Step, iteration, local, steady, step
+from qsync_fx.predictor.replayer.device_timeline import DeviceStep, Local, Overlap, iteration, local, steady, step
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
@@ -112,7 +112,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
     )
 
 
-def equal(found: Step, wanted: tuple[list[float], list[float], list[float]]) -> None:
+def equal(found: DeviceStep, wanted: tuple[list[float], list[float], list[float]]) -> None:
     for ours, simulated_ones in zip((found.sent, found.arrived, found.done), wanted, strict=True):
         assert_allclose(ours, simulated_ones, rtol=1e-9, atol=1e-9)
 

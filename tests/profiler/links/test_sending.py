@@ -12,9 +12,9 @@ import qsync_fx
 from qsync_fx import Cluster, Plan
 from qsync_fx.communication.codec_cost_model import by_bucket, of_speeds, slowed, uniform
 from qsync_fx.predictor.cost_mapper import CostMapper
-from qsync_fx.predictor.replayer.cluster import Buckets, Device, Network
-from qsync_fx.predictor.replayer.cluster_step import played
-from qsync_fx.profiler.links.joint_steps import CODEC, Together, Unsent
+from qsync_fx.predictor.replayer.cluster import Buckets, ClusterDevice, Network
+from qsync_fx.predictor.replayer.cluster_step import simulate
+from qsync_fx.profiler.links.joint_steps import CODEC, JointSteps, Unsent
 from qsync_fx.profiler.links.link_measurement import MOST, taken_in_steps
 from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 
@@ -33,21 +33,23 @@ def profile() -> Profile:
     return qsync_fx.devices.get("t4").profile(model, step, torch.randn(64, 512), precisions=("fp32",))
 
 
-def steps(profile: Profile, busy: float, slower: float, copies: float = 1e-9, coding: float | None = None) -> Together:
+def steps(
+    profile: Profile, busy: float, slower: float, copies: float = 1e-9, coding: float | None = None
+) -> JointSteps:
     """Returns steps as the replayer foresees them; this rank is twice as fast as the slowest."""
     schedule = CostMapper(profile.graph, profile.times(), PLAN).schedule()
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
     table = [(float(nbytes), seconds) for nbytes, seconds in TABLE]
     network = Network(all_reduce=table, ranks=2, busy=busy, coding=coding)
-    cluster = Cluster({"t4": Device(count=2, copies=copies, slowdown=slower)}, network, Buckets(2**20, 2**20))
+    cluster = Cluster({"t4": ClusterDevice(count=2, copies=copies, slowdown=slower)}, network, Buckets(2**20, 2**20))
     left, copied = schedule.seconds, schedule.seconds + 2 * nbytes * copies
-    sending, coded = float(played({"t4": schedule}, cluster).step.seconds), None
+    sending, coded = float(simulate({"t4": schedule}, cluster).step.seconds), None
     if coding is not None:
         rates = slowed(of_speeds(profile.codecs, ""), slower)
         how = by_bucket({"t4": schedule}, cluster, uniform(schedule.parameters, CODEC), rates)
-        coded = float(played({"t4": schedule}, cluster, how).step.seconds)
+        coded = float(simulate({"t4": schedule}, cluster, how).step.seconds)
     own, slowest = (Unsent(times * slower * left, times * slower * copied) for times in (0.5, 1.0))
-    return Together(own, slowest, sending, 2**20, coded)
+    return JointSteps(own, slowest, sending, 2**20, coded)
 
 
 @pytest.mark.parametrize("busy", [0.3, 0.6, 1.0, 1.7])

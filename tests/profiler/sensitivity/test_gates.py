@@ -12,7 +12,7 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
     """The error of the gradient that passes, against real noise in front."""
     from torch.fx import symbolic_trace
 
-    from qsync_fx.profiler.tensor_capture.nonsmooth_ops import Flips, Gate, gate
+    from qsync_fx.profiler.tensor_capture.nonsmooth_ops import Flips, NonsmoothOperator, gate
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 4, 16, 16, generator=generator)
@@ -32,7 +32,7 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
     assert found is not None
     _, places, rivals = found
     x = x.detach()
-    made = Gate("a", None, None, x.numel(), places, rivals)  # type: ignore[arg-type]
+    made = NonsmoothOperator("a", None, None, x.numel(), places, rivals)  # type: ignore[arg-type]
     flips = Flips(made.histogram(made.weights(slope, incoming)))
     exact = passed(x)
     for deviation in (0.3, 0.03):

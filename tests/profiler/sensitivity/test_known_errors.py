@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsync_fx.profiler.sensitivity.estimate import _Looking
+from qsync_fx.profiler.sensitivity.estimate import _SensitivityRun
 from qsync_fx.profiler.sensitivity.monte_carlo import MonteCarlo
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
 from qsync_fx.profiler.sensitivity.second_order import SecondOrder
@@ -51,7 +51,7 @@ def stack(middle: Callable[[], nn.Module]) -> nn.Module:
 def test_what_follows_in_the_format_errs_with_its_operator(middle: Callable[[], nn.Module]) -> None:
     """ "injected" lets an operator err as it does: where nothing is drawn that is what a run under the plan gives."""
     model = small_models.build(lambda: stack(middle))
-    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, batches()[0]) as now:
         found, truth = Injected().look(now()), MonteCarlo().look(now())
     assert found.keys() == truth.keys()
@@ -63,7 +63,7 @@ def test_what_follows_in_the_format_errs_with_its_operator(middle: Callable[[], 
 @pytest.mark.parametrize("middle", [nn.GELU, nn.Identity, lambda: nn.LayerNorm(64), Scaled, Forked, Joined])
 def test_second_derivatives_carry_the_very_errors(middle: Callable[[], nn.Module]) -> None:
     model = small_models.build(lambda: stack(middle))
-    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, batches()[0]) as now:
         found, truth = SecondOrder(draws=512).look(now()), MonteCarlo().look(now())
     for key, square in truth.items():
@@ -85,7 +85,7 @@ def test_gates_behind_an_operator_flip_where_its_errors_move_them(whole: bool) -
     model = held_in_bf16(model) if whole else model
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(64, 16, generator=generator) * 4).round() / 4
-    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, (x, torch.arange(64) % 10)) as now:
         found, truth = SecondOrder(draws=256).look(now()), MonteCarlo().look(now())
     for key, square in truth.items():

@@ -41,11 +41,11 @@ def test_exact_and_injected_are_what_quantized_runs_do(activation: type[nn.Modul
 @tiers.ALL
 def test_what_two_operators_add_adds_up() -> None:
     from qsync_fx.plan import Plan
-    from qsync_fx.profiler.sensitivity.estimate import _Looking
+    from qsync_fx.profiler.sensitivity.estimate import _SensitivityRun
     from qsync_fx.profiler.sensitivity.monte_carlo import lowered, truth
 
     model = small_models.build(lambda: wide(nn.GELU))
-    looking = _Looking(Captured(model), step, ["int8"], 0)
+    looking = _SensitivityRun(Captured(model), step, ["int8"], 0)
     with looking.at(0, batches()[0]) as now:
         one, exact = now(), now().gradients()
 
@@ -84,12 +84,12 @@ class Residual(nn.Module):
 
 
 def test_an_error_in_a_gradient_counts_for_its_operator_alone() -> None:
-    from qsync_fx.profiler.sensitivity.estimate import _Looking
+    from qsync_fx.profiler.sensitivity.estimate import _SensitivityRun
     from qsync_fx.profiler.sensitivity.noise_injection import Injected
     from qsync_fx.profiler.sensitivity.second_order import SecondOrder
 
     model = small_models.build(Residual)
-    looking = _Looking(Captured(model), step, ["bf16"], 0)
+    looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
     with looking.at(0, batches()[0]) as now:
         exact, injected = SecondOrder(draws=256).look(now()), Injected().look(now())
     assert exact.keys() == injected.keys()

@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self, gap: float, rate: float) -> None:
         self.gap, self.rate, self.now, self.link = gap, rate, 0.0, 0.0
-        clock, sent = self, allgather.Flight
+        clock, sent = self, allgather.PendingTransfers
 
         class Timed(sent):  # type: ignore[misc, valid-type]
             """Lets the link take its time when the last message of a segment is here."""
@@ -45,7 +45,7 @@ class Clock:
                 if number % 2 and not any(tag == number for _, tag in self._coming):  # no head
                     clock.link += max(mine[0], sum(theirs) / len(theirs)) / clock.rate
 
-        allgather.Flight = Timed
+        allgather.PendingTransfers = Timed
 
     def __call__(self) -> float:
         if threading.current_thread().name == "qsync communication":

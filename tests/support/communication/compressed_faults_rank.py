@@ -31,7 +31,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if rank == 0 and "bucket 1" in about and how == "payload":
             message[60:90] ^= 5
 
-    class Harmed(allreduce.Flight):
+    class Harmed(allreduce.PendingTransfers):
         """Harms what rank 1 sends first, and AQGB's message behind that, when it is here."""
 
         def __init__(self, group: Any, about: str) -> None:
@@ -48,7 +48,7 @@ def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if (rank, number) in self.first:
                 harm(self.first[rank, number], self._about)
 
-    allgather.Flight = allreduce.Flight = Harmed
+    allgather.PendingTransfers = allreduce.PendingTransfers = Harmed
     if how == "kill" and rank == 1:
         model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.communication.ddp_hook import Compression
+from qsync_fx.communication.ddp_hook import DdpCompressor
 from qsync_fx.distributed import check_replicas, compress
 
 
@@ -69,7 +69,7 @@ def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> Non
         found[name] = said(error)
 
 
-def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> tuple[nn.Module, Compression | None]:
+def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> tuple[nn.Module, DdpCompressor | None]:
     model = parallel(**how)
     handle = compress(model, codec, check_every=2) if codec is not None else None
     if hook is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
-from qsync_fx.allocator import Judge
+from qsync_fx.allocator import PlanEvaluator
 from qsync_fx.communication import hierarchical
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
@@ -23,7 +23,7 @@ from qsync_fx.distributed.consensus.rendezvous import Meeting
 from qsync_fx.distributed.node_topology import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import BETWEEN_NODES, between_nodes
-from qsync_fx.predictor.replayer.collectives import Measured
+from qsync_fx.predictor.replayer.collectives import MeasuredCollectives
 from tests.support.communication.compressed_training import parallel, refusal, said, sgd, train, weights
 from tests.support.communication.scaled_rank import Linear, given
 from tests.support.processes import ranks
@@ -185,10 +185,10 @@ def planned(rank: int, world: int) -> dict[str, Any]:
     if plan.answer is not None:
         problem = plan.answer.problem
         found["cluster"] = asdict(problem.cluster.nodes)
-        found["flat table"] = problem.cluster.all_reduce == Measured(
+        found["flat table"] = problem.cluster.all_reduce == MeasuredCollectives(
             tuple((float(nbytes), seconds) for nbytes, seconds in plan.survey.profiles["cpu"].collectives[0].seconds), 4
         )
-        how = Judge(problem, plan.answer.plans).options.coded[0]["qsgd8"]
+        how = PlanEvaluator(problem, plan.answer.plans).options.coded[0]["qsgd8"]
         found["sent"] = [how.nbytes, how.inside]
     return found
 

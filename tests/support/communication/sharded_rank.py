@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import qsync_fx
 from qsync_fx.communication import fsdp_hook
-from qsync_fx.communication.duo.sign_codecs import Signs
+from qsync_fx.communication.duo.sign_codecs import SignBit
 from qsync_fx.distributed import compress
 from qsync_fx.plan import ClusterPlan, Plan
 from tests.support.communication.compressed_training import refusal, said
@@ -172,7 +172,7 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     says("columns", lambda: compress(one, "1bit"))
     says("duo", lambda: compress(one, "duo4", optimizer=adam(one)))
     says("differ", lambda: compress(model(), "qsgd8" if rank else "qsgd4"))
-    says("differ in code", lambda: compress(model(), Signs(64 * (1 + rank))))
+    says("differ in code", lambda: compress(model(), SignBit(64 * (1 + rank))))
     part = Network()
     fully_shard(part.blocks[0], mesh=init_device_mesh("cpu", (world,)))
     says("part", lambda: compress(part, "qsgd8"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.tuning import Environment, RecordedTimer, Recording
+from qsync_fx.backend.cuda.tuning import Environment, RecordedTimer, TimingRecording
 
 INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
 BF16 = replace(INT8, a="bf16", b="bf16", a_scale="none", b_scale="none")
@@ -25,5 +25,5 @@ def timer(*seconds: list[float] | None) -> tuple[list[KernelConfig], RecordedTim
     return found, RecordedTimer({name: s for name, s in zip(names, seconds, strict=True) if s is not None})
 
 
-def recording(timings: dict[Problem, dict[str, list[float]]]) -> Recording:
-    return Recording(HERE, "sm_90a", timings)
+def recording(timings: dict[Problem, dict[str, list[float]]]) -> TimingRecording:
+    return TimingRecording(HERE, "sm_90a", timings)

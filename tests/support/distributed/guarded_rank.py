@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsync_fx
 from qsync_fx import ClusterPlan, Plan
-from qsync_fx.distributed import FoundPlan, Replanning, average_by_batch, check_replicas, guard
+from qsync_fx.distributed import FleetPlan, Replanning, average_by_batch, check_replicas, guard
 from tests.support.processes import ranks
 
 PLAN = ClusterPlan({"fast": Plan.uniform("fp32"), "slow": Plan("bf16", [("1", "int8")])}, ranks=["fast", "slow"])
@@ -75,7 +75,7 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     tries("DDP", compiled(parallel))
     other = ClusterPlan({**PLAN.classes, "slow": Plan.uniform("int8")}, ranks=PLAN.ranks)
     tries("plan", DistributedDataParallel(compiled(network(), other if odd else PLAN)))
-    replan = Replanning(FoundPlan(PLAN)) if odd else None
+    replan = Replanning(FleetPlan(PLAN)) if odd else None
     tries("replanning", DistributedDataParallel(compiled(network())), replan)
     tries("batch", DistributedDataParallel(compiled(network())), samples=2 + rank)
     model = DistributedDataParallel(compiled(network()))

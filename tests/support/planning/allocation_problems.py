@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from qsync_fx.allocator import DeviceClass, Problem
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
-from qsync_fx.predictor.memory import ADAM, Training
+from qsync_fx.predictor.memory import ADAM, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import StateNames
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, Device, Network
+from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Network
 from qsync_fx.predictor.times import TOLD_BY_NONE, Seconds
 from tests.support.planning.predicted_models import DrawnTimes, graph_of
 
@@ -36,17 +36,17 @@ def device_class(
 ) -> DeviceClass:
     """Returns a class that trains one of the models of `predicted_models`."""
     graph = graph_of(name)
-    training = Training(ADAM, buckets=True)
+    training = TrainingMemory(ADAM, buckets=True)
     return DeviceClass(graph, times(seed), drawn_sensitivity(graph, seed), formats, training=training)
 
 
 class PlainTimes(DrawnTimes):
     """Times that do not depend on neighbours, nor on whose a cast is: what a linear program can know."""
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         return self._drawn(operator, str(state))
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         return TOLD_BY_NONE
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
@@ -62,14 +62,14 @@ class OwnedTimes(PlainTimes):
 
 def alone(name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes) -> Problem:
     """Returns a problem of one device, without limits."""
-    return Problem({"device": device_class(name, formats, seed, times)}, Cluster({"device": Device()}))
+    return Problem({"device": device_class(name, formats, seed, times)}, Cluster({"device": ClusterDevice()}))
 
 
 def fleet(name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes) -> Problem:
     """Returns a problem of two devices that stay in FP32, and two slower ones that are open to choice; gradients in small buckets."""
     slow = device_class(name, formats, seed, times)
     fast = replace(slow, times=times(seed + 1), kept=slow.uniform("fp32"))
-    slower = Device(count=2, slowdown=1.5, delay=1e-4, batch=4, copies=3e-8)
-    devices = {"fast": Device(count=2, batch=4, copies=1e-8), "slow": slower}
+    slower = ClusterDevice(count=2, slowdown=1.5, delay=1e-4, batch=4, copies=3e-8)
+    devices = {"fast": ClusterDevice(count=2, batch=4, copies=1e-8), "slow": slower}
     cluster = Cluster(devices, Network(1e7, 1e-5, busy=0.4), Buckets(first_bytes=64, bytes=256))
     return Problem({"fast": fast, "slow": slow}, cluster)

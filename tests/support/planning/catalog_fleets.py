@@ -13,9 +13,9 @@ import qsync_fx
 from qsync_fx.allocator import DeviceClass, Problem
 from qsync_fx.devices import get
 from qsync_fx.predictor.analytic_times import DeviceTimes
-from qsync_fx.predictor.memory import MOMENTUM, Training
+from qsync_fx.predictor.memory import MOMENTUM, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
-from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from tests.support.planning.allocation_problems import drawn_sensitivity
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}
@@ -66,7 +66,7 @@ def sized(name: str, device: str, batch: int) -> DeviceClass:
         DeviceTimes(get(device), graph),
         drawn_sensitivity(graph),
         FORMATS[device],
-        training=Training(MOMENTUM, True),
+        training=TrainingMemory(MOMENTUM, True),
     )
 
 
@@ -74,5 +74,5 @@ def of_catalog(name: str, batch: int = 32, count: int = 2, bandwidth: float = 1.
     """Returns the problem of as many V100 in FP32 as T4."""
     classes = {device: sized(name, device, batch) for device in FORMATS}
     classes["v100"] = replace(classes["v100"], kept=classes["v100"].uniform("fp32"))
-    devices = {device: Device(count=count, device=device, batch=batch) for device in FORMATS}
+    devices = {device: ClusterDevice(count=count, device=device, batch=batch) for device in FORMATS}
     return Problem(classes, Cluster(devices, Network(bandwidth, 3e-5)))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.allocator import DeviceClass, Judge, Judged, Problem
-from qsync_fx.predictor.memory import ADAM, LossMemory, Training
+from qsync_fx.allocator import DeviceClass, Evaluation, PlanEvaluator, Problem
+from qsync_fx.predictor.memory import ADAM, LossMemory, TrainingMemory
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
 from tests.support.planning.predicted_models import DrawnTimes
@@ -66,12 +66,16 @@ def graph(seed: int) -> ModelGraph:
 def device(seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes) -> DeviceClass:
     found = graph(seed % 7)
     return DeviceClass(
-        found, times(seed), drawn_sensitivity(found, seed), formats, training=Training(ADAM, loss=LOSSES[seed % 3])
+        found,
+        times(seed),
+        drawn_sensitivity(found, seed),
+        formats,
+        training=TrainingMemory(ADAM, loss=LOSSES[seed % 3]),
     )
 
 
-def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Judged]]:
+def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Evaluation]]:
     choices = problem.classes[name].choices
-    judge = Judge(problem, problem.uniform())
+    judge = PlanEvaluator(problem, problem.uniform())
     plans = (dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values()))
     return [(plan, judge.become({name: plan})) for plan in plans]

@@ -15,7 +15,7 @@ import qsync_fx
 from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import states
-from qsync_fx.predictor.memory import LossMemory, Training, step_memory
+from qsync_fx.predictor.memory import LossMemory, TrainingMemory, step_memory
 from qsync_fx.predictor.model import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import measured_peak
 
@@ -38,4 +38,4 @@ def real_and_foreseen(model: nn.Module, x: Tensor, plan: Plan, built: bool = Fal
 
         step()
         # This loss keeps nothing.
-        return measured_peak(step), step_memory(states(graph, plan), Training(loss=LossMemory())).step_bytes
+        return measured_peak(step), step_memory(states(graph, plan), TrainingMemory(loss=LossMemory())).step_bytes

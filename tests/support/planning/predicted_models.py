@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.diagnostics import Explanation
-from qsync_fx.graph.operand_formats import State
+from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
 from qsync_fx.predictor.model.model_graph import StateNames
 from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
@@ -193,14 +193,14 @@ class DrawnTimes:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def operator(self, operator: str, state: State, around: Sequence[State | None]) -> Seconds:
+    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         return self._drawn(operator, str(state), *map(str, around))
 
-    def least(self, operator: str, state: State, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         around = [beside.get(by) for by in NEIGHBOURS]
         return self.operator(operator, state, around) if beside.keys() == set(NEIGHBOURS) else Seconds(0.0, 0.0)
 
-    def told_apart(self, operator: str, state: State) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         return [None] * len(NEIGHBOURS)
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:

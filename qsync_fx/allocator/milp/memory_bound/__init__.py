@@ -9,6 +9,6 @@ Invariant: at whole choices no expression is above what the judge says of that p
 From how many buffers gradients are computed, at least and at most, under any plan: a compiler writes down what comes from too many.
 """
 
-from qsync_fx.allocator.milp.memory_bound.lower_bound import Certain, Holds
+from qsync_fx.allocator.milp.memory_bound.lower_bound import LowerBoundTerm, MemoryLowerBound
 
-__all__ = ["Certain", "Holds"]
+__all__ = ["LowerBoundTerm", "MemoryLowerBound"]

@@ -16,29 +16,29 @@ from functools import cached_property
 
 from qsync_fx.allocator.milp.format_variables import Formats
 from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression
-from qsync_fx.allocator.milp.memory_bound.pending_gradients import Planned, Streams
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, add, factors
-from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment, Waiting, at_once, gradients
+from qsync_fx.allocator.milp.memory_bound.pending_gradients import PendingGradients, PlanStates
+from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound, add, factors
+from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment, UnreadValues, at_once, gradients
 from qsync_fx.formats import FORMATS, FP32
 from qsync_fx.predictor.memory.backward import INDEX, computed_in
 from qsync_fx.predictor.memory.buffers import convolves, pools, whole
-from qsync_fx.predictor.model.model_graph import Name, Operator, Read, StateNames
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
 
 Sizes = Mapping[Name, int]
 """Bytes by what an operator computes in."""
 
 
-class During:
+class BackwardPeaks:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedTensorsBound) -> None:
         self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
-        self._waiting = Waiting(kept)
-        self._streams = Streams(kept, self._waiting)
-        self._planned: tuple[Sequence[StateNames], Planned] | None = None
+        self._waiting = UnreadValues(kept)
+        self._streams = PendingGradients(kept, self._waiting)
+        self._planned: tuple[Sequence[StateNames], PlanStates] | None = None
 
     @cached_property
     def moments(self) -> Sequence[Moment]:
@@ -85,7 +85,7 @@ class During:
         if not waiting:
             return found
         if self._planned is None or self._planned[0] != names:
-            self._planned = names, Planned(names)
+            self._planned = names, PlanStates(names)
         return found + self._streams.of(self._planned[1], moment, above - found, exact)
 
     def expression(self, formats: Formats, moment: Moment) -> Expression:
@@ -102,7 +102,7 @@ class During:
         a copy in the carrier. A convolution writes both gradients at once. A pooling reads places beside the gradient that it is given."""
         operator, found = self.graph.operators[moment[0]], dict[Name, int]()
         if moment[1] == PASSING:
-            return dict.fromkeys((name for name, _ in operator.costs), 0)  # `Norming` has it
+            return dict.fromkeys((name for name, _ in operator.costs), 0)  # `NormGradients` has it
         if pools(operator):
             windows = INDEX * whole(self.graph.values[operator.result].numel)
             values = operator.result, operator.reads[0].value
@@ -127,7 +127,7 @@ class During:
             found[name] = self._forward.bytes(operator.result, narrow) + more
         return found
 
-    def _converted(self, operator: Operator) -> Read | None:
+    def _converted(self, operator: ModelOperator) -> ModelRead | None:
         """Returns the parameter whose gradient a matrix product computes last, and that is converted to the parameter's format behind it,
         where it is narrower; None where there is none."""
         last = gradients(operator, self._forward)[-1:]
@@ -144,7 +144,7 @@ class During:
         reads = ((at, read) for at, operator in enumerate(self.graph.operators) for read in operator.reads)
         return {self._forward.root(read.value): at for at, read in reads if read.gradient}
 
-    def _converting(self, operator: Operator, carrier: Name) -> int:
+    def _converting(self, operator: ModelOperator, carrier: Name) -> int:
         """Both gradients of the parameter, as it is computed and as it stays, and those that were computed before and wait."""
         read, places = self._converted(operator), gradients(operator, self._forward)
         assert read is not None
@@ -154,7 +154,7 @@ class During:
         narrow = carrier is not None and FORMATS[carrier].dtype.itemsize < FP32.dtype.itemsize
         return found + stays + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
 
-    def _beside(self, operator: Operator) -> int:
+    def _beside(self, operator: ModelOperator) -> int:
         """The places that are written by the kernel that converts, where a pooling's is the next one of a library: what lies between two of
         these is one kernel."""
         for before in reversed(self.graph.operators[: self.graph.places[operator.id]]):
@@ -166,7 +166,7 @@ class During:
                 break
         return 0
 
-    def _copied(self, read: Read, computes: Name, carrier: Name) -> int:
+    def _copied(self, read: ModelRead, computes: Name, carrier: Name) -> int:
         wanted = read.wanted.get(computes or "")
         return self._forward.bytes(read.value, carrier) if wanted is not None and FORMATS[wanted].scaled else 0
 

@@ -24,16 +24,16 @@ from functools import cached_property
 from qsync_fx.allocator.milp.format_variables import Formats
 from qsync_fx.allocator.milp.linear_program import ONE, Expression, total
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Lying, scaled
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, Passes, Readers, add, norms
+from qsync_fx.allocator.milp.memory_bound.saved_bound import Passes, Readers, SavedTensorsBound, add, norms
 from qsync_fx.predictor.memory.buffers import Buffer, attends, draws_alone, pools, whole
-from qsync_fx.predictor.model.model_graph import Name, Operator, Read, StateNames
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
 
 _ITEMS = (1, 2, 4, 8)
 """Bytes that an element may take."""
 
 
 @dataclass(frozen=True)
-class Fed:
+class FusedProducer:
     """
     Attributes:
         at, maker: the places of the product and of what makes what it reads.
@@ -47,7 +47,7 @@ class Fed:
     held: Mapping[StateNames, int]
 
     @classmethod
-    def of_product(cls, kept: Kept, product: Operator) -> Fed | None:
+    def of_product(cls, kept: SavedTensorsBound, product: ModelOperator) -> FusedProducer | None:
         """Returns what is written for a product that reads what elementwise operators compute for it alone; None for another."""
         forward, at = kept.passes[0].forward, kept.graph.places[product.id]
         if attends(product) or at in forward.matrices or forward.multiplied(product) != (0, 1):
@@ -94,15 +94,15 @@ class Fed:
         return found
 
 
-def _wanted(read: Read, state: StateNames) -> Name:
+def _wanted(read: ModelRead, state: StateNames) -> Name:
     return read.wanted.get(state[0] or "")
 
 
-def _own(kept: Kept, read: Read) -> Name:
+def _own(kept: SavedTensorsBound, read: ModelRead) -> Name:
     return kept.graph.values[kept.passes[0].forward.root(read.value)].own
 
 
-def _elsewhere(kept: Kept, product: Operator) -> Set[int]:
+def _elsewhere(kept: SavedTensorsBound, product: ModelOperator) -> Set[int]:
     """The values that lie in memory for other products or poolings, or are returned."""
     forward = kept.passes[0].forward
     others = (one for one in kept.graph.operators if one is not product and (forward.multiplies(one) or pools(one)))
@@ -110,7 +110,7 @@ def _elsewhere(kept: Kept, product: Operator) -> Set[int]:
     return found | {forward.root(read.value) for read in kept.graph.outputs}
 
 
-def _over(kept: Kept, maker: Operator) -> Set[int]:
+def _over(kept: SavedTensorsBound, maker: ModelOperator) -> Set[int]:
     """The bytes of all that what an operator makes may be written over."""
     forward = kept.passes[0].forward
     found, seen, left = set[int](), set[int](), [maker]
@@ -128,16 +128,16 @@ def _over(kept: Kept, maker: Operator) -> Set[int]:
     return found
 
 
-class Returning:
+class OutputPeak:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
         last: in place of what the model returns, what its last product reads.
     """
 
-    def __init__(self, kept: Kept, last: bool = False) -> None:
+    def __init__(self, kept: SavedTensorsBound, last: bool = False) -> None:
         self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
-        self._product: Operator | None = None
+        self._product: ModelOperator | None = None
         read = [one.value for one in self.graph.outputs]
         if last:
             product = next((one for one in reversed(self.graph.operators) if self._forward.multiplies(one)), None)
@@ -167,10 +167,12 @@ class Returning:
         return bool(self._results or self.beside)
 
     @cached_property
-    def _seen(self) -> Sequence[_Seen]:
+    def _seen(self) -> Sequence[_OutputState]:
         if len({operator.graph for operator in self.graph.operators}) != 1:
             return ()
-        return [_Seen(one, {self.graph.values[value].name for value in self._given}) for one in self._kept.passes]
+        return [
+            _OutputState(one, {self.graph.values[value].name for value in self._given}) for one in self._kept.passes
+        ]
 
     @cached_property
     def _names(self) -> Set[str]:
@@ -204,11 +206,11 @@ class Returning:
         return found
 
     @cached_property
-    def _fed(self) -> Fed | None:
+    def _fed(self) -> FusedProducer | None:
         """What is written for the last product."""
         if self._product is None or not self.any:
             return None
-        return Fed.of_product(self._kept, self._product)
+        return FusedProducer.of_product(self._kept, self._product)
 
     @cached_property
     def _lying(self) -> Set[int]:
@@ -279,7 +281,7 @@ class Returning:
         return made.union(*(sizes.values() for sizes in self._results.values()))
 
 
-class _Seen:
+class _OutputState:
     """What is there under a plan while what the model returns is computed, of the result that is computed from most.
 
     Attributes:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qsync_fx.allocator.milp.linear_program import Expression, constant, total
-from qsync_fx.allocator.milp.memory_bound.recomputation import Again, Forced
+from qsync_fx.allocator.milp.memory_bound.recomputation import MaterializedValues, Recomputation
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Where, scaled
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, factors, norms
+from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound, factors, norms
 from qsync_fx.allocator.milp.memory_bound.unary_encoding import (
     TOP,
     Count,
@@ -34,11 +34,11 @@ from qsync_fx.allocator.milp.memory_bound.unary_encoding import (
     where,
     where_so,
 )
-from qsync_fx.allocator.milp.memory_bound.unread_values import Waiting, gradients
+from qsync_fx.allocator.milp.memory_bound.unread_values import UnreadValues, gradients
 from qsync_fx.formats import FP32
 from qsync_fx.predictor.memory.backward import READS, computed_in
 from qsync_fx.predictor.memory.buffers import GATES, HEAVY, attends, convolves, pools, whole
-from qsync_fx.predictor.model.model_graph import Operator, StateNames
+from qsync_fx.predictor.model.model_graph import ModelOperator, StateNames
 
 
 class Counts:
@@ -55,14 +55,14 @@ class Counts:
         written: by value, whether its gradient is written down; nothing of those that never are.
     """
 
-    def __init__(self, kept: Kept, waiting: Waiting, where: Where) -> None:
-        self.again = Again(kept, waiting, where)
+    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
+        self.again = Recomputation(kept, waiting, where)
         self._waiting, self._where = waiting, where
         self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
         self.arriving: dict[int, dict[int, Count]] = {}
         self.written: dict[int, Expression] = {}
         self._written_of: dict[tuple[int, tuple[int, ...]], Expression] = {}
-        self._forced = Forced(kept, waiting, where, self.again)
+        self._forced = MaterializedValues(kept, waiting, where, self.again)
         self._arrive()
 
     def sources(self, value: int) -> Count:
@@ -115,7 +115,7 @@ class Counts:
         into = self.arriving.setdefault(value, {})
         into[at] = added(self.program, [into[at], many]) if at in into else many
 
-    def _product(self, at: int, operator: Operator, place: int) -> Count:
+    def _product(self, at: int, operator: ModelOperator, place: int) -> Count:
         """The gradient that a product gives, and the scale of its other factor where it has one."""
         if not self._forward.multiplies(operator):
             return exactly(2)
@@ -127,7 +127,7 @@ class Counts:
         ]
         return added(self.program, [exactly(1), where(total(*((1.0, one) for one in also)))])
 
-    def _keeps(self, at: int, operator: Operator) -> Count:
+    def _keeps(self, at: int, operator: ModelOperator) -> Count:
         """What the gradients of an operator's operands are computed from beside its own."""
         if self._waiting.writes(operator):
             return exactly(0)
@@ -174,7 +174,7 @@ _OF_ROWS = ("layer_norm", "rms_norm")
 
 
 @dataclass(frozen=True)
-class Origin:
+class GradientSource:
     """What the gradient of a value is computed from at least.
 
     Attributes:
@@ -206,23 +206,23 @@ class Norm:
 
     at: int
     product: int
-    origins: Origin
+    origins: GradientSource
     extras: int
     behind: int | None
     alike: Mapping[int, Sequence[StateNames]]
 
 
-class Origins:
+class GradientSources:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
         waiting: what of it has yet to be read.
     """
 
-    def __init__(self, kept: Kept, waiting: Waiting) -> None:
+    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues) -> None:
         self._kept, self._waiting = kept, waiting
         self.graph, self._forward = kept.graph, kept.passes[0].forward
-        self._known: dict[int, Origin | None] = {}
+        self._known: dict[int, GradientSource | None] = {}
 
     def norms(self) -> Iterator[Norm]:
         """Yields those of which it is known, in a model of one graph of which nothing is repeated."""
@@ -240,7 +240,7 @@ class Origins:
         root, products = self._forward.root(value), filter(self._forward.multiplies, self.graph.operators)
         return sum(self._forward.root(read.value) == root for one in products for read in one.reads) == 1
 
-    def _norm(self, at: int, operator: Operator) -> Norm | None:
+    def _norm(self, at: int, operator: ModelOperator) -> Norm | None:
         operand, *weights = (read.value for read in operator.reads)
         value = self._forward.root(operand)
         maker, only = self._forward.made_by(value), self._readers[value] == [at]
@@ -255,7 +255,7 @@ class Origins:
         origin, extras = self._origin(operator.result), _extras(operator)
         if origin is None or not (keeps and extras and all(map(self._forward.given, weights))):
             return None
-        origin = Origin(origin.products, frozenset(g for g in origin.gates if self._told(g, at)), origin.passed)
+        origin = GradientSource(origin.products, frozenset(g for g in origin.gates if self._told(g, at)), origin.passed)
         alike = self._alike(self._forward.bytes(value, FP32.name), origin, value)
         return None if alike is None else Norm(at, product, origin, extras, self._behind(at), alike)
 
@@ -272,13 +272,13 @@ class Origins:
             return at if own and self.graph.values[root].source == "parameter" else None
         return None
 
-    def _origin(self, value: int) -> Origin | None:
+    def _origin(self, value: int) -> GradientSource | None:
         """Returns from what the gradient of a value is computed; None where something else may be done with it on the way."""
         if value not in self._known:
             self._known[value] = self._found(value)
         return self._known[value]
 
-    def _found(self, value: int) -> Origin | None:
+    def _found(self, value: int) -> GradientSource | None:
         products, gates, passed = set[tuple[int, int]](), set[int](), {value}
         if value in self._returned:
             return None
@@ -302,9 +302,9 @@ class Origins:
             products |= behind.products
             gates |= behind.gates | ({at} if gate else set())
             passed |= behind.passed
-        return Origin(products, gates, passed)
+        return GradientSource(products, gates, passed)
 
-    def _gates_alone(self, operator: Operator) -> bool:
+    def _gates_alone(self, operator: ModelOperator) -> bool:
         """Whether an operator is a gate that keeps its result, or something in its place."""
         gate = operator.row in GATES and list(self._kept.saved(operator)) == [operator.result]
         return gate and self._kept.formats_of(self.graph.places[operator.id], operator.result) is not None
@@ -339,7 +339,7 @@ class Origins:
                 left += [read.value for read in maker.reads]
         return found
 
-    def _alike(self, size: int, origin: Origin, operand: int) -> Mapping[int, Sequence[StateNames]] | None:
+    def _alike(self, size: int, origin: GradientSource, operand: int) -> Mapping[int, Sequence[StateNames]] | None:
         """Returns where something of a size may be read: something in whose place what is written may be; None where that is not known."""
         found: defaultdict[int, list[StateNames]] = defaultdict(list)
         for at, place in sorted(origin.products):
@@ -396,11 +396,11 @@ class Origins:
         return {self._forward.root(read.value) for read in self.graph.outputs}
 
 
-def _extras(operator: Operator) -> int:
+def _extras(operator: ModelOperator) -> int:
     """How many statistics a norm keeps at least."""
     return min((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)
 
 
-def _extra_bytes(operator: Operator) -> Set[int]:
+def _extra_bytes(operator: ModelOperator) -> Set[int]:
     costs = operator.costs.values()
     return {whole(size) for cost in costs for (_, how), size in cost.saved.items() if how.startswith("extra")}

@@ -12,13 +12,13 @@ from typing import Final, Protocol
 from qsync_fx.allocator.evaluator import beyond
 from qsync_fx.allocator.milp.format_variables import Formats
 from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression, total
-from qsync_fx.allocator.milp.memory_bound.backward_peaks import During
-from qsync_fx.allocator.milp.memory_bound.forward_peaks import Returning
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept
+from qsync_fx.allocator.milp.memory_bound.backward_peaks import BackwardPeaks
+from qsync_fx.allocator.milp.memory_bound.forward_peaks import OutputPeak
+from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound
 from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.memory.buffers import Category
-from qsync_fx.predictor.memory.peak_memory import Memory
+from qsync_fx.predictor.memory.peak_memory import StepMemory
 from qsync_fx.predictor.model.model_graph import StateNames
 
 _MORE: Final = 4
@@ -30,32 +30,32 @@ _NEAR: Final = 1e-6
 _BEFORE = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
 
 
-class Holds(Protocol):
+class LowerBoundTerm(Protocol):
     """What a program takes a step to hold."""
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
         """Returns what is held, in bytes, at each moment at which it may be most."""
 
 
-class Certain:
+class MemoryLowerBound:
     """
     Args:
         part: the class.
         memory: what it holds under some plan.
 
     Attributes:
-        behind: what is there while gradients are computed beside what `During` tells of, in bytes; below 0 where there may be less.
+        behind: what is there while gradients are computed beside what `BackwardPeaks` tells of, in bytes; below 0 where there may be less.
         forward: what the forward pass computes while which it is reckoned, too.
         moments: gradients while which are computed it is reckoned, beside the begin of the backward pass.
     """
 
-    def __init__(self, part: DeviceClass, memory: Memory) -> None:
+    def __init__(self, part: DeviceClass, memory: StepMemory) -> None:
         before = sum(memory.moments[0].of(category) for category in _BEFORE)
         self._before = before + min([0, *(anchor.error(part.training) for anchor in part.anchors)])
-        self.kept = Kept(part)
+        self.kept = SavedTensorsBound(part)
         self._begun, self.behind = _with_loss(part, self.kept)
-        self.during = During(self.kept)
-        self.forward = [one for one in (Returning(self.kept), Returning(self.kept, last=True)) if one.any]
+        self.during = BackwardPeaks(self.kept)
+        self.forward = [one for one in (OutputPeak(self.kept), OutputPeak(self.kept, last=True)) if one.any]
         self.moments: list[Moment] = []
 
     def add(self, places: Iterable[int]) -> bool:
@@ -69,7 +69,7 @@ class Certain:
         self.moments += new
         return bool(new)
 
-    def add_above(self, names: Sequence[StateNames], limit: float, written: Memory) -> bool:
+    def add_above(self, names: Sequence[StateNames], limit: float, written: StepMemory) -> bool:
         """Adds moments at which most is certainly held under a plan, of those where that is above a limit; returns whether there are.
 
         Args:
@@ -118,8 +118,8 @@ class Certain:
         return self._before + max(found)
 
 
-def _with_loss(part: DeviceClass, kept: Kept) -> tuple[int, int]:
-    """Returns what is certain, beside what `Kept` and `During` tell of, when the backward pass begins, and behind that.
+def _with_loss(part: DeviceClass, kept: SavedTensorsBound) -> tuple[int, int]:
+    """Returns what is certain, beside what `Kept` and `BackwardPeaks` tell of, when the backward pass begins, and behind that.
 
     Those reckon with the gradients that the pass begins with as there throughout. Where the loss is known, they are held no longer than
     they are read, and without them there is less by as much at most.

@@ -27,28 +27,28 @@ from functools import cached_property
 from typing import TypeVar
 
 from qsync_fx.allocator.milp.format_variables import Spread
-from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, ONE, Expression, Program, constant, total
-from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts, Norm, Origins
+from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, ONE, Expression, LinearProgram, constant, total
+from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts, GradientSources, Norm
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Where, scaled
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, add, factors, norms
+from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound, add, factors, norms
 from qsync_fx.allocator.milp.memory_bound.unary_encoding import TOP, added, where as one_where
-from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment, Waiting, gradients, yet
+from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment, UnreadValues, gradients, yet
 from qsync_fx.formats import FP32
 from qsync_fx.predictor.memory.backward import READS, computed_in
 from qsync_fx.predictor.memory.buffers import convolves, whole
-from qsync_fx.predictor.model.model_graph import Operator, StateNames
+from qsync_fx.predictor.model.model_graph import ModelOperator, StateNames
 
 
-class Norming:
+class NormGradients:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
         waiting: what of it has yet to be read.
     """
 
-    def __init__(self, kept: Kept, waiting: Waiting) -> None:
+    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues) -> None:
         self.graph, self._forward = kept.graph, kept.passes[0].forward
-        self._origins = Origins(kept, waiting)
+        self._origins = GradientSources(kept, waiting)
 
     @cached_property
     def norms(self) -> Mapping[int, Norm]:
@@ -104,7 +104,7 @@ class Norming:
                 states = where.states[at].items()
                 yield total(*((1.0, there) for state, there in states if scaled(read.wanted.get(state[0] or ""))))
 
-    def _given(self, product: Operator) -> Mapping[int, Sequence[StateNames]]:
+    def _given(self, product: ModelOperator) -> Mapping[int, Sequence[StateNames]]:
         """By its bytes, the gradient that a product is given, in states in which that is narrower than what it is computed from."""
         found: dict[int, list[StateNames]] = {}
         for state in product.costs:
@@ -113,7 +113,7 @@ class Norming:
                 found.setdefault(size, []).append(state)
         return found
 
-    def _copied(self, product: Operator, state: StateNames) -> int:
+    def _copied(self, product: ModelOperator, state: StateNames) -> int:
         """The bytes of copies of a product's scaled factors in the carrier, where one kernel computes all gradients with them."""
         if not convolves(product):
             return 0
@@ -122,7 +122,7 @@ class Norming:
         carrier = computed_in(state[0])[1]
         return sum(self._forward.bytes(one.value, carrier) for one in alone if scaled(one.wanted.get(state[0] or "")))
 
-    def _converted(self, behind: Operator, state: StateNames) -> int:
+    def _converted(self, behind: ModelOperator, state: StateNames) -> int:
         """The bytes of the gradient of a convolution's weight as it is computed, where that is converted to the weight's format."""
         weight, carrier = behind.reads[1].value, computed_in(state[0])[1]
         found = self._forward.bytes(weight, carrier)
@@ -132,11 +132,11 @@ class Norming:
 Key = TypeVar("Key")
 
 
-class Planned:
+class PlanStates:
     """The states of a plan in the place of expressions of choices."""
 
     def __init__(self, names: Sequence[StateNames]) -> None:
-        self.program = Program()
+        self.program = LinearProgram()
         self.states: Sequence[Mapping[StateNames, Expression]] = [{state: ONE} for state in names]
         self.precisions: Sequence[Spread] = [{precision: ONE} for precision, _ in names]
         self.outputs: Sequence[Spread] = [{output: ONE} for _, output in names]
@@ -151,24 +151,24 @@ class _Item:
     unless: Expression
 
 
-class Streams:
+class PendingGradients:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
         waiting: what of it has yet to be read.
     """
 
-    def __init__(self, kept: Kept, waiting: Waiting) -> None:
+    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues) -> None:
         self._kept, self._waiting = kept, waiting
         self.graph, self._forward = kept.graph, kept.passes[0].forward
-        self.norming = Norming(kept, waiting)
+        self.norming = NormGradients(kept, waiting)
         self._counts: tuple[Where, Counts] | None = None
         self._known: dict[Moment, Expression] = {}
         self._repeated = any(operator.repeated for operator in self.graph.operators)
         self._counted_elsewhere = {result.value for result in kept.results}
         self._gates = {gate.at: gate for gate in kept.gates}
 
-    def of(self, planned: Planned, moment: Moment, above: float = 0.0, exact: bool = True) -> float:
+    def of(self, planned: PlanStates, moment: Moment, above: float = 0.0, exact: bool = True) -> float:
         """Returns the bytes under a plan; less, where they are no more than `above`, and without `exact`, which is sooner known."""
         found, program = self.expression(planned, moment), planned.program
         if constant(found) is not None or program.most(found) <= above:
@@ -256,7 +256,7 @@ class Streams:
                 wide = where.program.any_of([here], total((1.0, ONE), (-1.0, both)))
                 add(found, wide, sizes[fmt] - least)
 
-    def _hold(self, found: dict[int, float], program: Program, there: Expression, items: Iterable[_Item]) -> None:
+    def _hold(self, found: dict[int, float], program: LinearProgram, there: Expression, items: Iterable[_Item]) -> None:
         """Adds bytes that are held where an expression is 1."""
         gone = {} if constant(there) == 1 else total((1.0, ONE), (-1.0, there))
         for item in items:
@@ -328,7 +328,7 @@ class Streams:
         for size, least in _levels({key: sizes[key] for key in there}, 0):
             yield _Item(size, _sum_of(there, least), {})
 
-    def _product(self, counts: Counts, gate: Operator, moment: Moment) -> int | None:
+    def _product(self, counts: Counts, gate: ModelOperator, moment: Moment) -> int | None:
         """Returns the product's result, of its size, that a gate is computed again from, and no other gate; None for none.
 
         What keeps it has run, so that it counts once.

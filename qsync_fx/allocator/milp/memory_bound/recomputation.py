@@ -22,15 +22,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from qsync_fx.allocator.milp.linear_program import ONE, Expression, constant, total
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Where, scaled
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept
+from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound
 from qsync_fx.allocator.milp.memory_bound.unary_encoding import Count, added, exactly, least, one_or_more, where_so
-from qsync_fx.allocator.milp.memory_bound.unread_values import Waiting, beside
+from qsync_fx.allocator.milp.memory_bound.unread_values import UnreadValues, beside
 from qsync_fx.predictor.memory.backward import READS
 from qsync_fx.predictor.memory.buffers import GATES, attends, pools
-from qsync_fx.predictor.model.model_graph import Name, Operator, StateNames
+from qsync_fx.predictor.model.model_graph import ModelOperator, Name, StateNames
 
 
-class Again:
+class Recomputation:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
@@ -38,7 +38,7 @@ class Again:
         where: the states.
     """
 
-    def __init__(self, kept: Kept, waiting: Waiting, where: Where) -> None:
+    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
         self._kept, self._waiting, self._where = kept, waiting, where
         self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
         self._products: dict[int, list[int]] = {}
@@ -196,7 +196,7 @@ class Again:
         return not any(self._forward.is_part(read) for read in reads)
 
 
-class Forced:
+class MaterializedValues:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
@@ -205,7 +205,7 @@ class Forced:
         again: what is computed again.
     """
 
-    def __init__(self, kept: Kept, waiting: Waiting, where: Where, again: Again) -> None:
+    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues, where: Where, again: Recomputation) -> None:
         self._kept, self._waiting, self._where, self._again = kept, waiting, where, again
         self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
 
@@ -237,7 +237,7 @@ class Forced:
                 if known is None or known < 1:
                     self.program.row(total((1.0, written), (1.0, free)), least=1.0)
 
-    def _told_apart(self, at: int, gate: Operator) -> bool:
+    def _told_apart(self, at: int, gate: ModelOperator) -> bool:
         """Whether it is known in which states a gate's result is kept, and not what it is computed again from."""
         return self._again.result_kept(at) is not None and self._products(gate.result) is not None
 
@@ -253,7 +253,7 @@ class Forced:
                 elementwise = 1  # several may come from one
         return found + elementwise
 
-    def _read_beyond(self, gate: Operator, many: int) -> Expression | None:
+    def _read_beyond(self, gate: ModelOperator, many: int) -> Expression | None:
         """Returns what is 0 only where a gate's result, computed again, is so from more buffers than `many`; None where nothing is."""
         found: list[Expression] = []
         seen: set[int] = {gate.result}

@@ -16,20 +16,20 @@ from operator import eq
 from typing import TYPE_CHECKING, Protocol
 
 from qsync_fx.allocator.milp.format_variables import Spread
-from qsync_fx.allocator.milp.linear_program import ONE, Expression, Program, total
+from qsync_fx.allocator.milp.linear_program import ONE, Expression, LinearProgram, total
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.memory.buffers import GATES, pools, whole
-from qsync_fx.predictor.model.model_graph import Follows, Name, Operator, StateNames
+from qsync_fx.predictor.model.model_graph import Follows, ModelOperator, Name, StateNames
 
 if TYPE_CHECKING:
-    from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept
+    from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound
 
 
 class Where(Protocol):
     """Where operators are in which state, as expressions: of what is chosen, or of a plan."""
 
     @property
-    def program(self) -> Program: ...
+    def program(self) -> LinearProgram: ...
 
     @property
     def precisions(self) -> Sequence[Spread]: ...
@@ -42,7 +42,7 @@ class Where(Protocol):
 
 
 @dataclass(frozen=True)
-class Reading:
+class MaskRead:
     """A product that reads a value as a factor: its place, and the format that it is read in, by what the product computes in."""
 
     at: int
@@ -70,7 +70,7 @@ class Lying:
 
     value: int
     made: int
-    readings: Sequence[Reading]
+    readings: Sequence[MaskRead]
     behind: Sequence[Lying]
 
     def held(self, names: Sequence[StateNames]) -> Name:
@@ -111,7 +111,7 @@ class Lying:
 
 
 @dataclass(frozen=True)
-class Gate:
+class MaskedActivation:
     """
     Attributes:
         at: place of the operator.
@@ -123,7 +123,7 @@ class Gate:
 
     at: int
     kept: Mapping[StateNames, Name]
-    readings: Sequence[Reading]
+    readings: Sequence[MaskRead]
     behind: Sequence[Lying] | None
     mask: int
 
@@ -152,11 +152,11 @@ class Residing:
         kept: what a class of devices keeps for the backward pass.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedTensorsBound) -> None:
         self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
         self._known: dict[int, Sequence[Lying]] = {}
 
-    def behind(self, operator: Operator) -> Sequence[Lying]:
+    def behind(self, operator: ModelOperator) -> Sequence[Lying]:
         """Returns those that an operator's result is computed from, where it follows the formats of what it reads."""
         value = operator.result
         if value not in self._known:
@@ -174,9 +174,9 @@ class Residing:
         readings, behind = self.readings(value), self.behind(maker)
         return behind if not readings else [Lying(value, self.graph.places[maker.id], readings, behind)]
 
-    def readings(self, value: int) -> Sequence[Reading] | None:
+    def readings(self, value: int) -> Sequence[MaskRead] | None:
         """Returns who reads a value as a factor; None where a product that is not known to keeps it."""
-        found = [Reading(one.at, one.wanted) for one in self._kept.factors if one.value == value]
+        found = [MaskRead(one.at, one.wanted) for one in self._kept.factors if one.value == value]
         known = {reading.at for reading in found}
         return found if self._keepers.get(value, set()) <= known else None
 
@@ -190,7 +190,7 @@ class Residing:
         return found
 
 
-def gates(kept: Kept) -> Iterator[Gate]:
+def gates(kept: SavedTensorsBound) -> Iterator[MaskedActivation]:
     """Yields the gates of which something is kept, under some plan, that no other operator keeps."""
     residing = kept.residing
     for at, operator in enumerate(kept.graph.operators):
@@ -200,7 +200,7 @@ def gates(kept: Kept) -> Iterator[Gate]:
             continue
         readings, behind = residing.readings(value), None if value in kept.lost else residing.behind(operator)
         if readings is not None and (behind is None or behind):
-            yield Gate(at, formats, readings, behind, whole(kept.graph.values[value].numel))
+            yield MaskedActivation(at, formats, readings, behind, whole(kept.graph.values[value].numel))
 
 
 def scaled(fmt: Name) -> bool:

@@ -22,14 +22,14 @@ from typing import TypeVar
 
 from qsync_fx.allocator.milp.format_variables import Formats, Spread
 from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression, total
-from qsync_fx.allocator.milp.memory_bound.relu_masks import Gate, Lying, Residing, gates
+from qsync_fx.allocator.milp.memory_bound.relu_masks import Lying, MaskedActivation, Residing, gates
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
 from qsync_fx.predictor.memory.backward import Backward
 from qsync_fx.predictor.memory.buffers import GATES, GATHERS, Buffer, attends, whole
 from qsync_fx.predictor.memory.forward import Forward
-from qsync_fx.predictor.model.model_graph import Name, Operator, Read, StateNames
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
 
 
 class Passes:
@@ -104,7 +104,7 @@ class _Result:
     kept: Mapping[StateNames, Name]
 
 
-_One = TypeVar("_One", _Result, Gate)
+_One = TypeVar("_One", _Result, MaskedActivation)
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class Readers:
         return key in self.unscaled and not (fmt is not None and FORMATS[fmt].scaled)
 
 
-def factors(product: Operator, forward: Forward) -> Mapping[int, Read]:
+def factors(product: ModelOperator, forward: Forward) -> Mapping[int, ModelRead]:
     """Returns what a product multiplies, by its place among the readings: of attention query, key and value; of what is no product the
     first two that it reads."""
     places = range(3) if attends(product) else forward.multiplied(product) if forward.multiplies(product) else range(2)
     return {place: product.reads[place] for place in places if place < len(product.reads)}
 
 
-class Kept:
+class SavedTensorsBound:
     def __init__(self, part: DeviceClass) -> None:
         self.graph = part.graph
         uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
@@ -162,7 +162,7 @@ class Kept:
         self.factors: list[Factor] = []
         self.results: list[_Result] = []
         self.extras: dict[int, Mapping[StateNames, int]] = {}
-        self.gates: list[Gate] = []
+        self.gates: list[MaskedActivation] = []
         self._forward = forward = passes[0].forward
         self._spread: _Spread | None = None
         self._incoming = 0
@@ -313,7 +313,7 @@ class Kept:
                 found.add(operator.result)
         return found
 
-    def saved(self, operator: Operator) -> Iterable[int]:
+    def saved(self, operator: ModelOperator) -> Iterable[int]:
         """Returns the values of which an operator keeps something in some state."""
         names = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
         return dict.fromkeys(self._forward.root(self._places[name]) for name in sorted(names))
@@ -346,11 +346,11 @@ def _of(readers: Readers | None, found: Sequence[_One]) -> Iterator[_One]:
     return (one for one in found if _is_read(readers, one))
 
 
-def _is_read(readers: Readers | None, result: _Result | Gate) -> bool:
+def _is_read(readers: Readers | None, result: _Result | MaskedActivation) -> bool:
     return readers is None or result.at in readers.wholly or result.at in readers.passed
 
 
-def norms(operator: Operator) -> bool:
+def norms(operator: ModelOperator) -> bool:
     """Whether its backward pass sums up what it keeps of statistics before it passes anything on."""
     return "norm" in operator.row
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from qsync_fx.allocator.milp.linear_program import ONE, Expression, Program, constant, total
+from qsync_fx.allocator.milp.linear_program import ONE, Expression, LinearProgram, constant, total
 from qsync_fx.predictor.memory.backward import READS
 
 TOP: Final = READS + 1
@@ -60,14 +60,14 @@ def where_so(condition: Expression, count: Count) -> Count:
     return Count(count.sure, [total((1.0, count.reaches(many)), (1.0, ONE), (-1.0, condition)) for many in rest])
 
 
-def least(program: Program, several: Sequence[Count]) -> Count:
+def least(program: LinearProgram, several: Sequence[Count]) -> Count:
     """Returns the least of several."""
     sure, top = min(one.sure for one in several), min(one.sure + len(one.free) for one in several)
     rest = range(sure + 1, top + 1)
     return _count(sure, [program.at_most([one.reaches(many) for one in several]) for many in rest])
 
 
-def added(program: Program, several: Iterable[Count]) -> Count:
+def added(program: LinearProgram, several: Iterable[Count]) -> Count:
     """Returns the sum of several."""
     found = Count(0)
     for count in several:
@@ -82,7 +82,9 @@ def added(program: Program, several: Iterable[Count]) -> Count:
     return found
 
 
-def _reached(program: Program, first: Sequence[Expression], second: Sequence[Expression], many: int) -> Expression:
+def _reached(
+    program: LinearProgram, first: Sequence[Expression], second: Sequence[Expression], many: int
+) -> Expression:
     """Returns whether there are so many of both together."""
     bounds: list[Expression] = []
     for share in range(max(0, many - 1 - len(second)), min(many - 1, len(first)) + 1):

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Final
 
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept, Readers, factors, norms
+from qsync_fx.allocator.milp.memory_bound.saved_bound import Readers, SavedTensorsBound, factors, norms
 from qsync_fx.predictor.memory.backward import READS, SPREADS
 from qsync_fx.predictor.memory.buffers import attends, convolves, pools, whole
 from qsync_fx.predictor.memory.forward import Forward
-from qsync_fx.predictor.model.model_graph import Operator, Read
+from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead
 
 Moment = tuple[int, int]
 """The place of an operator, and which of the gradients that it computes one after the other; behind the last of them, that of a parameter
@@ -33,23 +33,23 @@ def yet(moment: Moment) -> int:
     return place + 1 if which == PASSING else place
 
 
-def gradients(product: Operator, forward: Forward) -> Sequence[int]:
+def gradients(product: ModelOperator, forward: Forward) -> Sequence[int]:
     """Returns the places of the factors of a product that have gradients, in the order in which these are computed."""
     return [place for place, read in factors(product, forward).items() if read.gradient]
 
 
-def at_once(product: Operator) -> bool:
+def at_once(product: ModelOperator) -> bool:
     """Whether one kernel computes the gradients of all factors of a product."""
     return convolves(product) or attends(product)
 
 
-class Waiting:
+class UnreadValues:
     """
     Args:
         kept: what a class of devices keeps for the backward pass.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedTensorsBound) -> None:
         self.graph, self._kept, self._forward = kept.graph, kept, kept.passes[0].forward
         self._known: dict[Moment, Readers] = {}
 
@@ -87,7 +87,7 @@ class Waiting:
         maker = self._forward.made_by(value)
         return maker is not None and self.used[self.graph.places[maker.id]]
 
-    def _passes(self, operator: Operator, read: Read, moment: Moment, passed: set[int]) -> bool:
+    def _passes(self, operator: ModelOperator, read: ModelRead, moment: Moment, passed: set[int]) -> bool:
         """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
         maker = self._forward.made_by(read.value)
         if not read.gradient or maker is None or self.writes(operator) or self.summed(operator, read):
@@ -145,7 +145,7 @@ class Waiting:
     def differentiated(self, value: int) -> bool:
         return all(self.graph.values[at].differentiated for at in (value, self._forward.root(value)))
 
-    def added(self, operator: Operator) -> int:
+    def added(self, operator: ModelOperator) -> int:
         """Returns from how much more than its own gradient those of an operator's operands are computed."""
         extras = beside(operator)
         found = extras + sum(max(1, self.again[value]) for value in self.computed(self._kept.saved(operator)))
@@ -169,16 +169,16 @@ class Waiting:
     def computed(self, values: Iterable[int]) -> Iterable[int]:
         return (value for value in values if not self._forward.given(value))
 
-    def writes(self, operator: Operator) -> bool:
+    def writes(self, operator: ModelOperator) -> bool:
         """Whether gradients of its operands are written when they are computed."""
         return self._forward.multiplies(operator) or pools(operator)
 
-    def summed(self, operator: Operator, read: Read) -> bool:
+    def summed(self, operator: ModelOperator, read: ModelRead) -> bool:
         """Whether the gradient of an operand that was spread is summed up, and written."""
         values = self.graph.values
         return operator.row in SPREADS and whole(values[read.value].numel) < whole(values[operator.result].numel)
 
 
-def beside(operator: Operator) -> int:
+def beside(operator: ModelOperator) -> int:
     """How many masks and statistics an operator keeps at most."""
     return max((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)

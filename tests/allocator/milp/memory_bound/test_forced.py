@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts
-from qsync_fx.allocator.milp.memory_bound.pending_gradients import Planned
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Kept
-from qsync_fx.allocator.milp.memory_bound.unread_values import Waiting
+from qsync_fx.allocator.milp.memory_bound.pending_gradients import PlanStates
+from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound
+from qsync_fx.allocator.milp.memory_bound.unread_values import UnreadValues
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.cost_mapper import States, states
 from qsync_fx.predictor.memory.backward import READS, Backward
@@ -71,12 +71,12 @@ def noted(known: States) -> set[int]:
 
 def test_what_is_forced_is_written_down() -> None:
     draw, part = random.Random(0), gated()
-    kept = Kept(part)
-    waiting, several = Waiting(kept), 0
+    kept = SavedTensorsBound(part)
+    waiting, several = UnreadValues(kept), 0
     for _ in range(12):
         asked = {operator: draw.choice(choices) for operator, choices in part.choices.items()}
         known = states(part.graph, asked)
-        where = Planned(known.names)
+        where = PlanStates(known.names)
         counts, program = Counts(kept, waiting, where), where.program
         variables = {value: next(iter(written)) for value, written in counts.written.items() if written}
         for variable in variables.values():

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.allocator import Problem
 from qsync_fx.allocator.milp import milp_allocator
-from qsync_fx.allocator.milp.memory_bound import Certain
+from qsync_fx.allocator.milp.memory_bound import MemoryLowerBound
 from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts
-from qsync_fx.allocator.milp.memory_bound.pending_gradients import Norming, Planned
-from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Waiting
-from qsync_fx.allocator.milp.milp_allocator import Exact
-from qsync_fx.allocator.milp.search import Search
+from qsync_fx.allocator.milp.memory_bound.pending_gradients import NormGradients, PlanStates
+from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, UnreadValues
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
+from qsync_fx.allocator.milp.search import MilpSearch
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.cost_mapper import States, states
-from qsync_fx.predictor.memory import Orders, Training, step_memory
+from qsync_fx.predictor.memory import Orders, TrainingMemory, step_memory
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.model import ModelGraph, build_model_graph
-from qsync_fx.predictor.model.model_graph import Choices, Operator
-from qsync_fx.predictor.replayer.cluster import Cluster, Device
+from qsync_fx.predictor.model.model_graph import Choices, ModelOperator
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
 from tests.support.planning.drawn_graphs import every
 from tests.support.tiers import ALL
@@ -61,7 +61,7 @@ def stream(depth: int) -> ModelGraph:
 
 def device(depth: int, seed: int) -> DeviceClass:
     graph = stream(depth)
-    return DeviceClass(graph, PlainTimes(seed), drawn_sensitivity(graph, seed), FORMATS, training=Training())
+    return DeviceClass(graph, PlainTimes(seed), drawn_sensitivity(graph, seed), FORMATS, training=TrainingMemory())
 
 
 def drawn(part: DeviceClass, draw: random.Random) -> States:
@@ -83,7 +83,7 @@ def test_what_is_written_behind_norms_is_there_at_once() -> None:
     for _ in range(16):
         known = drawn(part, draw)
         memory = step_memory(known, part.training)
-        certain = Certain(part, memory)
+        certain = MemoryLowerBound(part, memory)
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS) + certain.behind
         written = step_memory(known, part.training, Orders.of(known, part.training).written).moments
         for moment in (one for one in certain.during.moments if one[1] == PASSING):
@@ -99,11 +99,11 @@ def test_what_is_written_behind_norms_is_there_at_once() -> None:
 
 def sure(part: DeviceClass, known: States) -> Iterator[tuple[int, float]]:
     """Yields norms with the bytes that are said to be written behind them in FP32, gradients written down as a compiler does."""
-    certain = Certain(part, step_memory(known, part.training))
-    norming = Norming(certain.kept, Waiting(certain.kept))
+    certain = MemoryLowerBound(part, step_memory(known, part.training))
+    norming = NormGradients(certain.kept, UnreadValues(certain.kept))
     for at, norm in norming.norms.items():
-        where = Planned(known.names)
-        counts = Counts(certain.kept, Waiting(certain.kept), where)
+        where = PlanStates(known.names)
+        counts = Counts(certain.kept, UnreadValues(certain.kept), where)
         found = norming.expression(counts, where, at)
         where.program.costs = [found.get(variable, 0.0) for variable in range(len(where.program.costs))]
         solved = where.program.solve(0.0, 60.0)
@@ -136,20 +136,20 @@ def test_plans_along_a_stream_are_those_of_brute_force(seed: int, monkeypatch: p
     pinned = draw.choice(["bf16", "int8"])
     operators = tuple(_pinned(one, pinned) if one.id not in free else one for one in part.graph.operators)
     part = replace(part, graph=replace(part.graph, operators=operators))
-    problem = Problem({"a": part}, Cluster({"a": Device()}))
+    problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = every(problem, "a")
     peaks = sorted({judged.classes["a"].peak_bytes or 0 for _, judged in known})
     for share in (0.1, 0.5):
         limited = replace(problem, classes={"a": replace(part, memory=peaks[int(share * (len(peaks) - 1))])})
         best = min(judged.variance for _, judged in known if not judged.exceeds(limited))
-        answer = Exact().allocate(limited)
+        answer = MilpAllocator().allocate(limited)
         assert answer.fits
         assert answer.bound is not None
         assert answer.bound <= best * (1 + 1e-6)
         assert answer.gap is not None
         assert answer.judged.variance == pytest.approx(best, rel=1.1e-4) or answer.gap > 1e-4
         # With all that is certain at every moment, what is best is still a plan of the program.
-        search = Search(limited, 1e-6, 60.0)
+        search = MilpSearch(limited, 1e-6, 60.0)
         search.bounded()
         for certain in search._certain.values():
             certain.moments = list(certain.during.moments)
@@ -157,7 +157,7 @@ def test_plans_along_a_stream_are_those_of_brute_force(seed: int, monkeypatch: p
         assert found.bound <= best * (1 + 1e-6)
 
 
-def _pinned(operator: Operator, fmt: str) -> Operator:
+def _pinned(operator: ModelOperator, fmt: str) -> ModelOperator:
     decided = operator.decided
     if not isinstance(decided, Choices):
         return operator

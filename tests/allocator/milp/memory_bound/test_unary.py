@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import given, settings, strategies as st
 
-from qsync_fx.allocator.milp.linear_program import CONSTANT, Program
+from qsync_fx.allocator.milp.linear_program import CONSTANT, LinearProgram
 from qsync_fx.allocator.milp.memory_bound.unary_encoding import (
     TOP,
     Count,
@@ -25,7 +25,7 @@ CONDITIONS = 3
 Number = Callable[[Sequence[int]], int]
 
 
-def drawn(draw: random.Random, program: Program, conditions: Sequence[int], deep: int) -> tuple[Count, Number]:
+def drawn(draw: random.Random, program: LinearProgram, conditions: Sequence[int], deep: int) -> tuple[Count, Number]:
     """Returns a count, and the number that it stands for where conditions hold or do not."""
     way = draw.randrange(2) if not deep else draw.randrange(2, 6)
     picked = draw.randrange(CONDITIONS)
@@ -46,7 +46,7 @@ def drawn(draw: random.Random, program: Program, conditions: Sequence[int], deep
 @settings(max_examples=chosen([20], [100])[0], deadline=None)
 @given(seed=st.integers(0, 10**6), deep=st.integers(0, 4))
 def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
-    program = Program()
+    program = LinearProgram()
     conditions = [program.variable(whole=True) for _ in range(CONDITIONS)]
     count, number = drawn(random.Random(seed), program, conditions, deep)
     sure = 0.0
@@ -64,7 +64,7 @@ def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
 
 
 def test_what_is_sure_takes_no_variable() -> None:
-    program = Program()
+    program = LinearProgram()
     condition = program.variable(whole=True)
     assert added(program, [exactly(2), where({condition: 1.0}), exactly(3)]) == Count(5, [{condition: 1.0}])
     assert added(program, [exactly(TOP), where({condition: 1.0})]) == exactly(TOP)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.backend.cuda.kernel_build import compiler, jobs
-from qsync_fx.backend.cuda.kernel_build.jobs import Waiting
+from qsync_fx.backend.cuda.kernel_build.jobs import WaitNotice
 from tests.support import tiers
 from tests.support.cuda.compiled.kernel_caches import entry_of, nothing_is_left, tools_or_skip, watched
 from tests.support.cuda.compiled.small_units import small_unit
@@ -69,7 +69,7 @@ def test_who_waits_for_another_process_says_so(
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setenv("RANK", "3")
-    say = Waiting()
+    say = WaitNotice()
 
     def said(at: float, *names: str) -> str:
         clock[0] = at

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import jobs, sass
 from qsync_fx.backend.cuda.kernel_build.library import Resources
 from qsync_fx.errors import OptionError
@@ -158,4 +158,4 @@ def test_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pytest.M
     del files["/sys/fs/cgroup/jobs/memory.max"]
     assert jobs.available_memory() == 16_384_000_000
     files.clear()
-    assert jobs.available_memory() >= jobs.need(Unit("u", "sm_80", "", "gemm", heavy=True))
+    assert jobs.available_memory() >= jobs.need(TranslationUnit("u", "sm_80", "", "gemm", heavy=True))

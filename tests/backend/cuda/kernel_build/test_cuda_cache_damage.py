@@ -17,37 +17,37 @@ pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 tools_or_skip()
 
 
-def truncate(entry: kernel_cache.Entry) -> None:
+def truncate(entry: kernel_cache.CacheEntry) -> None:
     entry.library.write_bytes(entry.library.read_bytes()[:-100])
 
 
-def flip_a_bit(entry: kernel_cache.Entry) -> None:
+def flip_a_bit(entry: kernel_cache.CacheEntry) -> None:
     content = bytearray(entry.library.read_bytes())
     content[len(content) // 2] ^= 1
     entry.library.write_bytes(content)
 
 
-def link(entry: kernel_cache.Entry) -> None:
+def link(entry: kernel_cache.CacheEntry) -> None:
     entry.library.rename(entry.folder / "moved.so")
     entry.library.symlink_to(entry.folder / "moved.so")
 
 
-def change(**fields: object) -> Callable[[kernel_cache.Entry], None]:
-    def do(entry: kernel_cache.Entry) -> None:
+def change(**fields: object) -> Callable[[kernel_cache.CacheEntry], None]:
+    def do(entry: kernel_cache.CacheEntry) -> None:
         path = entry.folder / library.FILE
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
     return do
 
 
-def text(content: str | bytes) -> Callable[[kernel_cache.Entry], None]:
-    def do(entry: kernel_cache.Entry) -> None:
+def text(content: str | bytes) -> Callable[[kernel_cache.CacheEntry], None]:
+    def do(entry: kernel_cache.CacheEntry) -> None:
         (entry.folder / library.FILE).write_bytes(content.encode() if isinstance(content, str) else content)
 
     return do
 
 
-DAMAGE: dict[str, Callable[[kernel_cache.Entry], None]] = {
+DAMAGE: dict[str, Callable[[kernel_cache.CacheEntry], None]] = {
     "truncated library": truncate,
     "changed library": flip_a_bit,
     "link in place of the library": link,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from qsync_fx.backend.cuda import codegen
-from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, Unit
+from qsync_fx.backend.cuda.codegen import CONVERT_TYPES, TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_config import BY_CAPABILITY, Arch, KernelConfig
 from qsync_fx.backend.cuda.selection import candidates
@@ -73,7 +73,7 @@ def copied(rows: int, columns: int) -> dict[str, int]:
     }
 
 
-def plain(arch: Arch) -> list[tuple[Unit, dict[str, int]]]:
+def plain(arch: Arch) -> list[tuple[TranslationUnit, dict[str, int]]]:
     quantizer, copier = kernel_registry.quantizer(arch, "fp32", "int8"), kernel_registry.copier(arch)
     sizes = ((1, 1), (33, 70), (4096, 4096), (2, 2**24))
     return [(quantizer, quantized(*size, group)) for size in sizes for group in (0, 1, 2)] + [
@@ -144,11 +144,11 @@ def _convs(config: KernelConfig) -> list[dict[str, int]]:
 
 
 @functools.cache
-def library(unit: Unit) -> Path:
+def library(unit: TranslationUnit) -> Path:
     return compiler.build([unit], progress=False)[unit]
 
 
-def check(runtime: Path, given: list[tuple[Unit, dict[str, int]]]) -> list[dict[str, Any]]:
+def check(runtime: Path, given: list[tuple[TranslationUnit, dict[str, int]]]) -> list[dict[str, Any]]:
     compiler.build(list({unit: None for unit, _ in given}), progress=False)
     calls = [Call(str(library(unit)), unit.name, unit.interface, unit.arch, fields) for unit, fields in given]
     answers = stand_in.checked(runtime, calls)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.toolchain import Program
+from qsync_fx.backend.cuda.toolchain import ToolProgram
 from qsync_fx.errors import ToolchainError
 
 VARIABLES = "QSYNC_NVCC CUDACXX CUDA_HOME CUDA_PATH NVCC_CCBIN CUDAHOSTCXX QSYNC_CUTLASS_PATH CUTLASS_PATH"
@@ -70,8 +70,8 @@ def test_finds_all(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(bare / "path/g++", "12.2.0")
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
     found = toolchain.toolchain("sm_90a")
-    assert found.nvcc == Program(bare / "path/nvcc", (13, 0, 88))
-    assert found.host == Program(bare / "path/g++", (12, 2, 0))
+    assert found.nvcc == ToolProgram(bare / "path/nvcc", (13, 0, 88))
+    assert found.host == ToolProgram(bare / "path/g++", (12, 2, 0))
     assert found.cutlass.version == (4, 2, 0)
     assert [path.relative_to(bare).as_posix() for path in found.cutlass.folders] == [
         "a checkout/include",
@@ -125,7 +125,7 @@ def test_volta_needs_cuda_12(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             toolchain.toolchain("sm_70")
     named = nvcc(bare / "named/nvcc", "12.9.86")
     monkeypatch.setenv("QSYNC_NVCC", str(named))
-    assert toolchain.toolchain("sm_70").nvcc == Program(named, (12, 9, 86))
+    assert toolchain.toolchain("sm_70").nvcc == ToolProgram(named, (12, 9, 86))
     monkeypatch.setenv("QSYNC_NVCC", str(bare / "nowhere"))
     with pytest.raises(ToolchainError, match="no nvcc that runs"):
         toolchain.toolchain("sm_70")
@@ -160,22 +160,22 @@ def test_nvrtc_is_found_where_the_user_says(kind: str, bare: Path, monkeypatch: 
         toolchain.toolchain("sm_70")
     crt.touch()
     found = toolchain.toolchain("sm_70")
-    assert found.nvcc == Program(library, (12, 9, 86))
+    assert found.nvcc == ToolProgram(library, (12, 9, 86))
     assert set(found.toolkit) == set(headers)
     assert found.host.version == (16, 1, 0)
 
 
 def test_a_host_compiler_too_new_gives_way_to_one_that_fits(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Program(nvcc(bare / "path/nvcc", "12.8.93"), (12, 8, 93))
+    cuda = ToolProgram(nvcc(bare / "path/nvcc", "12.8.93"), (12, 8, 93))
     program(bare / "path/g++", "15.1.0")
     with pytest.raises(ToolchainError, match="GCC up to 14"):
         toolchain.host_compiler(cuda)
     program(bare / "path/g++-12", "12.2.0")
-    assert toolchain.host_compiler(cuda) == Program(bare / "path/g++-12", (12, 2, 0))
+    assert toolchain.host_compiler(cuda) == ToolProgram(bare / "path/g++-12", (12, 2, 0))
     program(bare / "path/g++-14", "14.2.0")
     assert toolchain.host_compiler(cuda).version == (14, 2, 0)
     # An nvcc that is newer than the table decides for itself, and the user's word counts.
-    assert toolchain.host_compiler(Program(cuda.path, (14, 0, 0))).version == (15, 1, 0)
+    assert toolchain.host_compiler(ToolProgram(cuda.path, (14, 0, 0))).version == (15, 1, 0)
     monkeypatch.setenv("NVCC_CCBIN", str(bare / "path"))
     assert toolchain.host_compiler(cuda).version == (15, 1, 0)
     monkeypatch.setenv("NVCC_CCBIN", "no-such-compiler")
@@ -186,7 +186,7 @@ def test_a_host_compiler_too_new_gives_way_to_one_that_fits(bare: Path, monkeypa
 def test_a_host_compiler_too_old(bare: Path) -> None:
     program(bare / "path/g++", "5.4.0")
     with pytest.raises(ToolchainError, match=r"5\.4\.0: 7\.5 or later"):
-        toolchain.host_compiler(Program(bare / "nvcc", (13, 0, 88)))
+        toolchain.host_compiler(ToolProgram(bare / "nvcc", (13, 0, 88)))
 
 
 @pytest.mark.parametrize("below", ["", "include", "source"])

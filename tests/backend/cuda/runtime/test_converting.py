@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import NUMBERS, Unit
+from qsync_fx.backend.cuda.codegen import NUMBERS, TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.problem import GemmProblem, padding
@@ -43,7 +43,7 @@ def lying(t: Tensor, how: str) -> Tensor:
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the wrapper find kernels for the CPU; reasons are forgotten."""
 
-    def found(unit: Unit, wait: bool = True) -> Library:
+    def found(unit: TranslationUnit, wait: bool = True) -> Library:
         return library("bits8" if unit.name.startswith("copy") else unit.name.removeprefix("convert_sm_80_"))
 
     launch_utils.forget()
@@ -108,7 +108,7 @@ def test_what_lies_neither_way_is_torchs_to_copy(by_kernel: None) -> None:
 
 
 def test_a_kernel_that_fails_is_torchs_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(unit: Unit, wait: bool = True) -> Library | None:
+    def none(unit: TranslationUnit, wait: bool = True) -> Library | None:
         if wait:
             raise KernelError("it was not compiled", where=unit.name)
         return None

@@ -13,8 +13,8 @@ from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import Problem, padding
 from qsync_fx.backend.cuda.runtime.device_state import assumed, decision, forget
 from qsync_fx.backend.cuda.selection import candidates
-from qsync_fx.backend.cuda.selection.select import Decision, decide
-from qsync_fx.backend.cuda.tuning import Choice, Environment, Table
+from qsync_fx.backend.cuda.selection.select import KernelDecision, decide
+from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
 from qsync_fx.devices import support
 from qsync_fx.formats import FORMATS
 from tests.support.cuda.large_products import BF16, INT8
@@ -28,9 +28,9 @@ def aligned_only(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     return configs(2) if padding.filled(problem) == problem and problem.a == "int8" else ()
 
 
-def chosen(problem: Problem, choice: Choice | None = None, arch: Arch = "sm_80") -> Decision:
+def chosen(problem: Problem, choice: TunedChoice | None = None, arch: Arch = "sm_80") -> KernelDecision:
     here = Environment("", "", "", "", "", 1)
-    table = None if choice is None else Table(here, {choice.problem: choice})
+    table = None if choice is None else TuningTable(here, {choice.problem: choice})
     return decide(problem, arch, table, aligned_only)
 
 
@@ -58,20 +58,20 @@ def test_odd_sizes_are_filled_up_or_left_to_torch() -> None:
 
 def test_what_was_tuned_decides() -> None:
     times = {"torch": 3.0, FIRST.name: 2.0, SECOND.name: 1.0}
-    assert chosen(INT8, Choice(INT8, SECOND.name, times, faster_than_bf16=True)).config == SECOND
-    assert chosen(replace(INT8, m=4001), Choice(INT8, SECOND.name, times)).config == SECOND
-    torch_wins = chosen(INT8, Choice(INT8, "torch", times))
+    assert chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=True)).config == SECOND
+    assert chosen(replace(INT8, m=4001), TunedChoice(INT8, SECOND.name, times)).config == SECOND
+    torch_wins = chosen(INT8, TunedChoice(INT8, "torch", times))
     assert torch_wins.config is None and torch_wins.integers
-    slower = chosen(INT8, Choice(INT8, SECOND.name, times, faster_than_bf16=False))
+    slower = chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=False))
     assert slower.config is None and not slower.integers and "no faster than bf16" in slower.reason
-    on_t4 = chosen(INT8, Choice(INT8, SECOND.name, times, faster_than_bf16=False), arch="sm_75")
+    on_t4 = chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=False), arch="sm_75")
     assert on_t4.config is None and "no faster than fp16" in on_t4.reason
 
 
 def test_a_tuned_kernel_that_is_gone_gives_way_to_the_next_best() -> None:
     times = {"torch": 3.0, "gone": 1.0, FIRST.name: 2.0}
-    assert chosen(INT8, Choice(INT8, "gone", times)).config == FIRST
-    assert chosen(INT8, Choice(INT8, "gone", {"torch": 1.5, "gone": 1.0, FIRST.name: 2.0})).config is None
+    assert chosen(INT8, TunedChoice(INT8, "gone", times)).config == FIRST
+    assert chosen(INT8, TunedChoice(INT8, "gone", {"torch": 1.5, "gone": 1.0, FIRST.name: 2.0})).config is None
 
 
 def test_our_candidates_take_what_layers_need() -> None:
@@ -108,8 +108,8 @@ def test_devices_say_which_formats_kernels_make_native() -> None:
 def test_a_candidate_of_a_user_is_chosen_when_it_was_tuned() -> None:
     mine = candidates.add(replace(candidates.candidates(INT8, "sm_80")[0], stages=3))
     try:
-        choice = Choice(INT8, mine.name, {"torch": 2.0, mine.name: 1.0})
-        assert decide(INT8, "sm_80", Table(Environment("", "", "", "", "", 1), {INT8: choice})).config == mine
+        choice = TunedChoice(INT8, mine.name, {"torch": 2.0, mine.name: 1.0})
+        assert decide(INT8, "sm_80", TuningTable(Environment("", "", "", "", "", 1), {INT8: choice})).config == mine
     finally:
         candidates.remove(mine)
 

@@ -19,13 +19,13 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
 from qsync_fx.backend.cuda.kernel_build.library import Library, load
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem, padding, reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import Window, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem
 from qsync_fx.backend.cuda.runtime import launch, launch_utils
 from qsync_fx.backend.cuda.runtime.device_state import assumed, decision, stored, unobtainable
 from qsync_fx.errors import KernelError, PlanWarning
@@ -55,7 +55,7 @@ def _compiled(folder: Path, fmt: str, *what: str) -> Library:
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{TEMPLATES}"]
     library = folder / f"{name}.so"
     subprocess.run(["g++", *flags, *(f"-D{k}={v}" for k, v in defines.items()), "-o", library, source], check=True)
-    return load(library, Unit(name, "sm_80", "", "conv" if what[0] in OPERATIONS else "gemm"))
+    return load(library, TranslationUnit(name, "sm_80", "", "conv" if what[0] in OPERATIONS else "gemm"))
 
 
 def config(problem: Problem) -> KernelConfig:
@@ -160,7 +160,7 @@ def test_images_reach_a_kernel_as_they_are(
     if last:
         a, b = (t.contiguous(memory_format=torch.channels_last) for t in (a, b))
     how = scales(p.a_scale, ()), scales(p.b_scale, (1, p.k, 1, 1)), torch.randn(p.k) if p.bias else None
-    window = Window(p.stride, p.padding, p.dilation)
+    window = ConvWindow(p.stride, p.padding, p.dilation)
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     assert conv_problem(a, b, *how, size, window, p.operation, torch.float32, False) == p
     taken = padding.filled(p)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_cuda_launch import CPU, whole
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.compiler import Built
 from qsync_fx.backend.cuda.kernel_build.library import Library
@@ -49,7 +49,7 @@ def builds(monkeypatch: pytest.MonkeyPatch, errors: dict[str, KernelError]) -> l
     """Has the compiler fail for units, by name; returns the names of those that it is given."""
     given: list[str] = []
 
-    def attempt(units: Sequence[Unit], **how: Any) -> Built:
+    def attempt(units: Sequence[TranslationUnit], **how: Any) -> Built:
         given.extend(unit.name for unit in units)
         return Built({}, {unit: errors.get(unit.name, KernelError("not in this test")) for unit in units})
 

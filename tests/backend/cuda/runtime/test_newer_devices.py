@@ -14,8 +14,8 @@ from qsync_fx.backend.cuda import kernel_config, toolchain
 from qsync_fx.backend.cuda.kernel_build import jobs, kernel_cache, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import included
 from qsync_fx.backend.cuda.runtime import device_state as devices, quantize_launch
-from qsync_fx.backend.cuda.runtime.device_state import Known, decision, forget
-from qsync_fx.backend.cuda.toolchain import Headers, Program, Toolchain
+from qsync_fx.backend.cuda.runtime.device_state import DeviceState, decision, forget
+from qsync_fx.backend.cuda.toolchain import Headers, Toolchain, ToolProgram
 from qsync_fx.errors import PlanWarning, ToolchainError
 from qsync_fx.formats import FORMATS
 from tests.support.cuda.large_products import INT8
@@ -40,7 +40,7 @@ def test_every_capability_has_what_compiles_for_it(
 
 
 def test_what_newer_devices_take_holds_ptx() -> None:
-    tools = Toolchain(Program(__file__, (12, 4)), Program("g++", (12,)), Headers())  # type: ignore[arg-type]
+    tools = Toolchain(ToolProgram(__file__, (12, 4)), ToolProgram("g++", (12,)), Headers())  # type: ignore[arg-type]
 
     def target(arch: Any) -> str:
         return next(
@@ -89,7 +89,7 @@ class Machine:
         monkey_told: set[str] = set()
         patch.setattr(quantize_launch, "_told", monkey_told)
 
-    def has(self, nvcc: bool, cutlass: bool) -> Known:
+    def has(self, nvcc: bool, cutlass: bool) -> DeviceState:
         def tools(arch: Any = None, templates: bool = True) -> None:
             if not nvcc:
                 raise NO_NVCC

@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 
 from qsync_fx.backend.cuda import tuning
-from qsync_fx.backend.cuda.tuning import Choice, Keeper, TuningError, tune
+from qsync_fx.backend.cuda.tuning import TableWriter, TunedChoice, TuningError, tune
 from tests.support import tiers
 from tests.support.cuda.tuning_samples import BF16, CONV, HERE, INT8, recording, timer
 
 
 def test_tables_are_kept_and_merged(tmp_path: Path) -> None:
     path = tuning.path_in(tmp_path / "tuning", HERE)
-    first = Choice(INT8, "torch", {"torch": 0.5}, {"other": "why"}, True)
-    tuning.save_table(path, HERE, [first, Choice(BF16, "torch", {"torch": 1.0})])
+    first = TunedChoice(INT8, "torch", {"torch": 0.5}, {"other": "why"}, True)
+    tuning.save_table(path, HERE, [first, TunedChoice(BF16, "torch", {"torch": 1.0})])
     second = replace(first, seconds={"torch": 0.25})
-    tuning.save_table(path, HERE, [second, Choice(CONV, "torch", {"torch": 2.0})])
+    tuning.save_table(path, HERE, [second, TunedChoice(CONV, "torch", {"torch": 2.0})])
     found = tuning.load_table(path, HERE)
     assert found.choices == {
         INT8: second,
-        BF16: Choice(BF16, "torch", {"torch": 1.0}),
-        CONV: Choice(CONV, "torch", {"torch": 2.0}),
+        BF16: TunedChoice(BF16, "torch", {"torch": 1.0}),
+        CONV: TunedChoice(CONV, "torch", {"torch": 2.0}),
     }
     assert found.choice(replace(INT8, m=4001)) == second and found.choice(replace(INT8, m=9)) is None
     assert [p.suffix for p in path.parent.iterdir() if p.name.startswith(".")] == []
@@ -50,10 +50,10 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[4])!r})
 from tests.support.cuda.tuning_samples import BF16, HERE
 from qsync_fx.backend.cuda import tuning
-from qsync_fx.backend.cuda.tuning import Choice
+from qsync_fx.backend.cuda.tuning import TunedChoice
 for at in range(10):
     problem = replace(BF16, m=1024 << int(sys.argv[1]), n=1024 << at)
-    tuning.save_table(Path({str(path)!r}), HERE, [Choice(problem, "torch", {{"torch": 1.0}})])
+    tuning.save_table(Path({str(path)!r}), HERE, [TunedChoice(problem, "torch", {{"torch": 1.0}})])
 """
     writers = [subprocess.Popen([sys.executable, "-c", program, str(at)]) for at in range(2)]
     assert [writer.wait(120) for writer in writers] == [0, 0]
@@ -62,7 +62,7 @@ for at in range(10):
 
 def _whole(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     path = tmp_path / "table.json"
-    tuning.save_table(path, HERE, [Choice(INT8, "torch", {"torch": 0.5})])
+    tuning.save_table(path, HERE, [TunedChoice(INT8, "torch", {"torch": 0.5})])
     return path, json.loads(path.read_text())
 
 
@@ -132,7 +132,7 @@ def test_a_table_of_another_environment_is_not_used(tmp_path: Path) -> None:
 def test_an_unreadable_table_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("what somebody wrote")
-    tuning.save_table(path, HERE, [Choice(INT8, "torch", {"torch": 0.5})])
+    tuning.save_table(path, HERE, [TunedChoice(INT8, "torch", {"torch": 0.5})])
     assert tuning.load_table(path, HERE).choice(INT8) is not None
     assert (tmp_path / "table.json.unreadable").read_text() == "what somebody wrote"
 
@@ -141,7 +141,7 @@ def test_a_run_that_fails_leaves_the_table(tmp_path: Path) -> None:
     path, _ = _whole(tmp_path)
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        tuning.save_table(path, HERE, [replace(Choice(CONV, "torch", {"torch": 1.0}), name=object())])  # type: ignore[arg-type]
+        tuning.save_table(path, HERE, [replace(TunedChoice(CONV, "torch", {"torch": 1.0}), name=object())])  # type: ignore[arg-type]
     assert path.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".lock") == [
         path.name
     ]
@@ -149,7 +149,7 @@ def test_a_run_that_fails_leaves_the_table(tmp_path: Path) -> None:
 
 def test_recordings_are_read_back(tmp_path: Path) -> None:
     kernels, times = timer([1.0, 1.1], [0.5, 0.6])
-    keeper = Keeper(times)
+    keeper = TableWriter(times)
     tune(INT8, kernels, keeper, rounds=2)
     path = tmp_path / "recorded.json"
     tuning.save_recording(path, recording({INT8: keeper.seconds}))

@@ -15,7 +15,7 @@ from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.tuning import (
     MARGIN,
     Candidate,
-    Choice,
+    TunedChoice,
     TuningError,
     buckets,
     counterpart,
@@ -140,7 +140,7 @@ def test_what_cannot_be_measured_is_reported_and_the_rest_goes_on() -> None:
     said: list[tuple[Problem, bool, str]] = []
     times = recording({INT8: {"torch": [1.0]}})
 
-    def report(problem: Problem, choice: Choice | None, why: str) -> None:
+    def report(problem: Problem, choice: TunedChoice | None, why: str) -> None:
         said.append((problem, choice is None, why))
 
     found = tune_all([CONV, INT8], lambda p: (), times.timer, report=report)

@@ -13,9 +13,9 @@ import pytest
 
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor import ddp_buckets
-from qsync_fx.predictor.replayer.cluster import Cluster, Device, Network
+from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from qsync_fx.predictor.replayer.trace_files import kineto
-from qsync_fx.predictor.replayer.trace_schedules import Traced, played_traces, read_steps
+from qsync_fx.predictor.replayer.trace_schedules import TracedSchedule, played_traces, read_steps
 from qsync_fx.predictor.times import Part
 from tests.support import tiers
 from tests.support.distributed import traced_rank
@@ -23,13 +23,13 @@ from tests.support.planning.trace_files import device_trace, edited
 
 
 @pytest.fixture(scope="module")
-def step(folder: Path) -> Traced:
+def step(folder: Path) -> TracedSchedule:
     found = read_steps(folder / "kineto-0.json", folder / "execution-0.json")
     assert len(found) == traced_rank.STEPS
     return found[1]
 
 
-def test_operators_are_forward_and_backward_under_one_name(step: Traced) -> None:
+def test_operators_are_forward_and_backward_under_one_name(step: TracedSchedule) -> None:
     forward = [entry.operator for entry in step.schedule.forward if entry.part is Part.FORWARD]
     linears, relus = ([f"aten::{kind}#{at}" for at in range(count)] for kind, count in (("linear", 4), ("relu", 2)))
     assert [name for name in forward if "linear" in name] == linears
@@ -76,9 +76,9 @@ def test_buckets_are_those_of_ddp(folder: Path, with_execution: bool) -> None:
         assert ready[0] < linear_0[0] < ready[-1]
 
 
-def test_one_rank_is_replayed_on_its_own_and_on_a_cluster(step: Traced, folder: Path) -> None:
+def test_one_rank_is_replayed_on_its_own_and_on_a_cluster(step: TracedSchedule, folder: Path) -> None:
     assert float(played_traces({"here": [step]}).step.seconds) == pytest.approx(step.schedule.seconds)
-    cluster = Cluster({"here": Device(count=4)}, Network(bandwidth=1e9, latency=1e-5))
+    cluster = Cluster({"here": ClusterDevice(count=4)}, Network(bandwidth=1e9, latency=1e-5))
     played = played_traces({"here": [step]}, cluster)
     taken = played.step.arrived - played.step.sent
     assert taken.tolist() == pytest.approx([1e-5 + 1.5 * 4 * sent.elements / 1e9 for sent in step.sent])

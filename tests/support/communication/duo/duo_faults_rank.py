@@ -101,13 +101,13 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     slow: Any = training.handle._slow.state.codec  # type: ignore[union-attr]
     assert slow.startswith("in full")
 
-    class Dies(allreduce.Flight):
+    class Dies(allreduce.PendingTransfers):
         def send(self, to: int, message: torch.Tensor, number: int = 0) -> None:
             if rank == 1 and "bucket 1 of step 2" in self._about and message.numel() > job["full"]:
                 os.kill(os.getpid(), signal.SIGKILL)
             super().send(to, message, number)
 
-    allreduce.Flight = Dies  # type: ignore[misc]
+    allreduce.PendingTransfers = Dies  # type: ignore[misc]
     try:
         training.run(range(2, 6))
     except qsync_fx.RankError as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.communication.duo.sign_codecs import Duo, Silence
+from qsync_fx.communication.duo.sign_codecs import Duo, ZeroBit
 from tests.support.communication.compressed_training import batch, weights
 from tests.support.communication.duo.duo_steps import both, same, steps
 from tests.support.communication.duo.duo_training import (
@@ -48,7 +48,7 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Each step against DUO's algorithm as the paper has it, written with copies of whole models and optimizers."""
     found = {}
     for way, optimizer in job["cases"]:
-        duo = Duo(Silence(), ahead=False) if way == "stays" else way
+        duo = Duo(ZeroBit(), ahead=False) if way == "stays" else way
         ours = Training(duo, optimizer)
         exact = Alone(optimizer)
         known = copy.deepcopy(list(exact.model.parameters()))
@@ -78,7 +78,7 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """How far from a training in FP32 each way ends."""
     exact = end_of_least_squares("fp32", job["steps"])
-    ways = {"stays": Duo(Silence(), ahead=False)}
+    ways = {"stays": Duo(ZeroBit(), ahead=False)}
     names = ("qsgd2", "duo2", "duo4", "stays", "duo0")
     return {name: float((end_of_least_squares(ways.get(name, name), job["steps"]) - exact).norm()) for name in names}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qsync_fx.communication.compressor_state import Handle
+from qsync_fx.communication.compressor_state import CompressorHandle
 from qsync_fx.distributed import check_replicas, compress
 from tests.support.communication.compressed_training import batch, parallel, weights
 
@@ -52,7 +52,7 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.handle: Handle | None = None
+        self.handle: CompressorHandle | None = None
         self.sharded = sharded
         if codec is not None:
             self.handle = compress(

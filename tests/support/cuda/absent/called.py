@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import Window, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem
 from qsync_fx.backend.cuda.tuning import shown
 
 
@@ -51,5 +51,5 @@ def _gemm(
 
 def _conv(a: torch.Tensor, b: torch.Tensor, *given: Any) -> ConvProblem:
     a_scale, b_scale, bias, size, stride, padding, dilation, operation, *others = given
-    window = Window(tuple(stride), tuple(padding), tuple(dilation))
+    window = ConvWindow(tuple(stride), tuple(padding), tuple(dilation))
     return conv_problem(a, b, a_scale, b_scale, bias, tuple(size), window, operation, *others)

@@ -17,9 +17,9 @@ from itertools import groupby
 from pathlib import Path
 
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import jobs, jobs as budget, sass
-from qsync_fx.backend.cuda.kernel_build.jobs import Watcher
+from qsync_fx.backend.cuda.kernel_build.jobs import BuildWatcher
 
 TOGETHER = {True: 8, False: 16}
 """Kernels of CUTLASS 3 (heavy) and others in one file."""
@@ -41,16 +41,16 @@ class Passed:
     seconds: float
 
 
-def structure(unit: Unit, name: str) -> str:
+def structure(unit: TranslationUnit, name: str) -> str:
     """Returns the text of a unit's configuration under another name."""
     text = unit.source
     return text[text.index("struct Config") : text.index("QSYNC_")].replace("struct Config", f"struct {name}")
 
 
-def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]:
     """Yields units that can be compiled in one file: of the same headers and formats, looked at for the same instruction."""
 
-    def kind(unit: Unit) -> tuple[object, ...]:
+    def kind(unit: TranslationUnit) -> tuple[object, ...]:
         head, *lines = unit.source.splitlines()
         formats = [line for line in lines if line.strip().startswith(("using A =", "using B ="))]
         return (not unit.heavy, unit.arch, unit.interface, unit.opcode, head, *formats)
@@ -62,7 +62,7 @@ def batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         yield from (found[start : start + step] for start in range(0, len(found), step))
 
 
-def text(batch: Sequence[Unit]) -> str:
+def text(batch: Sequence[TranslationUnit]) -> str:
     """Returns the text of a file with all kernels of a batch."""
     adapter, arguments = ADAPTERS[batch[0].interface]
     lines = [batch[0].source.splitlines()[0]]
@@ -75,7 +75,7 @@ def text(batch: Sequence[Unit]) -> str:
     return "\n".join(lines)
 
 
-def compiled(batch: Sequence[Unit]) -> Passed | None:
+def compiled(batch: Sequence[TranslationUnit]) -> Passed | None:
     """Compiles a batch; returns None where it does not pass."""
     since = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def instruction(listing: str, opcode: str, count: int) -> str:
     return next(filter(None, found)) if sum(map(bool, found)) >= count else ""
 
 
-def command(unit: Unit, source: Path, code: Path) -> list[str]:
+def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
     """Returns the command of the unit, made to compile `source` for the device alone: for its machine code and no PTX beside it."""
     *words, _, _, _ = jobs.command(unit, toolchain.toolchain(unit.arch))
     kept = [word for word in words if word != "-shared" and not word.startswith(("-Xlinker", "-Xcompiler"))]
@@ -104,7 +104,7 @@ def command(unit: Unit, source: Path, code: Path) -> list[str]:
     return [*kept, "-cubin", "-o", str(code), str(source)]
 
 
-def passing(batch: list[Unit]) -> list[tuple[list[Unit], Passed]]:
+def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], Passed]]:
     """Returns the largest halves of halves of a batch that pass."""
     if passed := compiled(batch):
         return [(batch, passed)]
@@ -112,13 +112,13 @@ def passing(batch: list[Unit]) -> list[tuple[list[Unit], Passed]]:
     return [found for part in (batch[:half], batch[half:]) for found in passing(part)] if half else []
 
 
-def attempt(units: Sequence[Unit], tell: Watcher) -> dict[Unit, Passed]:
+def attempt(units: Sequence[TranslationUnit], tell: BuildWatcher) -> dict[TranslationUnit, Passed]:
     """Compiles units in batches, side by side, and returns those that passed; what is wrong with the others is not said here.
 
     Args:
         tell: is called with the number of units that are done.
     """
-    found: dict[Unit, Passed] = {}
+    found: dict[TranslationUnit, Passed] = {}
     done, jobs = 0, max(1, min(budget.jobs(), budget.available_memory() // MEMORY))
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(passing, batch): batch for batch in batches(units)}

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qsync_fx.backend.cuda import codegen, toolchain
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, jobs, kernel_cache, kernel_registry, sass
 from qsync_fx.backend.cuda.kernel_build.jobs import watch
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch
@@ -37,23 +37,23 @@ from qsync_fx.serialization.atomic_files import write_text
 from tests.support.cuda.compiled import cuda_batches
 
 
-def units(arch: Arch) -> list[Unit]:
+def units(arch: Arch) -> list[TranslationUnit]:
     """Returns all units of an architecture: products, convolutions, quantizers, copies and conversions."""
     quantizers = [codegen.quantizer(arch, x, fmt) for x in codegen.X_TYPES for fmt in codegen.QUANTIZER_FORMATS]
     products = map(kernel_registry.unit_of, candidates.all_configs(arch))
     return [*products, *quantizers, *kernel_registry.copiers(arch), *kernel_registry.converters(arch)]
 
 
-def sampled(of: list[Unit], count: int | None) -> list[Unit]:
+def sampled(of: list[TranslationUnit], count: int | None) -> list[TranslationUnit]:
     """Returns units evenly spread over a list."""
     if count is None or count >= len(of):
         return of
     return [of[index * len(of) // count] for index in range(count)]
 
 
-def rows_of(chosen: list[Unit], each: bool) -> list[dict[str, Any]]:
+def rows_of(chosen: list[TranslationUnit], each: bool) -> list[dict[str, Any]]:
     """Compiles units of one architecture, and returns what became of them."""
-    passed: dict[Unit, cuda_batches.Passed] = {}
+    passed: dict[TranslationUnit, cuda_batches.Passed] = {}
     if not each:
         with watch(len(chosen), True) as tell:
             passed = cuda_batches.attempt(chosen, tell)
@@ -78,7 +78,7 @@ def together(passed: cuda_batches.Passed) -> dict[str, Any]:
     }
 
 
-def alone(unit: Unit, built: compiler.Built) -> dict[str, Any]:
+def alone(unit: TranslationUnit, built: compiler.Built) -> dict[str, Any]:
     """Returns what became of a unit that was compiled by itself."""
     failure = built.failures.get(unit)
     if failure is not None:

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qsync_fx.backend.cuda import toolchain, toolchain as nvrtc, toolchain as nvrtc_compile
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import jobs, kernel_registry, sass
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
 from qsync_fx.backend.cuda.kernel_config import Arch
@@ -51,9 +51,9 @@ class Twelve:
     seconds: float
 
 
-def sample(arch: Arch, count: int) -> list[Unit]:
+def sample(arch: Arch, count: int) -> list[TranslationUnit]:
     """Returns so many products of an architecture, as different as there are: one of each kind first, then the next of each."""
-    kinds: dict[tuple[object, ...], list[Unit]] = {}
+    kinds: dict[tuple[object, ...], list[TranslationUnit]] = {}
     for config in gemm_configs(arch):
         kind = config.a, config.unit, config.a_major, config.b_major, config.order
         kinds.setdefault(kind, []).append(kernel_registry.unit_of(config))
@@ -63,7 +63,7 @@ def sample(arch: Arch, count: int) -> list[Unit]:
     return [every[at * len(kinds) // count] for at in range(count)] if count < len(kinds) else every[:count]
 
 
-def by_twelve(unit: Unit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]) -> Twelve:
+def by_twelve(unit: TranslationUnit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]) -> Twelve:
     """Compiles a product by NVRTC and looks at what comes out."""
     folders = [str(folder) for folder in (TEMPLATES, *templates, *tools.folders)]
     since = time.monotonic()
@@ -82,7 +82,7 @@ def by_twelve(unit: Unit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]) -> Tw
     return Twelve(used.registers, used.spills, wrong, time.monotonic() - since)
 
 
-def row_of(unit: Unit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]) -> dict[str, Any]:
+def row_of(unit: TranslationUnit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]) -> dict[str, Any]:
     """Compiles a product by both, and returns what is told of it."""
     twelve, here = by_twelve(unit, tools, templates), cuda_batches.compiled([unit])
     return {

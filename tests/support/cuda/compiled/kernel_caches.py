@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qsync_fx.backend.cuda import toolchain
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
 from qsync_fx.backend.cuda.toolchain import Toolchain
 from qsync_fx.errors import ToolchainError
@@ -46,7 +46,7 @@ def tools_or_skip() -> Toolchain:
     return tools
 
 
-def cache_of(factory: pytest.TempPathFactory, *units: Unit) -> Path:
+def cache_of(factory: pytest.TempPathFactory, *units: TranslationUnit) -> Path:
     """Returns a new cache that holds units."""
     home = factory.mktemp("a cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -86,9 +86,9 @@ def watched(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = "") -> 
     return lambda: len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def entry_of(home: Path) -> kernel_cache.Entry:
+def entry_of(home: Path) -> kernel_cache.CacheEntry:
     (found,) = kernel_cache.entries(home / "kernels")
-    assert isinstance(found, kernel_cache.Entry)
+    assert isinstance(found, kernel_cache.CacheEntry)
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qsync_fx.backend.cuda.codegen import Unit
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 
 _SOURCE = """\
 #include <cuda_runtime.h>
@@ -50,8 +50,8 @@ float kept[300];
     for (int j = 0; j < 300; ++j) d[i * 300 + j] = kept[j];"""
 
 
-def small_unit(name: str = "small", remark: str = "", body: str = ADDS, **changes: Any) -> Unit:
+def small_unit(name: str = "small", remark: str = "", body: str = ADDS, **changes: Any) -> TranslationUnit:
     """Returns a unit; another `remark` makes it one that no cache has."""
     told = {"abi": "QSYNC_ABI_VERSION", "name": name} | {key: changes.pop(key) for key in ("abi",) if key in changes}
     source = _SOURCE.format(remark=remark, body=body, **told)
-    return Unit(**({"name": name, "arch": "sm_80", "source": source, "interface": "gemm"} | changes))
+    return TranslationUnit(**({"name": name, "arch": "sm_80", "source": source, "interface": "gemm"} | changes))

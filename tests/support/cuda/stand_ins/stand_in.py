@@ -61,14 +61,14 @@ def checked(library: Path, calls: list[Call]) -> list[dict[str, Any]]:
 def _main() -> None:
     stand_in = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
     stand_in.stand_in_lines.restype = ctypes.c_char_p
-    from qsync_fx.backend.cuda.codegen import Unit
+    from qsync_fx.backend.cuda.codegen import TranslationUnit
     from qsync_fx.backend.cuda.kernel_build.library import _STRUCTURES, load
 
     capability = {arch: found for found, arch in reversed(BY_CAPABILITY.items())}
     answers = []
     for call in (Call(**fields) for fields in json.load(sys.stdin)):
         stand_in.stand_in_reset(*capability[call.arch], MULTIPROCESSORS[call.arch], SHARED_MEMORY[call.arch])
-        library = load(Path(call.path), Unit(call.name, call.arch, "", call.interface))  # type: ignore[arg-type]
+        library = load(Path(call.path), TranslationUnit(call.name, call.arch, "", call.interface))  # type: ignore[arg-type]
         arguments = _STRUCTURES[call.interface](**call.arguments)
         why = library.can_implement(arguments)  # type: ignore[arg-type]
         size = library.workspace(arguments) if why is None else 0  # type: ignore[arg-type]
