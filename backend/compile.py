@@ -68,38 +68,40 @@ from qsync_fx.plan_cache import SWITCH, Candidates, candidates_for
 _LOG = logging.getLogger("qsync_fx")
 
 
-def candidates(here: SourcePlace, options: Options, device: torch.device) -> Candidates | None:
+def candidates(current: SourcePlace, options: Options, device: torch.device) -> Candidates | None:
     """Returns the plans that a graph may get without having asked; None where there are none."""
-    if here.root is None:
+    if current.root is None:
         return None
-    found = candidates_for(here.root, options, log_of(options).unasked.get(here.root))
+    result = candidates_for(current.root, options, log_of(options).unasked.get(current.root))
     # A device that qsync_fx does not run on, which torch may not know autocast for, is told by others.
-    return None if found is None or torch.is_autocast_enabled(device.type) else found
+    return None if result is None or torch.is_autocast_enabled(device.type) else result
 
 
-def with_cached_plan(passes: Sequence[Pass], found: Candidates | None, tell: Callable[[str], None]) -> tuple[Pass, ...]:
+def with_cached_plan(
+    passes: Sequence[Pass], result: Candidates | None, tell: Callable[[str], None]
+) -> tuple[Pass, ...]:
     """Returns the passes with the one that takes a plan, where there are any; `tell` is told why none is taken."""
-    if found is None:
+    if result is None:
         return tuple(passes)
-    at = next(at for at, step in enumerate(passes) if isinstance(step, Assign))
-    return (*passes[:at], CachedPlan(found, tell), *passes[at:])
+    index = next(index for index, step in enumerate(passes) if isinstance(step, Assign))
+    return (*passes[:index], CachedPlan(result, tell), *passes[index:])
 
 
-def note_unasked(graph: PrecisionGraph, here: SourcePlace, options: Options) -> None:
+def note_unasked(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
     """Notes down the plan that a graph has got without having asked, and says so of the model's first one."""
     plan = graph.context.options.plan
-    if not options.automatic or plan is None or here.root is None:
+    if not options.automatic or plan is None or current.root is None:
         return
     log = log_of(options)
-    if log.unasked.get(here.root) != plan:
-        log.unasked[here.root] = plan
-        _LOG.warning("%s: %s", type(here.root).__name__, plan.notes[CACHED])
+    if log.unasked.get(current.root) != plan:
+        log.unasked[current.root] = plan
+        _LOG.warning("%s: %s", type(current.root).__name__, plan.notes[CACHED])
 
 
-def tell_of_a_stale_profile(why: str, here: SourcePlace, options: Options) -> None:
+def tell_of_a_stale_profile(why: str, current: SourcePlace, options: Options) -> None:
     """Says once that a profile is there and is not taken."""
-    log, name = log_of(options), type(here.root).__name__
-    if here.root is None or not here.root.training or name in log.stale:
+    log, name = log_of(options), type(current.root).__name__
+    if current.root is None or not current.root.training or name in log.stale:
         return
     log.stale.add(name)
     text = (
@@ -117,7 +119,7 @@ def rewrite(
     inputs: Sequence[Any],
     options: Options,
     instruments: Sequence[Instrument] = (),
-    seen: Iterable[OpId] = (),
+    observed: Iterable[OpId] = (),
     unasked: Candidates | None = None,
 ) -> PrecisionGraph:
     """Runs the pipeline on a graph of Dynamo's; must be called while Dynamo compiles.
@@ -133,7 +135,7 @@ def rewrite(
     """
     device = _device(module, inputs)
     with targeted(options.target, device), _unhooked():
-        context = context_for(module, inputs, options, seen)
+        context = context_for(module, inputs, options, observed)
         fakes = _fake(inputs, context.fake_mode)
         stale: list[str] = []
         passes = with_cached_plan(pipeline(options, operators.lowerings(), context.training), unasked, stale.append)
@@ -159,28 +161,28 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     """Runs the pipeline and hands the result to the inner compiler."""
     if in_backward_pass():
         return _compile_backward(module, inputs, options)
-    plan, here = options.plan, place(options)
-    unasked = candidates(here, options, _device(module, inputs))
+    plan, current = options.plan, place(options)
+    unasked = candidates(current, options, _device(module, inputs))
     alone = False
     if options.passes or (plan is not None and (plan.patterns or plan.operators)):
-        alone = compile_for_this_module_only(here)
+        alone = compile_for_this_module_only(current)
     elif unasked is not None:
         try:
-            alone = compile_for_this_module_only(here)
+            alone = compile_for_this_module_only(current)
         except PlanError as error:
-            tell_of_a_stale_profile(error.what, here, options)
+            tell_of_a_stale_profile(error.what, current, options)
             unasked = None
     if options.target is not None:
         check_target(options.target, _device(module, inputs))
-    graph = rewrite(module, inputs, options, seen=_seen(here, options), unasked=unasked)
-    note_unasked(graph, here, options)
-    record(graph, here, options, module, alone)
+    graph = rewrite(module, inputs, options, observed=_seen(current, options), unasked=unasked)
+    note_unasked(graph, current, options)
+    record(graph, current, options, module, alone)
     compile_anew_where_split(inputs)
-    numeric_guards.watch(graph, here.root)
+    numeric_guards.watch(graph, current.root)
     if not options.automatic and graph.operators("adjustable"):
-        warn_at_the_limit(here)
+        warn_at_the_limit(current)
     if not alone:
-        tell_of_shared_code(graph, here, graph.context.options)
+        tell_of_shared_code(graph, current, graph.context.options)
     wait_for_a_step()
     device = graph.context.device
     fast_dropout = dropout.serves(graph)
@@ -199,13 +201,13 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
         compiled = lifted.around(compiler(graph.module, [*inputs, *lifted.inputs]))
     run = telling(compiled, graph, options.inner)
     if (
-        here.root is not None
-        and here.entered
-        and here.resumes_at is None
-        and not here.nested
-        and _evaluates(graph, here.root)
+        current.root is not None
+        and current.entered
+        and current.resumes_at is None
+        and not current.nested
+        and _evaluates(graph, current.root)
     ):
-        return settle_when_called_again(run, here.root, options)
+        return settle_when_called_again(run, current.root, options)
     return run
 
 
@@ -237,7 +239,7 @@ def inner_compiler(
         return lambda module, inputs: prepared(module).forward
     from torch._dynamo.backends.registry import lookup_backend
 
-    found: Any = lookup_backend(name)
+    result: Any = lookup_backend(name)
     if name == "inductor":
         from torch._inductor.compile_fx import compile_fx_inner
 
@@ -247,19 +249,21 @@ def inner_compiler(
             "inner_compile": inductor_config.remembering(compile_fx_inner),
             "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
         }
-        return lambda module, inputs: found(
+        return lambda module, inputs: result(
             module, list(inputs), **settings, config_patches=patches | layouts.settings(device, module)
         )
-    return lambda module, inputs: found(prepared(module), list(inputs))
+    return lambda module, inputs: result(prepared(module), list(inputs))
 
 
 def _as_it_is(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options, seen: Iterable[OpId] = ()) -> Context:
+def context_for(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Options, observed: Iterable[OpId] = ()
+) -> Context:
     """Returns what the compilation under way knows beside the graph."""
-    here = place(options)
+    current = place(options)
     tracing = TracingContext.try_get()
     device = _device(module, inputs)
     support(device, FP32)  # raises for a device that qsync_fx does not run on
@@ -270,20 +274,20 @@ def context_for(module: fx.GraphModule, inputs: Sequence[Any], options: Options,
         fake_mode=tracing.fake_mode if tracing is not None else None,
         ambient=(True, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None,
         training=torch.is_grad_enabled(),
-        complete=_is_complete(module, here),
-        seen=frozenset(seen),
+        complete=_is_complete(module, current),
+        seen=frozenset(observed),
         lowerings=operators.lowerings(),
         # Below a path that the user gives the rest of the model is not known.
-        modules=frozenset(path for path, _ in here.modules.values())
-        if here.root is not None and not here.within
+        modules=frozenset(path for path, _ in current.modules.values())
+        if current.root is not None and not current.within
         else None,
     )
 
 
-def _seen(here: SourcePlace, options: Options) -> Iterator[OpId]:
+def _seen(current: SourcePlace, options: Options) -> Iterator[OpId]:
     """Yields the operators that earlier graphs of the model held."""
     for frame in log_of(options).frames.values():
-        if here.root is not None and frame.root() is here.root:
+        if current.root is not None and frame.root() is current.root:
             yield from frame.operators
 
 
@@ -323,8 +327,8 @@ def _unhooked() -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _is_complete(module: fx.GraphModule, here: SourcePlace) -> bool:
+def _is_complete(module: fx.GraphModule, current: SourcePlace) -> bool:
     """Whether the graph is the whole of what is compiled: DDP has not split it, and no graph break ends, precedes or surrounds it."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    whole = here.entered and here.resumes_at is None and not here.nested
-    return whole and reason is not None and not reason.graph_break
+    full = current.entered and current.resumes_at is None and not current.nested
+    return full and reason is not None and not reason.graph_break

@@ -96,7 +96,7 @@ def compile_anew_where_split(inputs: Sequence[Any]) -> None:
     Args:
         inputs: of the graph, parameters among them.
     """
-    gradients = sum(one.nbytes for one in inputs if isinstance(one, nn.Parameter) and one.requires_grad)
+    gradients = sum(item.nbytes for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad)
     if not gradients or not torch.is_grad_enabled() or DistributedDataParallel._active_ddp_module is not None:
         return
 
@@ -110,27 +110,27 @@ def compile_anew_where_split(inputs: Sequence[Any]) -> None:
     install_guard(Guard(GlobalStateSource(), outside_of_parallel))
 
 
-def record(graph: PrecisionGraph, here: SourcePlace, options: Options, module: fx.GraphModule, alone: bool) -> None:
+def record(graph: PrecisionGraph, current: SourcePlace, options: Options, module: fx.GraphModule, alone: bool) -> None:
     """Notes down `graph`, made of Dynamo's `module`, in the log of `options`; `alone` where the code is for one module only."""
-    if here.code is None:
+    if current.code is None:
         return
     operators = [_ran(operator) for operator in graph.operators()]
     tensors = _tensors(module)
-    for path, root in _roots(here):
-        held = {name for name, part in paths(root) if any(id(p) in tensors for p in own_parameters(part))}
+    for path, root in _roots(current):
+        live = {name for name, part in paths(root) if any(id(p) in tensors for p in own_parameters(part))}
         inside = [ran for ran in operators if below(ran.id.module, path) is not None]
-        held |= {rest for ran in inside if (rest := below(ran.id.module, path))}
-        if here.root is not None or held:
-            frame = log_of(options).frame(here.code, root)
+        live |= {rest for ran in inside if (rest := below(ran.id.module, path))}
+        if current.root is not None or live:
+            frame = log_of(options).frame(current.code, root)
             frame.alone = frame.alone or alone
-            note_graph(frame, here.root or root, path, inside, held)
+            note_graph(frame, current.root or root, path, inside, live)
 
 
-def _roots(here: SourcePlace) -> Iterator[tuple[str, nn.Module]]:
-    if here.module is not None:
-        yield here.path, here.module
+def _roots(current: SourcePlace) -> Iterator[tuple[str, nn.Module]]:
+    if current.module is not None:
+        yield current.path, current.module
     else:
-        yield from ((path, unwrapped(module)) for path, module in here.given)
+        yield from ((path, unwrapped(module)) for path, module in current.given)
 
 
 def _ran(operator: Operator) -> Ran:
@@ -146,50 +146,50 @@ def _tensors(module: fx.GraphModule) -> set[int]:
     return {id(t) for t in (*inputs, *module.parameters()) if isinstance(t, torch.Tensor)}
 
 
-def tell_of_shared_code(graph: PrecisionGraph, here: SourcePlace, options: Options) -> None:
+def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
     """Warns where a graph decides for operators of other modules too, which the plan decides on otherwise.
 
     Raises:
         PlanError: that is so, and the option "strict" is set.
     """
-    if options.plan is None or here.code is None or not here.nested or here.entered:
+    if options.plan is None or current.code is None or not current.nested or current.entered:
         return
-    found = [
+    result = [
         (op, other)
         for op in graph.operators(Kind.ADJUSTABLE)
-        for other in _alike(op, here)
+        for other in _alike(op, current)
         if _differs(graph, op, other)
     ]
-    if not found:
+    if not result:
         return
-    operator, other = found[0]
+    operator, other = result[0]
     choice = graph.context.plan.precision_for(other)
     error = PlanError(
-        f"code that Dynamo uses for {len(list(_alike(operator, here))) + 1} modules alike runs {operator.id} in "
+        f"code that Dynamo uses for {len(list(_alike(operator, current))) + 1} modules alike runs {operator.id} in "
         f"{operator.note.planned}, and so {other} too, which the plan wants in {choice.precision if choice else 'no precision'}",
-        where=f"{here.code.co_qualname}, {here.code.co_filename}:{here.code.co_firstlineno}; {operator.where}",
+        where=f"{current.code.co_qualname}, {current.code.co_filename}:{current.code.co_firstlineno}; {operator.where}",
         do="remove the graph break before it (TORCH_LOGS=graph_breaks shows it), use the module (self) after the break too, so that each "
         "has code of its own, or plan one precision for all",
     )
     if options.strict:
         raise error
-    warnings.warn_explicit(str(error), PlanWarning, here.code.co_filename, here.code.co_firstlineno)
+    warnings.warn_explicit(str(error), PlanWarning, current.code.co_filename, current.code.co_firstlineno)
 
 
-def _alike(operator: Operator, here: SourcePlace) -> Iterator[OpId]:
+def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
     """Yields the ids that an operator has in other modules that may run its code."""
-    assert here.root is not None and here.module is not None
-    rest, shape = below(operator.id.module, here.path), shape_of(here.module)
+    assert current.root is not None and current.module is not None
+    rest, shape = below(operator.id.module, current.path), shape_of(current.module)
     if rest is None:
         return
-    for path, module in paths(here.root):
-        if module is not here.module and type(module) is type(here.module) and shape_of(module) == shape:
-            yield dataclasses.replace(operator.id, module=joined(joined(here.within, path), rest))
+    for path, module in paths(current.root):
+        if module is not current.module and type(module) is type(current.module) and shape_of(module) == shape:
+            yield dataclasses.replace(operator.id, module=joined(joined(current.within, path), rest))
 
 
 def _differs(graph: PrecisionGraph, operator: Operator, other: OpId) -> bool:
-    own, wanted = (graph.context.plan.precision_for(op_id) for op_id in (operator.id, other))
-    return (own and own.precision) != (wanted and wanted.precision)
+    owned, wanted = (graph.context.plan.precision_for(op_id) for op_id in (operator.id, other))
+    return (owned and owned.precision) != (wanted and wanted.precision)
 
 
 @contextlib.contextmanager
@@ -199,19 +199,19 @@ def told(graph: PrecisionGraph) -> Iterator[None]:
         yield
     except (SkipFrame, BackendCompilerFailed) as error:
         # Where its cache is passed by, Inductor takes the request to skip a frame for an error of its own (torch 2.13).
-        asked = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
-        if not isinstance(asked, SkipFrame):
+        requested = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        if not isinstance(requested, SkipFrame):
             raise
         context = graph.context
-        what = f"{context.options.inner} does not compile this graph for {context.device}: {asked}"
+        message = f"{context.options.inner} does not compile this graph for {context.device}: {requested}"
         if not context.automatic:
             raise DeviceError(
-                f"{what}; it would run as the model is written, without the plan",
+                f"{message}; it would run as the model is written, without the plan",
                 where=graph.where,
                 do="hold the model and its inputs in FP32 or FP16 there, and let the plan choose what is narrower",
             ) from error
-        warnings.warn(f"{what}; it runs uncompiled ({graph.where})", UserWarning, stacklevel=2)
-        raise asked from None
+        warnings.warn(f"{message}; it runs uncompiled ({graph.where})", UserWarning, stacklevel=2)
+        raise requested from None
 
 
 _thread = threading.local()
@@ -277,12 +277,12 @@ def install(backend: Callable[..., Any], options_of: Callable[[dict[str, Any]], 
     OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
 
-def observe(context: OptimizeContext, given: Any, options: Options) -> None:
+def observe(context: OptimizeContext, value: Any, options: Options) -> None:
     """Notes from now on what Dynamo makes of what torch.compile is given, in the log of `options`."""
     if type(context.callback) is CatchErrorsWrapper:
         callback: Any = context.callback
         callback.__class__ = ObservedGraphs
-        module = given_to_compile(given)
+        module = given_to_compile(value)
         callback.qsync_given = weakref.ref(unwrapped(module)) if isinstance(module, nn.Module) else None
         callback.put_in_force(options)
 
@@ -349,15 +349,15 @@ def _called_for(frame: Any, around: Calls) -> list[nn.Module]:
     code, local = frame.f_code, frame.f_locals
     first = local.get(code.co_varnames[0]) if code.co_argcount else None
     inside = around.inside or ([around.compiled] if isinstance(around.compiled, nn.Module) else [])
-    own = around.entered(code) or _RESUMES in code.co_name
+    owned = around.entered(code) or _RESUMES in code.co_name
     if code.co_filename == nn.modules.module.__file__:
         return []  # Dynamo leaves these to Python, always
     if inside:
-        own = own or (
+        owned = owned or (
             code.co_name == "forward" and isinstance(first, nn.Module) and unwrapped(first) is unwrapped(inside[0])
         )
-        return [unwrapped(inside[0])] if own else []
-    return [unwrapped(module) for _, module in modules_in_reach(code, local, frame.f_globals)] if own else []
+        return [unwrapped(inside[0])] if owned else []
+    return [unwrapped(module) for _, module in modules_in_reach(code, local, frame.f_globals)] if owned else []
 
 
 def _holds_modules_of_torch(frame: Any) -> bool:

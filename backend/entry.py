@@ -50,7 +50,7 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
             raise OptionError(
                 f"the backend qsync has no mode {shown(str(mode))}",
                 where="torch.compile, mode",
-                do=f"drop it, or take one of: {', '.join(f'{name} (which is options={dict(given)})' for name, given in MODES.items())}",
+                do=f"drop it, or take one of: {', '.join(f'{name} (which is options={dict(value)})' for name, value in MODES.items())}",
             )
         return Options.parse(MODES[mode])
     # From 2.15 on torch hands over the name, too, that logs call the compilation by.

@@ -45,13 +45,13 @@ Compiled = Callable[..., Any]
 
 def places(graph: PrecisionGraph) -> Mapping[int, str]:
     """Returns where the lowered operators of a graph stand in the user's model, by their streams."""
-    found = {}
+    result = {}
     for operator in graph.operators():
         if isinstance(operator.node.target, torch._ops.OpOverload):
             stream = arguments(operator.node).get("stream")
             if isinstance(stream, int):
-                found[stream] = operator.where
-    return found
+                result[stream] = operator.where
+    return result
 
 
 def telling(compiled: Compiled, graph: PrecisionGraph, inner: str) -> Compiled:
@@ -61,13 +61,13 @@ def telling(compiled: Compiled, graph: PrecisionGraph, inner: str) -> Compiled:
     return _told(compiled, graph.where, inner) if graph.context.training else compiled
 
 
-def _run_placed(run: Compiled, known: Mapping[int, str]) -> Compiled:
-    if not known:
+def _run_placed(run: Compiled, available: Mapping[int, str]) -> Compiled:
+    if not available:
         return run
 
     @functools.wraps(run)
     def placed_run(*args: Any) -> Any:
-        with placed(known):
+        with placed(available):
             return run(*args)
 
     return placed_run
@@ -80,10 +80,10 @@ def _told(compiled: Compiled, where: str, inner: str) -> Compiled:
     @functools.wraps(compiled)
     def run(*args: Any) -> Any:
         nonlocal done
-        found = compiled(*args)
+        result = compiled(*args)
         if not done and torch.is_grad_enabled():
-            done = _warn_second_order(found, where, inner)
-        return found
+            done = _warn_second_order(result, where, inner)
+        return result
 
     return run
 
@@ -102,12 +102,12 @@ def _warn_second_order(outputs: Any, where: str, inner: str) -> bool:
             do=f"compile what is differentiated twice with {WAY_OUT}, or with fp32",
         )
 
-    def told(ctx: Any, run: Callable[[Any], Any], args: list[Any]) -> Any:
-        found: tuple[Any, ...] = original(ctx, run, args)
-        gradients = tuple(g if isinstance(g, Tensor) else None for g in found)
+    def reported(ctx: Any, run: Callable[[Any], Any], args: list[Any]) -> Any:
+        result: tuple[Any, ...] = original(ctx, run, args)
+        gradients = tuple(g if isinstance(g, Tensor) else None for g in result)
         return refuse(gradients, gradients, problem)
 
-    node._double_backward = staticmethod(told)
+    node._double_backward = staticmethod(reported)
     return True
 
 
@@ -130,15 +130,15 @@ def watch(graph: PrecisionGraph, model: nn.Module | None) -> None:
     """Has the optimizers of a model watched that trains with operators in a format of little range."""
     if model is None or not graph.context.training or model in _watched:
         return
-    found = {
+    result = {
         f"{row} (whose range ends at {row.max:.0f})"
         for operator in graph.operators()
         for row in (operator.note.precision, operator.note.output)
         if row is not None and short(row)
     }
-    if found:
+    if result:
         _install()
-        _watched[model] = " and ".join(sorted(found))
+        _watched[model] = " and ".join(sorted(result))
 
 
 @functools.cache
@@ -153,9 +153,9 @@ def _before_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # One that is fused with the scaling is called with gradients of any kind, and told apart which to skip.
     if step & (step - 1) or getattr(optimizer, "found_inf", None) is not None:
         return
-    own = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    owned = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     for model, formats in list(_watched.items()):
-        gradients = [p.grad for p in model.parameters() if id(p) in own and p.grad is not None]
+        gradients = [p.grad for p in model.parameters() if id(p) in owned and p.grad is not None]
         if gradients and not _finite(gradients):
             del _watched[model]
             _warn_overflow(model, formats, step)
@@ -193,12 +193,12 @@ _NORMS = (
 
 def widened(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph, bodies within it too, with its normalisations of mixed types in FP32; changes it in place."""
-    for one in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
-        found = [node for node in one.graph.nodes if node.target in _NORMS and _mixed(node)]
-        for node in found:
-            _widen(one.graph, node)
-        if found:
-            one.recompile()
+    for item in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
+        result = [node for node in item.graph.nodes if node.target in _NORMS and _mixed(node)]
+        for node in result:
+            _widen(item.graph, node)
+        if result:
+            item.recompile()
     return module
 
 

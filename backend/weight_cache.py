@@ -87,8 +87,8 @@ def _watch_steps() -> None:
 
 
 def _after_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for kept in _kept.values():
-        kept.copies.clear()
+    for saved in _kept.values():
+        saved.copies.clear()
 
 
 def copies(weights: Sequence[tuple[Tensor, CopySpec]], seed: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -111,39 +111,39 @@ def _copy(weight: Tensor, made: CopySpec, seed: Tensor, queue: int | None) -> tu
     # What was made in inference mode has no counter, and DDP has what is compiled run once on tensors without values.
     if queue is None or weight.is_inference() or isinstance(weight, FakeTensor):
         return made.of(weight, seed)
-    kept = _kept.get(weight)
-    if kept is None:
-        kept = _kept[weight] = _CachedCopies()
-    if not kept.trusted:
+    saved = _kept.get(weight)
+    if saved is None:
+        saved = _kept[weight] = _CachedCopies()
+    if not saved.trusted:
         return made.of(weight, seed)
     state = weight._version, weight.data_ptr(), weight.dtype, weight.device, weight.shape, weight.stride()
     key = (made.fmt, made.rounding, made.keep, queue)
-    found = kept.copies.get(key)
-    if found is not None and found.state == state:
-        kept.used += 1
-        if kept.used & (kept.used - 1) or torch.equal(found.compared, _some(weight)):
-            return found.pair
-        kept.trusted = False
-        kept.copies.clear()
+    result = saved.copies.get(key)
+    if result is not None and result.state == state:
+        saved.used += 1
+        if saved.used & (saved.used - 1) or torch.equal(result.compared, _some(weight)):
+            return result.pair
+        saved.trusted = False
+        saved.copies.clear()
         _warn_changed(weight)
         return made.of(weight, seed)
     # What was made of other values is read no more, by whichever graph.
-    kept.copies = {other: copy for other, copy in kept.copies.items() if copy.state == state}
+    saved.copies = {other: copy for other, copy in saved.copies.items() if copy.state == state}
     pair = made.of(weight, seed)
-    kept.copies[key] = _Copy(state, weight.untyped_storage(), _some(weight).clone(), pair)
+    saved.copies[key] = _Copy(state, weight.untyped_storage(), _some(weight).clone(), pair)
     return pair
 
 
 def _some(weight: Tensor) -> Tensor:
     """Returns some values of a weight as they lie in memory, in whole numbers: not a number is not equal to itself."""
-    held = weight.detach()
+    live = weight.detach()
     # An odd step meets all columns of a matrix whose rows have an even length.
-    step = held.numel() // _COMPARED | 1
-    span = 1 + sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
-    if span == held.numel():  # whichever way it lies, without gaps
-        some = held.as_strided((-(-span // step),), (step,))
+    step = live.numel() // _COMPARED | 1
+    span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
+    if span == live.numel():  # whichever way it lies, without gaps
+        some = live.as_strided((-(-span // step),), (step,))
     else:
-        some = held.flatten()[::step]
+        some = live.flatten()[::step]
     return some.contiguous().view(torch.uint8)
 
 
@@ -181,12 +181,12 @@ class Lifted:
         if not self.weights:
             return compiled
 
-        def run(*given: Any) -> Any:
+        def run(*value: Any) -> Any:
             # Copies outlive the pass, and one that was made in inference mode could not be read in training.
             with torch.inference_mode(False), torch.no_grad():
                 seed = self._seed()
-                pairs = copies([(given[at], made) for at, made in self.weights], seed)
-            return compiled(*given, *[seed] * self.draws, *(part for pair in pairs for part in pair))
+                pairs = copies([(value[index], made) for index, made in self.weights], seed)
+            return compiled(*value, *[seed] * self.draws, *(part for pair in pairs for part in pair))
 
         return run
 
@@ -198,21 +198,21 @@ class Lifted:
 
 def lift(graph: PrecisionGraph) -> Lifted:
     """Takes the quantization of weights out of a lowered graph, which gets inputs in its place; says what stays, and why."""
-    found = list(_quantized_weights(graph))
-    taken = [node for node, why in found if not why]
-    _warn_left_out(graph, [(node, why) for node, why in found if why], bool(found))
-    if not taken:
+    result = list(_quantized_weights(graph))
+    used = [node for node, why in result if not why]
+    _warn_left_out(graph, [(node, why) for node, why in result if why], bool(result))
+    if not used:
         return Lifted(graph.context.device)
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    weights = tuple((given.index(own["x"]), _made(own)) for own in map(arguments, taken))
-    seed = arguments(taken[0])["seed"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    weights = tuple((inputs.index(owned["x"]), _made(owned)) for owned in map(arguments, used))
+    seed = arguments(used[0])["seed"]
     draws = seed.target is torch.ops.qsync.draw.default
-    added = _Inputs(graph, given[-1])
+    added = _Inputs(graph, inputs[-1])
     if draws:
         added.instead_of([seed], f"{seed.name}_drawn", graph.value(seed))
-    for node in taken:
-        for at, (name, value) in enumerate(zip(("values", "scale"), graph.value(node), strict=True)):
-            parts = [user for user in node.users if user.target is py_operator.getitem and user.args[1] == at]
+    for node in used:
+        for index, (name, value) in enumerate(zip(("values", "scale"), graph.value(node), strict=True)):
+            parts = [user for user in node.users if user.target is py_operator.getitem and user.args[1] == index]
             added.instead_of(parts, f"{node.name}_{name}", value)
         graph.graph.erase_node(node)
     graph.inputs = [*graph.inputs, *added.values]
@@ -242,8 +242,8 @@ class _Inputs:
             self.graph.graph.erase_node(node)
 
 
-def _made(own: dict[str, Any]) -> CopySpec:
-    return CopySpec(own["stream"], own["fmt"], own["rounding"], tuple(own["keep"]))
+def _made(owned: dict[str, Any]) -> CopySpec:
+    return CopySpec(owned["stream"], owned["fmt"], owned["rounding"], tuple(owned["keep"]))
 
 
 def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
@@ -257,15 +257,15 @@ def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
-    own = arguments(node)
-    weight, value = own["x"], graph.value(own["x"])
+    owned = arguments(node)
+    weight, value = owned["x"], graph.value(owned["x"])
     if weight.op != "placeholder":
         return "it is computed from a parameter, or held by the graph"
     if memory.of(weight) & memory.written:
         return "the model itself writes to it"
     if any(type(size) is not int for size in (*value.shape, *value.stride())):
         return "its size is symbolic"
-    if value.device.type == "cuda" and quantize_launch.fused(value, precision(own["fmt"])):
+    if value.device.type == "cuda" and quantize_launch.fused(value, precision(owned["fmt"])):
         return "no kernel quantizes it here, so that a compiler does it with what stands beside it"
     return ""
 

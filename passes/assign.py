@@ -47,22 +47,22 @@ def _check(graph: PrecisionGraph) -> None:
 def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
     """Gives an operator its precision; returns whether it is the device's default, for which nobody asked."""
     choice = graph.context.plan.precision_for(operator.id)
-    own = format_of(graph.value(operator.node)) or FP32
+    owned = format_of(graph.value(operator.node)) or FP32
     explicit = choice is not None and choice.explicit
     where_faster = graph.context.options.where_faster and not explicit
     region = operator.note.autocast
     if choice is None:
-        operator.decide(own, "the plan does not name it: it stays as the model wrote it")
+        operator.decide(owned, "the plan does not name it: it stays as the model wrote it")
     elif region == "off" and not explicit:
-        operator.decide(own, "the model disables autocast here, and the plan does not name the operator")
+        operator.decide(owned, "the model disables autocast here, and the plan does not name the operator")
     elif isinstance(region, Precision) and graph.context.automatic:
         operator.decide(region, "the model's autocast region")
     elif (
         not explicit
         and region is None
-        and stays(own, row_on(graph.context.device, choice.precision), graph.context.automatic)
+        and stays(owned, row_on(graph.context.device, choice.precision), graph.context.automatic)
     ):
-        operator.decide(own, f"the model holds it in {own}, which no default changes")
+        operator.decide(owned, f"the model holds it in {owned}, which no default changes")
     elif graph.context.automatic:
         operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
         return True

@@ -66,27 +66,27 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
         if not node_metadata.bodies(node):
             _wrap(graph, node, region)
         return
-    what = policy(node.target, graph.context.device.type)
-    if what == "inside":
+    subject = policy(node.target, graph.context.device.type)
+    if subject == "inside":
         if operator.kind is not Kind.ADJUSTABLE:
             _wrap(graph, node, region)
-    elif what is not None:
-        wanted = _wanted(graph, node, what, dtype)
+    elif subject is not None:
+        wanted = _wanted(graph, node, subject, dtype)
         node.args, node.kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda used: _cast(graph, node, used, wanted, what)
+            (node.args, node.kwargs), lambda used: _cast(graph, node, used, wanted, subject)
         )
 
 
-def _wanted(graph: PrecisionGraph, node: fx.Node, what: Policy, dtype: torch.dtype) -> torch.dtype:
-    if what == "lower":
+def _wanted(graph: PrecisionGraph, node: fx.Node, description: Policy, dtype: torch.dtype) -> torch.dtype:
+    if description == "lower":
         return dtype
-    if what == "fp32":
+    if description == "fp32":
         return torch.float32
-    found = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
-    return torch.float32 if torch.float32 in found else dtype
+    result = [v.dtype for v in map(graph.value, node.all_input_nodes) if is_float(v)]
+    return torch.float32 if torch.float32 in result else dtype
 
 
-def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, what: Policy) -> fx.Node:
+def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, description: Policy) -> fx.Node:
     value = graph.value(used)
     # Autocast converts what the model has stored in Float8 too.
     floats = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
@@ -96,7 +96,7 @@ def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dty
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
     owner = node_metadata.NOTE[node].id
     node_metadata.CAST[cast] = node_metadata.CastInfo(
-        node_metadata.Part.CONVERT, owner, precision_of(wanted), None, node_metadata.Purpose.AUTOCAST, what
+        node_metadata.Part.CONVERT, owner, precision_of(wanted), None, node_metadata.Purpose.AUTOCAST, description
     )
     graph.propagate(cast)
     return cast

@@ -41,14 +41,14 @@ def _sweep(graph: PrecisionGraph, formats: Formats, rules: Rules) -> bool:
     changed = False
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
-            given = {p: formats.get(operand) for p, operand in operands(node, body) if isinstance(operand, fx.Node)}
-            formats.update(given)
+            inputs = {p: formats.get(operand) for p, operand in operands(node, body) if isinstance(operand, fx.Node)}
+            formats.update(inputs)
             changed |= _sweep(body, formats, rules)
         if node.op == "placeholder" and node in formats:
             continue
         if node not in node_metadata.NOTE:
-            source, own = handed_on(graph, node, graph.context.automatic), format_of(graph.value(node))
-            formats[node] = own if source is None else formats.get(source, own)
+            source, owned = handed_on(graph, node, graph.context.automatic), format_of(graph.value(node))
+            formats[node] = owned if source is None else formats.get(source, owned)
             continue
         operator = Operator(graph, node)
         before = operator.note
@@ -64,27 +64,27 @@ def _sweep(graph: PrecisionGraph, formats: Formats, rules: Rules) -> bool:
 
 
 def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
-    found, large = rule.precision([formats.get(used) for used in rule.inputs])
+    result, large = rule.precision([formats.get(used) for used in rule.inputs])
     row, reason = operator.row, operator.note.reason
     if row is not None and rule.in_place:
         reason = f"{row.reason}; it writes in place, in the format of what it writes to"
     elif row is not None and large is not None:
         widest = rule.promotion([formats.get(used) for used in rule.inputs])
-        reason = f"{row.reason}; its argument {large:g} does not fit {widest}, so it runs in {found}"
-    operator.update(precision=found, output=rule.output(found), reason=reason)
+        reason = f"{row.reason}; its argument {large:g} does not fit {widest}, so it runs in {result}"
+    operator.update(precision=result, output=rule.output(result), reason=reason)
 
 
 def _output(graph: PrecisionGraph, node: fx.Node, note: OperatorInfo) -> Precision | None:
     """An operator's output format: its precision's, but FP32 from a scaled operator whose every reader wants FP32 (paper, footnote 3)."""
     assert note.precision is not None, f"{note.id} was not assigned"
-    own = format_of(graph.value(node))
-    if own is None:
+    owned = format_of(graph.value(node))
+    if owned is None:
         return None
     narrow = row_on(graph.context.device, note.precision).output
     if not note.precision.scaled:
         return narrow
-    if own.bits < 32:
-        return own
-    found = wide_readers(node)
-    notes = [node_metadata.NOTE[user] for user in found or ()]
-    return own if found is not None and all(wants_wide(n.kind, n.precision) for n in notes) else narrow
+    if owned.bits < 32:
+        return owned
+    result = wide_readers(node)
+    notes = [node_metadata.NOTE[user] for user in result or ()]
+    return owned if result is not None and all(wants_wide(n.kind, n.precision) for n in notes) else narrow

@@ -143,11 +143,11 @@ class Casts:
         self, source: fx.Node, dtype: torch.dtype, owner: OpId | None, purpose: Purpose = Purpose.OPERAND
     ) -> fx.Node:
         """Returns a new conversion where the graph's insertion point is."""
-        found = precision_of(dtype)
+        result = precision_of(dtype)
         cast = self.graph.graph.create_node(
-            "call_function", torch.ops.aten.to.dtype, (source, dtype), name=f"{source.name}_{found}"
+            "call_function", torch.ops.aten.to.dtype, (source, dtype), name=f"{source.name}_{result}"
         )
-        self._describe(cast, source, CastInfo(Part.CONVERT, owner, found, purpose=purpose))
+        self._describe(cast, source, CastInfo(Part.CONVERT, owner, result, purpose=purpose))
         return cast
 
     def again(self, node: fx.Node, operand: fx.Node, instead: fx.Node) -> fx.Node:
@@ -219,9 +219,9 @@ class Casts:
         )
         self._describe(pair, source, CastInfo(Part.QUANTIZE, owner, fmt, stream))
         parts = []
-        for at, (name, part) in enumerate((("q", Part.VALUES), ("scale", Part.SCALE))):
+        for index, (name, part) in enumerate((("q", Part.VALUES), ("scale", Part.SCALE))):
             parts.append(
-                graph.create_node("call_function", py_operator.getitem, (pair, at), name=f"{pair.name}_{name}")
+                graph.create_node("call_function", py_operator.getitem, (pair, index), name=f"{pair.name}_{name}")
             )
             self._describe(parts[-1], source, CastInfo(part, owner, fmt))
         return tuple(parts)
@@ -262,12 +262,12 @@ def cast_outputs(casts: Casts, output: fx.Node) -> None:
     repeated: dict[fx.Node, fx.Node] = {}
 
     def cast(used: fx.Node) -> fx.Node:
-        own = casts.own.get(used)
+        owned = casts.own.get(used)
         value = casts.graph.value(used)
         alone = all(sharers[place] == 1 for place in memory.of(used))
-        if alone or own is None or not is_float(value) or value.dtype is own:
-            return casts.shared(output, used, own)
-        return repeat(used, own)
+        if alone or owned is None or not is_float(value) or value.dtype is owned:
+            return casts.shared(output, used, owned)
+        return repeat(used, owned)
 
     def repeat(node: fx.Node, dtype: torch.dtype) -> fx.Node:
         if node not in repeated:

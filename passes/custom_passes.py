@@ -70,7 +70,7 @@ class GraphSnapshot:
 
     def holds(self, value: Any) -> bool:
         """Whether a value was that of a node."""
-        return any(known is value for known in self.values)
+        return any(entry is value for entry in self.values)
 
 
 def look(graph: PrecisionGraph) -> GraphSnapshot:
@@ -85,16 +85,16 @@ def look(graph: PrecisionGraph) -> GraphSnapshot:
 def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
     """Returns for new nodes which ones that are gone they are read in place of."""
     alive = set(graph.nodes)
-    found: dict[fx.Node, fx.Node] = {}
+    result: dict[fx.Node, fx.Node] = {}
     todo = [(before.nodes[node][1:3], (node.args, node.kwargs)) for node in alive if node in before.nodes]
     for was, now in todo:
         olds, news = pytree.tree_leaves(was), pytree.tree_leaves(now)
         for old, new in zip(olds, news, strict=True) if len(olds) == len(news) else ():
             both = isinstance(old, fx.Node) and isinstance(new, fx.Node)
-            if both and old not in alive and old in before.nodes and new not in before.nodes and new not in found:
-                found[new] = old
+            if both and old not in alive and old in before.nodes and new not in before.nodes and new not in result:
+                result[new] = old
                 todo.append((before.nodes[old][1:3], (new.args, new.kwargs)))
-    return found
+    return result
 
 
 def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
@@ -126,16 +126,16 @@ def spell(graph: PrecisionGraph, node: fx.Node) -> None:
     values = [graph.value(used) for used in node.all_input_nodes]
     if node.op == "call_function" and not any(isinstance(value, torch.Tensor) for value in values):
         return  # unpacks a result, or computes a size
-    given = {"args": node.args, "kwargs": node.kwargs}
-    traced, several = _traced(graph, node, given)
-    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
+    inputs = {"args": node.args, "kwargs": node.kwargs}
+    traced, several = _traced(graph, node, inputs)
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, fx.Node)]
     read = [leaf for leaf in leaves if isinstance(graph.value(leaf), (torch.Tensor, torch.SymInt, torch.SymFloat))]
     with graph.graph.inserting_before(node):
         local = inlined(graph, traced, read, {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta})
     _replace(graph, node, tuple(local[output] for output in traced.outputs), several)
 
 
-def _traced(graph: PrecisionGraph, node: fx.Node, given: dict[str, Any]) -> tuple[TracedPattern, bool]:
+def _traced(graph: PrecisionGraph, node: fx.Node, value: dict[str, Any]) -> tuple[TracedPattern, bool]:
     called, several = _called(graph, node), False
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _traced(graph: PrecisionGraph, node: fx.Node, given: dict[str, Any]) -> tupl
     with restored(), graph.context.fake_mode:
         in_force.apply()
         try:
-            return trace_call(run, fx.node.map_arg(given, graph.value), recorded=True), several
+            return trace_call(run, fx.node.map_arg(value, graph.value), recorded=True), several
         except Untraceable as error:
             raise PassError(
                 f"{target_name(node)} cannot be traced: {error}",
@@ -202,9 +202,9 @@ def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None 
     if "val" in node.meta and not (before is not None and before.holds(node.meta["val"])):
         return
     if node.op == "get_attr":
-        held = _attribute(graph, node)
-        if isinstance(held, torch.Tensor):
-            adopted(graph, node, held)
+        live = _attribute(graph, node)
+        if isinstance(live, torch.Tensor):
+            adopted(graph, node, live)
     elif node.op == "call_function" and not is_switch(node):
         graph.propagate(node)
 
@@ -275,10 +275,10 @@ def _identify(graph: PrecisionGraph, before: GraphSnapshot, free: dict[fx.Node, 
 def _place_of(node: fx.Node, instead: dict[fx.Node, fx.Node], before: GraphSnapshot) -> fx.Node | None:
     """The node of the model in whose place a new one stands, together with others of its pass that read it."""
     todo = [node]
-    for at in todo:
-        if at in instead:
-            return instead[at]
-        todo += [user for user in at.users if user not in before.nodes and user not in todo]
+    for index in todo:
+        if index in instead:
+            return instead[index]
+        todo += [user for user in index.users if user not in before.nodes and user not in todo]
     return None
 
 
@@ -288,41 +288,41 @@ def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
         for operator in graph.own_operators():
             if (other := operator.node.meta.get("nn_module_stack")) and list(other)[-1] == list(stack)[-1]:
                 return operator.node
-    return _nearest(node, lambda at: at.all_input_nodes) or _nearest(node, lambda at: at.users)
+    return _nearest(node, lambda index: index.all_input_nodes) or _nearest(node, lambda index: index.users)
 
 
-def _nearest(node: fx.Node, beside: Callable[[fx.Node], Iterable[fx.Node]]) -> fx.Node | None:
+def _nearest(node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> fx.Node | None:
     todo = [node]
-    for at in todo:
-        if at is not node and at in node_metadata.NOTE:
-            return at
-        todo += [other for other in beside(at) if other not in todo]
+    for index in todo:
+        if index is not node and index in node_metadata.NOTE:
+            return index
+        todo += [other for other in neighbours(index) if other not in todo]
     return None
 
 
 def _decide(operator: Operator, passed: Sequence[str]) -> None:
     """Says of a new operator what the passes that have run say of the others."""
-    note, own = operator.note, format_of(operator.graph.value(operator.node))
+    note, owned = operator.note, format_of(operator.graph.value(operator.node))
     replaces = note.precision is not None
     if InsertCasts.name in passed:
         lowered = Lower.name in passed and note.precision is not None and not note.precision.plain
         if not replaces:
-            operator.update(kind=Kind.FIXED, precision=own, output=own, autocast=None, reason=_settled(own))
-        elif (lowered and str(note.precision) not in operator.node.args) or (not lowered and own is not note.output):
-            why = f"{note.precision} gives way: {_settled(own)}"
-            operator.update(precision=own, output=own, instead=why, reason=f"{note.reason}; {why}")
+            operator.update(kind=Kind.FIXED, precision=owned, output=owned, autocast=None, reason=_settled(owned))
+        elif (lowered and str(note.precision) not in operator.node.args) or (not lowered and owned is not note.output):
+            why = f"{note.precision} gives way: {_settled(owned)}"
+            operator.update(precision=owned, output=owned, instead=why, reason=f"{note.reason}; {why}")
     elif Classify.name in passed and not replaces:
         classify(operator)
         if Assign.name in passed and operator.kind is Kind.ADJUSTABLE:
             why = (
-                f"it was put in after {Assign.name!r} had applied the plan, so it stays in {own}: let the pass run before for the plan to "
-                "decide"
+                f"it was put in after {Assign.name!r} had applied the plan, so it stays in {owned}: let the pass run before for the plan "
+                "to decide"
             )
             operator.update(kind=Kind.FIXED, autocast=None, reason=why)
 
 
-def _settled(own: Precision | None) -> str:
-    computes = f", so it computes in what it reads, {own}" if own is not None else ""
+def _settled(owned: Precision | None) -> str:
+    computes = f", so it computes in what it reads, {owned}" if owned is not None else ""
     return f"it was put in after {InsertCasts.name!r} had settled formats{computes}"
 
 

@@ -75,25 +75,25 @@ class Lower:
         """Reads what insert_casts has put in front of the operator."""
         row, note = operator.row, operator.note
         assert row is not None and note.precision is not None and note.output is not None and note.stream is not None
-        given = tuple(arguments(operator.node).values())
-        (x, seed), (weight, _) = (_rounded(argument_at(given, at)) for at in row.scaled)
+        inputs = tuple(arguments(operator.node).values())
+        (x, seed), (weight, _) = (_rounded(argument_at(inputs, index)) for index in row.scaled)
         return Operands((x, weight), seed, note.stream, note.precision.name, self.rounding, note.output.dtype)
 
 
 def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None], fx.Node]:
     """Returns what an operand is on the grid of its format: the original, the values and the scale, and the seed of the rounding."""
-    found: tuple[fx.Node, fx.Node, fx.Node | None] = (node_metadata.cast_source(operand), operand, None)
+    result: tuple[fx.Node, fx.Node, fx.Node | None] = (node_metadata.cast_source(operand), operand, None)
     made = operand
     if node_metadata.is_part(operand, Part.DEQUANTIZE):
         values, scale = (arguments(operand)[name] for name in ("q", "scale"))
-        found, made = (found[0], values, scale), values.args[0]
-    return found, arguments(made)["seed"]
+        result, made = (result[0], values, scale), values.args[0]
+    return result, arguments(made)["seed"]
 
 
-def replace(graph: PrecisionGraph, operator: Operator, new: fx.Node, kept: tuple[fx.Node, ...] = ()) -> None:
+def replace(graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()) -> None:
     """Puts a lowered operator in the place of an operator, with what it does not compute with as it was before casts, but `kept`."""
     old = operator.node
-    _unround_others(new, kept)
+    _unround_others(new, saved)
     node_metadata.take_over(new, old)
     graph.propagate(new)
     old.replace_all_uses_with(new)
@@ -101,7 +101,7 @@ def replace(graph: PrecisionGraph, operator: Operator, new: fx.Node, kept: tuple
     new._rename(f"{old.name}_{operator.precision}")
 
 
-def _unround_others(new: fx.Node, kept: tuple[fx.Node, ...]) -> None:
+def _unround_others(new: fx.Node, saved: tuple[fx.Node, ...]) -> None:
     """A bias goes into the FP32 epilogue as it is, not by way of the output's format."""
 
     def original(used: fx.Node) -> fx.Node:
@@ -109,7 +109,7 @@ def _unround_others(new: fx.Node, kept: tuple[fx.Node, ...]) -> None:
         narrowing = (
             node_metadata.is_part(used, Part.CONVERT)
             and not node_metadata.has_purpose(used, Purpose.RESULT)
-            and used not in kept
+            and used not in saved
         )
         return used.args[0] if narrowing else used  # type: ignore[return-value]
 

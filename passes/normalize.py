@@ -30,19 +30,19 @@ class Normalize:
     scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        here = place(graph.context.options)
+        current = place(graph.context.options)
         with restored():  # pieces that switch modes are executed while re-tracing
             if graph.context.fake_mode is None:
-                _normalize(graph, here)
+                _normalize(graph, current)
             else:
                 with graph.context.fake_mode:
-                    _normalize(graph, here)
-        numbers = graph.numbers = numbering(here)
-        identify(graph, numbers, here)
-        remember_break(here, numbers)
+                    _normalize(graph, current)
+        numbers = graph.numbers = numbering(current)
+        identify(graph, numbers, current)
+        remember_break(current, numbers)
 
 
-def _normalize(graph: PrecisionGraph, here: SourcePlace) -> None:
+def _normalize(graph: PrecisionGraph, local: SourcePlace) -> None:
     def keep(node: fx.Node, module: fx.GraphModule) -> None:
         bodies, replaced = [], {}
         for used in node.all_input_nodes:
@@ -56,7 +56,7 @@ def _normalize(graph: PrecisionGraph, here: SourcePlace) -> None:
                 continue
             try:
                 with restored():  # a body that fails half way leaves its switches on
-                    _normalize(inner, here)
+                    _normalize(inner, local)
             except PassError:
                 raise  # a user's pass has put in the node that cannot be traced
             except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
@@ -74,7 +74,7 @@ def _normalize(graph: PrecisionGraph, here: SourcePlace) -> None:
         graph.unknown[failure] = graph.unknown.get(failure, 0) + 1
     without_needless_writes(graph)
     without_idle_conversions(graph)
-    name_inputs(graph.graph, here)
+    name_inputs(graph.graph, local)
     graph.module.recompile()
 
 

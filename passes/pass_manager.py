@@ -69,11 +69,11 @@ class LeftOut:
 
     def __call__(self, graph: PrecisionGraph) -> None:
         for operator in graph.own_operators() if self.because else ():
-            own = format_of(graph.value(operator.node))
+            owned = format_of(graph.value(operator.node))
             reason = operator.reason
             if operator.kind is not Kind.FIXED:
                 reason = f"{reason}; {self.because}" if reason else self.because
-            operator.update(precision=own, output=own, reason=reason)
+            operator.update(precision=owned, output=owned, reason=reason)
 
 
 def wanted() -> bool:
@@ -94,21 +94,22 @@ def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
     if any(step.name == error.step and runs for step, runs in zip(passes, run, strict=True)):
         return tuple(LeftOut(step.name) for step in passes)
     because = f"the graph fell back to the formats that the model holds: {error.what}"
-    first = next(at for at in range(len(passes)) if not any(run[at:]))
+    first = next(index for index in range(len(passes)) if not any(run[index:]))
     return tuple(
-        step if run[at] else LeftOut(step.name, because if at == first else "") for at, step in enumerate(passes)
+        step if run[index] else LeftOut(step.name, because if index == first else "")
+        for index, step in enumerate(passes)
     )
 
 
-def warn(error: PassError, here: SourcePlace) -> None:
-    what = error.what[0].upper() + error.what[1:]
+def warn(error: PassError, current: SourcePlace) -> None:
+    message = error.what[0].upper() + error.what[1:]
     text = (
-        f"{what} ({error.where}). That is a bug in qsync_fx. This graph trains in the formats that the model holds, without the plan; the "
-        f"rest of the model follows it. Please report it, with the model or with the graph: {VERIFY}=raise makes an error of this warning, "
-        "and its attribute `graph` has the text."
+        f"{message} ({error.where}). That is a bug in qsync_fx. This graph trains in the formats that the model holds, without the plan; "
+        f"the rest of the model follows it. Please report it, with the model or with the graph: {VERIFY}=raise makes an error of this "
+        "warning, and its attribute `graph` has the text."
     )
-    if here.code is not None:
-        warnings.warn_explicit(text, UserWarning, here.code.co_filename, here.code.co_firstlineno)
+    if current.code is not None:
+        warnings.warn_explicit(text, UserWarning, current.code.co_filename, current.code.co_firstlineno)
     else:
         warnings.warn(text, UserWarning, stacklevel=2)
 
@@ -141,22 +142,22 @@ def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool
 
 
 def _customs(options: Options) -> Iterator[Pass]:
-    for given in options.passes:
-        if isinstance(given, str):
-            yield _installed(given)
-        elif _is_pass(given):
-            yield given
+    for inputs in options.passes:
+        if isinstance(inputs, str):
+            yield _installed(inputs)
+        elif _is_pass(inputs):
+            yield inputs
         else:
             raise OptionError(
-                f"{given!r} is not a pass",
+                f"{inputs!r} is not a pass",
                 where='option "passes"',
                 do="decorate the function with @qsync_fx.graph_pass",
             )
 
 
-def _is_pass(given: object) -> TypeGuard[Pass]:
+def _is_pass(value: object) -> TypeGuard[Pass]:
     # A class of passes has all that a pass has, and a call of it makes one: nothing would happen to the graph.
-    return isinstance(given, Pass) and not isinstance(given, type)
+    return isinstance(value, Pass) and not isinstance(value, type)
 
 
 @functools.cache
@@ -175,10 +176,10 @@ def _installed(name: str) -> Pass:
             where=", ".join(map(package, (entry, *others))),
             do="uninstall all but one of them, or give the pass itself",
         )
-    found = load(entry)
-    if not _is_pass(found):
-        raise unfit(entry, found, "a function decorated with @qsync_fx.graph_pass")
-    return found
+    result = load(entry)
+    if not _is_pass(result):
+        raise unfit(entry, result, "a function decorated with @qsync_fx.graph_pass")
+    return result
 
 
 def _place(custom: Pass, passes: Sequence[Pass]) -> int:
@@ -191,14 +192,16 @@ def _place(custom: Pass, passes: Sequence[Pass]) -> int:
             where='option "passes"',
             do=nearest(anchor, names),
         )
-    at = names.index(anchor)
+    index = names.index(anchor)
     if before and not after:
-        return at
+        return index
     # Custom passes with one anchor run in the order that they are given in.
-    at += 1
-    while at < len(passes) and isinstance(passes[at], GraphPass) and getattr(passes[at], "after", None) == anchor:
-        at += 1
-    return at
+    index += 1
+    while (
+        index < len(passes) and isinstance(passes[index], GraphPass) and getattr(passes[index], "after", None) == anchor
+    ):
+        index += 1
+    return index
 
 
 def run_or_fall_back(
@@ -341,6 +344,6 @@ def _line(step: Pass, error: Exception) -> str:
     """The line of the pass that an error comes through last."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(step.function, "__code__", None) if isinstance(step, GraphPass) else None
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    frame = (own or frames)[-1]
+    owned = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    frame = (owned or frames)[-1]
     return f"pass {step.name!r}, {frame.filename}:{frame.lineno}: {frame.line}"

@@ -85,10 +85,10 @@ class _Rewriter:
             return
         node = operator.node
         if not fmt.plain:
-            there = row_on(self.graph.context.device, fmt)
+            existing = row_on(self.graph.context.device, fmt)
             if "gradients" in arguments(node):
                 self._ask(node)
-            elif 16 in (there.gradient.bits, there.carrier.bits):
+            elif 16 in (existing.gradient.bits, existing.carrier.bits):
                 self._say(operator, f"{node.target} knows no other way")
         elif fmt.bits == 16:
             why = self._lower(operator)
@@ -97,8 +97,8 @@ class _Rewriter:
 
     def _ask(self, node: fx.Node) -> None:
         """Has a lowered operator round gradients stochastically, by a number that is drawn also where formats are rounded to nearest."""
-        at = list(arguments(node)).index("seed")
-        node.update_arg(at, self._seed_node())
+        index = list(arguments(node)).index("seed")
+        node.update_arg(index, self._seed_node())
         node.update_kwarg("gradients", "stochastic")
 
     def _say(self, operator: Operator, why: str) -> None:
@@ -112,21 +112,21 @@ class _Rewriter:
         why = operator.refused if row.scaled else f"{row.name} has no lowering"
         if why is not None:
             return why
-        given = tuple(arguments(node).values())
-        used = [argument_at(given, at) for at in row.scaled]
-        if not all(self.graph.value(one).dtype is fmt.dtype for one in used):
+        inputs = tuple(arguments(node).values())
+        used = [argument_at(inputs, index) for index in row.scaled]
+        if not all(self.graph.value(item).dtype is fmt.dtype for item in used):
             return "its operands are of several types"
-        operands = tuple((_original(one), one, None) for one in used)
+        operands = tuple((_original(item), item, None) for item in used)
         stream = self.streams.take()
-        how = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
+        settings = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
         with self.graph.graph.inserting_before(node):
-            new = self.lowerings[row.name].emit(node, Operands(operands, *how))  # type: ignore[arg-type]
+            new = self.lowerings[row.name].emit(node, Operands(operands, *settings))  # type: ignore[arg-type]
         if "gradients" not in arguments(new):
             self.graph.graph.erase_node(new)
             return f"{new.target} knows no other way"
         self._ask(new)
         operator.update(stream=stream)
-        replace(self.graph, operator, new, kept=tuple(used))
+        replace(self.graph, operator, new, saved=tuple(used))
         return ""
 
     def _seed_node(self) -> fx.Node:

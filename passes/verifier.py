@@ -49,13 +49,13 @@ def _fits_its_callers(graph: PrecisionGraph) -> Iterator[Broken]:
     takes = sum(node.op == "placeholder" for node in graph.nodes)
     if graph.parent is None and takes != len(graph.inputs):
         yield None, f"it takes {takes} inputs, and Dynamo gives it {len(graph.inputs)}"
-    output, expected, found = graph.nodes[-1], graph.outputs, graph.output_types()
-    if len(found) != len(expected):
-        yield output, f"it returns {len(found)} values, and Dynamo expects {len(expected)}"
+    output, expected, result = graph.nodes[-1], graph.outputs, graph.output_types()
+    if len(result) != len(expected):
+        yield output, f"it returns {len(result)} values, and Dynamo expects {len(expected)}"
         return
-    for at, (wanted, given) in enumerate(zip(expected, found, strict=True)):
-        if graph.parent is None and wanted is not None and given is not wanted:
-            yield output, f"output {at} is {given or 'no tensor'}, and Dynamo expects {wanted}"
+    for index, (wanted, inputs) in enumerate(zip(expected, result, strict=True)):
+        if graph.parent is None and wanted is not None and inputs is not wanted:
+            yield output, f"output {index} is {inputs or 'no tensor'}, and Dynamo expects {wanted}"
 
 
 def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -67,11 +67,11 @@ def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _keeps_ids(graph: PrecisionGraph) -> Iterator[Broken]:
-    seen: set[str] = set()
+    visited: set[str] = set()
     for operator in graph.own_operators():
-        if str(operator.id) in seen:
+        if str(operator.id) in visited:
             yield operator.node, f"two operators are called {operator.id}"
-        seen.add(str(operator.id))
+        visited.add(str(operator.id))
 
 
 def _has_reasons(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -104,13 +104,13 @@ def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note, value = operator.note, graph.value(operator.node)
         if note.output is not None and is_float(value) and not in_place(operator.node):
-            found, wanted = graph.value(_after_own_cast(operator.node)), note.output.dtype
+            result, wanted = graph.value(_after_own_cast(operator.node)), note.output.dtype
             # Where the result alone is converted, and that loses nothing, each reader converts as it needs.
             widens = (
-                note.row is not None and note.row.output_only and torch.promote_types(found.dtype, wanted) is wanted
+                note.row is not None and note.row.output_only and torch.promote_types(result.dtype, wanted) is wanted
             )
-            if found.dtype is not wanted and not widens:
-                yield operator.node, f"its output should be {note.output} and is {describe(found)}"
+            if result.dtype is not wanted and not widens:
+                yield operator.node, f"its output should be {note.output} and is {describe(result)}"
 
 
 def _after_own_cast(node: fx.Node) -> fx.Node:
@@ -139,7 +139,7 @@ def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
-    seen: dict[tuple[object, ...], fx.Node] = {}
+    visited: dict[tuple[object, ...], fx.Node] = {}
     sharing = Sharing(graph)
     for node in graph.nodes:
         source = node.args[0] if node.args else None
@@ -150,9 +150,9 @@ def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
                 if node.target is torch.ops.aten.to.dtype and graph.value(source).dtype is node.args[1]:
                     yield node, f"%{source.name} is {node.args[1]} already"
                 key = (node.target, *_asked(node), sharing.epoch(source))
-                if key in seen:
-                    yield node, f"%{seen[key].name} is the same cast"
-                seen[key] = node
+                if key in visited:
+                    yield node, f"%{visited[key].name} is the same cast"
+                visited[key] = node
         sharing.passed(node)
 
 
@@ -166,34 +166,34 @@ def _asked(node: fx.Node) -> Iterator[object]:
 def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
     if graph.parent is not None:
         return
-    seen: dict[int, fx.Node] = {}
+    visited: dict[int, fx.Node] = {}
     for node in (node for part in graph.walk() for node in part.nodes):
         for fact in (node_metadata.CAST.get(node), node_metadata.NOTE.get(node)):
             if fact is not None and fact.stream is not None:
-                if fact.stream in seen:
+                if fact.stream in visited:
                     yield (
                         node,
-                        f"it draws its roundings from stream {fact.stream}, and so does %{seen[fact.stream].name}",
+                        f"it draws its roundings from stream {fact.stream}, and so does %{visited[fact.stream].name}",
                     )
-                seen[fact.stream] = node
+                visited[fact.stream] = node
 
 
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
     """A cast copies. If its source is written to between the cast and a reader of the cast, the reader gets a stale value."""
     sharing = Sharing(graph)
-    taken: dict[fx.Node, tuple[fx.Node, int]] = {}
+    selected: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
         cast = node_metadata.is_cast(node)
         for used in () if cast else node.all_input_nodes:
-            source, before = taken.get(used, (used, 0))
+            source, before = selected.get(used, (used, 0))
             if source is not used and sharing.writes(source) > before:
                 yield node, f"it reads %{used.name}, a cast of %{source.name} from before it was written to"
         origin = node.args[0] if node.args else None
         if cast and isinstance(origin, fx.Node):
-            taken[node] = taken.get(origin, (origin, sharing.writes(origin)))
+            selected[node] = selected.get(origin, (origin, sharing.writes(origin)))
         for used in () if cast else node.all_input_nodes:
-            if used in taken and sharing.memory.of(used) & sharing.memory.of(node):
-                taken[node] = taken[used]
+            if used in selected and sharing.memory.of(used) & sharing.memory.of(node):
+                selected[node] = selected[used]
         sharing.passed(node)
 
 
@@ -224,8 +224,8 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
         reader = OperandReader.of(node, note, graph.value(node))
         for operand in () if reader.in_place else reader.operands:
             value = graph.value(operand.node)
-            asked = reader.asks(note.precision, operand, value)
-            if isinstance(asked, Precision) and asked.plain and value.dtype is not asked.dtype:
+            requested = reader.asks(note.precision, operand, value)
+            if isinstance(requested, Precision) and requested.plain and value.dtype is not requested.dtype:
                 yield node, f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}"
 
 
@@ -245,10 +245,10 @@ def _is_compiled(graph: PrecisionGraph) -> Iterator[Broken]:
     written = graph.whole.written
     if written is None:
         return
-    held = {fmt for part in written.walk() for node in part.nodes for fmt in _formats(part, node)}
+    live = {fmt for part in written.walk() for node in part.nodes for fmt in _formats(part, node)}
     for node in graph.nodes:
         for fmt in _formats(graph, node):
-            if fmt not in held and not compiles(graph.context.device, fmt):
+            if fmt not in live and not compiles(graph.context.device, fmt):
                 yield node, f"nothing compiles {fmt} for the device"
 
 

@@ -57,8 +57,8 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
             but = f"{why}, so it runs in {FP32}"
             op.update(precision=FP32, instead=but, reason=f"{op.note.reason}; {but}")
         elif node in small:
-            beside = f"what becomes of its result is in {fmt} by {paying[root]}"
-            op.update(reason=f"{op.note.reason}; {small[node]}, but {beside}, so it stays")
+            neighbours = f"what becomes of its result is in {fmt} by {paying[root]}"
+            op.update(reason=f"{op.note.reason}; {small[node]}, but {neighbours}, so it stays")
 
 
 def _weighted(operator: Operator) -> bool:
@@ -73,16 +73,16 @@ def _precision(operator: Operator) -> Precision:
 def _spread(gone: set[fx.Node], staying: Iterable[fx.Node], joins: _Joins) -> None:
     """Adds to what gave way what stands next to it, and next to that, and not next to what pays."""
     staying = set(staying)
-    beside: dict[fx.Node, set[fx.Node]] = {}
+    neighbours: dict[fx.Node, set[fx.Node]] = {}
     for node, reads in joins.narrow.items():
         for read in reads:
             a, b = joins.root(read), joins.root(node)
-            beside.setdefault(a, set()).add(b)
-            beside.setdefault(b, set()).add(a)
+            neighbours.setdefault(a, set()).add(b)
+            neighbours.setdefault(b, set()).add(a)
     reached = list(gone)
     while reached:
-        for root in beside.get(reached.pop(), ()):
-            if root not in gone and root not in staying and not beside[root] & staying:
+        for root in neighbours.get(reached.pop(), ()):
+            if root not in gone and root not in staying and not neighbours[root] & staying:
                 gone.add(root)
                 reached.append(root)
 
@@ -147,8 +147,8 @@ class _Joins:
 
     def _follow(self, graph: PrecisionGraph, node: fx.Node) -> None:
         rule = rule_of(graph, node, graph.context.automatic)
-        found, _ = rule.precision([self._formats.get(used) for used in rule.inputs])
-        fmt = rule.output(found)
+        result, _ = rule.precision([self._formats.get(used) for used in rule.inputs])
+        fmt = rule.output(result)
         sources = [self._sources[used] for used in rule.inputs if used in self._sources]
         if not sources or fmt is None or fmt.bits >= _WIDE:
             self._begin(node, fmt)

@@ -90,5 +90,5 @@ def policy(target: torch._ops.OpOverload, device_type: str) -> Policy | None:
 
 
 def _composed(name: str, full: str, device_type: str) -> Policy | None:
-    found = (kind for kind, names in _COMPOSED[device_type].items() if name in names or full in names)
-    return next(found, None)
+    result = (kind for kind, names in _COMPOSED[device_type].items() if name in names or full in names)
+    return next(result, None)

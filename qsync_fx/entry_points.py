@@ -26,17 +26,17 @@ def tuples(group: str, kind: type[Value], wanted: str) -> dict[str, tuple[Value,
     Raises:
         QSyncError: an entry point cannot be loaded, or names something else.
     """
-    found: dict[str, tuple[Value, ...]] = {}
+    result: dict[str, tuple[Value, ...]] = {}
     for entry in entry_points(group=group):
-        given = load(entry)
-        if not isinstance(given, Iterable) or isinstance(given, str):
-            raise unfit(entry, given, f"a tuple of {wanted}")
-        values = tuple(given)
+        inputs = load(entry)
+        if not isinstance(inputs, Iterable) or isinstance(inputs, str):
+            raise unfit(entry, inputs, f"a tuple of {wanted}")
+        values = tuple(inputs)
         for value in values:
             if not isinstance(value, kind):
                 raise unfit(entry, value, f"a tuple of {wanted}")
-        found[f"{entry.value} of the package {package(entry)}"] = values
-    return found
+        result[f"{entry.value} of the package {package(entry)}"] = values
+    return result
 
 
 def load(entry: EntryPoint) -> object:
@@ -51,10 +51,10 @@ def load(entry: EntryPoint) -> object:
         ) from error
 
 
-def unfit(entry: EntryPoint, found: object, wanted: str) -> QSyncError:
+def unfit(entry: EntryPoint, result: object, wanted: str) -> QSyncError:
     """Returns the error for an entry point that names something of the wrong type."""
     return QSyncError(
-        f"the installed package {package(entry)} offers {_kind(found)} where {wanted} is expected",
+        f"the installed package {package(entry)} offers {_kind(result)} where {wanted} is expected",
         where=place(entry),
         do=f"upgrade {package(entry)}, or uninstall it; correct it if it is yours",
     )
@@ -70,5 +70,5 @@ def place(entry: EntryPoint) -> str:
     return f'entry point {entry.name} = "{entry.value}" in the group {entry.group}'
 
 
-def _kind(found: object) -> str:
-    return f"the class {found.__name__}" if isinstance(found, type) else f"a value of type {type(found).__name__}"
+def _kind(result: object) -> str:
+    return f"the class {result.__name__}" if isinstance(result, type) else f"a value of type {type(result).__name__}"

@@ -20,9 +20,9 @@ class QSyncError(Exception):
         do: what the user can do about it.
     """
 
-    def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
-        self.what, self.where, self.do = what, where, do
-        super().__init__(what, where, do)
+    def __init__(self, description: str, *, where: str | None = None, do: str | None = None) -> None:
+        self.what, self.where, self.do = description, where, do
+        super().__init__(description, where, do)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -115,11 +115,11 @@ class ToolchainError(KernelError):
     of_the_source: bool = False
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, available: Iterable[str]) -> str:
     """Returns advice for a name that was not found: the nearest known one, then all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    everything = "known: " + ", ".join(known)
+    available = sorted(available)
+    close = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    everything = "known: " + ", ".join(available)
     return f"did you mean {close[0]!r}? {everything}" if close else everything
 
 

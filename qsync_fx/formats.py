@@ -171,9 +171,9 @@ def precision_of(dtype: torch.dtype) -> Precision | None:
 
 def promoted(first: Precision, second: Precision) -> Precision:
     """Returns the narrowest plain format that holds both, by torch's own promotion (BF16 and FP16 give FP32)."""
-    found = precision_of(torch.promote_types(first.dtype, second.dtype))
-    if found is None:
+    result = precision_of(torch.promote_types(first.dtype, second.dtype))
+    if result is None:
         raise PrecisionError(
             f"no format holds both {first} and {second}", do="promote only formats of operator outputs"
         )
-    return found
+    return result

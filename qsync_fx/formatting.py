@@ -20,12 +20,12 @@ def number(size: Any) -> int | float | None:
 
 def short(size: Any, unit: str = "") -> str:
     """Returns 1536000 as "1.54M"; a formula as itself; zero as "-"."""
-    known = number(size)
-    if known is None:
+    available = number(size)
+    if available is None:
         return f"{size}{unit}"
-    if known == 0:
+    if available == 0:
         return "-"
-    value, step = float(known), 0
+    value, step = float(available), 0
     while abs(value) >= 1000 and step < len(_STEPS) - 1:
         value, step = value / 1000, step + 1
     return f"{value:.3g}{_STEPS[step]}{unit}"

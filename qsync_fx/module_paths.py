@@ -37,15 +37,15 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
-def _walk(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in seen:
+def _walk(module: nn.Module, path: str, observed: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in observed:
         return
-    seen.add(id(module))
+    observed.add(id(module))
     yield path, module
     inner = _inner(module)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, path if child is inner else joined(path, name), seen)
+            yield from _walk(child, path if child is inner else joined(path, name), observed)
 
 
 def _inner(module: nn.Module) -> nn.Module | None:

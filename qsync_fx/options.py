@@ -81,7 +81,7 @@ class Options:
             raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        for name in (found.name for found in fields(self) if isinstance(found.default, bool)):
+        for name in (item.name for item in fields(self) if isinstance(item.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "give True or False")
         if self.fast_dropout is not None and not isinstance(self.fast_dropout, bool):
@@ -123,8 +123,10 @@ class Options:
     @property
     def beside_plan(self) -> str:
         """What is asked beside a plan and a precision, in words: options that are not as by default, and change what is computed."""
-        asked = [f for f in fields(self) if f.compare and f.name not in ("precision", "plan", "cached_plan", "strict")]
-        values = {f.name: getattr(self, f.name) for f in asked if getattr(self, f.name) != f.default}
+        requested = [
+            f for f in fields(self) if f.compare and f.name not in ("precision", "plan", "cached_plan", "strict")
+        ]
+        values = {f.name: getattr(self, f.name) for f in requested if getattr(self, f.name) != f.default}
         return ", ".join(f"{name}={_in_words(value)}" for name, value in values.items())
 
     @classmethod
@@ -148,13 +150,15 @@ class Options:
             )
         for name in mapping:
             if name not in DOCUMENTED:
-                what = shown(name) if isinstance(name, str) else kind(name)
-                raise OptionError(f"there is no option {what}", where="options", do=nearest(str(name)[:40], DOCUMENTED))
-        found = {name: _converted(name, value) for name, value in mapping.items()}
-        device_class = found.get("device_class")
-        if isinstance(found.get("plan"), Plan | ClusterPlan) and isinstance(device_class, str | None):
-            found["plan"] = part_of_this_process(found["plan"], device_class)
-        return cls(**found)
+                message = shown(name) if isinstance(name, str) else kind(name)
+                raise OptionError(
+                    f"there is no option {message}", where="options", do=nearest(str(name)[:40], DOCUMENTED)
+                )
+        result = {name: _converted(name, value) for name, value in mapping.items()}
+        device_class = result.get("device_class")
+        if isinstance(result.get("plan"), Plan | ClusterPlan) and isinstance(device_class, str | None):
+            result["plan"] = part_of_this_process(result["plan"], device_class)
+        return cls(**result)
 
 
 def _converted(name: str, value: object) -> Any:
@@ -179,16 +183,16 @@ def _in_words(value: object) -> str:
     return str(value if isinstance(value, (str, bool)) else getattr(value, "name", type(value).__name__))
 
 
-def _one_of(name: str, value: object, known: Iterable[str]) -> None:
+def _one_of(name: str, value: object, available: Iterable[str]) -> None:
     if not isinstance(value, str):
-        raise _wrong(name, value, nearest("", known))
-    if value not in known:
-        raise _wrong(name, value, nearest(value[:40], known))
+        raise _wrong(name, value, nearest("", available))
+    if value not in available:
+        raise _wrong(name, value, nearest(value[:40], available))
 
 
 def _wrong(name: str, value: object, do: str) -> OptionError:
-    given = shown(value) if isinstance(value, str) else kind(value)
-    return OptionError(f'the option "{name}" cannot be {given}', where=f'option "{name}": {DOCUMENTED[name]}', do=do)
+    inputs = shown(value) if isinstance(value, str) else kind(value)
+    return OptionError(f'the option "{name}" cannot be {inputs}', where=f'option "{name}": {DOCUMENTED[name]}', do=do)
 
 
 def plan_in_force(options: Options, device: torch.device) -> Plan:

@@ -96,8 +96,8 @@ def _number(size: int | torch.SymInt) -> str:
 
 def _tensors(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     for path, module in paths(root):
-        held: Mapping[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
-        yield from ((joined(path, name), tensor) for name, tensor in held.items() if tensor is not None)
+        live: Mapping[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
+        yield from ((joined(path, name), tensor) for name, tensor in live.items() if tensor is not None)
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -148,7 +148,7 @@ def kept(structure: str) -> list[tuple[Path, CachedPlan]]:
         return []
     latest = sorted(files, key=lambda file: -file[1].st_mtime_ns)
     read = ((path, _read(path, state.st_mtime_ns, state.st_size)) for path, state in latest)
-    return [(path, found) for path, found in read if found is not None]
+    return [(path, item) for path, item in read if item is not None]
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,33 +183,35 @@ class Candidates:
             operators: sizes of the graph's operators, by id.
             complete: whether it is the whole model.
         """
-        for path, found in self.kept:
-            if next(self._differing(found, operators, complete), None) is None:
-                return _plan(path, found)
+        for path, result in self.kept:
+            if next(self._differing(result, operators, complete), None) is None:
+                return _plan(path, result)
         return self.before
 
     def why_not(self, operators: Mapping[str, str], complete: bool) -> str:
         """Returns what the latest of them was measured of that is not at hand, in words; "" where there are none."""
-        return next((what for _, found in self.kept for what in self._differing(found, operators, complete)), "")
+        return next((subject for _, item in self.kept for subject in self._differing(item, operators, complete)), "")
 
-    def _differing(self, found: CachedPlan, operators: Mapping[str, str], complete: bool) -> Iterator[str]:
+    def _differing(self, result: CachedPlan, operators: Mapping[str, str], complete: bool) -> Iterator[str]:
         try:
-            found.machine.check(here_for(found.machine))
+            result.machine.check(here_for(result.machine))
         except ProfileError as error:
             yield error.what
-        there, here = found.model, self.model
-        if there.tensors != here.tensors:
+        existing, current = result.model, self.model
+        if existing.tensors != current.tensors:
             yield "it was measured of a model with tensors of other sizes or types"
-        if there.options != here.options:
-            yield f"it was measured with other options: {there.options or 'none'}, here {here.options or 'none'}"
-        if there.evaluated != here.evaluated:
+        if existing.options != current.options:
+            yield f"it was measured with other options: {existing.options or 'none'}, here {current.options or 'none'}"
+        if existing.evaluated != current.evaluated:
             yield "it was measured with other modules in the mode to evaluate"
-        strange = operators.keys() - there.operators.keys() or (complete and there.operators.keys() - operators.keys())
+        strange = operators.keys() - existing.operators.keys() or (
+            complete and existing.operators.keys() - operators.keys()
+        )
         if strange:
             yield f"it was measured of a model with other operators: {min(strange)}"
         for name, sizes in operators.items():
-            if there.operators.get(name, sizes) != sizes:
-                yield f"it was measured with a batch of other sizes: {name} gave out {there.operators[name]}, here {sizes}"
+            if existing.operators.get(name, sizes) != sizes:
+                yield f"it was measured with a batch of other sizes: {name} gave out {existing.operators[name]}, here {sizes}"
                 break
 
 
@@ -218,13 +220,13 @@ def candidates_for(root: nn.Module, options: Options, before: Plan | None) -> Ca
     if not environment.switch(SWITCH) or not options.automatic or not options.cached_plan:
         return None
     model = fingerprint(root, (), options)
-    found = Candidates(model, tuple(kept(model.structure)), before)
-    return found if found.kept or before is not None else None
+    result = Candidates(model, tuple(kept(model.structure)), before)
+    return result if result.kept or before is not None else None
 
 
-def _plan(path: Path, found: CachedPlan) -> Plan:
-    said = (
-        f"no plan was asked for, so it trains under the fastest one within the variance of {found.within}, found from a profile of it: "
-        f"{found.seconds * 1e3:.4g} ms a step foreseen, {found.uniform_seconds * 1e3:.4g} ms in {found.within} ({path})"
+def _plan(path: Path, result: CachedPlan) -> Plan:
+    text = (
+        f"no plan was asked for, so it trains under the fastest one within the variance of {result.within}, found from a profile of it: "
+        f"{result.seconds * 1e3:.4g} ms a step foreseen, {result.uniform_seconds * 1e3:.4g} ms in {result.within} ({path})"
     )
-    return Plan(found.within, operators=found.operators, notes={CACHED: said})
+    return Plan(result.within, operators=result.operators, notes={CACHED: text})

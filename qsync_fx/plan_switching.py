@@ -47,15 +47,15 @@ def switch(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> 
         OptionError: the model is not compiled with the backend, or the plan is none.
         PlanError: the file cannot be read. A plan that does not fit the model is told when the model is called next.
     """
-    found = {id(context): context for context in _contexts(model)}
-    if not found:
+    result = {id(context): context for context in _contexts(model)}
+    if not result:
         raise OptionError(
             f"this {type(model).__name__} is not compiled with the backend qsync",
             where="qsync_fx.switch",
             do='give what torch.compile(model, backend="qsync") returned, or a module that holds it',
         )
-    given = read_plan(plan) if isinstance(plan, str | os.PathLike) else given_plan(plan)
-    parts = [(context, _part(context, given)) for context in found.values()]
+    inputs = read_plan(plan) if isinstance(plan, str | os.PathLike) else given_plan(plan)
+    parts = [(context, _part(context, inputs)) for context in result.values()]
     for context, part in parts:
         _put_in_force(context, part)
     return model
@@ -121,11 +121,11 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
         context.enter_exit_hooks.append(room)
     wanted = copy.copy(backend)
     wanted.kwargs = {"options": _options(room.backends[0].kwargs["options"], plan)}
-    known = next((other for other in room.backends if other == wanted), None)
-    if known is None:
+    available = next((other for other in room.backends if other == wanted), None)
+    if available is None:
         room.backends.append(wanted)
     frames = context.callback._torchdynamo_orig_backend
-    context.callback._torchdynamo_orig_backend = frames._clone_with_backend(get_compiler_fn(known or wanted))
+    context.callback._torchdynamo_orig_backend = frames._clone_with_backend(get_compiler_fn(available or wanted))
     context.callback.put_in_force(wanted.kwargs["options"])
     wait_for_a_step()
     _compile_again(room.backends)
@@ -142,8 +142,8 @@ def _in_force(context: Any) -> Options:
     from torch._dynamo.eval_frame import innermost_backend
 
     backend: Any = innermost_backend(context.callback)
-    found: Options = backend.kwargs["options"]
-    return found
+    result: Options = backend.kwargs["options"]
+    return result
 
 
 def _options(first: Options, plan: Plan | None) -> Options:
@@ -176,11 +176,11 @@ def _contexts(model: Any) -> Iterator[Any]:
 
     from qsync_fx.backend.entry import qsync
 
-    found = [_context(model)]
+    result = [_context(model)]
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        own = module.dynamo_ctx if isinstance(module, OptimizedModule) else _context(module._compiled_call_impl)
-        found += [own, _context(module.forward)]
-    for context in found:
+        owned = module.dynamo_ctx if isinstance(module, OptimizedModule) else _context(module._compiled_call_impl)
+        result += [owned, _context(module.forward)]
+    for context in result:
         callback = getattr(context, "callback", None)
         if callable(callback) and getattr(innermost_backend(callback), "compiler_fn", None) is qsync:
             yield context

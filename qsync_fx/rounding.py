@@ -87,8 +87,8 @@ _T = TypeVar("_T")
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Keeps Dynamo out of a function: it looks at whatever Python code runs between two graphs, and reads torch's generator for that."""
-    found: Callable[_P, _T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return found
+    result: Callable[_P, _T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return result
 
 
 class RoundingStream:
@@ -180,15 +180,15 @@ class WatchedSeed:
 
     @untraced
     def manual_seed(self, seed: int) -> torch.Generator:
-        found = self._generator.manual_seed(seed)
+        result = self._generator.manual_seed(seed)
         self._stream.restart()
-        return found
+        return result
 
     @untraced
     def seed(self) -> int:
-        found = self._generator.seed()
+        result = self._generator.seed()
         self._stream.restart()
-        return found
+        return result
 
     @untraced
     def get_state(self) -> Tensor:
@@ -199,10 +199,10 @@ class WatchedSeed:
     @untraced
     def set_state(self, state: Tensor) -> torch.Generator:
         """A state that knows no place, such as a clone, leaves the stream where it is: to go back by guess would round twice alike."""
-        here = self._stream.state_dict()
-        found = self._generator.set_state(state)
-        self._stream.load_state_dict(getattr(state, PLACE, here))
-        return found
+        current = self._stream.state_dict()
+        result = self._generator.set_state(state)
+        self._stream.load_state_dict(getattr(state, PLACE, current))
+        return result
 
     @untraced
     def __getattr__(self, name: str) -> Any:

@@ -22,11 +22,11 @@ from rich.text import Text
 AS_LONG_AS_IT_TAKES = 100_000
 
 
-def plain(what: RenderableType, width: int | None = None) -> str:
+def plain(description: RenderableType, width: int | None = None) -> str:
     """Returns what a terminal of a width would show, without colours; of any width where none is given."""
     console = Console(width=width or AS_LONG_AS_IT_TAKES, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(what)
+        console.print(description)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -49,20 +49,22 @@ class Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         free = options.update(max_width=AS_LONG_AS_IT_TAKES)
-        ways = (self.table, turned(self.table))
-        found = next((one for one in ways if console.measure(one, options=free).maximum <= options.max_width), None)
-        if found is None:
-            found = self.table
-            for column in found.columns:
+        methods = (self.table, turned(self.table))
+        result = next(
+            (item for item in methods if console.measure(item, options=free).maximum <= options.max_width), None
+        )
+        if result is None:
+            result = self.table
+            for column in result.columns:
                 column.no_wrap, column.overflow = False, "fold"
-        yield found
+        yield result
 
 
 def turned(table: Table) -> Table:
     """Returns a table with a column for each row of another, and a row for each of its columns but the first."""
     first, *others = table.columns
     names = [str(cell) for cell in first.cells]
-    found = table_of([str(first.header), *names], right=names)
+    result = table_of([str(first.header), *names], right=names)
     for column in others:
-        found.add_row(Text(str(column.header)), *column.cells)
-    return found
+        result.add_row(Text(str(column.header)), *column.cells)
+    return result

@@ -73,11 +73,11 @@ def machine_code(library: str, name: str, arch: str, folders: list[str]) -> tupl
         if status:
             raise Failed(f"{function}: {nvrtc.nvrtcGetErrorString(status).decode()}")
 
-    def text(what: str) -> bytes:
-        call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
-        found = ctypes.create_string_buffer(size.value)
-        call(f"nvrtcGet{what}", program, found)
-        return found.raw
+    def text(description: str) -> bytes:
+        call(f"nvrtcGet{description}Size", program, ctypes.byref(size))
+        result = ctypes.create_string_buffer(size.value)
+        call(f"nvrtcGet{description}", program, result)
+        return result.raw
 
     names, texts = _strings(list(_STANDARD)), _strings(list(_STANDARD.values()))
     source = Path(f"{name}.cu").read_bytes()
@@ -124,14 +124,14 @@ def main() -> int:
     parser.add_argument("--arch", required=True)
     parser.add_argument("-I", dest="folders", metavar="FOLDER", action="append", default=[])
     parser.add_argument("name")
-    given = parser.parse_args()
+    inputs = parser.parse_args()
     try:
-        code, report = machine_code(given.nvrtc, given.name, given.arch, given.folders)
+        code, report = machine_code(inputs.nvrtc, inputs.name, inputs.arch, inputs.folders)
         print(report, file=sys.stderr, flush=True)
-        Path(f"{given.name}.cubin").write_bytes(code)
-        host_code(given.host, given.name, given.folders)
-        agree(given.name, report)
-        os.replace(f"{given.name}.so.part", f"{given.name}.so")
+        Path(f"{inputs.name}.cubin").write_bytes(code)
+        host_code(inputs.host, inputs.name, inputs.folders)
+        agree(inputs.name, report)
+        os.replace(f"{inputs.name}.so.part", f"{inputs.name}.so")
     except (Failed, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -238,19 +238,19 @@ def nvcc() -> ToolProgram:
     unfit: list[str] = []
     for name in ("QSYNC_NVCC", "CUDACXX"):
         if named := environment.text(name):
-            found = _program(shutil.which(named), ("--version",), r"release [\d.]+, V([\d.]+)")
-            if found is None:
+            result = _program(shutil.which(named), ("--version",), r"release [\d.]+, V([\d.]+)")
+            if result is None:
                 raise ToolchainError(
                     "this is no nvcc that runs", where=f"{name}={named}", do=f"correct {name}, or unset it"
                 )
-            if found.version < OLDEST_NVCC:
-                raise _too_old("nvcc", found, OLDEST_NVCC, f"correct {name}, or unset it")
-            return found
+            if result.version < OLDEST_NVCC:
+                raise _too_old("nvcc", result, OLDEST_NVCC, f"correct {name}, or unset it")
+            return result
     for path in dict.fromkeys(_nvcc_places()):
-        found = _program(path, ("--version",), r"release [\d.]+, V([\d.]+)")
-        if found is not None and found.version >= OLDEST_NVCC:
-            return found
-        unfit.append(f"{path} is {dotted(found.version)}" if found else f"{path} does not run")
+        result = _program(path, ("--version",), r"release [\d.]+, V([\d.]+)")
+        if result is not None and result.version >= OLDEST_NVCC:
+            return result
+        unfit.append(f"{path} is {dotted(result.version)}" if result else f"{path} does not run")
     raise ToolchainError(
         f"CUDA kernels cannot be compiled: no nvcc of {dotted(OLDEST_NVCC)} or later"
         + (f" ({'; '.join(unfit)})" if unfit else ""),
@@ -286,32 +286,32 @@ def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
     newest = NEWEST_GCC.get(compiler.version[:2]) if compiler else None
     for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
         if named := environment.text(name):
-            found = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
-            if found is None:
+            result = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
+            if result is None:
                 raise ToolchainError(
                     "this is no C++ compiler that runs", where=f"{name}={named}", do=f"correct {name}, or unset it"
                 )
-            return found
-    found = _host("g++") or _host("c++")
-    if found is not None and compiler is not None and newest is not None and found.version[0] > newest:
+            return result
+    result = _host("g++") or _host("c++")
+    if result is not None and compiler is not None and newest is not None and result.version[0] > newest:
         older = (_host(f"g++-{number}") for number in range(newest, OLDEST_GCC[0], -1))
         fit = next((program for program in older if program), None)
         if fit is None:
             raise ToolchainError(
-                f"nvcc {dotted(compiler.version)} accepts GCC up to {newest}, and this one is {dotted(found.version)}",
-                where=str(found.path),
+                f"nvcc {dotted(compiler.version)} accepts GCC up to {newest}, and this one is {dotted(result.version)}",
+                where=str(result.path),
                 do=f"install g++-{newest} (it is found by that name), or name a compiler in NVCC_CCBIN",
             )
-        found = fit
-    if found is None:
+        result = fit
+    if result is None:
         raise ToolchainError(
             "CUDA kernels cannot be compiled: this takes a C++ compiler, and there is none",
             where="NVCC_CCBIN, CUDAHOSTCXX, and g++ in PATH",
             do="install g++ (on Debian: apt-get install g++), or name a compiler in NVCC_CCBIN",
         )
-    if found.version < OLDEST_GCC:
-        raise _too_old("the host compiler", found, OLDEST_GCC, "install a later g++, or name one in NVCC_CCBIN")
-    return found
+    if result.version < OLDEST_GCC:
+        raise _too_old("the host compiler", result, OLDEST_GCC, "install a later g++, or name one in NVCC_CCBIN")
+    return result
 
 
 def _host(name: str) -> ToolProgram | None:
@@ -323,17 +323,17 @@ def cutlass() -> Headers:
     for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
         if named := environment.text(name):
             root = Path(os.path.abspath(named))
-            found = next((h for h in map(_headers, (root, root / "source", root.parent)) if h), None)
-            if found is None:
+            result = next((h for h in map(_headers, (root, root / "source", root.parent)) if h), None)
+            if result is None:
                 raise ToolchainError(
                     "this folder holds no CUTLASS: it has no include/cutlass/version.h beside tools/util/include",
                     where=f"{name}={named}",
                     do=f"set {name} to a checkout of CUTLASS {dotted(OLDEST_CUTLASS)} or later, or unset it",
                 )
-            return _checked(found)
+            return _checked(result)
     for root in (*(folder / "source" for folder in package_folders("cutlass_library")), BESIDE):
-        if found := _headers(root):
-            return _checked(found)
+        if result := _headers(root):
+            return _checked(result)
     raise ToolchainError(
         "the headers of CUTLASS are missing",
         where=f"QSYNC_CUTLASS_PATH, CUTLASS_PATH, the wheel nvidia-cutlass, and {BESIDE}",
@@ -361,10 +361,10 @@ def _checked(headers: Headers) -> Headers:
     return headers
 
 
-def tool(name: str, *beside: Path) -> Path | None:
+def tool(name: str, *neighbours: Path) -> Path | None:
     """Returns a program of the CUDA toolkit other than nvcc: from folders given, PATH, pip wheels, or those that Triton brings along."""
     brought = [place / "backends/nvidia/bin" for place in package_folders("triton")]
-    for folder in (*beside, None, Path(USUAL), *wheel_folders("bin"), *brought):
+    for folder in (*neighbours, None, Path(USUAL), *wheel_folders("bin"), *brought):
         if path := shutil.which(name, path=None if folder is None else str(folder)):
             return Path(os.path.abspath(path))
     return None
@@ -373,10 +373,10 @@ def tool(name: str, *beside: Path) -> Path | None:
 @functools.cache
 def library_folders(compiler: Path) -> tuple[Path, ...]:
     """Returns where the toolkit of this nvcc keeps its libraries. It may be a script that calls the real one, so nvcc is asked."""
-    said = subprocess.run(
+    text = subprocess.run(
         [compiler, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=60, check=False
     )
-    top = re.search(r"^#\$ TOP=(.+)$", said.stderr, flags=re.MULTILINE)
+    top = re.search(r"^#\$ TOP=(.+)$", text.stderr, flags=re.MULTILINE)
     home = Path(top[1].strip()) if top else compiler.resolve().parent.parent
     return tuple(path for path in (home / "lib64", home / "lib", *home.glob("targets/*/lib")) if path.is_dir())
 
@@ -400,16 +400,16 @@ def _program(path: str | None, arguments: tuple[str, ...], pattern: str) -> Tool
 @functools.cache
 def _version(path: str, arguments: tuple[str, ...], pattern: str, changed: int) -> Version | None:
     try:
-        said = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+        text = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    found = re.search(pattern, said, flags=re.MULTILINE)
-    return tuple(int(number) for number in found[1].split(".") if number) if found else None
+    result = re.search(pattern, text, flags=re.MULTILINE)
+    return tuple(int(number) for number in result[1].split(".") if number) if result else None
 
 
-def _too_old(name: str, found: ToolProgram, oldest: Version, do: str) -> ToolchainError:
+def _too_old(name: str, result: ToolProgram, oldest: Version, do: str) -> ToolchainError:
     return ToolchainError(
-        f"{name} is {dotted(found.version)}: {dotted(oldest)} or later is needed", where=str(found.path), do=do
+        f"{name} is {dotted(result.version)}: {dotted(oldest)} or later is needed", where=str(result.path), do=do
     )
 
 
@@ -430,25 +430,25 @@ class Nvrtc:
 
 def tools() -> Toolchain:
     """Returns what compiles for sm_70 without nvcc; raises `ToolchainError` where something is missing."""
-    found = nvrtc()
-    return Toolchain(found.library, host_compiler(None), cutlass(), found.folders)
+    result = nvrtc()
+    return Toolchain(result.library, host_compiler(None), cutlass(), result.folders)
 
 
 def nvrtc() -> Nvrtc:
     """Returns NVRTC: of $QSYNC_NVRTC (a toolkit of CUDA 12, or a folder that `pip install --target` has filled), or of pip wheels."""
     if named := environment.text("QSYNC_NVRTC"):
         root = Path(os.path.abspath(Path(named).expanduser()))
-        found = _in_wheels(root / "nvidia") or _in_toolkit(root)
-        if found is None:
+        result = _in_wheels(root / "nvidia") or _in_toolkit(root)
+        if result is None:
             raise ToolchainError(
                 f"this folder holds no NVRTC of CUDA {dotted(OLDEST)} to 12.9 with CUDA's headers",
                 where=f"QSYNC_NVRTC={named}",
                 do=f"name a toolkit of CUDA 12, or a folder with {_PACKAGES}; or unset QSYNC_NVRTC and {INSTALL}",
             )
-        return found
+        return result
     for place in package_folders("nvidia"):
-        if found := _in_wheels(place):
-            return found
+        if result := _in_wheels(place):
+            return result
     raise ToolchainError(
         "nothing here compiles for sm_70 (V100), which CUDA 13 has dropped: NVRTC of CUDA 12 is missing",
         where=f"QSYNC_NVRTC, and the wheels {_PACKAGES}",
@@ -456,11 +456,11 @@ def nvrtc() -> Nvrtc:
     )
 
 
-def command(name: str, arch: str, found: Toolchain, folders: tuple[Path, ...]) -> list[str]:
+def command(name: str, arch: str, result: Toolchain, folders: tuple[Path, ...]) -> list[str]:
     """Returns the command that compiles NAME.cu in the current folder to NAME.so, and its machine code to NAME.cubin."""
-    includes = [f"-I{folder}" for folder in (*folders, *found.cutlass.folders, *found.toolkit)]
+    includes = [f"-I{folder}" for folder in (*folders, *result.cutlass.folders, *result.toolkit)]
     head = [sys.executable, "-I", str(Path(__file__).resolve())]
-    return [*head, "--nvrtc", str(found.nvcc.path), "--host", str(found.host.path), "--arch", arch, *includes, name]
+    return [*head, "--nvrtc", str(result.nvcc.path), "--host", str(result.host.path), "--arch", arch, *includes, name]
 
 
 def _in_wheels(place: Path) -> Nvrtc | None:
@@ -481,5 +481,5 @@ def _in_toolkit(root: Path) -> Nvrtc | None:
 def _checked_nvrtc(library: Path, version: str, headers: Iterator[Path]) -> Nvrtc | None:
     folders = tuple(headers)
     numbers = tuple(map(int, re.findall(r"\d+", version)))
-    whole = library.is_file() and all(any((folder / name).is_file() for folder in folders) for name in _HEADERS)
-    return Nvrtc(ToolProgram(library, numbers), folders) if whole and OLDEST <= numbers < (13,) else None
+    full = library.is_file() and all(any((folder / name).is_file() for folder in folders) for name in _HEADERS)
+    return Nvrtc(ToolProgram(library, numbers), folders) if full and OLDEST <= numbers < (13,) else None

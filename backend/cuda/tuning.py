@@ -84,8 +84,8 @@ def _conv(problem: ConvProblem) -> str | None:
 
 
 def _common(problem: Problem, sizes: tuple[str, ...]) -> str | None:
-    for name, known in _CHOICES.items():
-        if (value := getattr(problem, name)) not in known:
+    for name, available in _CHOICES.items():
+        if (value := getattr(problem, name)) not in available:
             return _cannot(name, value)
     for name in sizes:
         value = getattr(problem, name)
@@ -112,11 +112,11 @@ def problem_as_json(problem: Problem) -> dict[str, Any]:
 def problem_from(data: object, where: str) -> Problem:
     """Returns the problem that JSON describes; raises `QSyncError` naming what is wrong with it."""
     try:
-        found: Problem = structured(_PROBLEMS, data, Problem)
+        result: Problem = structured(_PROBLEMS, data, Problem)
     except Malformed as wrong:
         place = ", ".join(filter(None, (where, wrong.where)))
         raise QSyncError(f"this is no problem: {wrong.what.strip()}", where=place, do=wrong.do or None) from None
-    return found
+    return result
 
 
 def shown(problem: Problem) -> str:
@@ -219,10 +219,10 @@ def tune(problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rou
 
 
 def _valid(values: Iterable[float]) -> list[float]:
-    found = list(values)
-    if not found or not all(math.isfinite(value) and value > 0 for value in found):
+    result = list(values)
+    if not result or not all(math.isfinite(value) and value > 0 for value in result):
         raise TuningError("its timings are no positive numbers")
-    return found
+    return result
 
 
 def _winner(seconds: Mapping[str, float]) -> str:
@@ -263,23 +263,23 @@ def tune_all(
     Returns:
         The choices, in the order in which buckets first occur, those in 16 bits last.
     """
-    found: dict[Problem, TunedChoice] = {}
+    result: dict[Problem, TunedChoice] = {}
     for problem in buckets(problems, wide):
         try:
-            found[problem] = tune(problem, candidates(problem), timer(problem), rounds)
+            result[problem] = tune(problem, candidates(problem), timer(problem), rounds)
         except QSyncError as error:
             report(problem, None, error.what)
             continue
-        report(problem, found[problem], "")
-    others = {problem: counterpart(problem, wide) for problem in found}
-    return [gated(choice, found.get(other) if (other := others[p]) else None) for p, choice in found.items()]
+        report(problem, result[problem], "")
+    others = {problem: counterpart(problem, wide) for problem in result}
+    return [gated(choice, result.get(other) if (other := others[p]) else None) for p, choice in result.items()]
 
 
 def buckets(problems: Iterable[Problem], wide: str = "bf16") -> list[Problem]:
     """Returns the buckets to be tuned for some problems, each once, with those in 16 bits that they are compared with."""
-    own = list(dict.fromkeys(problem.bucket() for problem in problems))
-    others = [other for problem in own if (other := counterpart(problem, wide)) is not None]
-    return list(dict.fromkeys([*own, *others]))
+    owned = list(dict.fromkeys(problem.bucket() for problem in problems))
+    others = [other for problem in owned if (other := counterpart(problem, wide)) is not None]
+    return list(dict.fromkeys([*owned, *others]))
 
 
 def work(problem: Problem) -> tuple[int, int, int]:
@@ -441,8 +441,8 @@ def _long(value: object) -> bool:
     return isinstance(value, str) and len(value) > _LONGEST
 
 
-def _check_environment(found: Environment) -> str | None:
-    return next((f"{name} is too long" for name, value in vars(found).items() if _long(value)), None)
+def _check_environment(result: Environment) -> str | None:
+    return next((f"{name} is too long" for name, value in vars(result).items() if _long(value)), None)
 
 
 ENVIRONMENT: Final[Mapping[Any, Check]] = {Environment: _check_environment}
@@ -492,9 +492,9 @@ class TableWriter:
 
     def measure(self, candidate: Candidate) -> list[float]:
         assert self.timer is not None
-        found = self.timer.measure(candidate)
-        self.seconds.setdefault(name_of(candidate), []).extend(found)
-        return found
+        result = self.timer.measure(candidate)
+        self.seconds.setdefault(name_of(candidate), []).extend(result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -520,8 +520,8 @@ def save_recording(path: Path, recording: TimingRecording) -> None:
 
 def load_recording(path: Path) -> TimingRecording:
     """Returns the recording in a file; raises `TuningError` where it is none."""
-    found = RECORDING.load(path)
-    return TimingRecording(found.environment, found.arch, {row.problem: row.seconds for row in found.timings})
+    result = RECORDING.load(path)
+    return TimingRecording(result.environment, result.arch, {row.problem: row.seconds for row in result.timings})
 
 
 def _check(row: _Row) -> str | None:

@@ -69,7 +69,7 @@ def closing(node: fx.Node) -> list[Any]:
     while chain[0].target in _MADE_OF:
         chain.insert(0, chain[0].args[0])
     compared = chain[0].target is aten.le.Scalar and len(chain) >= 3
-    converted = compared and all(one.target is prims.convert_element_type.default for one in chain[1:3])
+    converted = compared and all(item.target is prims.convert_element_type.default for item in chain[1:3])
     return chain if converted and chain[2].args[1] is BYTE else []
 
 
@@ -81,8 +81,8 @@ class EarlyBytes(CustomGraphPass):
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for kept in graph.output_node().all_input_nodes:
-            chain = closing(kept)
+        for saved in graph.output_node().all_input_nodes:
+            chain = closing(saved)
             if chain and chain[0].args[0].op != "placeholder":
                 for place, moved in zip((chain[0].args[0], *chain), chain, strict=False):
                     place.append(moved)
@@ -108,54 +108,54 @@ class InBits(CustomPartitionerFn):
         partition = self.partition or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
         outputs: Any = forward.graph.output_node().args[0]
-        given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        kept = outputs[kwargs["num_fwd_outputs"] :]
-        packed = {node: _packed(forward.graph, node) for node in kept if _closes(node, given)}
+        inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        saved = outputs[kwargs["num_fwd_outputs"] :]
+        packed = {node: _packed(forward.graph, node) for node in saved if _closes(node, inputs)}
         if packed:
             forward.graph.output_node().args = (type(outputs)(packed.get(node, node) for node in outputs),)
             for node, bits in packed.items():
-                _unpacked(backward.graph, given[node.name], bits)
+                _unpacked(backward.graph, inputs[node.name], bits)
             for graph in forward, backward:
                 graph.graph.lint()
                 graph.recompile()
         return forward, backward
 
     def uuid(self) -> Any:
-        own = get_hash_for_files((__file__,))
-        return own if self.partition is None else (own, self.partition.uuid())
+        owned = get_hash_for_files((__file__,))
+        return owned if self.partition is None else (owned, self.partition.uuid())
 
 
-def _closes(node: Any, given: dict[str, fx.Node]) -> bool:
+def _closes(node: Any, argument: dict[str, fx.Node]) -> bool:
     """Whether what a forward graph keeps are the bytes of a ReLU, which gates alone read."""
-    if not isinstance(node, fx.Node) or node.name not in given or len(closing(node)) != 3:
+    if not isinstance(node, fx.Node) or node.name not in argument or len(closing(node)) != 3:
         return False
-    value, readers = node.meta["val"], given[node.name].users
+    value, readers = node.meta["val"], argument[node.name].users
     gates = bool(readers) and all(reader.target is qsync.gate.default for reader in readers)
     return gates and value.device.type == "cpu" and all(type(size) is int for size in value.shape)
 
 
 def _packed(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Puts the bits of bytes behind them. Inductor has a network's images channels last, if it lays them out: so they are read."""
-    if turned := _turned(node.meta["val"]):
+    if transposed := _turned(node.meta["val"]):
         with graph.inserting_after(node):
-            node = _called(graph, aten.permute.default, node, turned[0])
+            node = _called(graph, aten.permute.default, node, transposed[0])
     with graph.inserting_after(node):
         return _called(graph, qsync.pack_bits.default, node)
 
 
-def _unpacked(graph: fx.Graph, taken: fx.Node, bits: fx.Node) -> None:
+def _unpacked(graph: fx.Graph, used: fx.Node, bits: fx.Node) -> None:
     """Has a backward graph take bits for bytes."""
-    value, readers = taken.meta["val"], list(taken.users)
-    turned = _turned(value)
-    taken.meta["val"] = bits.meta["val"]
-    taken.meta.pop("tensor_meta", None)
-    size = (value.permute(turned[0]) if turned else value).shape
+    value, readers = used.meta["val"], list(used.users)
+    transposed = _turned(value)
+    used.meta["val"] = bits.meta["val"]
+    used.meta.pop("tensor_meta", None)
+    size = (value.permute(transposed[0]) if transposed else value).shape
     with graph.inserting_before(readers[0]):
-        found = _called(graph, qsync.unpack_bits.default, taken, tuple(size), BYTE)
-        if turned:
-            found = _called(graph, aten.permute.default, found, turned[1])
+        result = _called(graph, qsync.unpack_bits.default, used, tuple(size), BYTE)
+        if transposed:
+            result = _called(graph, aten.permute.default, result, transposed[1])
     for reader in readers:
-        reader.replace_input_with(taken, found)
+        reader.replace_input_with(used, result)
 
 
 def _turned(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -40,10 +40,10 @@ def decomposition(bits: bool = False) -> Callable[..., Any]:
     def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
         if not train or not 0.0 < p < 1.0 or not x.dtype.is_floating_point or x.device.type != "cpu":
             return NotImplemented
-        kept = keep(x.shape, torch.ops.qsync.draw.default(x.device), streams.take(), p)
+        saved = keep(x.shape, torch.ops.qsync.draw.default(x.device), streams.take(), p)
         if bits:
-            kept = unpack_bits(pack_bits(kept.view(torch.bool)), kept.shape)
-        return x * kept.to(x.dtype) * (1.0 / (1.0 - p)), kept
+            saved = unpack_bits(pack_bits(saved.view(torch.bool)), saved.shape)
+        return x * saved.to(x.dtype) * (1.0 / (1.0 - p)), saved
 
     return native_dropout
 

@@ -74,12 +74,12 @@ def register_with_inductor() -> None:
             x = channels_last(x)
         return (x, *others), {}
 
-    def as_traced(node: fx.Node, *given: Any, **named: Any) -> tuple[Any, Any]:
+    def as_traced(node: fx.Node, *value: Any, **named: Any) -> tuple[Any, Any]:
         # Which kernel computes was decided by the layouts that were traced, and it alone is compiled. The CPU's takes any.
-        found: tuple[Any, Any] = given, named
+        result: tuple[Any, Any] = value, named
         if on_cuda(node):
-            found = constrain_to_fx_strides(node, *given, **named)  # type: ignore[no-untyped-call]
-        return found
+            result = constrain_to_fx_strides(node, *value, **named)  # type: ignore[no-untyped-call]
+        return result
 
     def channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple[Any, Any]:
         # Others are copied before the kernel runs; here they may be made so.
@@ -129,16 +129,16 @@ def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = F
 
     Of a captured graph the draw of its seed stays outside, which says so itself (`qsync::draw`): Inductor parts the graph there.
     """
-    own = torch._inductor.config.joint_custom_post_pass
+    owned = torch._inductor.config.joint_custom_post_pass
     # There is one place, and the user's comes first: less is kept without ours, too.
     repeats = keeping.Repeatable() if keep_less else None
     if device.type != "cpu":
-        repeated = {"joint_custom_post_pass": own or repeats} if keep_less else {}
+        repeated = {"joint_custom_post_pass": owned or repeats} if keep_less else {}
         return repeated | ({"triton.cudagraphs": True} if cudagraphs else {})
     settings = torch._inductor.config
     packs = {"custom_partitioner_fn": activation_recompute.InBits(settings.custom_partitioner_fn)} if keep_less else {}
     return packs | {
-        "joint_custom_post_pass": own or layouts.AsWeights(repeats),
+        "joint_custom_post_pass": owned or layouts.AsWeights(repeats),
         # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
         # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.
         "fallback_random": True,
@@ -174,10 +174,10 @@ def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
     """
     settings: Any = torch.compiler.config
     tag = settings.cache_key_tag
-    found: Callable[..., Any] = settings.patch(cache_key_tag=tag if _ours() in tag else f"{tag} {_ours()}".strip())(
+    result: Callable[..., Any] = settings.patch(cache_key_tag=tag if _ours() in tag else f"{tag} {_ours()}".strip())(
         compile_inner
     )
-    return found
+    return result
 
 
 def _units(device: torch.device) -> str:

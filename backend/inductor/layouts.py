@@ -50,22 +50,22 @@ class AsWeights(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        given = graph.find_nodes(op="placeholder")
-        inputs = [node for node in given if node.name.startswith("primals")]
+        arguments = graph.find_nodes(op="placeholder")
+        inputs = [node for node in arguments if node.name.startswith("primals")]
         # A graph for inference has no tangents. Behind what the model returns come gradients, one an input.
-        if not any(node.name.startswith("tangents") for node in given):
+        if not any(node.name.startswith("tangents") for node in arguments):
             return
         output = graph.output_node()
         returned: Any = output.args[0]
-        found, first = list(returned), len(returned) - len(inputs)
-        for at, weight in enumerate(inputs, first):
-            if first >= 0 and _may_differ(weight, found[at]):
-                found[at] = _laid(graph, found[at], weight.meta["val"].stride())
-        output.args = (type(returned)(found),)
+        result, first = list(returned), len(returned) - len(inputs)
+        for index, weight in enumerate(inputs, first):
+            if first >= 0 and _may_differ(weight, result[index]):
+                result[index] = _laid(graph, result[index], weight.meta["val"].stride())
+        output.args = (type(returned)(result),)
 
     def uuid(self) -> Any:
-        own = get_hash_for_files((__file__,))
-        return own if self.before is None else (own, self.before.uuid())
+        owned = get_hash_for_files((__file__,))
+        return owned if self.before is None else (owned, self.before.uuid())
 
 
 def _may_differ(weight: fx.Node, gradient: Any) -> bool:
@@ -74,8 +74,8 @@ def _may_differ(weight: fx.Node, gradient: Any) -> bool:
     of, value = weight.meta.get("val"), gradient.meta.get("val")
     if not (isinstance(of, torch.Tensor) and isinstance(value, torch.Tensor)) or of.dim() not in _SPATIAL:
         return False
-    known = all(type(size) is int for size in (*of.shape, *of.stride(), *value.shape))
-    return known and of.shape == value.shape and of.is_contiguous() | _channels_last(of)
+    available = all(type(size) is int for size in (*of.shape, *of.stride(), *value.shape))
+    return available and of.shape == value.shape and of.is_contiguous() | _channels_last(of)
 
 
 def _channels_last(value: torch.Tensor) -> bool:
@@ -195,5 +195,5 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _value(arg: object) -> Tensor | None:
-    found = arg.meta.get("val") if isinstance(arg, fx.Node) else None
-    return found if isinstance(found, Tensor) else None
+    result = arg.meta.get("val") if isinstance(arg, fx.Node) else None
+    return result if isinstance(result, Tensor) else None

@@ -23,8 +23,10 @@ def decompositions(device: torch.device) -> dict[OpOverload, Callable[..., Any]]
         return {}
 
     def instead(write: Callable[..., Any]) -> Callable[..., Any]:
-        def written(x: torch.Tensor, seed: torch.Tensor, stream: int, fmt: str, *how: Any) -> Any:
-            return write(x, seed, stream, fmt, *how) if quantize_launch.fused(x, precision(fmt)) else NotImplemented
+        def written(x: torch.Tensor, seed: torch.Tensor, stream: int, fmt: str, *settings: Any) -> Any:
+            return (
+                write(x, seed, stream, fmt, *settings) if quantize_launch.fused(x, precision(fmt)) else NotImplemented
+            )
 
         return written
 
@@ -81,7 +83,7 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
     from torch._inductor.ir import Pointwise
     from torch._inductor.virtualized import ops
 
-    load, at = seed.make_loader(), [sympy.Integer(0)] * len(seed.get_size())
+    load, position = seed.make_loader(), [sympy.Integer(0)] * len(seed.get_size())
 
     def drawn(index: Sequence[Any]) -> Any:
         place = _Word(
@@ -89,7 +91,7 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
                 sum((i * step for i, step in zip(index, stride, strict=True)), sympy.Integer(0)), torch.int64
             )
         )
-        key, eighth = _Word(load(at)), place >> _constant(3)
+        key, eighth = _Word(load(position)), place >> _constant(3)
         counter = (
             philox.low(eighth, _constant),
             philox.high(eighth, _constant),

@@ -82,9 +82,9 @@ def _in_two_passes(
         return q.copy_(units), scale
     # The kernel divides by the scale that it finds. The largest level as a last value makes that 1, if nothing else is larger.
     memory.clamp_(-row.max, row.max)[-1] = row.max
-    whole = torch.empty_like(memory, dtype=row.dtype)
-    _quantize(memory, whole, torch.empty(1, dtype=torch.float32), 1, row, rounding, random)
-    return q.copy_(whole[:-1].as_strided(q.size(), q.stride())), scale
+    full = torch.empty_like(memory, dtype=row.dtype)
+    _quantize(memory, full, torch.empty(1, dtype=torch.float32), 1, row, rounding, random)
+    return q.copy_(full[:-1].as_strided(q.size(), q.stride())), scale
 
 
 @torch.no_grad()
@@ -113,9 +113,9 @@ def _rows(q: Tensor, keep: Sequence[int]) -> int | None:
     """Returns the number of runs of memory that are the groups of `q`, in the order of the scales; None if no runs are."""
     if not keep:
         return 1
-    kept = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
+    saved = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
     outer = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
-    return math.prod(q.shape[dim] for dim in kept) if outer[: len(kept)] == kept else None
+    return math.prod(q.shape[dim] for dim in saved) if outer[: len(saved)] == saved else None
 
 
 def _quantize(

@@ -88,8 +88,8 @@ def to_grid(value: Tensor, row: Precision, rounding: Rounding, random: Tensor | 
 
 def reduced(ndim: int, keep: Sequence[int]) -> list[int]:
     """Returns the dimensions that share one scale, all but those in `keep`."""
-    kept = {dim % ndim for dim in keep}
-    return [dim for dim in range(ndim) if dim not in kept]
+    saved = {dim % ndim for dim in keep}
+    return [dim for dim in range(ndim) if dim not in saved]
 
 
 def scale_shape(x: Tensor, keep: Sequence[int]) -> list[int | torch.SymInt]:

@@ -41,11 +41,11 @@ def lowerings() -> Mapping[str, Lowering]:
     sources = {module.__name__: tuple(getattr(module, "LOWERINGS", ())) for module in _MODULES}
     sources |= tuples("qsync_fx.lowerings", Lowering, "qsync_fx.backend.operators.Lowering")
     taking_scales = {row.name for row in table().values() if row.may_scale}
-    found: dict[str, Lowering] = {}
+    result: dict[str, Lowering] = {}
     owner: dict[str, str] = {}
-    for source, lowering in ((source, lowering) for source, given in sources.items() for lowering in given):
+    for source, lowering in ((source, lowering) for source, value in sources.items() for lowering in value):
         name = lowering.name
-        if name in found:
+        if name in result:
             raise QSyncError(
                 f"two lowerings claim the operator {name}",
                 where=f"{owner[name]} and {source}",
@@ -57,5 +57,5 @@ def lowerings() -> Mapping[str, Lowering]:
                 where=source,
                 do='add an OperatorRow with scaled=(activation, weight) to the entry point group "qsync_fx.ops"',
             )
-        found[name], owner[name] = lowering, source
-    return found
+        result[name], owner[name] = lowering, source
+    return result

@@ -41,9 +41,9 @@ def lay_out_masks(graph: PrecisionGraph) -> None:
     for node in graph.nodes:
         if node.target is not FUSED:
             continue
-        given = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
-        if isinstance(given, fx.Node) and _lies_otherwise(mask := graph.value(given)):
-            node.replace_input_with(given, _laid_out(graph, node, given, mask))
+        inputs = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
+        if isinstance(inputs, fx.Node) and _lies_otherwise(mask := graph.value(inputs)):
+            node.replace_input_with(inputs, _laid_out(graph, node, inputs, mask))
             changed = True
     if changed:
         graph.module.recompile()
@@ -60,9 +60,9 @@ def _lies_otherwise(mask: object) -> bool:
     return mask.shape[-1] > 1 and mask.stride(-1) != 1
 
 
-def _laid_out(graph: PrecisionGraph, node: fx.Node, given: fx.Node, mask: Tensor) -> fx.Node:
+def _laid_out(graph: PrecisionGraph, node: fx.Node, value: fx.Node, mask: Tensor) -> fx.Node:
     """Returns the mask with its keys beside one another."""
-    found = given
+    found = value
 
     def call(target: object, *args: object, **kwargs: object) -> None:
         nonlocal found
@@ -155,7 +155,7 @@ def attend_by_products(graph: PrecisionGraph) -> None:
         graph.propagate(new)
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)
-        operator = next(one for one in graph.own_operators() if one.node is new)
+        operator = next(item for item in graph.own_operators() if item.node is new)
         operator.update(reason=f"{note.reason}; {_REASON}" if note.reason else _REASON)
     graph.module.recompile()
 
@@ -169,10 +169,10 @@ def _gradient_order(operands: Sequence[Any]) -> Sequence[int] | None:
 
 def _trained(graph: PrecisionGraph) -> set[fx.Node]:
     """Returns the nodes that a gradient may flow back to."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
         leaf = node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) and value.requires_grad
-        if leaf or any(used in found for used in node.all_input_nodes):
-            found.add(node)
-    return found
+        if leaf or any(used in result for used in node.all_input_nodes):
+            result.add(node)
+    return result

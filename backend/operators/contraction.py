@@ -19,7 +19,7 @@ from qsync_fx.backend.operators.product_utils import ProductArguments, define_pr
 from qsync_fx.ops.contractions import STRETCHED, Contraction
 
 
-def contract(given: ProductArguments, equation: str, order: Sequence[int]) -> Tensor:
+def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Tensor:
     """Computes the product of `x` and `weight` that an equation names, and its gradients, as `qsync::linear` does.
 
     Args:
@@ -29,20 +29,20 @@ def contract(given: ProductArguments, equation: str, order: Sequence[int]) -> Te
         order: the dimensions of the result from the outermost in memory to the innermost.
     """
     factors, _, result = equation.partition("->")
-    one, other = factors.split(",")
-    c = Contraction((one, other), result, (0, 1))
-    own, channels = c.own(0), c.own(1)
-    sizes = dict(zip(one, given.x.shape, strict=True)) | dict(zip(other, given.weight.shape, strict=True))
-    a, b = (c.batch, own, c.summed), (c.batch, channels, c.summed)
-    as_a_layer = given._replace(
-        x=_arranged(given.x, one, a),
-        weight=_arranged(given.weight, other, b, columns=True),
-        xq=_arranged(given.xq, one, a),
-        x_scale=_scale(given.x_scale, one, a),
-        wq=_arranged(given.wq, other, b, columns=True),
-        w_scale=_scale(given.w_scale, other, b, columns=True),
+    item, other = factors.split(",")
+    c = Contraction((item, other), result, (0, 1))
+    owned, channels = c.own(0), c.own(1)
+    sizes = dict(zip(item, value.x.shape, strict=True)) | dict(zip(other, value.weight.shape, strict=True))
+    a, b = (c.batch, owned, c.summed), (c.batch, channels, c.summed)
+    as_a_layer = value._replace(
+        x=_arranged(value.x, item, a),
+        weight=_arranged(value.weight, other, b, columns=True),
+        xq=_arranged(value.xq, item, a),
+        x_scale=_scale(value.x_scale, item, a),
+        wq=_arranged(value.wq, other, b, columns=True),
+        w_scale=_scale(value.w_scale, other, b, columns=True),
     )
-    made = c.batch + own + channels
+    made = c.batch + owned + channels
     y = linear(as_a_layer).reshape([sizes[letter] for letter in made])
     return in_order(y.permute([made.index(letter) for letter in result]), order)
 
@@ -57,8 +57,8 @@ def _arranged(t: Tensor, letters: str, parts: tuple[str, str, str], columns: boo
     Each of the three is one dimension. There is no first where there are no layers side by side, and then the rows of an activation may
     have any number of dimensions.
     """
-    for at in reversed([at for at, letter in enumerate(letters) if letter == STRETCHED]):
-        t = t.squeeze(at)
+    for index in reversed([index for index, letter in enumerate(letters) if letter == STRETCHED]):
+        t = t.squeeze(index)
     letters = letters.replace(STRETCHED, "")
     batch, rows, summed = parts
     t = t.permute([letters.index(letter) for letter in batch + rows + summed])
@@ -69,4 +69,4 @@ def _arranged(t: Tensor, letters: str, parts: tuple[str, str, str], columns: boo
     return t.flatten(0, len(batch) - 1) if batch else t
 
 
-define_product("contract", contract, own="str equation, int[] order")
+define_product("contract", contract, owned="str equation, int[] order")

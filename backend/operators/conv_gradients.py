@@ -44,15 +44,15 @@ def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> 
 def least_sizes(kernel: Sequence[int], geometry: Geometry) -> list[list[int]]:
     """Returns, for each spatial dimension and tap, the smallest size of the input at which the tap meets data."""
     stride, padding, dilation, transposed, output_padding, _ = geometry
-    found = []
-    for at, (k, s, p, d) in enumerate(zip(kernel, stride, padding, dilation, strict=True)):
+    result = []
+    for index, (k, s, p, d) in enumerate(zip(kernel, stride, padding, dilation, strict=True)):
         taps = [(i * d - p, max(0, -((i * d - p) // s))) for i in range(k)]
         if transposed:
-            extra = 2 * p - d * (k - 1) - output_padding[at]
-            found.append([1 + max(j, -(-(offset + s * j + extra) // s)) for offset, j in taps])
+            extra = 2 * p - d * (k - 1) - output_padding[index]
+            result.append([1 + max(j, -(-(offset + s * j + extra) // s)) for offset, j in taps])
         else:
-            found.append([1 + s * j + max(offset, d * (k - 1) - 2 * p) for offset, j in taps])
-    return found
+            result.append([1 + s * j + max(offset, d * (k - 1) - 2 * p) for offset, j in taps])
+    return result
 
 
 def needs_padding(weight: Tensor, x: Tensor, geometry: Geometry) -> bool:
@@ -213,8 +213,8 @@ def depthwise_gradients(
     Returns:
         `[N, C, H, W]` with channels last, and `[C, 1, R, S]`; None for what is not needed.
     """
-    found = torch.ops.qsync.depthwise_gradients.default(gradient, x, weight, stride, padding, dilation, list(needed))
-    of_x, of_weight = (one if wanted else None for one, wanted in zip(found, needed, strict=True))
+    result = torch.ops.qsync.depthwise_gradients.default(gradient, x, weight, stride, padding, dilation, list(needed))
+    of_x, of_weight = (item if wanted else None for item, wanted in zip(result, needed, strict=True))
     return of_x, of_weight
 
 

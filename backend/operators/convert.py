@@ -35,7 +35,7 @@ def convert(
     x: Tensor,
     dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
-    turned: bool = False,
+    transposed: bool = False,
     shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Returns `y[r, c] = dtype(x[r, c] * scale)`, or of `x[c, r]` if turned, and zeros beyond the values of `x`.
@@ -57,12 +57,12 @@ def convert(
         PrecisionError: types that are none of these.
         RuntimeError: `x` is no matrix, `scale` is not one FP32 number on the same device, `shape` is too small.
     """
-    sizes = list(x.shape[::-1] if turned else x.shape) if shape is None else list(shape)
-    found: Tensor = torch.ops.qsync.convert.default(x, dtype or x.dtype, scale, turned, sizes)
-    return found
+    sizes = list(x.shape[::-1] if transposed else x.shape) if shape is None else list(shape)
+    result: Tensor = torch.ops.qsync.convert.default(x, dtype or x.dtype, scale, transposed, sizes)
+    return result
 
 
-def _checked(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> None:
+def _checked(x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]) -> None:
     where = "qsync::convert"
     if x.dtype not in TYPES:
         raise PrecisionError(f"{x.dtype} is not converted", where=where, do="give integers or floats that layers have")
@@ -74,38 +74,40 @@ def _checked(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, 
         )
     require(x.dim() == 2 and len(shape) == 2, lambda: f"{where}: {x.dim()} dimensions to {len(shape)}, not 2 to 2")
     if scale is not None:
-        one = scale.numel() == 1 and scale.dim() < 2 and scale.dtype == torch.float32 and scale.device == x.device
-        require(one, lambda: f"{where}: the scale is no single FP32 number on {x.device}")
-    rows, columns = (x.shape[1], x.shape[0]) if turned else x.shape
+        item = scale.numel() == 1 and scale.dim() < 2 and scale.dtype == torch.float32 and scale.device == x.device
+        require(item, lambda: f"{where}: the scale is no single FP32 number on {x.device}")
+    rows, columns = (x.shape[1], x.shape[0]) if transposed else x.shape
     enough = (shape[0] >= rows, shape[1] >= columns)
     for fits in enough:
         require(fits, lambda: f"{where}: {rows} x {columns} values do not fit into {shape[0]} x {shape[1]}")
 
 
-def _convert_fake(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> Tensor:
-    _checked(x, dtype, scale, turned, shape)
+def _convert_fake(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
+) -> Tensor:
+    _checked(x, dtype, scale, transposed, shape)
     return x.new_empty(list(shape), dtype=dtype)
 
 
-def _by_torch(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> Tensor:
+def _by_torch(x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]) -> Tensor:
     from qsync_fx.backend.cuda.problem.padding import laid_out
 
-    _checked(x, dtype, scale, turned, shape)
-    straight = x.t() if turned else x
+    _checked(x, dtype, scale, transposed, shape)
+    straight = x.t() if transposed else x
     values = straight if scale is None else straight.to(torch.float32) * scale
     return laid_out(values.to(dtype), shape[0], shape[1], "row")
 
 
-def _kernel(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: Sequence[int]) -> Tensor:
+def _kernel(x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]) -> Tensor:
     from qsync_fx.backend.cuda.runtime import layout_convert
 
-    _checked(x, dtype, scale, turned, shape)
-    found = layout_convert.convert(x, scale, dtype, turned, (shape[0], shape[1])) if x.numel() else None
-    return _by_torch(x, dtype, scale, turned, shape) if found is None else found
+    _checked(x, dtype, scale, transposed, shape)
+    result = layout_convert.convert(x, scale, dtype, transposed, (shape[0], shape[1])) if x.numel() else None
+    return _by_torch(x, dtype, scale, transposed, shape) if result is None else result
 
 
 define(
-    "convert(Tensor x, ScalarType dtype, Tensor? scale, bool turned, SymInt[] shape) -> Tensor",
+    "convert(Tensor x, ScalarType dtype, Tensor? scale, bool transposed, SymInt[] shape) -> Tensor",
     {
         "CPU": _by_torch,
         "CUDA": _kernel,

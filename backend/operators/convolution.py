@@ -40,7 +40,7 @@ from qsync_fx.passes.lowering_registry import Role
 
 
 def convolution(
-    given: ProductArguments,
+    value: ProductArguments,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -79,8 +79,8 @@ def convolution(
     Returns:
         `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
-    geometry = stride, padding, _spread(dilation, given.weight), transposed, output_padding, groups
-    result, _ = _Convolution.apply(*given, geometry, order)  # type: ignore[no-untyped-call]
+    geometry = stride, padding, _spread(dilation, value.weight), transposed, output_padding, groups
+    result, _ = _Convolution.apply(*value, geometry, order)  # type: ignore[no-untyped-call]
     return in_order(result, order)
 
 
@@ -120,9 +120,9 @@ def output(
     if row.plain:
         plain_bias = None if bias is None else bias.to(row.dtype)
         return forward(xq, wq, plain_bias, geometry).to(out_dtype)
-    found = dispatch.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
-    if found is not None:
-        return found
+    result = dispatch.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
+    if result is not None:
+        return result
     wide = out_dtype.itemsize > carrier(row, xq.device).itemsize
     product = implicit_gemm.sums(xq, wq, geometry, row) if wide else None
     if product is None:
@@ -165,18 +165,18 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *shared, geometry, order = arguments
-        given = ProductArguments(*shared)
-        xq, x_scale, wq, w_scale, bias = given.xq, given.x_scale, given.wq, given.w_scale, given.bias
+        inputs = ProductArguments(*shared)
+        xq, x_scale, wq, w_scale, bias = inputs.xq, inputs.x_scale, inputs.wq, inputs.w_scale, inputs.bias
         # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
         linked = link()
-        ctx.save_for_backward(xq, x_scale, wq, w_scale, given.seed, linked)
-        ctx.how = given.stream, geometry, given.rounding, given.gradients
-        ctx.fmt, ctx.place = given.fmt, place(given.stream)
-        ctx.dtypes = given.x.dtype, given.weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(xq, x_scale, wq, w_scale, inputs.seed, linked)
+        ctx.how = inputs.stream, geometry, inputs.rounding, inputs.gradients
+        ctx.fmt, ctx.place = inputs.fmt, place(inputs.stream)
+        ctx.dtypes = inputs.x.dtype, inputs.weight.dtype, None if bias is None else bias.dtype
         ndim = wq.dim()
         ctx.order = order if len(order) == ndim else [0, *(dim + 1 for dim in order)]
-        how = geometry, precision(given.fmt), given.out_dtype
-        y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *how)
+        settings = geometry, precision(inputs.fmt), inputs.out_dtype
+        y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *settings)
         # A view that a function like this one returns could not be written to in place.
         result: Tensor = y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
         return result, linked
@@ -201,13 +201,13 @@ class _Convolution(torch.autograd.Function):
             folds[Role.WEIGHT] = None if uniform(x_left) else x_left
         rounded = round_gradients(g, folds, seed, stream, fmt, rounding, gradients=gradients)
         factors = w_left if uniform(w_left) else None, x_left if uniform(x_left) else None
-        saved, how = (xc, wc), (geometry, row)
+        saved, settings = (xc, wc), (geometry, row)
         grad_x = grad_weight = grad_bias = None
         if need_x:
-            grad_x = input_gradient(rounded[Role.ACTIVATION], saved, factors[0], *how, summed(x_dtype, gradients))
+            grad_x = input_gradient(rounded[Role.ACTIVATION], saved, factors[0], *settings, summed(x_dtype, gradients))
         if need_weight:
             grad_weight = weight_gradient(
-                rounded[Role.WEIGHT], saved, factors[1], *how, summed(weight_dtype, gradients)
+                rounded[Role.WEIGHT], saved, factors[1], *settings, summed(weight_dtype, gradients)
             )
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
         # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
@@ -234,21 +234,21 @@ class _Convolution(torch.autograd.Function):
             grad_x = scaled(to_x, x_rest, None, summed(x_dtype, gradients))
         if to_weight is not None:
             grad_weight = scaled(to_weight, w_rest, None, summed(weight_dtype, gradients))
-        own = seed, stream
+        owned = seed, stream
         if grad_x is not None:
-            grad_x = in_order(result(grad_x, x_dtype, *own, Role.ACTIVATION, gradients), ctx.order).view(xq.shape)
+            grad_x = in_order(result(grad_x, x_dtype, *owned, Role.ACTIVATION, gradients), ctx.order).view(xq.shape)
         if grad_weight is not None:
-            grad_weight = in_order(result(grad_weight, weight_dtype, *own, Role.WEIGHT, gradients), ctx.order)
+            grad_weight = in_order(result(grad_weight, weight_dtype, *owned, Role.WEIGHT, gradients), ctx.order)
         if need_bias:
             if grad_bias is None or not own_bias:
                 grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32)
-            grad_bias = narrowed(grad_bias, bias_dtype, *own, gradients)
-        return without_gradients((grad_x, grad_weight, grad_bias), own=2)
+            grad_bias = narrowed(grad_bias, bias_dtype, *owned, gradients)
+        return without_gradients((grad_x, grad_weight, grad_bias), owned=2)
 
 
 define_product(
     "convolution",
     convolution,
-    own="SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
+    owned="SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
     "int[] order",
 )

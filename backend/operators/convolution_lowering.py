@@ -29,28 +29,28 @@ def _each(value: Any, spatial: int) -> list[Any]:
 
 def _geometry(node: fx.Node) -> Geometry | None:
     """Returns a node's arguments as `aten::convolution` takes them; None where it pads one side more than the other."""
-    found = arguments(node)
-    spatial = dimensions(found["weight"]) - 2
-    dilation = _each(found["dilation"], spatial)
-    padding = found["padding"]
+    result = arguments(node)
+    spatial = dimensions(result["weight"]) - 2
+    dilation = _each(result["dilation"], spatial)
+    padding = result["padding"]
     if padding == "same":
         # torch pads such that the output is as large as the input: once a side, and one more at the end where that does not come out.
         total = [
-            step * (int(size) - 1) for step, size in zip(dilation, found["weight"].meta["val"].shape[2:], strict=True)
+            step * (int(size) - 1) for step, size in zip(dilation, result["weight"].meta["val"].shape[2:], strict=True)
         ]
         if any(size % 2 for size in total):
             return None
         padding = [size // 2 for size in total]
     elif padding == "valid":
         padding = 0
-    output_padding = _each(found.get("output_padding", 0), spatial)
+    output_padding = _each(result.get("output_padding", 0), spatial)
     return (
-        _each(found["stride"], spatial),
+        _each(result["stride"], spatial),
         _each(padding, spatial),
         dilation,
         _transposed(node),
         output_padding,
-        found["groups"],
+        result["groups"],
     )
 
 
@@ -67,8 +67,8 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         return gpu_profitability.because(
             node, row, fmt, context, _emit, _keep if context.options.scaling == "channel" else _none
         )
-    found, geometry = arguments(node), _geometry(node)
-    x, weight = found["input"].meta["val"], found["weight"].meta["val"]
+    result, geometry = arguments(node), _geometry(node)
+    x, weight = result["input"].meta["val"], result["weight"].meta["val"]
     if geometry is None or x.dim() != weight.dim():
         return None
     stride, *_, transposed, _, groups = geometry
@@ -86,15 +86,15 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     return cpu_kernels.conv_too_small(weight.shape, stride)
 
 
-def _emit(node: fx.Node, given: Operands) -> fx.Node:
+def _emit(node: fx.Node, argument: Operands) -> fx.Node:
     geometry = _geometry(node)
     assert geometry is not None, "refused"
-    (x, xq, x_scale), (w, wq, w_scale) = given.operands
-    tensors = x, w, arguments(node)["bias"], xq, x_scale, wq, w_scale, given.seed
+    (x, xq, x_scale), (w, wq, w_scale) = argument.operands
+    tensors = x, w, arguments(node)["bias"], xq, x_scale, wq, w_scale, argument.seed
     value = node.meta["val"]
     order = memory_order(value) or list(range(value.dim()))
-    arranged = (*geometry, order, given.fmt, given.rounding, given.out_dtype)
-    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, given.stream, *arranged))
+    arranged = (*geometry, order, argument.fmt, argument.rounding, argument.out_dtype)
+    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, argument.stream, *arranged))
 
 
 def _transposed(node: fx.Node) -> bool:
@@ -104,12 +104,12 @@ def _transposed(node: fx.Node) -> bool:
 
 def _keep(node: fx.Node, role: Role) -> list[int]:
     """A scale per sample, and one per output channel, which grouped transposed convolutions have no dimension of their own for."""
-    found = arguments(node)
+    result = arguments(node)
     if role == Role.ACTIVATION:
-        return [0] if dimensions(found["input"]) == dimensions(found["weight"]) else []
+        return [0] if dimensions(result["input"]) == dimensions(result["weight"]) else []
     if not _transposed(node):
         return [0]
-    return [1] if found["groups"] == 1 else []
+    return [1] if result["groups"] == 1 else []
 
 
 def _none(node: fx.Node, role: Role) -> list[int]:
@@ -117,14 +117,14 @@ def _none(node: fx.Node, role: Role) -> list[int]:
 
 
 def _with_right_gradients(node: fx.Node) -> list[fx.Node]:
-    geometry, found = _geometry(node), arguments(node)
+    geometry, result = _geometry(node), arguments(node)
     if geometry is None:
         return []
-    weight, x = found["weight"], found["input"]
+    weight, x = result["weight"], result["input"]
     sizes: Any = fx.node.map_arg(geometry, lambda size: size.meta["val"])
     if needs_padding(weight.meta["val"], x.meta["val"], sizes):
         node.target = torch.ops.qsync.padded_convolution.default
-        node.args, node.kwargs = (x, weight, found["bias"], *geometry), {}
+        node.args, node.kwargs = (x, weight, result["bias"], *geometry), {}
     return []
 
 

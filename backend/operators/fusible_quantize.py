@@ -27,8 +27,8 @@ from qsync_fx.rounding import rounding_mode
 
 def uniform(size: Sequence[int | SymInt], stride: Sequence[int | SymInt], seed: Tensor, stream: int) -> Tensor:
     """Returns `philox.uniform` for a tensor of a size and strides, which fills its memory without gaps: FP32."""
-    found: Tensor = torch.ops.qsync.uniform.default(size, stride, seed, stream)
-    return found
+    result: Tensor = torch.ops.qsync.uniform.default(size, stride, seed, stream)
+    return result
 
 
 def _uniform(size: Sequence[int], stride: Sequence[int], seed: Tensor, stream: int) -> Tensor:
@@ -48,8 +48,8 @@ define(
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
     """Returns `a / b` of FP32 tensors, rounded once; they broadcast."""
-    found: Tensor = torch.ops.qsync.divide.default(a, b)
-    return found
+    result: Tensor = torch.ops.qsync.divide.default(a, b)
+    return result
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from qsync_fx.formats import Precision, precision
 from qsync_fx.passes.lowering_registry import Role
 
 
-def grouped(given: ProductArguments, offs: Tensor) -> Tensor:
+def grouped(value: ProductArguments, offs: Tensor) -> Tensor:
     """Computes `x[start:end] @ weight[e]` for each group `e`, and the gradients, as `qsync::linear` does.
 
     Args:
@@ -35,8 +35,8 @@ def grouped(given: ProductArguments, offs: Tensor) -> Tensor:
             `[E, 1, N]`.
         offs: `[E]`, the end of each group.
     """
-    found, _ = _Grouped.apply(*given, offs)  # type: ignore[no-untyped-call]
-    result: Tensor = found
+    matches, _ = _Grouped.apply(*value, offs)  # type: ignore[no-untyped-call]
+    result: Tensor = matches
     return result
 
 
@@ -51,25 +51,25 @@ def _by_row(scale: Tensor | None, offs: Tensor, rows: Tensor) -> Tensor | None:
 
 def _multiplied(a: Tensor, b: Tensor, offs: Tensor, formats: tuple[Precision, Precision], dtype: torch.dtype) -> Tensor:
     first, second = formats
-    found: Tensor = torch.ops.qsync.grouped_products.default(a, b, offs, first.name, second.name, dtype)
-    return found
+    result: Tensor = torch.ops.qsync.grouped_products.default(a, b, offs, first.name, second.name, dtype)
+    return result
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *shared, offs = arguments
-        given = ProductArguments(*shared)
-        xq, x_scale, wq, w_scale, out_dtype = given.xq, given.x_scale, given.wq, given.w_scale, given.out_dtype
+        inputs = ProductArguments(*shared)
+        xq, x_scale, wq, w_scale, out_dtype = inputs.xq, inputs.x_scale, inputs.wq, inputs.w_scale, inputs.out_dtype
         need_x, need_weight = ctx.needs_input_grad[:2]
         linked = link()
         ctx.save_for_backward(
-            xq if need_weight else None, x_scale, wq if need_x else None, w_scale, given.seed, offs, linked
+            xq if need_weight else None, x_scale, wq if need_x else None, w_scale, inputs.seed, offs, linked
         )
-        ctx.how = given.stream, given.rounding
-        ctx.fmt, ctx.place = given.fmt, place(given.stream)
-        ctx.dtypes = given.x.dtype, given.weight.dtype
-        row = precision(given.fmt)
+        ctx.how = inputs.stream, inputs.rounding
+        ctx.fmt, ctx.place = inputs.fmt, place(inputs.stream)
+        ctx.dtypes = inputs.x.dtype, inputs.weight.dtype
+        row = precision(inputs.fmt)
         dtype = torch.promote_types(multiplied_in(row, row, xq.device), out_dtype)
         y = _multiplied(xq, wq, offs, (row, row), dtype)
         return scaled(y, combined(x_scale, _by_row(w_scale, offs, xq)), None, out_dtype), linked
@@ -100,7 +100,7 @@ class _Grouped(torch.autograd.Function):
             g, scale = rounded[Role.WEIGHT]
             product = _multiplied(xq.t(), g, offs, (row, narrow), dtype)
             grad_weight = scaled(product, combined(scale, x_scale if uniform(x_scale) else None), None, weight_dtype)
-        return without_gradients((grad_x, grad_weight), own=1)
+        return without_gradients((grad_x, grad_weight), owned=1)
 
 
 define_product("grouped", grouped, third="Tensor offs", gradients=False)

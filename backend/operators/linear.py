@@ -40,7 +40,7 @@ from qsync_fx.formats import Precision, precision
 from qsync_fx.passes.lowering_registry import Role
 
 
-def linear(given: ProductArguments) -> Tensor:
+def linear(value: ProductArguments) -> Tensor:
     """Computes `x @ weight.T + bias` from operands in a format, and the gradients likewise.
 
     Output: INT8 products are summed exactly in INT32 (in FP32 from 133,000 products an output on); formats with a carrier are
@@ -69,8 +69,8 @@ def linear(given: ProductArguments) -> Tensor:
     Returns:
         `[..., N]` or `[E, M, N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
     """
-    found, _ = _Linear.apply(*given)  # type: ignore[no-untyped-call]
-    result: Tensor = found
+    matches, _ = _Linear.apply(*value)  # type: ignore[no-untyped-call]
+    result: Tensor = matches
     return result
 
 
@@ -120,11 +120,11 @@ def output(
             plain = rows @ transposed(wq) if added is None else torch.baddbmm(added, rows, transposed(wq))
         return plain.to(out_dtype)
     operands = rows, wq, x_scale, w_scale, bias, out_dtype, row
-    found = dispatch.product(*operands, turned=True)
-    if found is not None:
-        return found
-    whole = dispatch.integers_pay(*operands, turned=True)
-    product = int_mm.product(rows, wq, (row, row)) if whole else None
+    result = dispatch.product(*operands, transposed=True)
+    if result is not None:
+        return result
+    full = dispatch.integers_pay(*operands, transposed=True)
+    product = int_mm.product(rows, wq, (row, row)) if full else None
     if product is None:
         # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
         dtype = torch.promote_types(multiplied_in(row, row, rows.device), out_dtype)
@@ -144,11 +144,11 @@ def input_gradient(
     gradients: str = "nearest",
 ) -> Tensor:
     """Returns `g @ wq`, `[M, K]`, of the rounded gradient `[M, N]`; scales are single numbers."""
-    found = dispatch.product(g, wq, scale, w_scale, None, dtype, row, dispatch.partner(g))
-    if found is None:
-        found = _by_integers(g, wq, scale, w_scale, row, dtype)
-    if found is not None:
-        return found
+    result = dispatch.product(g, wq, scale, w_scale, None, dtype, row, dispatch.partner(g))
+    if result is None:
+        result = _by_integers(g, wq, scale, w_scale, row, dtype)
+    if result is not None:
+        return result
     narrow = summed(multiplied_in(row, incoming(row, g.device), g.device), gradients)
     w, w_scale = carried(wq, w_scale, narrow, again=True)
     g, scale = carried(g, scale, narrow, again=True)
@@ -162,7 +162,7 @@ def weight_gradient(
     x_scale: Tensor | None,
     row: Precision,
     dtype: torch.dtype,
-    turned: Tensor | None = None,
+    flipped: Tensor | None = None,
     by_columns: bool = False,
     gradients: str = "nearest",
 ) -> Tensor:
@@ -171,12 +171,12 @@ def weight_gradient(
     `turned` is `g.T` with its rows in memory, if there is such a copy. Where the weight lies by columns, so should its gradient.
     """
     if incoming(row, g.device).kind == "integer" or not dispatch.silent(g.device):
-        by_rows = transposed(g) if turned is None else turned
-        found = dispatch.product(by_rows, xq, scale, x_scale, None, dtype, row, dispatch.partner(g))
-        if found is None:
-            found = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
-        if found is not None:
-            return found
+        by_rows = transposed(g) if flipped is None else flipped
+        result = dispatch.product(by_rows, xq, scale, x_scale, None, dtype, row, dispatch.partner(g))
+        if result is None:
+            result = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
+        if result is not None:
+            return result
     narrow = summed(multiplied_in(row, incoming(row, g.device), g.device), gradients)
     x, x_scale = carried(xq, x_scale, narrow, again=True)
     g, scale = carried(g, scale, narrow, again=True)
@@ -198,22 +198,24 @@ def _by_integers(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        given = ProductArguments(*arguments)
-        xq, x_scale, wq, w_scale, bias = given.xq, given.x_scale, given.wq, given.w_scale, given.bias
+        inputs = ProductArguments(*arguments)
+        xq, x_scale, wq, w_scale, bias = inputs.xq, inputs.x_scale, inputs.wq, inputs.w_scale, inputs.bias
         need_x, need_weight = ctx.needs_input_grad[:2]
         # With a frozen weight nothing needs the activation again, and the other way round.
         linked = link()
-        ctx.save_for_backward(xq if need_weight else None, x_scale, wq if need_x else None, w_scale, given.seed, linked)
+        ctx.save_for_backward(
+            xq if need_weight else None, x_scale, wq if need_x else None, w_scale, inputs.seed, linked
+        )
         ctx.shape = xq.shape
-        ctx.how = given.stream, given.rounding, given.gradients
-        ctx.fmt, ctx.place = given.fmt, place(given.stream)
+        ctx.how = inputs.stream, inputs.rounding, inputs.gradients
+        ctx.fmt, ctx.place = inputs.fmt, place(inputs.stream)
         ctx.stacked = stacked = wq.dim() == 3
         ctx.by_columns = not wq.is_contiguous() and transposed(wq).is_contiguous()
         # Where a matrix is column-major, torch returns its gradient so.
         ctx.x_by_columns = xq.dim() == 2 and not xq.is_contiguous() and xq.t().is_contiguous()
-        ctx.dtypes = given.x.dtype, given.weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = inputs.x.dtype, inputs.weight.dtype, None if bias is None else bias.dtype
         factors = _rows(xq, stacked), _per_row(x_scale, stacked), wq, _per_column(w_scale)
-        y = output(*factors, bias, precision(given.fmt), given.out_dtype)
+        y = output(*factors, bias, precision(inputs.fmt), inputs.out_dtype)
         # A view that a function like this one returns could not be written to in place.
         result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[-2]])
         return result, linked
@@ -235,31 +237,31 @@ class _Linear(torch.autograd.Function):
             folds[Role.WEIGHT] = None if _uniform(x_scale, stacked) else _per_row(x_scale, stacked)
         grad_x = grad_weight = grad_bias = None
         rounded: dict[Role, tuple[Tensor, Tensor | None]]
-        turned, factor = None, x_scale if _uniform(x_scale, stacked) else None
+        transposed, factor = None, x_scale if _uniform(x_scale, stacked) else None
         folded = any(fold is not None for fold in folds.values())
         if need_weight and not folded and dispatch.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row):
-            g, turned, scale = quantize_transposed(
+            g, transposed, scale = quantize_transposed(
                 rows, seed, stream + stream_layout.SHARED, row.gradient.name, rounding
             )
             pair: tuple[Tensor, Tensor | None] = g, scale
             rounded = dict.fromkeys(folds, pair)
         else:
             rounded = round_gradients(rows, folds, seed, stream, fmt, rounding, [0] if stacked else [], gradients)
-        own = seed, stream
+        owned = seed, stream
         if need_x:
             w_factor = w_scale if _uniform(w_scale, stacked) else None
             to_x = input_gradient(*rounded[Role.ACTIVATION], wq, w_factor, row, summed(x_dtype, gradients), gradients)
-            grad_x = result(to_x, x_dtype, *own, Role.ACTIVATION, gradients).view(ctx.shape)
+            grad_x = result(to_x, x_dtype, *owned, Role.ACTIVATION, gradients).view(ctx.shape)
             if ctx.x_by_columns:
                 grad_x = in_order(grad_x, (1, 0))
         if need_weight:
             values, by_columns, dtype = _rows(xq, stacked), ctx.by_columns, summed(weight_dtype, gradients)
             to_weight = weight_gradient(
-                *rounded[Role.WEIGHT], values, factor, row, dtype, turned, by_columns, gradients
+                *rounded[Role.WEIGHT], values, factor, row, dtype, transposed, by_columns, gradients
             )
-            grad_weight = result(to_weight, weight_dtype, *own, Role.WEIGHT, gradients)
+            grad_weight = result(to_weight, weight_dtype, *owned, Role.WEIGHT, gradients)
         if need_bias:
-            grad_bias = narrowed(rows.sum(-2, keepdim=stacked, dtype=torch.float32), bias_dtype, *own, gradients)
+            grad_bias = narrowed(rows.sum(-2, keepdim=stacked, dtype=torch.float32), bias_dtype, *owned, gradients)
         return without_gradients((grad_x, grad_weight, grad_bias))
 
 

@@ -37,14 +37,14 @@ def pack_bits(mask: Tensor) -> Tensor:
 
     The first is the lowest bit of the first byte.
     """
-    found: Tensor = torch.ops.qsync.pack_bits.default(mask)
-    return found
+    result: Tensor = torch.ops.qsync.pack_bits.default(mask)
+    return result
 
 
 def unpack_bits(bits: Tensor, size: Sequence[int | SymInt], dtype: torch.dtype = torch.bool) -> Tensor:
     """Returns the mask of a size that `pack_bits` has made `bits` of, row by row in memory, as bool or int8."""
-    found: Tensor = torch.ops.qsync.unpack_bits.default(bits, size, dtype)
-    return found
+    result: Tensor = torch.ops.qsync.unpack_bits.default(bits, size, dtype)
+    return result
 
 
 def _packed_fake(mask: Tensor) -> Tensor:
@@ -77,15 +77,15 @@ define("unpack_bits(Tensor bits, SymInt[] size, ScalarType? dtype=None) -> Tenso
 
 def keep(size: Sequence[int | SymInt], seed: Tensor, stream: int, p: float) -> Tensor:
     """Returns bytes of a size, each 0 with probability `p` (to 2**-24), else 1."""
-    found: Tensor = torch.ops.qsync.keep.default(size, seed, stream, p)
-    return found
+    result: Tensor = torch.ops.qsync.keep.default(size, seed, stream, p)
+    return result
 
 
 def _native(size: Sequence[int], seed: Tensor, stream: int, p: float) -> Tensor:
-    kept = torch.empty(size, dtype=torch.uint8)
+    saved = torch.empty(size, dtype=torch.uint8)
     random = int(seed.item()) & (2**64 - 1), stream & (2**32 - 1)
-    _C.keep(kept.data_ptr(), kept.numel(), p, *random, torch.get_num_threads())
-    return kept
+    _C.keep(saved.data_ptr(), saved.numel(), p, *random, torch.get_num_threads())
+    return saved
 
 
 def _fake(size: Sequence[int | SymInt], seed: Tensor, stream: int, p: float) -> Tensor:
@@ -105,8 +105,8 @@ def gate(gradient: Tensor, closed: Tensor) -> Tensor:
     Returns:
         The shape and type of `gradient`.
     """
-    found: Tensor = torch.ops.qsync.gate.default(gradient, closed)
-    return found
+    result: Tensor = torch.ops.qsync.gate.default(gradient, closed)
+    return result
 
 
 def _select(gradient: Tensor, closed: Tensor) -> Tensor:

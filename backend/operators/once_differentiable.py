@@ -54,8 +54,8 @@ def refuse(
 ) -> tuple[Tensor | None, ...]:
     """Returns gradients whose own derivatives raise `problem()`, those by whatever `links` depend on too."""
     anchor = torch.empty(0, requires_grad=True)
-    found: tuple[Tensor | None, ...] = _Refused.apply(problem, gradients, anchor, *links)  # type: ignore[no-untyped-call]
-    return found
+    result: tuple[Tensor | None, ...] = _Refused.apply(problem, gradients, anchor, *links)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Refused(torch.autograd.Function):
@@ -77,11 +77,11 @@ def first_only(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def guarded(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            result = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
-            return found
+            return result
         fmt, where = ctx.fmt, ctx.place
-        return refuse(found, (*gradients, ctx.saved_tensors[-1]), lambda: _problem(fmt, where))
+        return refuse(result, (*gradients, ctx.saved_tensors[-1]), lambda: _problem(fmt, where))
 
     return guarded
 

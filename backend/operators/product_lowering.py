@@ -29,29 +29,29 @@ def _contraction(node: fx.Node) -> Contraction | str:
     """Returns what a product contracts, the activation first; the reason where no layer does that."""
     row = _row(node)
     assert row.contracts is not None
-    found = row.contracts(fx.node.map_arg(list(arguments(node).values()), lambda used: used.meta["val"]))
-    if isinstance(found, str):
-        return found
-    weight = found.places.index(row.scaled[1])
-    return found.unfit(weight) or (found if weight else found.turned)
+    result = row.contracts(fx.node.map_arg(list(arguments(node).values()), lambda used: used.meta["val"]))
+    if isinstance(result, str):
+        return result
+    weight = result.places.index(row.scaled[1])
+    return result.unfit(weight) or (result if weight else result.turned)
 
 
 def _refuses(node: fx.Node) -> str | None:
-    found = _contraction(node)
-    if isinstance(found, str):
-        return found
-    return "only the CPU has a product of groups for it" if found.group and not _on_cpu(node) else None
+    result = _contraction(node)
+    if isinstance(result, str):
+        return result
+    return "only the CPU has a product of groups for it" if result.group and not _on_cpu(node) else None
 
 
 def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
-    found = _contraction(node)
-    if isinstance(found, str):
+    result = _contraction(node)
+    if isinstance(result, str):
         return None
     if gpu_profitability.on_gpu(context.device):
         keep = _keep if context.options.scaling == "channel" else _separate
         return gpu_profitability.because(node, _row(node), fmt, context, _emit, keep)
     rows, channels, summed = (
-        extent(found.sizes[letter] for letter in letters) for letters in (found.own(0), found.own(1), found.summed)
+        extent(result.sizes[letter] for letter in letters) for letters in (result.own(0), result.own(1), result.summed)
     )
     if fmt.scaled and (why := cpu_kernels.without_unit(context.device)) is not None:
         return why
@@ -65,31 +65,31 @@ def _on_cpu(node: fx.Node) -> bool:
     return value.device.type == "cpu"
 
 
-def _emit(node: fx.Node, given: Operands) -> fx.Node:
-    found = _contraction(node)
-    assert not isinstance(found, str), "refused"
-    (x, xq, x_scale), (w, wq, w_scale) = given.operands
-    how = given.fmt, given.rounding, given.out_dtype
-    if found.group:
-        tensors = x, w, arguments(node)["offs"], xq, x_scale, wq, w_scale, given.seed
-        return node.graph.call_function(torch.ops.qsync.grouped.default, (*tensors, given.stream, *how))
+def _emit(node: fx.Node, argument: Operands) -> fx.Node:
+    result = _contraction(node)
+    assert not isinstance(result, str), "refused"
+    (x, xq, x_scale), (w, wq, w_scale) = argument.operands
+    settings = argument.fmt, argument.rounding, argument.out_dtype
+    if result.group:
+        tensors = x, w, arguments(node)["offs"], xq, x_scale, wq, w_scale, argument.seed
+        return node.graph.call_function(torch.ops.qsync.grouped.default, (*tensors, argument.stream, *settings))
     added = _row(node).added
     bias = list(arguments(node).values())[added[0]] if added else None
-    tensors = x, w, bias, xq, x_scale, wq, w_scale, given.seed
-    if found.is_linear:
-        return node.graph.call_function(torch.ops.qsync.linear.default, (*tensors, given.stream, *how))
+    tensors = x, w, bias, xq, x_scale, wq, w_scale, argument.seed
+    if result.is_linear:
+        return node.graph.call_function(torch.ops.qsync.linear.default, (*tensors, argument.stream, *settings))
     value: Tensor = node.meta["val"]
     # Sizes that only a run knows have no strides yet; what has them is made anew, row after row.
-    shape = found.equation, memory_order(value) or list(range(value.dim()))
-    return node.graph.call_function(torch.ops.qsync.contract.default, (*tensors, given.stream, *shape, *how))
+    shape = result.equation, memory_order(value) or list(range(value.dim()))
+    return node.graph.call_function(torch.ops.qsync.contract.default, (*tensors, argument.stream, *shape, *settings))
 
 
 def _dimensions(node: fx.Node, role: Role, channels: bool) -> list[int]:
-    found = _contraction(node)
-    if isinstance(found, str):
+    result = _contraction(node)
+    if isinstance(result, str):
         return []
     factor = 0 if role == Role.ACTIVATION else 1
-    return found.channels(factor) if channels else found.separate(factor)
+    return result.channels(factor) if channels else result.separate(factor)
 
 
 def _keep(node: fx.Node, role: Role) -> list[int]:

@@ -58,10 +58,10 @@ def carried(q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = F
     Five products of 127 by 127 are more than FP16 holds. There integers are divided by 512, which is exact, and leaves room for sums of a
     million products. `again`: what was carried in the forward pass is made anew.
     """
-    found = q.to(dtype) if again else carry(q, dtype)
+    result = q.to(dtype) if again else carry(q, dtype)
     if scale is None or q.dtype.is_floating_point or not short(precision_of(dtype)):
-        return found, scale
-    return found * _DOWN, scale * (1 / _DOWN)
+        return result, scale
+    return result * _DOWN, scale * (1 / _DOWN)
 
 
 def multiplied_in(row: Precision, other: Precision, device: torch.device) -> torch.dtype:
@@ -142,22 +142,22 @@ def round_gradients(
     """
     row = incoming(precision(fmt), gradient.device)
 
-    def rounded(value: Tensor, own: int) -> tuple[Tensor, Tensor | None]:
+    def rounded(value: Tensor, owned: int) -> tuple[Tensor, Tensor | None]:
         if row.scaled:
-            return quantize(value, seed, own, row.name, rounding, keep)
+            return quantize(value, seed, owned, row.name, rounding, keep)
         if short(row) and value.numel():
             factor = _within(value)
-            return narrowed(value.float() / factor, row.dtype, seed, own, gradients), factor
+            return narrowed(value.float() / factor, row.dtype, seed, owned, gradients), factor
         if row.plain:
-            return narrowed(value, row.dtype, seed, own, gradients), None
-        return round_to(value, seed, own, row.name, rounding), None
+            return narrowed(value, row.dtype, seed, owned, gradients), None
+        return round_to(value, seed, owned, row.name, rounding), None
 
-    found: dict[Role, tuple[Tensor, Tensor | None]] = {}
+    result: dict[Role, tuple[Tensor, Tensor | None]] = {}
     for role, fold in folds.items():
         if fold is not None:
-            found[role] = rounded(gradient.float() * fold, stream + stream_layout.BACKWARD[role])
+            result[role] = rounded(gradient.float() * fold, stream + stream_layout.BACKWARD[role])
     unfolded = [role for role, fold in folds.items() if fold is None]
-    return found | dict.fromkeys(unfolded, rounded(gradient, stream + stream_layout.SHARED)) if unfolded else found
+    return result | dict.fromkeys(unfolded, rounded(gradient, stream + stream_layout.SHARED)) if unfolded else result
 
 
 def _within(gradient: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def define_product(
     compute: Callable[..., Tensor],
     *,
     third: str = "Tensor? bias",
-    own: str = "",
+    owned: str = "",
     gradients: bool = True,
 ) -> None:
     """Registers an operator that AOTAutograd traces into.
@@ -245,20 +245,20 @@ def define_product(
         own: other arguments of its own, as a schema has them.
         gradients: whether it may round gradients stochastically.
     """
-    arguments = ", ".join((_TENSORS.format(third=third), *([own] if own else []), _HOW))
-    known = ', str gradients="nearest"' if gradients else ""
+    arguments = ", ".join((_TENSORS.format(third=third), *([owned] if owned else []), _HOW))
+    available = ', str gradients="nearest"' if gradients else ""
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         by_name = filled(getattr(torch.ops.qsync, name).default, args, kwargs)
-        given = ProductArguments(*(by_name.pop(field, _LEFT_OUT.get(field)) for field in ProductArguments._fields))
-        return compute(given, **by_name)
+        inputs = ProductArguments(*(by_name.pop(field, _LEFT_OUT.get(field)) for field in ProductArguments._fields))
+        return compute(inputs, **by_name)
 
-    define(f"{name}({arguments}{known}) -> Tensor", {"CompositeImplicitAutograd": kernel})
+    define(f"{name}({arguments}{available}) -> Tensor", {"CompositeImplicitAutograd": kernel})
 
 
-def without_gradients(gradients: tuple[Tensor | None, ...], own: int = 0) -> tuple[Tensor | None, ...]:
+def without_gradients(gradients: tuple[Tensor | None, ...], owned: int = 0) -> tuple[Tensor | None, ...]:
     """Returns what a backward function gives: gradients of the first arguments, and none of the others, `own` of which are its own."""
-    return gradients + (None,) * (len(ProductArguments._fields) + own - len(gradients))
+    return gradients + (None,) * (len(ProductArguments._fields) + owned - len(gradients))
 
 
 def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
@@ -270,8 +270,8 @@ def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
         stream: tells operators of one graph apart.
         dtype: a type that holds all values of `x`'s.
     """
-    found: Tensor = _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Widen(torch.autograd.Function):

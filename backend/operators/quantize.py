@@ -78,8 +78,8 @@ def quantize(
         PrecisionError: unknown or unscaled format, `x` not floating point, `keep` out of range.
         OptionError: unknown way to round.
     """
-    found: tuple[Tensor, Tensor] = torch.ops.qsync.quantize.default(x, seed, stream, fmt, rounding, list(keep))
-    return found
+    result: tuple[Tensor, Tensor] = torch.ops.qsync.quantize.default(x, seed, stream, fmt, rounding, list(keep))
+    return result
 
 
 def _quantize_fake(
@@ -94,10 +94,10 @@ def _quantize_fake(
 def _quantize_kernel(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    found: Any = quantize_launch.again(x, seed, stream, fmt, rounding, keep)
-    if found is None:
-        found = quantize_launch.quantize(x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep)
-    return found  # type: ignore[no-any-return]
+    result: Any = quantize_launch.again(x, seed, stream, fmt, rounding, keep)
+    if result is None:
+        result = quantize_launch.quantize(x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep)
+    return result  # type: ignore[no-any-return]
 
 
 def _quantize_native(
@@ -146,8 +146,8 @@ def quantize_transposed(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding
         transpose: `[N, M]`, contiguous: `q.t()`.
         scale: FP32, `[]`.
     """
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.qsync.quantize_transposed.default(x, seed, stream, fmt, rounding)
-    return found
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.qsync.quantize_transposed.default(x, seed, stream, fmt, rounding)
+    return result
 
 
 def _quantize_transposed_fake(
@@ -170,10 +170,12 @@ def _quantize_transposed_native(
 def _quantize_transposed_kernel(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found: Any = quantize_launch.again(x, seed, stream, fmt, rounding, turned=True)
-    if found is None:
-        found = quantize_launch.quantize_transposed(x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding))
-    return found  # type: ignore[no-any-return]
+    result: Any = quantize_launch.again(x, seed, stream, fmt, rounding, transposed=True)
+    if result is None:
+        result = quantize_launch.quantize_transposed(
+            x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding)
+        )
+    return result  # type: ignore[no-any-return]
 
 
 define(

@@ -40,10 +40,10 @@ def define(
         torch.library.register_fake(f"qsync::{name}", fake, lib=_LIBRARY)
 
 
-def require(condition: bool | torch.SymBool, what: Callable[[], str]) -> None:
+def require(condition: bool | torch.SymBool, description: Callable[[], str]) -> None:
     """Raises RuntimeError with `what()` unless a condition on sizes holds; one on symbolic sizes becomes a guard."""
     if condition is not True:  # which takes a tenth of the time, and calls of kernels make five of these
-        torch._check(condition, what)  # type: ignore[no-untyped-call]
+        torch._check(condition, description)  # type: ignore[no-untyped-call]
 
 
 def differentiate(

@@ -38,8 +38,8 @@ def embedding_gradient(
     Returns:
         `[rows, D]`, of `gradient`'s type.
     """
-    found: Tensor = torch.ops.qsync.embedding_gradient.default(gradient, indices, rows, padding, by_frequency)
-    return found
+    result: Tensor = torch.ops.qsync.embedding_gradient.default(gradient, indices, rows, padding, by_frequency)
+    return result
 
 
 def _embedding_kernel(gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
@@ -83,8 +83,8 @@ def max_pool2d_gradient(
         `size`, of `gradient`'s type, in which overlapping windows are summed.
     """
     window = kernel, stride, padding, dilation, ceil_mode
-    found: Tensor = torch.ops.qsync.max_pool2d_gradient.default(gradient, indices, size, *window)
-    return found
+    result: Tensor = torch.ops.qsync.max_pool2d_gradient.default(gradient, indices, size, *window)
+    return result
 
 
 def _like(gradient: Tensor, size: Sequence[int]) -> Tensor:
@@ -94,10 +94,10 @@ def _like(gradient: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _max_pool_kernel(gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object) -> Tensor:
-    found = _like(gradient, size)
+    result = _like(gradient, size)
     # Nothing is read of the input but its shape and memory format, which the result has, too: it stands in, and no more is allocated.
-    torch.ops.aten.max_pool2d_with_indices_backward.grad_input(gradient, found, *window, indices, grad_input=found)
-    return found
+    torch.ops.aten.max_pool2d_with_indices_backward.grad_input(gradient, result, *window, indices, grad_input=result)
+    return result
 
 
 def _max_pool_fake(gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object) -> Tensor:

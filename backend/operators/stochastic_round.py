@@ -85,8 +85,8 @@ def round_to(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> T
         PrecisionError: unknown, scaled or wide format, `x` not floating point.
         OptionError: unknown way to round.
     """
-    found: Tensor = torch.ops.qsync.round.default(x, seed, stream, fmt, rounding)
-    return found
+    result: Tensor = torch.ops.qsync.round.default(x, seed, stream, fmt, rounding)
+    return result
 
 
 def _round_fake(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:

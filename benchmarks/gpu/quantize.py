@@ -127,11 +127,11 @@ def copies(what: str, side: int, device: torch.device) -> Copied:
             lambda: (x.t().float() * scale).bfloat16().contiguous(),
         )  # fmt: skip
     if "odd" not in what:
-        return Copied(x.nbytes, x.nbytes, plain, lambda: convert(x, turned=turned), lambda: x.t().contiguous())
+        return Copied(x.nbytes, x.nbytes, plain, lambda: convert(x, transposed=turned), lambda: x.t().contiguous())
     straight = x.t() if turned else x
     return Copied(
         x.nbytes, side * side, plain,
-        lambda: convert(x, turned=turned, shape=(side, side)), lambda: laid_out(straight, side, side, "row"),
+        lambda: convert(x, transposed=turned, shape=(side, side)), lambda: laid_out(straight, side, side, "row"),
     )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
     xb, wb, bb = x.to(BF16), weight.to(BF16), bias.to(BF16)
 
     def output(q: Tensor, q_scale: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-        return gemm(q, w, q_scale, scale, bias, out_dtype=BF16, turned=True)
+        return gemm(q, w, q_scale, scale, bias, out_dtype=BF16, transposed=True)
 
     def input_gradient(q: Tensor, q_scale: Tensor) -> Tensor:
         return gemm(q, wq, q_scale, w_scale, None, out_dtype=BF16)

@@ -46,8 +46,8 @@ def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
     if graph.parent is not None:
         caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
         outer = attached(graph.parent, tensor)
-        known = next((inner for inner, given in operands(caller, graph) if given is outer), None)
-        return handed_in(graph, caller, outer, "attached") if known is None else known
+        available = next((inner for inner, value in operands(caller, graph) if value is outer), None)
+        return handed_in(graph, caller, outer, "attached") if available is None else available
     mode, module = graph.context.fake_mode, graph.module
     fake: Any = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
     for node in graph.nodes:
@@ -60,21 +60,21 @@ def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
         module.register_buffer(name, tensor)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.graph.inserting_before(first):
-        found = graph.graph.get_attr(name)
-    return _held(graph, found, fake)
+        result = graph.graph.get_attr(name)
+    return _held(graph, result, fake)
 
 
 def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
     """Returns the node that holds a tensor which a pass has put into the graph's module, and reads by `node`."""
     if graph.parent is not None:
-        found = attached(graph, tensor)
+        result = attached(graph, tensor)
         name, module = str(node.target), graph.module
-        node.replace_all_uses_with(found)
+        node.replace_all_uses_with(result)
         graph.graph.erase_node(node)
         if not any(other.op == "get_attr" and other.target == name for other in graph.nodes):
             path, _, last = name.rpartition(".")
             delattr(module.get_submodule(path), last)  # AOTAutograd would take it for a parameter of the whole graph's
-        return found
+        return result
     mode: Any = graph.context.fake_mode
     return _held(graph, node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True))
 
@@ -89,7 +89,7 @@ def _held(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
 
 
 def _free_name(module: torch.nn.Module) -> str:
-    return next(name for at in range(2**16) if not hasattr(module, name := f"attached_{at}"))
+    return next(name for index in range(2**16) if not hasattr(module, name := f"attached_{index}"))
 
 
 OF_THE_MODEL = ("stack_trace", "nn_module_stack")
@@ -97,7 +97,7 @@ OF_THE_MODEL = ("stack_trace", "nn_module_stack")
 
 
 def inlined(
-    graph: PrecisionGraph, traced: TracedPattern, given: Sequence[fx.Node], origin: Mapping[str, Any]
+    graph: PrecisionGraph, traced: TracedPattern, value: Sequence[fx.Node], origin: Mapping[str, Any]
 ) -> dict[fx.Node, fx.Node]:
     """Copies traced code to where the graph's insertion point is; returns the new node for each of the traced ones.
 
@@ -105,7 +105,7 @@ def inlined(
         given: what it reads, one node for each value that it was traced with.
         origin: metadata of each new node, beside its value.
     """
-    inputs = [*given, *(attached(graph, tensor) for tensor in traced.tensors)]
+    inputs = [*value, *(attached(graph, tensor) for tensor in traced.tensors)]
     local = dict(zip(traced.inputs, inputs, strict=True))
     for node in traced.module.graph.nodes:
         if node.op in ("call_function", "get_attr"):
@@ -118,10 +118,10 @@ def inlined(
 
 def _constant(graph: PrecisionGraph, node: fx.Node, value: Any) -> None:
     """Keeps a number that the function has written down, such as `torch.tensor(2.0)`."""
-    at = 0
-    while hasattr(graph.module, f"constant_{at}"):
-        at += 1
-    node.target = f"constant_{at}"
+    index = 0
+    while hasattr(graph.module, f"constant_{index}"):
+        index += 1
+    node.target = f"constant_{index}"
     graph.module.__dict__[node.target] = value
     node.meta.setdefault("val", value)
 
@@ -168,8 +168,8 @@ def _traced(
     values = fx.node.map_arg(arguments, graph.value)
     assert graph.context.fake_mode is not None
 
-    def run(**given: Any) -> Any:
-        return function(**given, **others)
+    def run(**value: Any) -> Any:
+        return function(**value, **others)
 
     with restored(), graph.context.fake_mode:
         modes.apply()
@@ -196,7 +196,7 @@ def _check(traced: TracedPattern, site: MatchSite, name: str, where: str) -> Non
 
 def obstacle(graph: PrecisionGraph, site: MatchSite, modes: Mapping[fx.Node, Modes]) -> str:
     """Returns why a place cannot be rewritten; "" where it can."""
-    order = {node: at for at, node in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     matched, last = set(site.matched), order[site.matched[-1]]
     if not any(node in node_metadata.NOTE for node in site.matched):
         return "it computes with no floating-point values, and so has no id"
@@ -218,7 +218,7 @@ def _written_within(graph: PrecisionGraph, site: MatchSite, order: Mapping[fx.No
     if not between:
         return ""
     memory = AliasSets(graph)
-    used = {node for one in site.matched for node in (one, *one.all_input_nodes) if tensors(graph.value(node))}
+    used = {node for item in site.matched for node in (item, *item.all_input_nodes) if tensors(graph.value(node))}
     places = frozenset().union(*map(memory.of, used))
     for node in between:
         if any(memory.of(written) & places for written in may_write(node)):

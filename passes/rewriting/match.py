@@ -81,20 +81,20 @@ class MatchSite:
 
 def sites(graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes]) -> Iterator[MatchSite]:
     """Yields the places in a graph where a pattern occurs, by their last node; they may overlap."""
-    order = {node: at for at, node in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     cache: dict[Any, TracedPattern | None] = {}
-    seen: set[tuple[fx.Node, ...]] = set()
+    visited: set[tuple[fx.Node, ...]] = set()
     for node in graph.nodes:
         for shape in pattern.shapes:
             for bound in _anchored(graph, shape, node):
                 outputs = tuple(bound[output] for output in shape.traced.outputs)
-                if outputs in seen:
+                if outputs in visited:
                     continue
                 for arguments in _arguments(pattern, shape, bound):
                     exact = _confirmed(graph, pattern, arguments, outputs, modes[node], cache)
                     if exact is not None:
-                        seen.add(outputs)
-                        matched = {found for found in exact if found.op == "call_function"}
+                        visited.add(outputs)
+                        matched = {item for item in exact if item.op == "call_function"}
                         yield MatchSite(arguments, tuple(sorted(matched, key=order.__getitem__)), outputs)
                         break
 
@@ -107,16 +107,16 @@ def _anchored(graph: PrecisionGraph, shape: PatternShape, node: fx.Node) -> Iter
         return
     todo = [bound]
     for output in others:
-        todo = [more for known in todo for more in _also(graph, output, known)]
+        todo = [more for entry in todo for more in _also(graph, output, entry)]
     yield from todo
 
 
-def _also(graph: PrecisionGraph, output: fx.Node, known: _Bound) -> Iterator[_Bound]:
-    if output in known:
-        yield known
+def _also(graph: PrecisionGraph, output: fx.Node, available: _Bound) -> Iterator[_Bound]:
+    if output in available:
+        yield available
         return
     for node in graph.nodes:
-        bound = dict(known)
+        bound = dict(available)
         if _fits(output, node, bound, exact=False):
             yield bound
 
@@ -126,12 +126,12 @@ def _arguments(pattern: Pattern, shape: PatternShape, bound: _Bound) -> Iterator
     nodes = dict(zip(pattern.tensors, (bound[node] for node in shape.traced.inputs), strict=True))
     choices: list[list[Any]] = []
     for shown in shape.literals.values():
-        found: list[Any] = []
+        result: list[Any] = []
         for node, name in shown:
             value = operands(bound[node]).get(name) if node in bound else None
-            if node in bound and not any(same(value, other) for other in found):
-                found.append(value)
-        choices.append(found)
+            if node in bound and not any(same(value, other) for other in result):
+                result.append(value)
+        choices.append(result)
     for values in itertools.product(*choices):
         yield {**nodes, **dict(zip(shape.literals, values, strict=True))}
 
@@ -181,29 +181,29 @@ def _kind(value: Any) -> Any:
     return str(value)
 
 
-def _fits(pattern: Any, found: Any, bound: _Bound, exact: bool) -> bool:
+def _fits(pattern: Any, result: Any, bound: _Bound, exact: bool) -> bool:
     """Whether `found` computes `pattern`; notes in `bound` what each node of the pattern is. Unless `exact`, numbers may differ."""
     if isinstance(pattern, fx.Node) and tensors(pattern.meta.get("val")):
         if pattern in bound:
-            return bound[pattern] is found
-        if not isinstance(found, fx.Node) or not tensors(found.meta.get("val")):
+            return bound[pattern] is result
+        if not isinstance(result, fx.Node) or not tensors(result.meta.get("val")):
             return False
         if pattern.op != "placeholder":
-            if found.op != "call_function" or found.target != pattern.target:
+            if result.op != "call_function" or result.target != pattern.target:
                 return False
-            given, taken = operands(pattern), operands(found)
+            inputs, used = operands(pattern), operands(result)
             exactly = exact or pattern.target is py_operator.getitem
-            if given.keys() != taken.keys() or not all(_fits(given[k], taken[k], bound, exactly) for k in given):
+            if inputs.keys() != used.keys() or not all(_fits(inputs[k], used[k], bound, exactly) for k in inputs):
                 return False
-        bound[pattern] = found
+        bound[pattern] = result
         return True
-    if _holds_tensors(pattern) or _holds_tensors(found):
-        both = isinstance(pattern, (list, tuple)) and isinstance(found, (list, tuple)) and len(pattern) == len(found)
-        return both and all(_fits(p, f, bound, exact) for p, f in zip(pattern, found, strict=True))
-    return not exact or same(pattern, found)
+    if _holds_tensors(pattern) or _holds_tensors(result):
+        both = isinstance(pattern, (list, tuple)) and isinstance(result, (list, tuple)) and len(pattern) == len(result)
+        return both and all(_fits(p, f, bound, exact) for p, f in zip(pattern, result, strict=True))
+    return not exact or same(pattern, result)
 
 
 def _holds_tensors(value: Any) -> bool:
-    found: list[Any] = []
-    fx.node.map_arg(value, lambda node: found.extend(tensors(node.meta.get("val"))))
-    return bool(found)
+    result: list[Any] = []
+    fx.node.map_arg(value, lambda node: result.extend(tensors(node.meta.get("val"))))
+    return bool(result)

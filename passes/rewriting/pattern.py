@@ -51,14 +51,14 @@ class Pattern:
     @classmethod
     def of(cls, function: Callable[..., Any], example: tuple[Tensor, ...] | None) -> Pattern:
         """Reads a function's signature; raises `OptionError` for one that cannot say what to find."""
-        given = inspect.signature(function).parameters.values()
-        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
+        inputs = inspect.signature(function).parameters.values()
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):
             raise OptionError(
                 f"the pattern {function.__name__!r} has *arguments",
                 where=_place(function),
                 do="name each tensor that it reads",
             )
-        tensors = tuple(p.name for p in given if p.default is p.empty)
+        tensors = tuple(p.name for p in inputs if p.default is p.empty)
         if not tensors or (example is not None and len(example) != len(tensors)):
             shown = f"an example of {len(example)} tensors and " if example is not None else ""
             raise OptionError(
@@ -66,12 +66,12 @@ class Pattern:
                 where=_place(function),
                 do="write an argument without a default for each tensor that it reads, and as many examples",
             )
-        return cls(function, tensors, {p.name: p.default for p in given if p.default is not p.empty}, example)
+        return cls(function, tensors, {p.name: p.default for p in inputs if p.default is not p.empty}, example)
 
-    def with_values(self, given: Mapping[str, Any], context: Context) -> TracedPattern:
+    def with_values(self, value: Mapping[str, Any], context: Context) -> TracedPattern:
         """Traces the function for values of its arguments, and spells it as normalize does."""
-        traced = trace_call(self.function, given)
-        without_needless_writes(PrecisionGraph(traced.module, list(given.values()), context))
+        traced = trace_call(self.function, value)
+        without_needless_writes(PrecisionGraph(traced.module, list(value.values()), context))
         (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
         return TracedPattern(traced.module, traced.tensors, tuple(pytree.tree_leaves(output.args[0])))
 
@@ -82,11 +82,11 @@ class Pattern:
         Raises:
             PassError: none of what was tried could be traced.
         """
-        found: dict[tuple[str, ...], PatternShape] = {}
+        result: dict[tuple[str, ...], PatternShape] = {}
         reason = ""
         with FakeTensorMode() as mode, _quiet_failures():
             context = Context(torch.device("cpu"), Options(), Plan(), mode)
-            for tensors in self._examples(found):
+            for tensors in self._examples(result):
                 try:
                     traced = self.with_values(
                         {**dict(zip(self.tensors, tensors, strict=True)), **self.literals}, context
@@ -95,29 +95,29 @@ class Pattern:
                     reason = reason or str(error)
                     continue
                 key = tuple(str(node.target) for node in traced.module.graph.nodes if node.op == "call_function")
-                found.setdefault(key, PatternShape.of(self, traced))
-        if not found:
+                result.setdefault(key, PatternShape.of(self, traced))
+        if not result:
             raise PassError(
                 f"the pattern {self.function.__name__!r} cannot be traced: {reason}",
                 where=_place(self.function),
                 do="write it in torch operators on its arguments; if it takes tensors of certain sizes or types, show some: "
                 "rewrite(example=(torch.empty(2, 3), ...))",
             )
-        return tuple(found.values())
+        return tuple(result.values())
 
-    def _examples(self, found: Mapping[Any, PatternShape]) -> Iterator[tuple[Tensor, ...]]:
+    def _examples(self, result: Mapping[Any, PatternShape]) -> Iterator[tuple[Tensor, ...]]:
         """Yields tensors to try: with as many dimensions each; if nothing was `found` with these, with others until something is."""
         if self.example is not None:
             yield tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in self.example)
             return
         count = len(self.tensors)
-        alike = [(rank,) * count for rank in (2, 3, 4, 1)]
+        equal = [(rank,) * count for rank in (2, 3, 4, 1)]
         flat = (ranks for rank in (2, 3, 4) for ranks in itertools.product((rank, 1), repeat=count))
         every = itertools.product((2, 3, 4, 1), repeat=count)
-        for at, ranks in enumerate(
-            dict.fromkeys(itertools.chain(alike, itertools.islice(flat, 200), itertools.islice(every, 200)))
+        for index, ranks in enumerate(
+            dict.fromkeys(itertools.chain(equal, itertools.islice(flat, 200), itertools.islice(every, 200)))
         ):
-            if at < len(alike) or not found:
+            if index < len(equal) or not result:
                 yield tuple(torch.empty([_SIZE] * rank) for rank in ranks)
 
 
@@ -149,7 +149,7 @@ class PatternShape:
         if any(output.op != "call_function" for output in traced.outputs):
             raise PassError(f"the pattern {name!r} returns what it is given", where=where, do="return what it computes")
         shown = {literal: tuple(_where(traced, default)) for literal, default in pattern.literals.items()}
-        hidden = next((literal for literal, found in shown.items() if not found), None)
+        hidden = next((literal for literal, item in shown.items() if not item), None)
         if hidden is not None:
             raise PassError(
                 f"the argument {hidden!r} of the pattern {name!r} reaches no operator as it is",
@@ -163,7 +163,7 @@ def operands(node: fx.Node) -> dict[str, Any]:
     """Returns what a node is given, by name where its operator has names, defaults filled in."""
     if isinstance(node.target, torch._ops.OpOverload):
         return arguments(node)
-    return {str(at): value for at, value in enumerate((*node.args, *node.kwargs.values()))}
+    return {str(index): value for index, value in enumerate((*node.args, *node.kwargs.values()))}
 
 
 def _where(traced: TracedPattern, literal: Any) -> Iterator[tuple[fx.Node, str]]:
@@ -173,14 +173,14 @@ def _where(traced: TracedPattern, literal: Any) -> Iterator[tuple[fx.Node, str]]
                 yield node, name
 
 
-def same(one: Any, other: Any) -> bool:
+def same(item: Any, other: Any) -> bool:
     """Whether two arguments that are no tensors say the same: `True` is not 1, and a symbolic size is its expression."""
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    one, other = (value.meta["val"] if isinstance(value, fx.Node) else value for value in (one, other))
-    if isinstance(one, (torch.SymInt, torch.SymFloat)) and isinstance(other, (torch.SymInt, torch.SymFloat)):
-        return bool(one.node.expr == other.node.expr)
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(item, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(item) == len(other) and all(map(same, item, other))
+    item, other = (value.meta["val"] if isinstance(value, fx.Node) else value for value in (item, other))
+    if isinstance(item, (torch.SymInt, torch.SymFloat)) and isinstance(other, (torch.SymInt, torch.SymFloat)):
+        return bool(item.node.expr == other.node.expr)
+    return type(item) is type(other) and bool(item == other)
 
 
 def _place(function: Callable[..., Any]) -> str:

@@ -40,12 +40,12 @@ class Rewrite(GraphPass):
         as many tensors as the pattern, of the same shapes and types. Tensors that it refers to are not copied: parameters get
         gradients, buffers that it writes stay written.
         """
-        known = {*inspect.signature(self.function).parameters, "match"}
-        unknown = [name for name in inspect.signature(function).parameters if name not in known]
+        available = {*inspect.signature(self.function).parameters, "match"}
+        unknown = [name for name in inspect.signature(function).parameters if name not in available]
         if unknown:
             raise OptionError(
                 f"the replacement of {self.name!r} takes {unknown[0]!r}, which the pattern has not",
-                do=f"take some of {', '.join(sorted(known))}",
+                do=f"take some of {', '.join(sorted(available))}",
             )
         if self._puts:
             raise OptionError(f"the rewrite {self.name!r} has a replacement already", do="write a rewrite for each")
@@ -57,10 +57,10 @@ class Rewrite(GraphPass):
             raise OptionError(
                 f"the rewrite {self.name!r} has no replacement", do=f"decorate one with @{self.name}.replacement"
             )
-        found = Rewritten()
+        result = Rewritten()
         for part in graph.walk() if graph.context.fake_mode is not None else ():  # without one there are no tensors
-            found += self._rewrite(part)
-        graph.rewritten[self.name] = found
+            result += self._rewrite(part)
+        graph.rewritten[self.name] = result
         graph.module.recompile()
 
     @functools.cached_property
@@ -68,11 +68,11 @@ class Rewrite(GraphPass):
         return Pattern.of(self.function, self.example)
 
     def _rewrite(self, graph: PrecisionGraph) -> Rewritten:
-        in_force, taken = modes(graph), set[fx.Node]()
+        in_force, used = modes(graph), set[fx.Node]()
         chosen: list[tuple[MatchSite, Match]] = []
         left: list[str] = []
         for site in sites(graph, self._pattern, in_force):
-            if not taken.isdisjoint(site.matched):
+            if not used.isdisjoint(site.matched):
                 continue
             match = self._match(graph, site)
             if self.where is not None and not self._wanted(self.where, match):
@@ -80,12 +80,12 @@ class Rewrite(GraphPass):
             if why := obstacle(graph, site, in_force):
                 left.append(f"{match.main.where}: {why}")
                 continue
-            taken.update(site.matched)
+            used.update(site.matched)
             chosen.append((site, match))
         now: dict[fx.Node, fx.Node] = {}
         for site, match in chosen:
-            here = _moved(site, now)
-            now |= put(graph, here, self.name, self._puts[0], match, in_force[site.matched[-1]])
+            current = _moved(site, now)
+            now |= put(graph, current, self.name, self._puts[0], match, in_force[site.matched[-1]])
         drop_unread_casts(graph)
         return Rewritten(len(chosen), tuple(left))
 
@@ -159,7 +159,7 @@ def rewrite(
 
     def make(function: Callable[..., Any]) -> Rewrite:
         place = "normalize" if after is None and before is None else after
-        found = Rewrite(
+        result = Rewrite(
             name or function.__name__,
             function,
             after=place,
@@ -167,7 +167,7 @@ def rewrite(
             where=where,
             example=None if example is None else tuple(example),
         )
-        found._pattern  # noqa: B018 - reads the signature, so that what is wrong with it is told here
-        return found
+        result._pattern  # noqa: B018 - reads the signature, so that what is wrong with it is told here
+        return result
 
     return make(function) if function is not None else make

@@ -57,7 +57,7 @@ def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = 
     mode = active_fake_mode()
     assert mode is not None, "tracing needs a fake mode"
     lift = _Lift()
-    given = [_recording(value) for value in values] if recorded else values
+    inputs = [_recording(value) for value in values] if recorded else values
 
     def run(*args: Any) -> Any:
         lift.stand_ins = dict(zip(map(id, lift.tensors), args[len(values) :], strict=True))
@@ -68,28 +68,28 @@ def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = 
         return tuple(lift.outputs)
 
     while True:
-        known = len(lift.tensors)
+        available = len(lift.tensors)
         stand_ins = [mode.from_tensor(tensor, static_shapes=True) for tensor in lift.tensors]
         try:
-            module = pre_dispatch(run, [*given, *stand_ins])
+            module = pre_dispatch(run, [*inputs, *stand_ins])
         except Untraceable:
             raise
         except Exception as error:
             raise Untraceable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
-        if known == len(lift.tensors):  # else they are inputs from now on
+        if available == len(lift.tensors):  # else they are inputs from now on
             return _checked(module, lift)
 
 
-def trace_call(function: Callable[..., Any], given: Mapping[str, Any], recorded: bool = False) -> TracedPattern:
+def trace_call(function: Callable[..., Any], value: Mapping[str, Any], recorded: bool = False) -> TracedPattern:
     """Traces a call by name. What is a tensor or a symbolic number, also in lists, is a value of the graph; the rest stays as it is."""
-    leaves, spec = pytree.tree_flatten(dict(given))
-    at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat))]
+    leaves, spec = pytree.tree_flatten(dict(value))
+    index = [n for n, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat))]
 
     def run(*values: Any) -> Any:
-        filled = dict(enumerate(leaves)) | dict(zip(at, values, strict=True))
+        filled = dict(enumerate(leaves)) | dict(zip(index, values, strict=True))
         return function(**pytree.tree_unflatten(list(filled.values()), spec))
 
-    return trace(run, [leaves[n] for n in at], recorded)
+    return trace(run, [leaves[n] for n in index], recorded)
 
 
 def _checked(module: fx.GraphModule, lift: _Lift) -> TracedPattern:
@@ -143,7 +143,7 @@ def _recording(value: Any) -> Any:
 def _refuse_autograd_functions(outputs: Sequence[Any]) -> None:
     """Those that torch.library makes belong to operators, which are not traced into."""
     todo: list[Any] = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
-    seen = set(todo)
+    visited = set(todo)
     while todo:
         node = todo.pop()
         name = type(node).__name__.removesuffix("Backward")
@@ -152,6 +152,6 @@ def _refuse_autograd_functions(outputs: Sequence[Any]) -> None:
                 f"it calls the autograd function {name}, whose backward pass tracing would lose; make it an operator "
                 "(torch.library.custom_op, register_autograd), or write x + (f(x) - x).detach() where gradients pass by f"
             )
-        found = {before for before, _ in node.next_functions} - seen if node is not None else set()
-        seen |= found
-        todo += found
+        result = {before for before, _ in node.next_functions} - visited if node is not None else set()
+        visited |= result
+        todo += result

@@ -61,16 +61,16 @@ def root_of(compiled: nn.Module, outside: Sequence[nn.Module], options: Options)
         return _as_the_user_says(compiled, holding, options.root)
     candidates = [compiled, *holding]
     if len(candidates) > 1 and options.plan is not None:
-        found = [named_in(outer, options.plan) for outer in candidates]
-        candidates = [outer for outer, count in zip(candidates, found, strict=True) if count == max(found)]
+        result = [named_in(outer, options.plan) for outer in candidates]
+        candidates = [outer for outer, count in zip(candidates, result, strict=True) if count == max(result)]
     return (candidates[-1] if _pieces(candidates[-1]) > 1 else candidates[0]), ""
 
 
 def named_in(root: nn.Module, plan: Plan) -> int:
     """Returns how many of the plan's operators and patterns name modules below `root`."""
-    known = {path for path, _ in paths(root)}
-    texts = [escaped(path) for path in known]
-    operators = sum((op_id.module or op_id.after) in known for op_id in plan.operators)
+    available = {path for path, _ in paths(root)}
+    texts = [escaped(path) for path in available]
+    operators = sum((op_id.module or op_id.after) in available for op_id in plan.operators)
     return operators + sum(any(map(module_regex(pattern).match, texts)) for pattern, _ in plan.patterns)
 
 
@@ -80,11 +80,11 @@ def _as_the_user_says(compiled: nn.Module, holding: Sequence[nn.Module], path: s
         if named.get(path) is compiled:
             return outer, ""
         if path in named:
-            own = next(name for name, module in named.items() if module is compiled)
+            owned = next(name for name, module in named.items() if module is compiled)
             raise OptionError(
-                f"{type(compiled).__name__} is compiled as {path!r}, and in {type(outer).__name__}, which calls it, it is {own!r}",
+                f"{type(compiled).__name__} is compiled as {path!r}, and in {type(outer).__name__}, which calls it, it is {owned!r}",
                 where='option "root"',
-                do=f'give {{"root": {own!r}}}, or leave it out: it is found where the model calls its block',
+                do=f'give {{"root": {owned!r}}}, or leave it out: it is found where the model calls its block',
             )
     return compiled, path
 
@@ -129,8 +129,8 @@ class SourcePlace:
 
     def path_of(self, address: str) -> str | None:
         """The path of the module at an address; None for one that the model does not hold."""
-        found = self.modules.get(address)
-        return found[0] if found else None
+        result = self.modules.get(address)
+        return result[0] if result else None
 
     @property
     def path(self) -> str:
@@ -145,8 +145,8 @@ class SourcePlace:
     @property
     def resumes_at(self) -> int | None:
         """The line that the frame resumes at after a graph break; None for a frame that starts at its first line."""
-        found = _RESUMES.fullmatch(self.code.co_name) if self.code is not None else None
-        return int(found[1]) if found else None
+        result = _RESUMES.fullmatch(self.code.co_name) if self.code is not None else None
+        return int(result[1]) if result else None
 
 
 def clean_path(path: str) -> str:
@@ -166,14 +166,14 @@ def place(options: Options) -> SourcePlace:
     compiled = unwrapped(around.compiled) if isinstance(around.compiled, nn.Module) else None
     chain = [*inside, *([compiled] if compiled is not None else [])]
     if not chain:
-        given = modules_in_reach(code, tx.f_locals, tx.f_globals) if tx is not None and code is not None else ()
-        return SourcePlace(code, entered=around.entered(code), given=tuple(given))
+        inputs = modules_in_reach(code, tx.f_locals, tx.f_globals) if tx is not None and code is not None else ()
+        return SourcePlace(code, entered=around.entered(code), given=tuple(inputs))
     outside = [unwrapped(module) for module in around.outside] if compiled is not None else []
     root, within = root_of(chain[-1], outside, options)
     return SourcePlace(code, chain[0], root, within, around.entered(code))
 
 
-def compile_for_this_module_only(here: SourcePlace) -> bool:
+def compile_for_this_module_only(current: SourcePlace) -> bool:
     """Keeps Dynamo from using the code of a part of the model, such as one layer, for the next one, whose plan may be another.
 
     Returns:
@@ -183,25 +183,29 @@ def compile_for_this_module_only(here: SourcePlace) -> bool:
         PlanError: the model has more such parts than Dynamo keeps code for.
     """
     tx = translator()
-    name = next((name for name, value in tx.f_locals.items() if value is here.module), None) if tx is not None else None
-    if not here.nested or name is None or here.root is None:
+    name = (
+        next((name for name, value in tx.f_locals.items() if value is current.module), None) if tx is not None else None
+    )
+    if not current.nested or name is None or current.root is None:
         return False
-    kind = type(here.module)
-    alike = sum(type(module) is kind for _, module in paths(here.root))
+    kind = type(current.module)
+    equal = sum(type(module) is kind for _, module in paths(current.root))
     limit = torch._dynamo.config.recompile_limit
     # Of torch's own classes most are parts of a larger graph, which takes no code of their own.
-    if alike > limit and (not kind.__module__.startswith("torch.") or _last_version()):
+    if equal > limit and (not kind.__module__.startswith("torch.") or _last_version()):
         why = (
             f"{kind.__name__} is compiled block by block"
-            if here.entered
+            if current.entered
             else f"the graph breaks inside {kind.__name__}"
         )
         raise PlanError(
-            f"{why}, of which the model has {alike}; each needs code of its own to follow the plan, and "
+            f"{why}, of which the model has {equal}; each needs code of its own to follow the plan, and "
             f"torch._dynamo.config.recompile_limit is {limit}",
-            where=f"module {here.path}, {here.code.co_filename}:{here.code.co_firstlineno}" if here.code else None,
-            do=f"set torch._dynamo.config.recompile_limit = {4 * alike}"
-            + ("" if here.entered else ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"),
+            where=f"module {current.path}, {current.code.co_filename}:{current.code.co_firstlineno}"
+            if current.code
+            else None,
+            do=f"set torch._dynamo.config.recompile_limit = {4 * equal}"
+            + ("" if current.entered else ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"),
         )
     install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
     return True
@@ -213,17 +217,17 @@ def in_backward_pass() -> bool:
     return compilation is not None and compilation.compiled_autograd_id is not None
 
 
-def warn_at_the_limit(here: SourcePlace) -> None:
+def warn_at_the_limit(current: SourcePlace) -> None:
     """Warns where Dynamo may compile a frame for the last time: of what it compiles no more a plan makes an error."""
     limit = torch._dynamo.config.recompile_limit
-    if here.code is None or not _last_version():
+    if current.code is None or not _last_version():
         return
     text = (
-        f"this is version {limit} of {_name(here.code, here.module)}, and Dynamo keeps {limit} of a function: another one would run "
+        f"this is version {limit} of {_name(current.code, current.module)}, and Dynamo keeps {limit} of a function: another one would run "
         "without the plan, and will be an error. Set torch._dynamo.config.recompile_limit higher if so many are meant; "
         "TORCH_LOGS=recompiles tells why each was made."
     )
-    warnings.warn_explicit(text, UserWarning, here.code.co_filename, here.code.co_firstlineno)
+    warnings.warn_explicit(text, UserWarning, current.code.co_filename, current.code.co_firstlineno)
 
 
 def _name(code: CodeType, module: nn.Module | None) -> str:
@@ -283,25 +287,25 @@ class Calls:
 
 def calls(frame: FrameType | None) -> Calls:
     """Returns the calls around what is compiled, from `frame` up."""
-    found = Calls()
+    result = Calls()
     while frame is not None and not _compiles(frame):
         if _is_compiler(frame):
-            found = Calls()  # calls on this side are the compiler's
+            result = Calls()  # calls on this side are the compiler's
         else:
-            found.caller = found.caller or frame
+            result.caller = result.caller or frame
             if (module := _called(frame)) is not None:
-                found.inside.append(module)
+                result.inside.append(module)
         frame = frame.f_back
     if frame is None:
-        return found
-    found.caller = found.caller or frame
-    found.compiled = given_to_compile(frame.f_locals["fn"])
+        return result
+    result.caller = result.caller or frame
+    result.compiled = given_to_compile(frame.f_locals["fn"])
     outer = frame.f_back
     while outer is not None and not _is_compiler(outer):
         if (module := _called(outer)) is not None:
-            found.outside.append(module)
+            result.outside.append(module)
         outer = outer.f_back
-    return found
+    return result
 
 
 def modules_in_reach(
@@ -320,7 +324,7 @@ def given_to_compile(function: object) -> object:
     """Returns the module that torch.compile was given, for the function that it makes of it; a plain function as it is."""
     owner = getattr(function, "__self__", None)
     wrapped = getattr(function, "__wrapped__", None)  # classes of torch's own get one more frame around them
-    return next((given for given in (function, owner, wrapped) if isinstance(given, nn.Module)), function)
+    return next((value for value in (function, owner, wrapped) if isinstance(value, nn.Module)), function)
 
 
 def _is_compiler(frame: FrameType) -> bool:

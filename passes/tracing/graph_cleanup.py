@@ -64,9 +64,9 @@ def _attention(
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`nn.MultiheadAttention` of a batch with itself; the type of a mask is 0: `[L, L]`, 1: of keys, 2: `[N, heads, L, L]`."""
-    turned = query.transpose(1, 0)
+    transposed = query.transpose(1, 0)
     out, weights = F.multi_head_attention_forward(
-        turned, turned, turned, embed_dim, num_heads, qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias,
+        transposed, transposed, transposed, embed_dim, num_heads, qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias,
         training=False, key_padding_mask=mask if mask_type == 1 else None, need_weights=need_weights,
         attn_mask=mask.flatten(0, 1) if mask is not None and mask_type == 2 else mask if mask_type == 0 else None,
         average_attn_weights=average_attn_weights,
@@ -136,7 +136,7 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
     if any(switches_grad(node) for node in graph.nodes):
         # Under no_grad a write in place keeps the tensor's history, which a plain operator would cut.
         return
-    order = {node: at for at, node in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     replaced: set[fx.Node] = set()
     for node in graph.nodes:
         plain = _plain_target(node)

@@ -34,7 +34,7 @@ _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.Weak
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
 
 
-def numbering(here: SourcePlace) -> Numbering:
+def numbering(current: SourcePlace) -> Numbering:
     """Returns the numbering of the compilation under way, which goes on where an earlier graph of the same frame ended.
 
     DDP's buckets are compiled one by one, in one tracing context. What follows a graph break is another frame: it finds the numbering by
@@ -44,9 +44,9 @@ def numbering(here: SourcePlace) -> Numbering:
     if context is None:
         return Numbering()
     if context not in _numberings:
-        ended = _at_breaks.get(here.root, {}) if here.root is not None else {}
-        line = here.resumes_at
-        before = ended.get((here.code.co_filename, line)) if here.code is not None and line is not None else None
+        ended = _at_breaks.get(current.root, {}) if current.root is not None else {}
+        line = current.resumes_at
+        before = ended.get((current.code.co_filename, line)) if current.code is not None and line is not None else None
         _numberings[context] = before.copy() if before is not None else Numbering()
     return _numberings[context]
 
@@ -67,23 +67,23 @@ def numbering_now() -> Callable[[], None]:
     return put_back
 
 
-def remember_break(here: SourcePlace, numbers: Numbering) -> None:
+def remember_break(current: SourcePlace, numbers: Numbering) -> None:
     """Keeps the numbering for what follows the graph break, if it is one that ends the graph."""
     tx = translator()
     reason = tx.output.compile_subgraph_reason if tx is not None else None
-    if reason is not None and reason.graph_break and here.root is not None:
+    if reason is not None and reason.graph_break and current.root is not None:
         for frame in reason.user_stack:
-            _at_breaks.setdefault(here.root, {})[frame.filename, frame.lineno or 0] = numbers.copy()
+            _at_breaks.setdefault(current.root, {})[frame.filename, frame.lineno or 0] = numbers.copy()
 
 
-def identify(graph: PrecisionGraph, numbers: Numbering, here: SourcePlace) -> None:
+def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) -> None:
     """Writes a note with an id to every node that computes with floating-point values."""
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
-            identify(body, numbers, here)
+            identify(body, numbers, current)
         if not _is_operator(graph, node):
             continue
-        (name, row), module, by = _named(node), module_path(node, here), node_metadata.put_in_by(node)
+        (name, row), module, by = _named(node), module_path(node, current), node_metadata.put_in_by(node)
         near = OpId(module, name, after="" if module else numbers.last)
         op_id = numbers.put_in(near, f"{by}.{name}") if by else numbers.number(module, name)
         _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
@@ -95,7 +95,12 @@ def mark(node: fx.Node, by: str) -> None:
 
 
 def identify_new(
-    graph: PrecisionGraph, nodes: list[fx.Node], by: str, how: str, near: OperatorInfo | None, instead_of: list[fx.Node]
+    graph: PrecisionGraph,
+    nodes: list[fx.Node],
+    by: str,
+    settings: str,
+    near: OperatorInfo | None,
+    instead_of: list[fx.Node],
 ) -> None:
     """Writes a note with an id to each of the nodes that a pass has put in.
 
@@ -107,19 +112,19 @@ def identify_new(
         near: the operator whose place the nodes take, or follow; None where there is none.
         instead_of: the operators that the nodes replace. One of the same name takes over id and decision, and uses them up.
     """
-    whole = graph.whole
+    full = graph.whole
     for node in nodes:
         if not _is_operator(graph, node):
             continue
         name, row = _named(node)
-        old = next((known for known in instead_of if node_metadata.NOTE[known].id.operator == name), None)
+        old = next((entry for entry in instead_of if node_metadata.NOTE[entry].id.operator == name), None)
         if old is not None:
             instead_of.remove(old)
-            _note(node, dataclasses.replace(node_metadata.NOTE[old], row=row, by=by, how=how))
+            _note(node, dataclasses.replace(node_metadata.NOTE[old], row=row, by=by, how=settings))
             continue
-        op_id = whole.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
+        op_id = full.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
         region = _region(graph, node, near)
-        _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=how))
+        _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=settings))
 
 
 def _region(graph: PrecisionGraph, node: fx.Node, near: OperatorInfo | None) -> Precision | Literal["off"] | None:
@@ -150,18 +155,18 @@ def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
     return any(is_float(t) for t in made) or (bool(made) and any(is_float(t) for t in read))
 
 
-def module_path(node: fx.Node, here: SourcePlace) -> str:
+def module_path(node: fx.Node, current: SourcePlace) -> str:
     """Returns the path of the innermost module that a node belongs to, as state_dict spells it; "" outside any."""
     stack: dict[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
     if not stack:
-        return here.path
+        return current.path
     address, (path, _) = list(stack.items())[-1]
     # A module that is called again is "address@1".
-    known = here.path_of(address.partition("@")[0])
-    return known if known is not None else joined(here.path, clean_path(path))
+    available = current.path_of(address.partition("@")[0])
+    return available if available is not None else joined(current.path, clean_path(path))
 
 
-def name_inputs(graph: fx.Graph, here: SourcePlace) -> None:
+def name_inputs(graph: fx.Graph, current: SourcePlace) -> None:
     """Notes the paths that parameters and buffers have in the model, and names inputs after them.
 
     `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
@@ -172,19 +177,19 @@ def name_inputs(graph: fx.Graph, here: SourcePlace) -> None:
             continue
         text = source.name() if callable(source.name) else source.name
         path = clean_path(text)
-        node_metadata.PATH[node] = joined(_holder(text, here), path) if path else ""
+        node_metadata.PATH[node] = joined(_holder(text, current), path) if path else ""
         name = re.sub(r"\W+", "_", path or text.partition("[")[2]).strip("_")
         if name and not name[0].isdigit():
             node._rename(name)
 
 
-def _holder(text: str, here: SourcePlace) -> str:
+def _holder(text: str, current: SourcePlace) -> str:
     """Returns the path in the model of the module that Dynamo's name of an input starts from; "" where that is none."""
-    tx, found = translator(), _VARIABLE.match(text)
-    if tx is None or found is None:
+    tx, result = translator(), _VARIABLE.match(text)
+    if tx is None or result is None:
         return ""
-    held = (tx.f_locals if found[1] == "L" else tx.f_globals).get(found[2])
-    return here.path_of(str(id(unwrapped(held)))) or "" if isinstance(held, nn.Module) else ""
+    live = (tx.f_locals if result[1] == "L" else tx.f_globals).get(result[2])
+    return current.path_of(str(id(unwrapped(live)))) or "" if isinstance(live, nn.Module) else ""
 
 
 def _operator_name(node: fx.Node) -> str:

@@ -66,8 +66,8 @@ class Modes:
     @classmethod
     def current(cls) -> Modes:
         """Returns the modes of the process."""
-        found = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
-        return cls(torch.is_grad_enabled(), found)
+        result = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+        return cls(torch.is_grad_enabled(), result)
 
     def apply(self) -> None:
         """Makes these the modes of the process."""
@@ -95,18 +95,18 @@ def restored() -> Iterator[None]:
 
 def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
     """Returns the modes that each node of a graph runs in."""
-    found: dict[fx.Node, Modes] = {}
+    result: dict[fx.Node, Modes] = {}
     values: dict[fx.Node, Any] = {}
     with restored():
         if graph.parent is not None:
             caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
             modes(graph.parent)[caller].apply()
         for node in graph.nodes:
-            found[node] = Modes.current()
+            result[node] = Modes.current()
             if effect_of(node) in (Effect.GRAD, Effect.AUTOCAST):
                 args = fx.node.map_arg(node.args, lambda used: values[used])
                 values[node] = node.target(*args)  # type: ignore[operator]
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class GraphPiece:
 def pieces(graph: fx.Graph) -> Iterator[GraphPiece]:
     """Splits a graph's computing nodes into pieces to re-trace and pieces to keep."""
     current: list[fx.Node] = []
-    kept: set[fx.Node] = set()
+    saved: set[fx.Node] = set()
     nesting = 0
     region: list[fx.Node] = []
     for node in graph.nodes:
@@ -135,12 +135,12 @@ def pieces(graph: fx.Graph) -> Iterator[GraphPiece]:
             if nesting == 0:
                 yield from ([GraphPiece(tuple(current), kept=False)] if current else [])
                 yield GraphPiece(tuple(region), kept=True, leveled=True)
-                kept.update(region)
+                saved.update(region)
                 current, region = [], []
-        elif _stays(node) or _unpacks(node, kept):
+        elif _stays(node) or _unpacks(node, saved):
             yield from ([GraphPiece(tuple(current), kept=False)] if current else [])
             yield GraphPiece((node,), kept=True)
-            kept.add(node)
+            saved.add(node)
             current = []
         else:
             current.append(node)
@@ -154,12 +154,12 @@ def _stays(node: fx.Node) -> bool:
 
 def hooks_gradients(node: fx.Node) -> bool:
     """Whether a node puts a hook on a tensor, which sees the tensor's gradient."""
-    known = (used.meta.get("example_value") for used in node.all_input_nodes)
-    return any(isinstance(value, (BackwardState, BackwardHook)) for value in known)
+    available = (used.meta.get("example_value") for used in node.all_input_nodes)
+    return any(isinstance(value, (BackwardState, BackwardHook)) for value in available)
 
 
-def _unpacks(node: fx.Node, kept: set[fx.Node]) -> bool:
-    return node.target is operator.getitem and node.args[0] in kept
+def _unpacks(node: fx.Node, saved: set[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.args[0] in saved
 
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]

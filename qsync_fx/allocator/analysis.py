@@ -57,18 +57,18 @@ __all__ = [
 
 def open_class(answer: PlanResult, device: str | None) -> str:
     """Returns the class of devices that is meant; raises `PlanError` where that cannot be told."""
-    known = answer.problem.open
-    if device is None and len(known) == 1:
-        return known[0]
+    available = answer.problem.open
+    if device is None and len(available) == 1:
+        return available[0]
     if device is None:
-        what = f"plans of {len(known)} classes of devices were chosen"
-        raise PlanError(what, where="device", do=f"name one: {', '.join(known)}")
-    if device not in known:
-        raise PlanError(f"no plan was chosen for devices {device!r}", where="device", do=nearest(device, known))
+        message = f"plans of {len(available)} classes of devices were chosen"
+        raise PlanError(message, where="device", do=f"name one: {', '.join(available)}")
+    if device not in available:
+        raise PlanError(f"no plan was chosen for devices {device!r}", where="device", do=nearest(device, available))
     return device
 
 
-def selected(answer: PlanResult, which: str, device: str | None = None) -> list[str]:
+def selected(answer: PlanResult, selected: str, device: str | None = None) -> list[str]:
     """Returns the ids of the operators that are meant, those that a plan decides on.
 
     Args:
@@ -80,17 +80,17 @@ def selected(answer: PlanResult, which: str, device: str | None = None) -> list[
         PlanError: no plan decides on the operator, or nothing is meant.
     """
     part = answer.problem.classes[open_class(answer, device)]
-    if which in part.choices:
-        return [which]
-    if which in part.graph.places:
-        kind = part.graph.operator(which).kind
+    if selected in part.choices:
+        return [selected]
+    if selected in part.graph.places:
+        kind = part.graph.operator(selected).kind
         do = "ask for one of kind adjustable, such as those that it reads; qsync inspect lists them"
-        raise PlanError(f"no plan decides on this operator, which is {kind}", where=f"operator {which}", do=do)
-    found = [operator for operator in part.choices if OpId.parse(operator).matches(which)]
-    if not found:
-        what = f"the model has no operator {which!r} that a plan decides on, and none that this selects"
-        raise PlanError(what, do=nearest(which, part.choices))
-    return found
+        raise PlanError(f"no plan decides on this operator, which is {kind}", where=f"operator {selected}", do=do)
+    result = [operator for operator in part.choices if OpId.parse(operator).matches(selected)]
+    if not result:
+        message = f"the model has no operator {selected!r} that a plan decides on, and none that this selects"
+        raise PlanError(message, do=nearest(selected, part.choices))
+    return result
 
 
 Say = Callable[[str], None]
@@ -123,23 +123,25 @@ class AllocatorComparison:
 
 def side_by_side(problem: Problem, more: Sequence[Allocator] = ()) -> list[Allocator]:
     """Returns the allocators that take any problem, with each uniform plan by itself, and more."""
-    known = allocators()
+    available = allocators()
     formats = [Uniform(fmt) for fmt in uniforms(problem)]
-    return [*(known[name] for name in known if name != Uniform().name), *formats, *more]
+    return [*(available[name] for name in available if name != Uniform().name), *formats, *more]
 
 
-def compare(problem: Problem, asked: Sequence[Allocator], say: Say = lambda name: None) -> list[AllocatorComparison]:
+def compare(
+    problem: Problem, requested: Sequence[Allocator], say: Say = lambda name: None
+) -> list[AllocatorComparison]:
     """Returns what the allocators asked make of a problem, in order; `say` is called with the name of each that is done."""
-    found = list(_each(problem, asked, say))
-    bounds = [answer.bound for _, answer, _ in found if answer is not None and answer.bound is not None]
+    result = list(_each(problem, requested, say))
+    bounds = [answer.bound for _, answer, _ in result if answer is not None and answer.bound is not None]
     bound = max(bounds, default=None)
-    return [AllocatorComparison(name, answer, error, bound) for name, answer, error in found]
+    return [AllocatorComparison(name, answer, error, bound) for name, answer, error in result]
 
 
 def _each(
-    problem: Problem, asked: Sequence[Allocator], say: Say
+    problem: Problem, requested: Sequence[Allocator], say: Say
 ) -> Iterator[tuple[str, PlanResult | None, PlanError | None]]:
-    for allocator in asked:
+    for allocator in requested:
         try:
             yield allocator.name, allocator.allocate(problem), None
         except PlanError as error:
@@ -201,7 +203,7 @@ def single_change(answer: PlanResult, operator: str, device: str | None = None) 
     together = next((list(group) for group in problem.tied if operator in group), [operator])
     judge = PlanEvaluator(problem, answer.plans, answer.judged.codecs)
     now = judge.judged()
-    found = []
+    result = []
     for fmt in sorted(part.choices[operator], key=width):
         changed = [op for op in together if answer.plans[name][op] != fmt and fmt in part.choices[op]]
         for op in changed:
@@ -209,17 +211,17 @@ def single_change(answer: PlanResult, operator: str, device: str | None = None) 
         then = judge.judged()
         for _ in changed:
             judge.undo()
-        found.append(_step(answer, name, operator, fmt, now, then))
-    return found
+        result.append(_step(answer, name, operator, fmt, now, then))
+    return result
 
 
 def _one(answer: PlanResult, operator: str, name: str) -> list[str]:
     """Returns the one operator that is meant; raises `PlanError` where a pattern selects several."""
-    found = selected(answer, operator, name)
-    if len(found) > 1:
-        what = f"{operator!r} selects {len(found)} operators, and one is explained at a time"
-        raise PlanError(what, where="operator", do=f"name one: {', '.join(found[:5])}")
-    return found
+    result = selected(answer, operator, name)
+    if len(result) > 1:
+        message = f"{operator!r} selects {len(result)} operators, and one is explained at a time"
+        raise PlanError(message, where="operator", do=f"name one: {', '.join(result[:5])}")
+    return result
 
 
 def _step(answer: PlanResult, name: str, operator: str, fmt: str, now: Evaluation, then: Evaluation) -> SingleChange:
@@ -296,25 +298,25 @@ def pareto(
     say("the fastest")
     calmest = allocator.allocate(replace(free, least="variance"))
     say("that of least variance")
-    found = [fastest, calmest]
+    result = [fastest, calmest]
     first, last = fastest.judged.seconds, calmest.judged.seconds
-    for at in range(1, points - 1):
-        seconds = first + (last - first) * at / (points - 1)
+    for index in range(1, points - 1):
+        seconds = first + (last - first) * index / (points - 1)
         # Between the two ends there are plans; that an allocator misses one takes nothing from the others.
         with contextlib.suppress(PlanError):
-            found.append(allocator.allocate(replace(free, least="variance", seconds=seconds)))
-        say(f"{at} of {points - 2}")
+            result.append(allocator.allocate(replace(free, least="variance", seconds=seconds)))
+        say(f"{index} of {points - 2}")
     uniform = {fmt: Uniform(fmt).allocate(free) for fmt in uniforms(free)}
-    return ParetoFront(tuple(_undominated(found)), uniform, chosen)
+    return ParetoFront(tuple(_undominated(result)), uniform, chosen)
 
 
-def _undominated(found: list[PlanResult]) -> list[PlanResult]:
-    ordered = sorted(found, key=lambda answer: (answer.judged.seconds, answer.judged.variance))
-    kept: list[PlanResult] = []
+def _undominated(result: list[PlanResult]) -> list[PlanResult]:
+    ordered = sorted(result, key=lambda answer: (answer.judged.seconds, answer.judged.variance))
+    saved: list[PlanResult] = []
     for answer in ordered:
-        if not kept or answer.judged.variance < kept[-1].judged.variance:
-            kept.append(answer)
-    return kept
+        if not saved or answer.judged.variance < saved[-1].judged.variance:
+            saved.append(answer)
+    return saved
 
 
 def what_if(answer: PlanResult, changes: Mapping[str, str], device: str | None = None) -> PlanResult:
@@ -330,44 +332,44 @@ def what_if(answer: PlanResult, changes: Mapping[str, str], device: str | None =
     """
     problem, name = answer.problem, open_class(answer, device)
     part = problem.classes[name]
-    asked = dict(answer.plans[name])
-    for which, fmt in changes.items():
-        operators = selected(answer, which, name)
+    requested = dict(answer.plans[name])
+    for chosen, fmt in changes.items():
+        operators = selected(answer, chosen, name)
         if fmt not in part.formats:
             do = f"ask for one of {', '.join(part.choices[operators[0]])}"
             raise PlanError(f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do)
-        asked |= {operator: part.called(operator, fmt) for operator in operators}
-    plans = {**answer.plans, name: asked}
-    found = evaluate_plan(problem, plans, answer.judged.codecs)
-    over = found.exceeds(problem)
+        requested |= {operator: part.called(operator, fmt) for operator in operators}
+    plans = {**answer.plans, name: requested}
+    result = evaluate_plan(problem, plans, answer.judged.codecs)
+    over = result.exceeds(problem)
     notes = (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
     return replace(
-        answer, plans=plans, judged=found, bound=answer.bound, took=0.0, rounds=(), notes=notes, trials=(), ran=None
+        answer, plans=plans, judged=result, bound=answer.bound, took=0.0, rounds=(), notes=notes, trials=(), ran=None
     )
 
 
 def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
     """Returns allocators side by side, in the order in which they were asked; those that exceed limits say which."""
-    answers = [one.answer for one in compared if one.answer is not None]
+    answers = [item.answer for item in compared if item.answer is not None]
     classes = list(answers[0].judged.classes) if answers else []
-    of_classes = [f"{what} {name}" for name in classes for what in ("waiting", "memory")]
+    of_classes = [f"{subject} {name}" for name in classes for subject in ("waiting", "memory")]
     columns = ["allocator", "a step", "samples/s", *of_classes, "variance", "gap", "found in", "limits"]
     table = table_of(columns, right=columns[1:-1])
-    for one in compared:
-        if one.answer is None:
-            found = one.error.what if one.error is not None else ""
-            table.add_row(Text(one.allocator), *[""] * (len(columns) - 2), Text(f"none: {found}"))
+    for item in compared:
+        if item.answer is None:
+            result = item.error.what if item.error is not None else ""
+            table.add_row(Text(item.allocator), *[""] * (len(columns) - 2), Text(f"none: {result}"))
         else:
-            table.add_row(Text(one.allocator), *map(Text, _compared(one, one.answer)))
+            table.add_row(Text(item.allocator), *map(Text, _compared(item, item.answer)))
     return Fitted(table)
 
 
-def _compared(one: AllocatorComparison, answer: PlanResult) -> list[str]:
+def _compared(item: AllocatorComparison, answer: PlanResult) -> list[str]:
     judged = answer.judged
     cells = [duration(judged.seconds), _samples(answer)]
     for figures in judged.classes.values():
         cells += [duration(figures.waiting), _bytes(figures.peak_bytes)]
-    gap = "" if one.gap is None else f"{one.gap:.2%}"
+    gap = "" if item.gap is None else f"{item.gap:.2%}"
     return [*cells, f"{judged.variance:.4g}", gap, f"{answer.took:.2f} s", _limits(judged.exceeds(answer.problem))]
 
 
@@ -397,7 +399,7 @@ def front_table(front: ParetoFront) -> RenderableType:
     judged = front.points[0].judged
     columns = ["plan", "a step", "variance", *(f"memory {name}" for name in judged.classes), "limits"]
     table = table_of(columns, right=columns[1:-1])
-    named = [(f"{at + 1}", answer) for at, answer in enumerate(front.points)]
+    named = [(f"{index + 1}", answer) for index, answer in enumerate(front.points)]
     named += [(f"uniform {fmt}", answer) for fmt, answer in front.uniform.items()]
     named += [("chosen", front.chosen)] if front.chosen is not None else []
     for name, answer in named:
@@ -413,27 +415,27 @@ Shown = Callable[[float], str]
 
 
 def _figures(before: Evaluation, after: Evaluation) -> Mapping[str, tuple[float | None, float | None, Shown]]:
-    found: dict[str, tuple[float | None, float | None, Shown]] = {
+    result: dict[str, tuple[float | None, float | None, Shown]] = {
         "a step": (before.seconds, after.seconds, duration),
         "variance": (before.variance, after.variance, "{:.4g}".format),
     }
     for name, first in before.classes.items():
         second = after.classes[name]
-        found[f"computing {name}"] = (first.computing, second.computing, duration)
-        found[f"waiting {name}"] = (first.waiting, second.waiting, duration)
-        found[f"memory {name}"] = (first.peak_bytes, second.peak_bytes, _size)
-    return found
+        result[f"computing {name}"] = (first.computing, second.computing, duration)
+        result[f"waiting {name}"] = (first.waiting, second.waiting, duration)
+        result[f"memory {name}"] = (first.peak_bytes, second.peak_bytes, _size)
+    return result
 
 
 def _limits(over: Mapping[str, float]) -> str:
     """Returns by how much limits are exceeded; "" where none is."""
-    return ", ".join(f"{what} +{_over(what, by)}" for what, by in over.items())
+    return ", ".join(f"{subject} +{_over(subject, by)}" for subject, by in over.items())
 
 
-def _over(what: str, by: float) -> str:
-    if what == "variance":
+def _over(description: str, by: float) -> str:
+    if description == "variance":
         return f"{by:.4g}"
-    return duration(by) if what == "seconds" else _size(by)
+    return duration(by) if description == "seconds" else _size(by)
 
 
 def _more(value: float | None, shown: Shown) -> str:

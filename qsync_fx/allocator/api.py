@@ -77,9 +77,9 @@ def _binding(answer: PlanResult) -> Iterator[PlanNote]:
     values = [("", "seconds", judged.seconds, problem.seconds), ("", "variance", judged.variance, problem.variance)]
     for name in problem.open:
         values.append((name, "memory", float(judged.classes[name].peak_bytes or 0), problem.classes[name].memory))
-    for name, what, value, limit in values:
+    for name, subject, value, limit in values:
         if limit and value > limit * (1 - NEAR):
-            yield PlanNote(PlanNoteKind.BINDS, name, numbers={what: value, "limit": limit})
+            yield PlanNote(PlanNoteKind.BINDS, name, numbers={subject: value, "limit": limit})
 
 
 def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
@@ -105,10 +105,10 @@ def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
         if sum(problem.cluster.devices[other].count for other in others) % problem.cluster.nodes.ranks:
             continue  # they make no whole nodes, and between what others are nothing was measured
         alone = replace(problem.cluster, devices={other: problem.cluster.devices[other] for other in others})
-        own = {other: judge.schedules()[other] for other in others}
+        owned = {other: judge.schedules()[other] for other in others}
         coding = problem.coding
-        how = None if coding is None else by_bucket(own, alone, answer.codecs, coding.rates)
-        seconds = float(simulate(own, alone, how).step.seconds)
+        settings = None if coding is None else by_bucket(owned, alone, answer.codecs, coding.rates)
+        seconds = float(simulate(owned, alone, settings).step.seconds)
         without = _samples(problem, others) / seconds
         kind = PlanNoteKind.JOINS if rate > without else PlanNoteKind.DOES_NOT_HELP
         yield PlanNote(kind, name, numbers={"samples a second": rate, "without it": without})
@@ -116,15 +116,15 @@ def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
 
 def _samples(problem: Problem, names: list[str]) -> float:
     devices = problem.cluster.devices
-    known = all(device.batch is not None for device in devices.values())
-    return float(sum(devices[name].count * ((devices[name].batch or 1) if known else 1) for name in names))
+    available = all(device.batch is not None for device in devices.values())
+    return float(sum(devices[name].count * ((devices[name].batch or 1) if available else 1) for name in names))
 
 
 def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator[PlanNote]:
     """The operators that keep a wider format where no narrower one is faster on this device."""
     part, before = answer.problem.classes[name], judge.computing(name)
-    for operator, asked in answer.plans[name].items():
-        narrower = [fmt for fmt in part.choices[operator] if width(fmt) < width(asked)]
+    for operator, requested in answer.plans[name].items():
+        narrower = [fmt for fmt in part.choices[operator] if width(fmt) < width(requested)]
         more = {}
         for fmt in narrower:
             judge.set(name, operator, fmt)
@@ -132,7 +132,7 @@ def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator
             judge.undo()
         if more and min(more.values()) >= 0:
             best = min(more, key=lambda fmt: more[fmt])
-            yield PlanNote(PlanNoteKind.NOT_FASTER, name, operator, (best, asked), {"seconds more": more[best]})
+            yield PlanNote(PlanNoteKind.NOT_FASTER, name, operator, (best, requested), {"seconds more": more[best]})
 
 
 HOMES: Final[dict[str, tuple[str, str]]] = {
@@ -156,27 +156,29 @@ MADE: Final[dict[str, tuple[str, str]]] = {
 """Those, by name: what each takes, and how it is had."""
 
 
-def get_allocator(which: str | Allocator) -> Allocator:
+def get_allocator(selected: str | Allocator) -> Allocator:
     """Returns an allocator, which may be given by name; raises `OptionError` where there is none."""
-    if not isinstance(which, str):
-        return which
-    if which in MADE:
-        what, do = MADE[which]
-        raise OptionError(f"the allocator {which!r} takes {what} to be made", where="allocator", do=do)
-    if which not in HOMES:
-        raise OptionError(f"there is no allocator {which[:40]!r}", where="allocator", do=nearest(which[:40], HOMES))
-    module, name = HOMES[which]
+    if not isinstance(selected, str):
+        return selected
+    if selected in MADE:
+        subject, do = MADE[selected]
+        raise OptionError(f"the allocator {selected!r} takes {subject} to be made", where="allocator", do=do)
+    if selected not in HOMES:
+        raise OptionError(
+            f"there is no allocator {selected[:40]!r}", where="allocator", do=nearest(selected[:40], HOMES)
+        )
+    module, name = HOMES[selected]
     return _made(module, name)
 
 
 def allocators() -> dict[str, Allocator]:
     """Returns the allocators that take any problem, by name."""
-    return {which: _made(*home) for which, home in HOMES.items()}
+    return {selected: _made(*home) for selected, home in HOMES.items()}
 
 
 def _made(module: str, name: str) -> Allocator:
-    found: Allocator = getattr(importlib.import_module(module), name)()
-    return found
+    result: Allocator = getattr(importlib.import_module(module), name)()
+    return result
 
 
 def find_plan(
@@ -239,14 +241,14 @@ def find_plan(
         PlanError: no plan keeps the limits; says which of them, by how much, and what would do.
         ProfileError: a profile is missing, or does not say what is needed of it; none is of this machine and model, which are at hand.
     """
-    fleet, known = load_device_profiles(profile, cluster)
+    fleet, available = load_device_profiles(profile, cluster)
     wishes = PlanRequest(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin)
     chosen = get_allocator(allocator)
     check_corrections(corrections)
 
-    def solve(known: Mapping[str, DeviceInputs]) -> PlanResult:
-        problem, notes = build_problem(fleet, known, wishes)
-        shares = margins(problem, known, wishes.margin)
+    def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
+        problem, notes = build_problem(fleet, available, wishes)
+        shares = margins(problem, available, wishes.margin)
         answer = with_margin(problem, shares, lambda slower: target_of(slower, wishes), chosen)
         if not answer.fits:
             raise unfit(problem, [answer.judged])
@@ -257,13 +259,13 @@ def find_plan(
             if value is not None:
                 do = "give the model too, and the plan is run with it; or leave this out"
                 raise OptionError("there is no model to run the plan with", where=name, do=do)
-        return solve(known)
+        return solve(available)
     if step is None:
         do = "give step(model, batch), which returns the loss, and batches"
         raise OptionError("a plan is run by a step, and there is none", where="step", do=do)
     first, _ = first_batch(batches)
     at_hand = LocalModel(model, step, first, optimizer, options, rounds, progress)
-    return settled(solve(known), known, solve, at_hand, corrections)
+    return settled(solve(available), available, solve, at_hand, corrections)
 
 
 def keep(profile: Profile) -> pathlib.Path:
@@ -283,16 +285,16 @@ def keep(profile: Profile) -> pathlib.Path:
     (name,) = answer.plans
     uniform = evaluate_plan(answer.problem, answer.problem.uniform(within))
     operators = dict(answer.plans[name])
-    found = CachedPlan(profile.machine, model, within, answer.judged.seconds, uniform.seconds, operators)
+    result = CachedPlan(profile.machine, model, within, answer.judged.seconds, uniform.seconds, operators)
     path = folder(model.structure) / f"{_name(profile)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"the profile is not saved: {error.strerror or error}"
+        message = f"the profile is not saved: {error.strerror or error}"
         do = "set QSYNC_CACHE_DIR to a folder that is writable, or give a path"
-        raise ProfileError(what, where=str(path.parent), do=do) from error
+        raise ProfileError(message, where=str(path.parent), do=do) from error
     profile.save(path)
-    KEPT.write(path.with_suffix(SUFFIX), KEPT.encode(found))
+    KEPT.write(path.with_suffix(SUFFIX), KEPT.encode(result))
     return path
 
 

@@ -56,10 +56,10 @@ class Uniform:
     def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan, which may exceed limits; raises `PlanError` where the format is not one of all classes'."""
         began = time.perf_counter()
-        known = uniforms(problem)
-        if self.fmt is not None and self.fmt not in known:
-            raise PlanError(f"not all devices take plans with {self.fmt!r}", do=nearest(self.fmt, known))
-        tried = known.values() if self.fmt is None else [known[self.fmt]]
+        available = uniforms(problem)
+        if self.fmt is not None and self.fmt not in available:
+            raise PlanError(f"not all devices take plans with {self.fmt!r}", do=nearest(self.fmt, available))
+        tried = available.values() if self.fmt is None else [available[self.fmt]]
         plans, judged = best(problem, tried)
         took = time.perf_counter() - began
         return PlanResult(problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged))
@@ -90,8 +90,8 @@ def full(problem: Problem) -> Plans:
 def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Evaluation]:
     """Returns the best of plans that keep the limits; where none does, the nearest to that."""
     judge = PlanEvaluator(problem, problem.uniform())
-    found = [(plans, judge.become(plans)) for plans in tried]
-    return min(found, key=lambda pair: (excess(problem, pair[1]), pair[1].value(problem), pair[1].seconds))
+    result = [(plans, judge.become(plans)) for plans in tried]
+    return min(result, key=lambda pair: (excess(problem, pair[1]), pair[1].value(problem), pair[1].seconds))
 
 
 def exceeded(problem: Problem, judged: Evaluation) -> tuple[PlanNote, ...]:
@@ -138,12 +138,12 @@ class HessianGreedy:
     def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan, which exceeds limits where none was found within them; raises `ProfileError` where an operator is not known."""
 
-        def known(name: str, operator: str) -> float:
+        def available(name: str, operator: str) -> float:
             part = problem.classes[name]
-            found = self.sensitivity if isinstance(self.sensitivity, Sensitivity) else self.sensitivity[name]
-            return found.of(operator, part.runs(operator, part.choices[operator][0]))
+            result = self.sensitivity if isinstance(self.sensitivity, Sensitivity) else self.sensitivity[name]
+            return result.of(operator, part.runs(operator, part.choices[operator][0]))
 
-        return _ordered(problem, halved(problem, known), self.name)
+        return _ordered(problem, halved(problem, available), self.name)
 
 
 def halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicator:
@@ -194,12 +194,12 @@ class DynamicBatches:
         before = _batches(problem)
         sized = _Sized(problem, self.resized)
         after = _within_memory(sized, before)
-        found = sized.problem(after)
-        plans = full(found)
-        said = evaluate_plan(found, plans)
+        result = sized.problem(after)
+        plans = full(result)
+        text = evaluate_plan(result, plans)
         took = time.perf_counter() - began
         return PlanResult(
-            found, plans, said, self.name, took=took, notes=(*exceeded(found, said), *_notes(problem, before, after))
+            result, plans, text, self.name, took=took, notes=(*exceeded(result, text), *_notes(problem, before, after))
         )
 
 
@@ -219,8 +219,8 @@ class _Sized:
     def part(self, name: str, batch: int) -> DeviceClass:
         key, before = (name, batch), self.asked.classes[name]
         if key not in self._known:
-            found = self._resized(name, batch)
-            self._known[key] = replace(found, memory=before.memory, kept=before.kept)
+            result = self._resized(name, batch)
+            self._known[key] = replace(result, memory=before.memory, kept=before.kept)
         return self._known[key]
 
     def figures(self, name: str, batch: int) -> tuple[float, float]:
@@ -239,13 +239,13 @@ class _Sized:
 
 
 def _batches(problem: Problem) -> dict[str, int]:
-    found = {}
+    result = {}
     for name, device in problem.cluster.devices.items():
         if device.batch is None:
             do = "say it in the cluster's file: batch = 32"
             raise PlanError(f"how many samples {shown(name)} trains with is not known", where=f"devices.{name}", do=do)
-        found[name] = device.batch
-    return found
+        result[name] = device.batch
+    return result
 
 
 def _within_memory(sized: _Sized, before: Mapping[str, int]) -> dict[str, int]:
@@ -255,27 +255,27 @@ def _within_memory(sized: _Sized, before: Mapping[str, int]) -> dict[str, int]:
     most: dict[str, int] = {}
     while len(most) < len(before):
         free = [name for name in before if name not in most]
-        found = _by_speed(sized, {name: before[name] for name in free}, counts, left)
-        full_up = [name for name in free if not sized.holds(name, found[name])]
+        result = _by_speed(sized, {name: before[name] for name in free}, counts, left)
+        full_up = [name for name in free if not sized.holds(name, result[name])]
         if not full_up:
-            return {name: {**most, **found}[name] for name in before}
+            return {name: {**most, **result}[name] for name in before}
         for name in full_up:
-            most[name] = _most(sized, name, found[name])
+            most[name] = _most(sized, name, result[name])
             left -= counts[name] * most[name]
     return {name: most[name] for name in before}
 
 
 def _by_speed(sized: _Sized, start: Mapping[str, int], counts: Mapping[str, int], samples: int) -> dict[str, int]:
     """Returns batches in proportion to speed, which changes with them: the same again until they stay."""
-    now, seen = dict(start), []
+    now, visited = dict(start), []
     for _ in range(_ROUNDS):
-        if now in seen:
+        if now in visited:
             break
-        seen.append(now)
+        visited.append(now)
         speed = {name: batch / sized.figures(name, batch)[0] for name, batch in now.items()}
-        whole = sum(counts[name] * speed[name] for name in now)
-        now = _whole({name: max(1.0, samples * speed[name] / whole) for name in now}, counts, samples)
-    return min(seen, key=lambda found: (_off(found, counts, samples), _slowest(sized, found)))
+        full = sum(counts[name] * speed[name] for name in now)
+        now = _whole({name: max(1.0, samples * speed[name] / full) for name in now}, counts, samples)
+    return min(visited, key=lambda result: (_off(result, counts, samples), _slowest(sized, result)))
 
 
 def _slowest(sized: _Sized, batches: Mapping[str, int]) -> float:
@@ -288,9 +288,9 @@ def _whole(shares: Mapping[str, float], counts: Mapping[str, int], samples: int)
     rounded = (dict(zip(shares, chosen, strict=True)) for chosen in itertools.product(*sides))
     return min(
         rounded,
-        key=lambda found: (
-            _off(found, counts, samples),
-            sum(abs(found[name] - share) for name, share in shares.items()),
+        key=lambda result: (
+            _off(result, counts, samples),
+            sum(abs(result[name] - share) for name, share in shares.items()),
         ),
     )
 

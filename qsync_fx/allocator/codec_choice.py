@@ -110,28 +110,28 @@ def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Seque
     alone, alone_beside = _taken(cluster, buckets)
     if coding is None or not buckets:
         return CodecOptions(alone, alone_beside)
-    known = {parameter.path: parameter for parameter in parameters}
+    available = {parameter.path: parameter for parameter in parameters}
     left = small(parameters)
     tables: list[dict[str, CompressedTransfer]] = []
     seconds: list[dict[str, float]] = []
-    beside: list[dict[str, float]] = []
+    neighbours: list[dict[str, float]] = []
     variance: list[dict[str, float]] = []
     inside: list[tuple[str, ...]] = []
     for bucket in buckets:
-        own = [known[path] for path in bucket.parameters]
+        owned = [available[path] for path in bucket.parameters]
         large = tuple(path for path in bucket.parameters if path not in left)
         inside.append(large)
         table = {
-            codec: coded(own, dict.fromkeys(large, codec), cluster.ranks, coding.rates, codec, cluster.nodes.ranks)
+            codec: coded(owned, dict.fromkeys(large, codec), cluster.ranks, coding.rates, codec, cluster.nodes.ranks)
             for codec in coding.codecs
         }
         tables.append(table)
-        sent = [SimulatedBucket(bucket.parameters, bucket.nbytes, one.nbytes, one) for one in table.values()]
-        for into, found in zip((seconds, beside), _taken(cluster, sent), strict=True):
-            into.append(dict(zip(table, found, strict=True)))
+        sent = [SimulatedBucket(bucket.parameters, bucket.nbytes, item.nbytes, item) for item in table.values()]
+        for into, result in zip((seconds, neighbours), _taken(cluster, sent), strict=True):
+            into.append(dict(zip(table, result, strict=True)))
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
     return CodecOptions(
-        alone, alone_beside, tuple(tables), tuple(seconds), tuple(beside), tuple(variance), parameters=tuple(inside)
+        alone, alone_beside, tuple(tables), tuple(seconds), tuple(neighbours), tuple(variance), parameters=tuple(inside)
     )
 
 

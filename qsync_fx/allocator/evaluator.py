@@ -75,10 +75,10 @@ class PeakMemoryEvaluator:
     @cached_property
     def expected_bytes(self) -> int:
         """The most that a step holds, in the order in which it is expected to run."""
-        found = self.expected
+        result = self.expected
         if not self._part.anchors:
-            return found.peak.bytes
-        return found.held_bytes + anchored_bytes(self._states, self._part.anchors, self._part.training, found)
+            return result.peak.bytes
+        return result.held_bytes + anchored_bytes(self._states, self._part.anchors, self._part.training, result)
 
     @cached_property
     def expected(self) -> StepMemory:
@@ -111,16 +111,16 @@ class CachedTimes:
         self._casts: dict[tuple[str, str, str, int, bool], Seconds] = {}
 
     def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
-        key = operator, state.names, tuple(None if one is None else one.names for one in around)
+        key = operator, state.names, tuple(None if item is None else item.names for item in around)
         if key not in self._operators:
             self._operators[key] = self._times.operator(operator, state, around)
         return self._operators[key]
 
-    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
-        near = frozenset((by, None if one is None else one.names) for by, one in beside.items())
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
+        near = frozenset((by, None if item is None else item.names) for by, item in neighbours.items())
         key = operator, state.names, near
         if key not in self._least:
-            self._least[key] = self._times.least(operator, state, beside)
+            self._least[key] = self._times.least(operator, state, neighbours)
         return self._least[key]
 
     def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
@@ -195,7 +195,7 @@ class Evaluation:
             (f"memory {name}", figures.peak_bytes or 0, problem.classes[name].memory)
             for name, figures in self.classes.items()
         ]
-        return {what: value - limit for what, value, limit in pairs if limit is not None and beyond(value, limit)}
+        return {subject: value - limit for subject, value, limit in pairs if limit is not None and beyond(value, limit)}
 
     def value(self, problem: Problem) -> float:
         """Returns what is to be as small as it can be."""
@@ -225,7 +225,7 @@ class PlanEvaluator:
 
     def __init__(self, problem: Problem, plans: Plans, codecs: Codecs | None = None) -> None:
         self.problem = problem
-        self._times = {name: remembered(found.times) for name, found in problem.classes.items()}
+        self._times = {name: remembered(item.times) for name, item in problem.classes.items()}
         self._mappers: dict[str, CostMapper] = {}
         self._asked = {name: dict(plans[name]) for name in problem.classes}
         self._undo: list[tuple[str, str, str]] = []
@@ -236,9 +236,9 @@ class PlanEvaluator:
         self._timeline: Timeline | None = None
         fleet = simulate(self.schedules(), problem.cluster)
         parameters = next(iter(self._schedules.values())).parameters
-        places = {p.path: at for at, p in enumerate(parameters)}
+        places = {p.path: index for index, p in enumerate(parameters)}
         # Gradients arrive in one order under all plans, so that buckets are those of any.
-        self.buckets: Sequence[Sequence[int]] = [[places[path] for path in one.parameters] for one in fleet.buckets]
+        self.buckets: Sequence[Sequence[int]] = [[places[path] for path in item.parameters] for item in fleet.buckets]
         self.options = options_of(problem, parameters, fleet.buckets)
         self.codecs = codecs or self.options.plain
 
@@ -255,9 +255,9 @@ class PlanEvaluator:
         """Changes to other plans, and to other codecs where these are given, which cannot be undone; returns what they cost."""
         if codecs is not None and codecs != self.codecs:
             self.codecs, self._timeline = codecs, None
-        for name, asked in plans.items():
-            changes = {operator: fmt for operator, fmt in asked.items() if self._asked[name][operator] != fmt}
-            if len(changes) > _MANY * len(asked):
+        for name, requested in plans.items():
+            changes = {operator: fmt for operator, fmt in requested.items() if self._asked[name][operator] != fmt}
+            if len(changes) > _MANY * len(requested):
                 self._asked[name] |= changes
                 self._mappers.pop(name, None)
                 self._forget(name)
@@ -270,7 +270,7 @@ class PlanEvaluator:
     @property
     def plans(self) -> dict[str, dict[str, str]]:
         """The plans now."""
-        return {name: dict(asked) for name, asked in self._asked.items()}
+        return {name: dict(requested) for name, requested in self._asked.items()}
 
     @property
     def seconds(self) -> float:
@@ -306,21 +306,21 @@ class PlanEvaluator:
 
     def schedules(self) -> Mapping[str, Schedule]:
         """Returns the step of each class."""
-        whole = self.problem.cluster.buckets.whole_graphs
+        full = self.problem.cluster.buckets.whole_graphs
         for name in self.problem.classes:
             if name not in self._schedules:
-                self._schedules[name] = scheduled(self.states(name), self._times[name], whole)
+                self._schedules[name] = scheduled(self.states(name), self._times[name], full)
         return self._schedules
 
     def memory(self, name: str) -> PeakMemoryEvaluator | None:
         """Returns what a step of a class holds; None where that is not known."""
         part = self.problem.classes[name]
         if name not in self._memories and part.training is not None:
-            found = self.states(name)
-            key = name, found.names
+            result = self.states(name)
+            key = name, result.names
             # What a step holds takes long to know, and a search comes back to plans: uniform ones, and the best so far.
-            known = self._seen.pop(key) if key in self._seen else PeakMemoryEvaluator(part, found)
-            self._memories[name] = self._seen[key] = known
+            available = self._seen.pop(key) if key in self._seen else PeakMemoryEvaluator(part, result)
+            self._memories[name] = self._seen[key] = available
             while len(self._seen) > _SEEN:
                 del self._seen[next(iter(self._seen))]
         return self._memories.get(name)
@@ -340,35 +340,35 @@ class PlanEvaluator:
                 return False
             if beyond(self.seconds, problem.seconds):
                 return False
-        limits = {name: found.memory for name, found in problem.classes.items() if found.memory is not None}
+        limits = {name: item.memory for name, item in problem.classes.items() if item.memory is not None}
         return not any(beyond(self.peak(name) or 0, limit) for name, limit in limits.items())
 
     def judged(self) -> Evaluation:
         """Returns all of it."""
-        found = self.timeline
+        result = self.timeline
         figures = {
             name: DeviceMetrics(
-                float(found.played.devices[name].seconds.sum()) + found.played.devices[name].optimizer,
-                found.waiting[name],
-                found.sending[name],
+                float(result.played.devices[name].seconds.sum()) + result.played.devices[name].optimizer,
+                result.waiting[name],
+                result.sending[name],
                 self.peak(name),
                 self.problem.classes[name].variance(self._asked[name]),
             )
             for name in self.problem.classes
         }
         sent = self.options.by_parameter(self.codecs)
-        return Evaluation(found.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs), sent)
+        return Evaluation(result.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs), sent)
 
     @property
     def timeline(self) -> Timeline:
         """The step of the cluster, as `replay` shows it."""
         if self._timeline is None:
             peaks = {name: memory.expected_bytes for name, memory in self._memories.items()}
-            how = self.options.compression(self.codecs)
+            settings = self.options.compression(self.codecs)
             fleet = simulate(
                 self.schedules(),
                 self.problem.cluster,
-                how,
+                settings,
                 indices=self.buckets,
                 transfer=self.transfer,
                 later=self.computed_later,
@@ -390,18 +390,18 @@ class PlanEvaluator:
     def _forget(self, name: str) -> None:
         """Lets go what is known of a class, whose plan is another now."""
         self._timeline = None
-        for known in (self._states, self._schedules, self._memories):
-            known.pop(name, None)
+        for available in (self._states, self._schedules, self._memories):
+            available.pop(name, None)
 
 
-def with_peaks(problem: Problem, plans: Plans, found: Evaluation) -> Evaluation:
+def with_peaks(problem: Problem, plans: Plans, result: Evaluation) -> Evaluation:
     """Returns what was judged of plans where what a step holds was left out of some classes, as a judge of the problem says it."""
-    figures = dict(found.classes)
+    figures = dict(result.classes)
     for name, part in problem.classes.items():
         if part.training is not None and figures[name].peak_bytes is None:
             peak = PeakMemoryEvaluator(part, states(part.graph, plans[name])).peak_bytes
             figures[name] = replace(figures[name], peak_bytes=peak)
-    return replace(found, classes=figures)
+    return replace(result, classes=figures)
 
 
 def evaluate_plan(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
@@ -421,15 +421,15 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
         ProfileError: the model has not one symbolic size, or is another one.
     """
     if len(symbolic.symbols) != 1:
-        found = ", ".join(sorted(symbolic.symbols)) or "none"
+        result = ", ".join(sorted(symbolic.symbols)) or "none"
         do = "explain it with torch._dynamo.mark_dynamic(input, 0) on the inputs whose first side is the batch"
-        raise ProfileError(f"the model is to have one symbolic size, its batch, and has {found}", do=do)
+        raise ProfileError(f"the model is to have one symbolic size, its batch, and has {result}", do=do)
     if [op.id for op in symbolic.operators] != [op.id for op in part.graph.operators]:
         strange = next(
             iter({op.id for op in symbolic.operators} ^ {op.id for op in part.graph.operators}), "their order"
         )
-        what = f"with the batch as a symbol the model has other operators: {shown(strange)}"
-        raise ProfileError(what, do="compare with batches that need no other trace")
+        message = f"with the batch as a symbol the model has other operators: {shown(strange)}"
+        raise ProfileError(message, do="compare with batches that need no other trace")
     (symbol,) = symbolic.symbols
     graph = symbolic.at(**{symbol: batch})
     before = part.times
@@ -439,11 +439,11 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
 
 def _trained(training: TrainingMemory | None, before: ModelGraph, after: ModelGraph) -> TrainingMemory | None:
     """What a loss takes follows what the model returns."""
-    if training is None or training.loss is None or (held := _returned(before)) == (now := _returned(after)):
+    if training is None or training.loss is None or (live := _returned(before)) == (now := _returned(after)):
         return training
-    if not held:
+    if not live:
         return replace(training, loss=None)
-    loss = LossMemory(*(-(-size * now // held) for size in (training.loss.held, training.loss.most)))
+    loss = LossMemory(*(-(-size * now // live) for size in (training.loss.held, training.loss.most)))
     return replace(training, loss=loss)
 
 
@@ -465,12 +465,12 @@ class Scaled:
     after: ModelGraph = field(repr=False)
 
     def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
-        found, more = self.times.operator(operator, state, around), self._more(operator, state)
-        return Seconds(found.forward * more, found.backward * more, interpolated=True)
+        result, more = self.times.operator(operator, state, around), self._more(operator, state)
+        return Seconds(result.forward * more, result.backward * more, interpolated=True)
 
-    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
-        found, more = self.times.least(operator, state, beside), self._more(operator, state)
-        return Seconds(found.forward * more, found.backward * more, interpolated=True)
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
+        result, more = self.times.least(operator, state, neighbours), self._more(operator, state)
+        return Seconds(result.forward * more, result.backward * more, interpolated=True)
 
     def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         return self.times.told_apart(operator, state)

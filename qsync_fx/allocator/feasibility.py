@@ -39,7 +39,7 @@ def check_margin(margin: float | None) -> None:
         )
 
 
-def margins(problem: Problem, known: Mapping[str, DeviceInputs], asked: float | None) -> dict[str, float]:
+def margins(problem: Problem, available: Mapping[str, DeviceInputs], requested: float | None) -> dict[str, float]:
     """Returns the share by which each class that is open to choice is to be planned on as slower; none where nobody would wait.
 
     Args:
@@ -47,12 +47,14 @@ def margins(problem: Problem, known: Mapping[str, DeviceInputs], asked: float | 
         known: of each class.
         asked: by the user; None for what is uncertain of each class, and of those that set the pace, as it was measured.
     """
-    check_margin(asked)
-    if problem.seconds is None or (asked is None and len(problem.classes) == 1):
+    check_margin(requested)
+    if problem.seconds is None or (requested is None and len(problem.classes) == 1):
         return {}
-    pace = max((uncertain(known[name]) for name in problem.classes if name not in problem.open), default=0.0)
-    found = {name: _either(uncertain(known[name]), pace) if asked is None else asked for name in problem.open}
-    return {name: share for name, share in found.items() if share > 0}
+    pace = max((uncertain(available[name]) for name in problem.classes if name not in problem.open), default=0.0)
+    result = {
+        name: _either(uncertain(available[name]), pace) if requested is None else requested for name in problem.open
+    }
+    return {name: share for name, share in result.items() if share > 0}
 
 
 def uncertain(profile: DeviceInputs) -> float:
@@ -62,9 +64,9 @@ def uncertain(profile: DeviceInputs) -> float:
     return min(MOST, max(AGREES, statistics.median(spreads))) if spreads else 0.0
 
 
-def _either(own: float, pace: float) -> float:
+def _either(owned: float, pace: float) -> float:
     """Returns by what share a step and the pace may differ from what is foreseen of the two, each by itself."""
-    return min(MOST, math.hypot(own, pace))
+    return min(MOST, math.hypot(owned, pace))
 
 
 def slowed(problem: Problem, shares: Mapping[str, float]) -> Problem:
@@ -94,9 +96,9 @@ def with_margin(
         except PlanError:
             return chosen.allocate(problem)
         notes = tuple(PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share}) for name, share in shares.items())
-        found = evaluate_plan(problem, answer.plans, answer.judged.codecs)
-        if not found.exceeds(problem):
-            return replace(answer, problem=problem, judged=found, notes=(*notes, *answer.notes))
+        result = evaluate_plan(problem, answer.plans, answer.judged.codecs)
+        if not result.exceeds(problem):
+            return replace(answer, problem=problem, judged=result, notes=(*notes, *answer.notes))
     return chosen.allocate(problem)
 
 
@@ -105,12 +107,13 @@ def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
     nearest = min(tried, key=lambda judged: excess(problem, judged))
     over = nearest.exceeds(problem)
     parts = [
-        f"{_value(what, limit(problem, what) + by)} {_of(what)}, {_value(what, by)} more" for what, by in over.items()
+        f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}, {_value(subject, by)} more"
+        for subject, by in over.items()
     ]
-    allow = [f"{_value(what, limit(problem, what) + by)} {_of(what)}" for what, by in over.items()]
+    allow = [f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}" for subject, by in over.items()]
     return PlanError(
         f"no plan was found within the limits; the nearest has {' and '.join(parts)} than allowed",
-        where=", ".join(_of(what) for what in over),
+        where=", ".join(_of(subject) for subject in over),
         do=f"allow {' and '.join(allow)}, or let the exact allocator look for a plan",
     )
 
@@ -118,29 +121,31 @@ def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
 def excess(problem: Problem, judged: Evaluation) -> float:
     """Returns by how much of a limit plans exceed it, summed over all limits."""
     return sum(
-        by / limit(problem, what) if limit(problem, what) else float("inf")
-        for what, by in judged.exceeds(problem).items()
+        by / limit(problem, subject) if limit(problem, subject) else float("inf")
+        for subject, by in judged.exceeds(problem).items()
     )
 
 
-def limit(problem: Problem, what: str) -> float:
+def limit(problem: Problem, description: str) -> float:
     """Returns a limit by the name that `Evaluation.exceeds` gives it."""
-    if what in ("seconds", "variance"):
-        found = problem.seconds if what == "seconds" else problem.variance
+    if description in ("seconds", "variance"):
+        result = problem.seconds if description == "seconds" else problem.variance
     else:
-        found = problem.classes[what.removeprefix("memory ")].memory
-    assert found is not None
-    return found
+        result = problem.classes[description.removeprefix("memory ")].memory
+    assert result is not None
+    return result
 
 
-def _of(what: str) -> str:
-    return {"seconds": "a step", "variance": "of variance"}.get(what, f"on {what.removeprefix('memory ')}")
+def _of(description: str) -> str:
+    return {"seconds": "a step", "variance": "of variance"}.get(
+        description, f"on {description.removeprefix('memory ')}"
+    )
 
 
-def _value(what: str, number: float) -> str:
-    if what == "variance":
+def _value(description: str, number: float) -> str:
+    if description == "variance":
         return f"{number:.4g}"
-    return milliseconds(number) if what == "seconds" else megabytes(number)
+    return milliseconds(number) if description == "seconds" else megabytes(number)
 
 
 def milliseconds(seconds: float) -> str:

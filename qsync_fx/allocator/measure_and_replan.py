@@ -86,7 +86,7 @@ class ReplanLoop:
         self._trials: list[tuple[Trial, ...]] = []
 
     def learn(
-        self, known: Mapping[str, DeviceInputs], before: Mapping[str, Profile], after: Mapping[str, Profile]
+        self, available: Mapping[str, DeviceInputs], before: Mapping[str, Profile], after: Mapping[str, Profile]
     ) -> None:
         """Takes what was measured of the answer's plan.
 
@@ -102,7 +102,7 @@ class ReplanLoop:
         if all(trial.agrees for trial in trials) and not _held_too_much(ran, after):
             self._take(self.answer, after)
             return
-        again = self._solve(known)
+        again = self._solve(available)
         if again.plans in self._tried:
             self._take(again, after)
         elif len(self._trials) == self._limit:
@@ -113,7 +113,7 @@ class ReplanLoop:
     def _best(self, again: PlanResult) -> PlanResult:
         """Returns the best of the plans that ran, as they ran; `again`, which did not, where none of them keeps the limits."""
         ran = [_as_it_ran(again, plans, profiles) for plans, profiles in zip(self._tried, self._ran, strict=True)]
-        return min((one for one in ran if one.fits), key=lambda one: one.value, default=again)
+        return min((item for item in ran if item.fits), key=lambda item: item.value, default=again)
 
     def _take(self, answer: PlanResult, profiles: Mapping[str, Profile], notes: tuple[PlanNote, ...] = ()) -> None:
         self.more = False
@@ -127,7 +127,11 @@ class ReplanLoop:
 
 
 def settled(
-    answer: PlanResult, known: Mapping[str, DeviceInputs], solve: Solve, at_hand: LocalModel, limit: int = CORRECTIONS
+    answer: PlanResult,
+    available: Mapping[str, DeviceInputs],
+    solve: Solve,
+    at_hand: LocalModel,
+    limit: int = CORRECTIONS,
 ) -> PlanResult:
     """Returns the answer that holds once its plans have run on the devices at hand.
 
@@ -137,17 +141,17 @@ def settled(
     """
     rounds = ReplanLoop(answer, solve, limit)
     mine: dict[str, Profile] = {
-        name: found
-        for name, found in known.items()
-        if isinstance(found, Profile) and found.machine == here_for(found.machine)
+        name: item
+        for name, item in available.items()
+        if isinstance(item, Profile) and item.machine == here_for(item.machine)
     }
     if not mine:
-        what = f"no profile is of this machine, on which the plan is to run: {', '.join(known)}"
-        raise ProfileError(what, where="profiles", do="leave the model out, or measure it here")
+        message = f"no profile is of this machine, on which the plan is to run: {', '.join(available)}"
+        raise ProfileError(message, where="profiles", do="leave the model out, or measure it here")
     while rounds.more:
         after = {name: at_hand.corrected(profile, rounds.answer, name) for name, profile in mine.items()}
-        known = {**known, **after}
-        rounds.learn(known, mine, after)
+        available = {**available, **after}
+        rounds.learn(available, mine, after)
         mine = after
     return rounds.answer
 
@@ -162,14 +166,14 @@ def _trial(answer: PlanResult, name: str, before: Profile, after: Profile, ran: 
     """Returns what was foreseen of a plan on a class, and what came out: `ran` is the answer as it ran."""
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
     optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
-    foreseen, held = (one.judged.classes[name].peak_bytes for one in (answer, ran))
+    foreseen, live = (item.judged.classes[name].peak_bytes for item in (answer, ran))
     return Trial(
         name,
         PlanEvaluator(answer.problem, answer.plans).computing(name) / slowdown,
         run.passes + optimizer,
         run.spread,
         len(before.interpolated(answer.plan(name))),
-        0 if foreseen is None or held is None else held - foreseen,
+        0 if foreseen is None or live is None else live - foreseen,
     )
 
 
@@ -181,12 +185,12 @@ def _alone(profile: Profile) -> Profile:
 def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> PlanResult:
     """Returns what a plan is by what it took when it ran. What no plan's variance is below by all that was measured holds for it,
     too, where it is not itself below that: it may have run faster than others were foreseen."""
-    own = {
+    owned = {
         name: replace(again.problem.classes[name], times=profile.times(), anchors=tuple(anchors(profile, planned=True)))
         for name, profile in ran.items()
     }
-    problem = replace(again.problem, classes={**again.problem.classes, **own})
-    found = evaluate_plan(problem, plans, again.judged.codecs)
-    known = again.bound if problem.least == "variance" else None
-    bound = known if known is not None and known <= found.variance else None
-    return replace(again, problem=problem, plans=plans, judged=found, bound=bound, rounds=())
+    problem = replace(again.problem, classes={**again.problem.classes, **owned})
+    result = evaluate_plan(problem, plans, again.judged.codecs)
+    available = again.bound if problem.least == "variance" else None
+    bound = available if available is not None and available <= result.variance else None
+    return replace(again, problem=problem, plans=plans, judged=result, bound=bound, rounds=())

@@ -69,8 +69,8 @@ def check_picture(path: Path) -> str:
     """Returns which picture a file is to hold, by its name: ".svg" or ".html"; raises `OptionError` for any other."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".svg", ".html"):
-        what = f"no picture is called {os.fspath(path)!r}"
-        raise OptionError(what, where="the file", do="name it FILE.svg or FILE.html")
+        message = f"no picture is called {os.fspath(path)!r}"
+        raise OptionError(message, where="the file", do="name it FILE.svg or FILE.html")
     return suffix
 
 
@@ -86,7 +86,7 @@ def front_svg(front: ParetoFront) -> str:
         *_grid(across, up),
         _line(front.points, across, up),
     ]
-    parts += [_dot(answer, across, up, "point", f"{at + 1}") for at, answer in enumerate(front.points)]
+    parts += [_dot(answer, across, up, "point", f"{index + 1}") for index, answer in enumerate(front.points)]
     for fmt, answer in front.uniform.items():
         parts += [_square(answer, across, up, f"uniform {fmt}"), _label(answer, across, up, fmt, "beside")]
     if front.chosen is not None:
@@ -109,7 +109,7 @@ def _page(front: ParetoFront) -> str:
 def _seconds(values: Sequence[float]) -> _Axis:
     low, high = _ends(min(values), max(values))
     step = round_step((high - low) / _TICKS)
-    ticks = [at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    ticks = [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
     return _Axis([(value, duration(value)) for value in ticks], low, high, _LEFT, _WIDE - _RIGHT)
 
 
@@ -125,7 +125,7 @@ def _variances(values: Sequence[float]) -> _Axis:
     every = max(1, math.ceil((high - low) / _TICKS))
     powers = range(math.ceil(scale(min(above))), math.floor(high) + 1, every)
     zero = [(0.0, "0")] if 0.0 in values else []
-    return _Axis([*zero, *((10.0**at, f"1e{at}") for at in powers)], low, high, _HIGH - _BOTTOM, _TOP, scale)
+    return _Axis([*zero, *((10.0**index, f"1e{index}") for index in powers)], low, high, _HIGH - _BOTTOM, _TOP, scale)
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:

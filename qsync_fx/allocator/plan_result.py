@@ -68,10 +68,10 @@ class PredictedCost:
 
 def _number(text: str) -> float | None:
     try:
-        found = float(text)
+        result = float(text)
     except ValueError:
         return None
-    return found if 0 < found < float("inf") else None
+    return result if 0 < result < float("inf") else None
 
 
 AGREES: Final = 0.02
@@ -227,8 +227,8 @@ class PlanResult:
         """
         if name is None:
             if len(self.problem.open) > 1:
-                what = f"there are plans of {len(self.problem.open)} classes of devices"
-                raise PlanError(what, do=f"name one: {', '.join(self.problem.open)}")
+                message = f"there are plans of {len(self.problem.open)} classes of devices"
+                raise PlanError(message, do=f"name one: {', '.join(self.problem.open)}")
             (name,) = self.problem.open
         if name not in self.plans:
             raise PlanError(f"there are no devices {name!r}", do=nearest(name, self.plans))
@@ -236,8 +236,8 @@ class PlanResult:
         figures = {"seconds": f"{self.judged.seconds:.6g}", "variance": f"{self.judged.variance:.6g}", **gap}
         if self.ran is not None:
             figures["rounds"] = str(len(self.trials))
-            own = [trial for trial in self.trials[self.ran - 1] if trial.device == name]
-            figures |= {key: f"{value:.6g}" for one in own for key, value in _said(one).items()}
+            owned = [trial for trial in self.trials[self.ran - 1] if trial.device == name]
+            figures |= {key: f"{value:.6g}" for item in owned for key, value in _said(item).items()}
         if conditions := self.problem.classes[name].conditions:
             figures["measured with"] = conditions
         foreseen = PredictedCost.of(self.judged.classes[name], self.problem.classes[name].memory).notes()
@@ -304,8 +304,8 @@ def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
     """Returns the operators, with their classes, that two answers give different formats."""
     return [
         (name, operator)
-        for name, asked in first.items()
-        for operator, fmt in asked.items()
+        for name, requested in first.items()
+        for operator, fmt in requested.items()
         if second[name].get(operator) != fmt
     ]
 
@@ -327,17 +327,17 @@ def answer_table(answer: PlanResult) -> RenderableType:
 def _head(answer: PlanResult) -> list[str]:
     judged, problem = answer.judged, answer.problem
     limit = "" if problem.seconds is None else f" of {duration(problem.seconds)} allowed"
-    found = [f"{duration(judged.seconds)} a step{limit}, variance {judged.variance:.4g}"]
-    known = "no bound is known" + (" of a plan as it ran" if answer.ran is not None else "")
+    result = [f"{duration(judged.seconds)} a step{limit}, variance {judged.variance:.4g}"]
+    available = "no bound is known" + (" of a plan as it ran" if answer.ran is not None else "")
     if answer.bound is not None:
         unit = f"{answer.bound:.4g}" if problem.least == "variance" else duration(answer.bound)
-        known = f"no plan has a {problem.least if problem.least == 'variance' else 'step'} below {unit}, gap {answer.gap:.2%}"
+        available = f"no plan has a {problem.least if problem.least == 'variance' else 'step'} below {unit}, gap {answer.gap:.2%}"
     rounds = f" in {len(answer.rounds)} rounds" if answer.rounds else ""
-    return [*found, f"{answer.allocator}: {known}; {answer.took:.2f} s{rounds}"]
+    return [*result, f"{answer.allocator}: {available}; {answer.took:.2f} s{rounds}"]
 
 
 def _classes(answer: PlanResult) -> RenderableType:
-    formats = sorted({fmt for asked in answer.plans.values() for fmt in asked.values()}, key=width_of)
+    formats = sorted({fmt for requested in answer.plans.values() for fmt in requested.values()}, key=width_of)
     columns = ["devices", "count", "computing", "waiting", "sending", "memory", "variance", *formats]
     table = table_of(columns, right=columns[1:])
     for name, figures in answer.judged.classes.items():
@@ -370,22 +370,22 @@ def _trials(answer: PlanResult) -> Iterator[str]:
     """What came out where plans were run, round by round."""
     count = len(answer.trials)
     alone = " by itself" if answer.problem.cluster.ranks > 1 else ""
-    for at, trials in enumerate(answer.trials, 1):
+    for index, trials in enumerate(answer.trials, 1):
         for trial in trials:
             off = (trial.measured - trial.foreseen) / trial.foreseen if trial.foreseen else 0.0
             unknown = f", {trial.interpolated} operators interpolated before" if trial.interpolated else ""
             limited = answer.problem.classes[trial.device].memory is not None and trial.more_bytes > 0
-            held = f", held {short(trial.more_bytes, 'B')} more than foreseen" if limited else ""
-            which = "this plan" if at == answer.ran else "another plan"
+            live = f", held {short(trial.more_bytes, 'B')} more than foreseen" if limited else ""
+            selected = "this plan" if index == answer.ran else "another plan"
             yield (
-                f"{trial.device} ran {which}{alone} in round {at} of {count}: {duration(trial.foreseen)} foreseen, "
-                f"{duration(trial.measured)} measured ({off:+.1%}){held}{unknown}"
+                f"{trial.device} ran {selected}{alone} in round {index} of {count}: {duration(trial.foreseen)} foreseen, "
+                f"{duration(trial.measured)} measured ({off:+.1%}){live}{unknown}"
             )
 
 
 def _conditions(answer: PlanResult) -> Iterator[str]:
     yield from (
-        f"{name}: measured with {one.conditions}" for name, one in answer.problem.classes.items() if one.conditions
+        f"{name}: measured with {item.conditions}" for name, item in answer.problem.classes.items() if item.conditions
     )
 
 

@@ -61,8 +61,8 @@ class DeviceClass:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.formats if name not in self.graph.formats]:
-            what = f"the model graph was not made for plans with {shown(unknown[0])}"
-            raise PlanError(what, do=f"measure with it too, or plan with {', '.join(self.graph.formats)}")
+            message = f"the model graph was not made for plans with {shown(unknown[0])}"
+            raise PlanError(message, do=f"measure with it too, or plan with {', '.join(self.graph.formats)}")
         if not self.formats:
             raise PlanError("there is no format to choose from", do="allow one at least")
         if self.memory is not None and not self.memory > 0:
@@ -89,22 +89,22 @@ class DeviceClass:
         """The widest of its formats."""
         return max(self.formats, key=width)
 
-    def runs(self, operator: str, asked: str) -> str:
+    def runs(self, operator: str, requested: str) -> str:
         """Returns what an adjustable operator computes in where a plan asks for a format."""
         decided = self.graph.operator(operator).decided
         assert isinstance(decided, Choices)
-        return chosen(decided, asked, explicit=True)
+        return chosen(decided, requested, explicit=True)
 
-    def omega(self, operator: str, asked: str) -> float:
+    def omega(self, operator: str, requested: str) -> float:
         """Returns what an operator adds to the variance of the gradients where a plan asks for a format; raises as `Sensitivity.of`."""
-        key = operator, asked
+        key = operator, requested
         if key not in self._omegas:
-            self._omegas[key] = self.sensitivity.of(operator, self.runs(operator, asked))
+            self._omegas[key] = self.sensitivity.of(operator, self.runs(operator, requested))
         return self._omegas[key]
 
-    def variance(self, asked: Asked) -> float:
+    def variance(self, requested: Asked) -> float:
         """Returns the sum over all operators."""
-        return sum(self.omega(operator, fmt) for operator, fmt in asked.items())
+        return sum(self.omega(operator, fmt) for operator, fmt in requested.items())
 
     def uniform(self, fmt: str) -> dict[str, str]:
         """Returns the plan that asks for a format everywhere, in the words of `choices`."""
@@ -112,11 +112,11 @@ class DeviceClass:
 
     def called(self, operator: str, fmt: str) -> str:
         """Returns a format that is asked for an operator in the words of `choices`."""
-        known = self.choices[operator]
-        if fmt in known:
+        available = self.choices[operator]
+        if fmt in available:
             return fmt
         runs = self.runs(operator, fmt)
-        return next((name for name in known if self.runs(operator, name) == runs), known[0])
+        return next((name for name in available if self.runs(operator, name) == runs), available[0])
 
     @cached_property
     def tables(self) -> Tables:
@@ -168,7 +168,7 @@ class Problem:
     @cached_property
     def open(self) -> tuple[str, ...]:
         """The classes that are open to choice."""
-        return tuple(name for name, found in self.classes.items() if found.kept is None)
+        return tuple(name for name, item in self.classes.items() if item.kept is None)
 
     def weight(self, name: str) -> float:
         """Returns what the variance of one device of a class counts in that of the mean gradient of all ranks."""
@@ -176,12 +176,12 @@ class Problem:
 
     def variance_of(self, plans: Plans) -> float:
         """Returns the variance of the mean gradient that plans of all classes lead to: roundings of ranks are independent."""
-        return sum(self.weight(name) * found.variance(plans[name]) for name, found in self.classes.items())
+        return sum(self.weight(name) * item.variance(plans[name]) for name, item in self.classes.items())
 
     def completed(self, plans: Plans) -> dict[str, Asked]:
         """Returns plans of all classes, from those of the open ones."""
-        kept = {name: found.kept for name, found in self.classes.items()}
-        return {name: plans[name] if own is None else own for name, own in kept.items()}
+        saved = {name: item.kept for name, item in self.classes.items()}
+        return {name: plans[name] if owned is None else owned for name, owned in saved.items()}
 
     def uniform(self, fmt: str | None = None) -> dict[str, Asked]:
         """Returns plans that ask for one format on all open classes; for the narrowest of each where none is given."""
@@ -192,8 +192,8 @@ class Problem:
 
 def width(fmt: str) -> tuple[int, int, int]:
     """Returns what formats are sorted by, from the narrowest up: bits, bits of gradients, and bits of the mantissa."""
-    found = FORMATS[fmt]
-    return found.bits, found.gradient.bits, found.mantissa
+    result = FORMATS[fmt]
+    return result.bits, result.gradient.bits, result.mantissa
 
 
 def uniforms(problem: Problem) -> Mapping[str, Plans]:
@@ -204,5 +204,5 @@ def uniforms(problem: Problem) -> Mapping[str, Plans]:
     parts = [problem.classes[name] for name in problem.open]
     lowest = sorted({part.lowest for part in parts}, key=width)
     common = sorted(set.intersection(*(set(part.formats) for part in parts)), key=width)
-    found = {} if common[:1] == lowest else {"/".join(lowest): problem.uniform()}
-    return found | {fmt: problem.uniform(fmt) for fmt in common}
+    result = {} if common[:1] == lowest else {"/".join(lowest): problem.uniform()}
+    return result | {fmt: problem.uniform(fmt) for fmt in common}

@@ -55,8 +55,8 @@ class PlanRequest:
             PrecisionError: a format does not exist.
         """
         if self.objective not in OBJECTIVES:
-            what = f"there is no objective {shown(str(self.objective))}"
-            raise PlanError(what, do=nearest(str(self.objective), OBJECTIVES))
+            message = f"there is no objective {shown(str(self.objective))}"
+            raise PlanError(message, do=nearest(str(self.objective), OBJECTIVES))
         if self.objective == "fastest" and self.target is not None:
             do = "leave it out, or take the objective hybrid: the least variance within a time"
             raise OptionError("the fastest plan has no time to keep to", where="target", do=do)
@@ -79,18 +79,20 @@ class PlanRequest:
 
 
 def build_problem(
-    fleet: Cluster, known: Mapping[str, DeviceInputs], wishes: PlanRequest
+    fleet: Cluster, available: Mapping[str, DeviceInputs], wishes: PlanRequest
 ) -> tuple[Problem, list[PlanNote]]:
     """Returns the problem, and what to know about how it came to be; raises `PlanError` or `ProfileError` where there is none."""
     wishes.check()
     if wishes.precisions is not None:
-        check_precisions(known, wishes.precisions)
+        check_precisions(available, wishes.precisions)
     notes: list[PlanNote] = []
     limits = _limits(fleet, wishes.memory)
-    classes = {name: _class(name, known, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices}
+    classes = {
+        name: _class(name, available, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices
+    }
     graph = next(iter(classes.values())).graph
     tied = _tied(graph) if wishes.tie_blocks else ()
-    problem = Problem(classes, fleet, tied=tied, coding=_coding(fleet, known, wishes.codecs, notes))
+    problem = Problem(classes, fleet, tied=tied, coding=_coding(fleet, available, wishes.codecs, notes))
     if wishes.objective == "fastest":
         budget = wishes.budget
         allowed = budget if isinstance(budget, int | float) else problem.variance_of(_uniform(problem, budget))
@@ -125,7 +127,7 @@ def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
 
 
 def _coding(
-    fleet: Cluster, known: Mapping[str, DeviceInputs], names: Sequence[str], notes: list[PlanNote]
+    fleet: Cluster, available: Mapping[str, DeviceInputs], names: Sequence[str], notes: list[PlanNote]
 ) -> CodecSearchSpace | None:
     codecs = codec_names(names)
     if not codecs:
@@ -139,59 +141,59 @@ def _coding(
     if fleet.ranks == fleet.nodes.ranks:
         notes.append(PlanNote(PlanNoteKind.ONE_NODE))
         return None
-    for name, profile in known.items():
+    for name, profile in available.items():
         if graph_of(name, profile).device != "cpu":
             notes.append(PlanNote(PlanNoteKind.BY_HOST, name))
-    return CodecSearchSpace(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, known))
+    return CodecSearchSpace(tuple(dict.fromkeys([PLAIN, *codecs])), rates(fleet, available))
 
 
 def _class(
     name: str,
-    known: Mapping[str, DeviceInputs],
+    available: Mapping[str, DeviceInputs],
     wishes: PlanRequest,
     memory: float | None,
     sends: bool,
     notes: list[PlanNote],
 ) -> DeviceClass:
-    profile = known[name]
-    graph, found = graph_of(name, profile), _sensitivity(name, known, wishes.sensitivity)
+    profile = available[name]
+    graph, result = graph_of(name, profile), _sensitivity(name, available, wishes.sensitivity)
     formats, lacking = _asked(name, profile, graph, wishes.precisions)
     if lacking:
         notes.append(PlanNote(PlanNoteKind.HAS_NOT, name, formats=tuple(lacking)))
-    unknown = [fmt for fmt in formats if _unknown(graph, found, fmt)]
+    unknown = [fmt for fmt in formats if _unknown(graph, result, fmt)]
     if unknown and (wishes.precisions or len(unknown) == len(formats)):
-        what = f"how much {shown(unknown[0])} disturbs gradients is not known of {shown(_unknown(graph, found, unknown[0]))}"
-        do = f"measure the sensitivity in {', '.join(formats)}, or plan with formats that it knows: {', '.join(found.precisions)}"
-        raise ProfileError(what, where=f"the sensitivity for {shown(name)}", do=do)
+        message = f"how much {shown(unknown[0])} disturbs gradients is not known of {shown(_unknown(graph, result, unknown[0]))}"
+        do = f"measure the sensitivity in {', '.join(formats)}, or plan with formats that it knows: {', '.join(result.precisions)}"
+        raise ProfileError(message, where=f"the sensitivity for {shown(name)}", do=do)
     if unknown:
         notes.append(PlanNote(PlanNoteKind.LEFT_OUT, name, formats=tuple(unknown)))
     return DeviceClass(
         graph,
         profile if isinstance(profile, DeviceTimes) else profile.times(),
-        found,
+        result,
         tuple(fmt for fmt in formats if fmt not in unknown),
         training=training_of(profile, sends),
         memory=memory,
-        conditions=conditions(known).get(name, ""),
+        conditions=conditions(available).get(name, ""),
         anchors=tuple(anchors(profile, planned=True)) if isinstance(profile, Profile) else (),
     )
 
 
 def _sensitivity(
-    name: str, known: Mapping[str, DeviceInputs], given: Sensitivity | Mapping[str, Sensitivity] | None
+    name: str, available: Mapping[str, DeviceInputs], value: Sensitivity | Mapping[str, Sensitivity] | None
 ) -> Sensitivity:
     """What was given for a class, what its profile holds, or that of another class: it is the same model."""
-    if isinstance(given, Sensitivity):
-        return given
-    if given is not None:
-        if name not in given:
-            what = f"there is no sensitivity for the devices {shown(name)}"
-            raise ProfileError(what, where="sensitivity", do="give one for each class, or one for all")
-        return given[name]
-    for profile in (known[name], *known.values()):
-        found = getattr(profile, "sensitivity", None)
-        if isinstance(found, Sensitivity):
-            return found
+    if isinstance(value, Sensitivity):
+        return value
+    if value is not None:
+        if name not in value:
+            message = f"there is no sensitivity for the devices {shown(name)}"
+            raise ProfileError(message, where="sensitivity", do="give one for each class, or one for all")
+        return value[name]
+    for profile in (available[name], *available.values()):
+        result = getattr(profile, "sensitivity", None)
+        if isinstance(result, Sensitivity):
+            return result
     raise ProfileError(
         "no profile says how much an operator in a narrow format disturbs gradients",
         where="sensitivity",
@@ -203,43 +205,55 @@ def _asked(
     name: str, profile: DeviceInputs, graph: ModelGraph, precisions: Sequence[str] | None
 ) -> tuple[list[str], list[str]]:
     """Returns the formats that plans of a class may ask for, and those that the user allows and it has not."""
-    own = _formats(profile, graph)
+    owned = _formats(profile, graph)
     if precisions is None:
-        return own, []
-    asked = [precision(fmt).name for fmt in precisions]
+        return owned, []
+    requested = [precision(fmt).name for fmt in precisions]
     # A profile's graph may be made for more formats than its runs were in.
-    known = set(own) if isinstance(profile, DeviceTimes) else set(graph.formats)
-    if not (found := [fmt for fmt in asked if fmt in known]):
-        what = f"none of {', '.join(asked)} is a format that {shown(name)} has" if asked else "no format is allowed"
-        raise PlanError(what, where="precisions", do=f"allow one of {', '.join(own)}, or measure in others")
-    return found, [fmt for fmt in asked if fmt not in known]
+    available = set(owned) if isinstance(profile, DeviceTimes) else set(graph.formats)
+    if not (result := [fmt for fmt in requested if fmt in available]):
+        message = (
+            f"none of {', '.join(requested)} is a format that {shown(name)} has"
+            if requested
+            else "no format is allowed"
+        )
+        raise PlanError(message, where="precisions", do=f"allow one of {', '.join(owned)}, or measure in others")
+    return result, [fmt for fmt in requested if fmt not in available]
 
 
-def check_precisions(known: Mapping[str, DeviceInputs], precisions: Sequence[str]) -> None:
+def check_precisions(available: Mapping[str, DeviceInputs], precisions: Sequence[str]) -> None:
     """Raises `PlanError` where a class has none of these formats, or one of them is no class's."""
-    lacking = [set(_asked(name, profile, graph_of(name, profile), precisions)[1]) for name, profile in known.items()]
-    for fmt in (precision(one).name for one in precisions):
-        if all(fmt in one for one in lacking):
-            have = dict.fromkeys(own for n, profile in known.items() for own in _formats(profile, graph_of(n, profile)))
-            who = "of none of the devices " + ", ".join(known) if len(known) > 1 else "that the device does not have"
-            what = f"{shown(fmt)} is a format {who}, or nothing was measured in it"
-            raise PlanError(what, where="precisions", do=f"allow some of {', '.join(have)}, or measure in others")
+    lacking = [
+        set(_asked(name, profile, graph_of(name, profile), precisions)[1]) for name, profile in available.items()
+    ]
+    for fmt in (precision(item).name for item in precisions):
+        if all(fmt in item for item in lacking):
+            have = dict.fromkeys(
+                owned for n, profile in available.items() for owned in _formats(profile, graph_of(n, profile))
+            )
+            who = (
+                "of none of the devices " + ", ".join(available)
+                if len(available) > 1
+                else "that the device does not have"
+            )
+            message = f"{shown(fmt)} is a format {who}, or nothing was measured in it"
+            raise PlanError(message, where="precisions", do=f"allow some of {', '.join(have)}, or measure in others")
 
 
 def _formats(profile: DeviceInputs, graph: ModelGraph) -> list[str]:
     measured = getattr(profile, "precisions", None)
     if measured is None and isinstance(profile, DeviceTimes):
         measured = [fmt for fmt in graph.formats if fmt in profile.device.units]
-    found = [fmt for fmt in measured or graph.formats if FORMATS[fmt].bits <= 32]
-    return found or list(graph.formats)
+    result = [fmt for fmt in measured or graph.formats if FORMATS[fmt].bits <= 32]
+    return result or list(graph.formats)
 
 
-def _unknown(graph: ModelGraph, known: Sensitivity, fmt: str) -> str:
+def _unknown(graph: ModelGraph, available: Sensitivity, fmt: str) -> str:
     """Returns an operator of which a plan with a format makes something whose sensitivity is not known; "" for none."""
     for operator in graph.operators:
         if isinstance(operator.decided, Choices):
             runs = operator.decided.runs[fmt] if operator.decided.pinned is None else operator.decided.pinned
-            if FORMATS[runs].bits < 32 and runs not in known.variance.get(operator.id, {}):
+            if FORMATS[runs].bits < 32 and runs not in available.variance.get(operator.id, {}):
                 return operator.id
     return ""
 
@@ -284,17 +298,17 @@ def _uniform(problem: Problem, fmt: str | None) -> Plans:
             for name, part in parts.items()
         }
         return problem.completed({name: part.uniform(mixed[name]) for name, part in parts.items()})
-    asked = precision(fmt)
-    found = {}
+    requested = precision(fmt)
+    result = {}
     for name in problem.open:
         part = problem.classes[name]
-        alike = [other for other in part.formats if FORMATS[other].bits == asked.bits]
-        own = asked.name if asked.name in part.formats else next(iter(alike), None)
-        if own is None:
-            what = f"plans for {shown(name)} have neither {asked} nor a format as narrow"
-            raise PlanError(what, do=f"name one of {', '.join(part.formats)}, or allow {asked}")
-        found[name] = part.uniform(own)
-    return problem.completed(found)
+        equal = [other for other in part.formats if FORMATS[other].bits == requested.bits]
+        owned = requested.name if requested.name in part.formats else next(iter(equal), None)
+        if owned is None:
+            message = f"plans for {shown(name)} have neither {requested} nor a format as narrow"
+            raise PlanError(message, do=f"name one of {', '.join(part.formats)}, or allow {requested}")
+        result[name] = part.uniform(owned)
+    return problem.completed(result)
 
 
 def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
@@ -303,11 +317,11 @@ def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
     return tuple(group for group in groups if adjustable.issuperset(group))
 
 
-def _limits(fleet: Cluster, given: Mapping[str, Memory] | Memory | None) -> dict[str, float]:
+def _limits(fleet: Cluster, value: Mapping[str, Memory] | Memory | None) -> dict[str, float]:
     """Returns the bytes that a step may take on each class that is limited: by the user, else by the cluster."""
     named = {name: device.memory for name, device in fleet.devices.items() if device.memory is not None}
-    asked = dict.fromkeys(fleet.devices, given) if not isinstance(given, Mapping) else given
-    for name, size in asked.items():
+    requested = dict.fromkeys(fleet.devices, value) if not isinstance(value, Mapping) else value
+    for name, size in requested.items():
         if name not in fleet.devices:
             raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, fleet.devices))
         if size is not None:
@@ -316,9 +330,9 @@ def _limits(fleet: Cluster, given: Mapping[str, Memory] | Memory | None) -> dict
 
 
 def _bytes(fleet: Cluster, name: str, memory: Memory) -> float:
-    if (found := fleet.bytes_of(name, memory)) is not None:
-        return found
+    if (result := fleet.bytes_of(name, memory)) is not None:
+        return result
     if memory_size(memory) is None:
         raise PlanError(f"{shown(str(memory))} is no memory", where=f"memory of {shown(name)}", do=WAYS)
-    what = f"how much memory {shown(name)} has is not known, so {memory} of it is not"
-    raise PlanError(what, where="memory", do="give bytes, or say in the cluster's file what memory it has")
+    message = f"how much memory {shown(name)} has is not known, so {memory} of it is not"
+    raise PlanError(message, where="memory", do="give bytes, or say in the cluster's file what memory it has")

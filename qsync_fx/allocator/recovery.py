@@ -89,11 +89,11 @@ def spread(chosen: Mapping[DecisionGroup, str]) -> dict[str, str]:
 
 def _common(part: DeviceClass, group: Sequence[str]) -> tuple[str, ...]:
     first, *others = group
-    found = tuple(fmt for fmt in part.choices[first] if all(fmt in part.choices[other] for other in others))
-    if not found:
+    result = tuple(fmt for fmt in part.choices[first] if all(fmt in part.choices[other] for other in others))
+    if not result:
         do = "tie operators that take the same formats, such as those of equal blocks"
         raise PlanError(f"{len(group)} operators are tied that have no format in common", where=first, do=do)
-    return found
+    return result
 
 
 TRIED: Final = 3**7
@@ -119,26 +119,26 @@ class Parts:
 def parts(graph: ModelGraph, units: Sequence[DecisionGroup]) -> tuple[Parts, ...]:
     """Returns the parts of a model, equal ones together."""
     alone = {unit.operators[0]: unit for unit in units if len(unit.operators) == 1}
-    found: list[Parts] = []
-    taken: set[DecisionGroup] = set()
+    result: list[Parts] = []
+    used: set[DecisionGroup] = set()
     for equal in isomorphic_blocks(graph):
         blocks = [tuple(alone[op] for op in block if op in alone) for block in equal.operators]
         # Operators that are tied belong to no block alone, and equal blocks then differ in what is left of them.
         if blocks[0] and len({tuple(unit.formats for unit in block) for block in blocks}) == 1:
-            found += [Parts(tuple(block[cut] for block in blocks)) for cut in _cuts(blocks[0])]
-            taken.update(unit for block in blocks for unit in block)
-    rest = [unit for unit in units if unit not in taken]
-    return (*found, *(Parts((tuple(rest[cut]),)) for cut in _cuts(rest)))
+            result += [Parts(tuple(block[cut] for block in blocks)) for cut in _cuts(blocks[0])]
+            used.update(unit for block in blocks for unit in block)
+    rest = [unit for unit in units if unit not in used]
+    return (*result, *(Parts((tuple(rest[cut]),)) for cut in _cuts(rest)))
 
 
 def _cuts(units: Sequence[DecisionGroup]) -> list[slice]:
     """Returns what units are cut into, each as long as can be tried."""
-    found, start = [], 0
-    for at in range(1, len(units) + 1):
-        if at == len(units) or math.prod(len(unit.formats) for unit in units[start : at + 1]) > TRIED:
-            found.append(slice(start, at))
-            start = at
-    return found
+    result, start = [], 0
+    for index in range(1, len(units) + 1):
+        if index == len(units) or math.prod(len(unit.formats) for unit in units[start : index + 1]) > TRIED:
+            result.append(slice(start, index))
+            start = index
+    return result
 
 
 _SHRINKS: Final = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
@@ -172,9 +172,9 @@ def initial(part: DeviceClass, units: Sequence[DecisionGroup], judge: PlanEvalua
         return spread(_chosen(searched, lowest, None))
     room = part.memory - (judge.peak(name) or 0)
     for share in _SHRINKS:
-        found = spread(_chosen(searched, lowest, max(0.0, room) * share))
-        if _peak(judge, name, found) <= part.memory:
-            return found
+        result = spread(_chosen(searched, lowest, max(0.0, room) * share))
+        if _peak(judge, name, result) <= part.memory:
+            return result
     return spread(lowest)
 
 
@@ -182,15 +182,15 @@ def _chosen(
     searched: Sequence[tuple[Parts, list[_Tried]]], lowest: Mapping[DecisionGroup, str], room: float | None
 ) -> dict[DecisionGroup, str]:
     """Returns the fastest plan of each part within its share of the room."""
-    found = dict(lowest)
-    whole = sum(_compressible(tried) * len(equal.units) for equal, tried in searched)
+    result = dict(lowest)
+    full = sum(_compressible(tried) * len(equal.units) for equal, tried in searched)
     for equal, tried in searched:
-        budget = None if room is None else (room * _compressible(tried) / whole if whole else 0.0)
-        fit = [one for one in tried if budget is None or not beyond(one.extra, budget)]
-        best = min(fit, key=lambda one: (one.seconds, one.omega))
+        budget = None if room is None else (room * _compressible(tried) / full if full else 0.0)
+        fit = [item for item in tried if budget is None or not beyond(item.extra, budget)]
+        best = min(fit, key=lambda item: (item.seconds, item.omega))
         for units in equal.units:
-            found.update(zip(units, best.formats, strict=True))
-    return found
+            result.update(zip(units, best.formats, strict=True))
+    return result
 
 
 def _compressible(tried: Sequence[_Tried]) -> float:
@@ -200,9 +200,9 @@ def _compressible(tried: Sequence[_Tried]) -> float:
 def _tried(part: DeviceClass, units: Sequence[DecisionGroup], lowest: Mapping[DecisionGroup, str]) -> list[_Tried]:
     """Returns all plans of a part, from the one in the narrowest formats to that in the widest ones."""
     mapper = CostMapper(part.graph, CachedTimes(part.times), spread(lowest))
-    kept = _kept(units, mapper) if part.memory is not None else {}
+    saved = _kept(units, mapper) if part.memory is not None else {}
     now = {unit: lowest[unit] for unit in units}
-    found = []
+    result = []
     for formats in product(*(unit.formats for unit in units)):
         for unit, fmt in zip(units, formats, strict=True):
             if now[unit] != fmt:
@@ -210,8 +210,8 @@ def _tried(part: DeviceClass, units: Sequence[DecisionGroup], lowest: Mapping[De
                 now[unit] = fmt
         pairs = list(zip(units, formats, strict=True))
         omega = sum(part.omega(operator, fmt) for unit, fmt in pairs for operator in unit.operators)
-        found.append(_Tried(formats, mapper.seconds, omega, sum(kept.get(pair, 0.0) for pair in pairs)))
-    return found
+        result.append(_Tried(formats, mapper.seconds, omega, sum(saved.get(pair, 0.0) for pair in pairs)))
+    return result
 
 
 def _kept(units: Sequence[DecisionGroup], mapper: CostMapper) -> dict[tuple[DecisionGroup, str], float]:
@@ -221,13 +221,13 @@ def _kept(units: Sequence[DecisionGroup], mapper: CostMapper) -> dict[tuple[Deci
         return float(sum(map(float, mapper.states().saved().values())))
 
     least = saved()
-    found = {}
+    result = {}
     for unit, fmt in _wider(units):
         _set(mapper, unit, fmt)
-        found[unit, fmt] = saved() - least
+        result[unit, fmt] = saved() - least
         for _ in unit.operators:
             mapper.undo()
-    return found
+    return result
 
 
 def _wider(units: Sequence[DecisionGroup]) -> Iterator[tuple[DecisionGroup, str]]:
@@ -239,12 +239,12 @@ def _set(mapper: CostMapper, unit: DecisionGroup, fmt: str) -> None:
         mapper.set(operator, fmt)
 
 
-def _peak(judge: PlanEvaluator, name: str, asked: Asked) -> float:
+def _peak(judge: PlanEvaluator, name: str, requested: Asked) -> float:
     """Returns the peak under a plan; the judge is left as it was."""
     before = judge.plans[name]
-    changed = [operator for operator, fmt in asked.items() if before[operator] != fmt]
+    changed = [operator for operator, fmt in requested.items() if before[operator] != fmt]
     for operator in changed:
-        judge.set(name, operator, asked[operator])
+        judge.set(name, operator, requested[operator])
     peak = judge.peak(name) or 0
     for _ in changed:
         judge.undo()
@@ -272,33 +272,35 @@ def recover(
         indicator: what the heaps are ordered by.
         enough: asked after each change that is kept; where it says so, nothing more is changed.
     """
-    asked = judge.plans
+    requested = judge.plans
 
-    def next_of(name: str, at: int) -> list[_Entry]:
-        unit = units[name][at]
-        now = unit.formats.index(asked[name][unit.operators[0]])
+    def next_of(name: str, index: int) -> list[_Entry]:
+        unit = units[name][index]
+        now = unit.formats.index(requested[name][unit.operators[0]])
 
         def omega(fmt: str) -> float:
             return sum(indicator(name, operator, fmt) for operator in unit.operators)
 
         # Formats of as many bits may add more, not less: none of those is higher.
         gains = ((omega(unit.formats[now]) - omega(fmt), fmt) for fmt in unit.formats[now + 1 :])
-        return [(-gain, at, fmt) for gain, fmt in gains if gain > 0][:1]
+        return [(-gain, index, fmt) for gain, fmt in gains if gain > 0][:1]
 
-    heaps = {name: [entry for at in range(len(own)) for entry in next_of(name, at)] for name, own in units.items()}
+    heaps = {
+        name: [entry for index in range(len(owned)) for entry in next_of(name, index)] for name, owned in units.items()
+    }
     for heap in heaps.values():
         heapq.heapify(heap)
     while any(heaps.values()):
         for name, heap in heaps.items():
             if not heap:
                 continue
-            _, at, fmt = heapq.heappop(heap)
-            changed = units[name][at].operators
+            _, index, fmt = heapq.heappop(heap)
+            changed = units[name][index].operators
             for operator in changed:
                 judge.set(name, operator, fmt)
             if judge.fits():
-                asked[name].update(dict.fromkeys(changed, fmt))
-                for entry in next_of(name, at):
+                requested[name].update(dict.fromkeys(changed, fmt))
+                for entry in next_of(name, index):
                     heapq.heappush(heap, entry)
                 if enough():
                     return
@@ -342,15 +344,15 @@ class _Search:
 
     def best(self) -> tuple[Plans, Evaluation]:
         """Returns the best of what the starts lead to; raises `PlanError` where none leads to a plan that fits."""
-        found = [self._recovered(self._fastest())]
+        result = [self._recovered(self._fastest())]
         for start in self._uniform():
             judged = self.judge.become(start)
-            known = min((_order(self.problem, each) for _, each in found))
-            if _order(self.problem, judged) < known:
-                found += [(start, judged), self._recovered(start)]
-        plans, judged = min(found, key=lambda pair: _order(self.problem, pair[1]))
+            available = min((_order(self.problem, each) for _, each in result))
+            if _order(self.problem, judged) < available:
+                result += [(start, judged), self._recovered(start)]
+        plans, judged = min(result, key=lambda pair: _order(self.problem, pair[1]))
         if judged.exceeds(self.problem):
-            raise unfit(self.problem, [each for _, each in found])
+            raise unfit(self.problem, [each for _, each in result])
         return plans, judged
 
     def _recovered(self, start: Plans) -> tuple[Plans, Evaluation]:
@@ -367,11 +369,11 @@ class _Search:
 
     def _fastest(self) -> Plans:
         problem = self.problem
-        found = {name: initial(problem.classes[name], own, self.judge, name) for name, own in self.units.items()}
-        return problem.completed(found)
+        result = {name: initial(problem.classes[name], owned, self.judge, name) for name, owned in self.units.items()}
+        return problem.completed(result)
 
     def _narrowest(self) -> Plans:
-        chosen = {name: spread({unit: unit.formats[0] for unit in own}) for name, own in self.units.items()}
+        chosen = {name: spread({unit: unit.formats[0] for unit in owned}) for name, owned in self.units.items()}
         return self.problem.completed(chosen)
 
     def _uniform(self) -> list[Plans]:
@@ -381,7 +383,7 @@ class _Search:
             formats = (
                 (unit, {plans[name][op] for op in unit.operators}) for name in self.units for unit in self.units[name]
             )
-            return all(len(asked) == 1 and asked <= set(unit.formats) for unit, asked in formats)
+            return all(len(requested) == 1 and requested <= set(unit.formats) for unit, requested in formats)
 
         return [plans for plans in uniforms(self.problem).values() if fits(plans)]
 

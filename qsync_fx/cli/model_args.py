@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from qsync_fx.options import Options
 
 
-def named(given: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
+def named(value: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
     """Returns values by the names before them; those without by `unnamed` and their number."""
-    found: dict[str, str] = {}
-    for at, text in enumerate(given):
+    result: dict[str, str] = {}
+    for index, text in enumerate(value):
         name, equals, path = text.partition("=")
         # A path may hold the sign, too: then what stands before it is no plain name.
-        name, path = (name, path) if equals and "/" not in name else (unnamed.format(at), text)
-        if name in found:
-            what = f"{shown(name)} is given twice" if name else "there are several without a name"
-            raise OptionError(what, where=where, do="write NAME=FILE, with each name of the cluster's devices once")
-        found[name] = path
-    if "" in found and len(found) > 1:
+        name, path = (name, path) if equals and "/" not in name else (unnamed.format(index), text)
+        if name in result:
+            message = f"{shown(name)} is given twice" if name else "there are several without a name"
+            raise OptionError(message, where=where, do="write NAME=FILE, with each name of the cluster's devices once")
+        result[name] = path
+    if "" in result and len(result) > 1:
         raise OptionError("some have a name and one has none", where=where, do="name all of them, or give one for all")
-    return found
+    return result
 
 
 _HOW_TO_WRITE_IT = 'write MODULE:CALLABLE, such as "examples.bert:small"'
@@ -111,9 +111,9 @@ def _module(name: str, reference: str) -> Any:
 
 
 def _look_here_first() -> None:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    current = os.getcwd()
+    if current not in sys.path:
+        sys.path.insert(0, current)
 
 
 def _missing(module: str, reference: str) -> OptionError:
@@ -127,9 +127,9 @@ def _missing(module: str, reference: str) -> OptionError:
 def _attribute(value: Any, path: str, reference: str) -> Any:
     for name in path.split("."):
         if not hasattr(value, name):
-            known = [key for key in vars(value) if not key.startswith("_") and callable(getattr(value, key, None))]
+            available = [key for key in vars(value) if not key.startswith("_") and callable(getattr(value, key, None))]
             owner = getattr(value, "__name__", type(value).__name__)
-            raise OptionError(f"{owner} has no {shown(name)}", where=reference, do=nearest(name, known))
+            raise OptionError(f"{owner} has no {shown(name)}", where=reference, do=nearest(name, available))
         value = getattr(value, name)
     return value
 
@@ -156,8 +156,10 @@ def _check_call(factory: Any, reference: str) -> None:
 
 def _checked(result: Any, reference: str) -> Referred:
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a value of type {type(result).__name__}"
-        raise OptionError(f"the function returned {what}", where=reference, do=_WHAT_TO_RETURN)
+        message = (
+            f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a value of type {type(result).__name__}"
+        )
+        raise OptionError(f"the function returned {message}", where=reference, do=_WHAT_TO_RETURN)
     model, args, kwargs = (*result, {})[:3]
     if not callable(model):
         raise OptionError(
@@ -227,9 +229,9 @@ def add(
             arguments are parsed, and --help does not list these options.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
-    how: dict[str, Any] = {} if needed else {"nargs": "?"}
+    extra_arguments: dict[str, Any] = {} if needed else {"nargs": "?"}
     text = "what returns (model, args) or (model, args, kwargs)"
-    reference.add_argument(name, metavar="MODULE:CALLABLE", type=findable, help=text, **how)
+    reference.add_argument(name, metavar="MODULE:CALLABLE", type=findable, help=text, **extra_arguments)
     parser.set_defaults(mode=None)
     if looks:
         mode = reference.add_mutually_exclusive_group()
@@ -263,21 +265,21 @@ def given(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
     """Returns what argparse has to know of each option."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for name, text in DOCUMENTED.items():
         if name in _OF_RUNS or (name in _OF_LOOKS and not looks):
             continue
         help_text = literal(_SAID.get(name, text).removeprefix("True: "))
         metavar = {"metavar": _METAVARS.get(name, "HOW")}
         if name in _EITHER:
-            found[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
+            result[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
         elif name in SWITCHES:
-            found[name] = {"action": "store_true", "default": None, "help": help_text}
+            result[name] = {"action": "store_true", "default": None, "help": help_text}
         elif name in LISTS:
-            found[name] = {"action": "append", "help": help_text} | metavar
+            result[name] = {"action": "append", "help": help_text} | metavar
         else:
-            found[name] = {"help": help_text} | metavar
-    return found
+            result[name] = {"help": help_text} | metavar
+    return result
 
 
 @dataclass(frozen=True)

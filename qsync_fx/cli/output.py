@@ -134,10 +134,10 @@ def _open_standard_streams() -> None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
-def note(what: object) -> None:
+def note(description: object) -> None:
     """Print a message that is no result to standard error: a written file, a failure."""
     with contextlib.suppress(OSError):  # there is no other stream to report to
-        print(f"qsync: {what}", file=sys.stderr)
+        print(f"qsync: {description}", file=sys.stderr)
 
 
 def to_write(path: str) -> Path:
@@ -161,13 +161,13 @@ def as_json(value: object) -> None:
     print(json.dumps(value, indent=2))
 
 
-def show(what: RenderableType) -> None:
+def show(description: RenderableType) -> None:
     """Prints a table, or whatever else rich prints, as wide as the place that it goes to."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else width() or _LONGEST)
     with console.capture() as captured:
-        console.print(what)
+        console.print(description)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 

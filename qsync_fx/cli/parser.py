@@ -46,12 +46,12 @@ def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of qsync_fx, torch and Python")
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    known = commands.names()
+    available = commands.names()
     first = next((word for word in arguments if not word.startswith("-") or word in _ANSWERED), None)
-    if first in known:
+    if first in available:
         _add(choices, {first: commands.load(first)})
     else:
-        for name in known:
+        for name in available:
             choices.add_parser(name, help=_in_the_list(name))
     namespace = parser.parse_args(arguments)
     return getattr(namespace, _RUN), namespace
@@ -65,8 +65,8 @@ def _in_the_list(name: str) -> str:
     return literal(text)
 
 
-def _add(choices: Any, found: Mapping[str, Command]) -> None:
-    for name, command in found.items():
+def _add(choices: Any, result: Mapping[str, Command]) -> None:
+    for name, command in result.items():
         parser = choices.add_parser(
             name,
             help=literal(command.help),

@@ -55,27 +55,27 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
 
     paths = named(arguments.profile, "--profile")
     profiles: dict[str, Any] = {name: Profile.load(path, any_machine=True) for name, path in paths.items()}
-    given = None if arguments.sensitivity is None else Sensitivity.load(arguments.sensitivity)
+    inputs = None if arguments.sensitivity is None else Sensitivity.load(arguments.sensitivity)
     if arguments.model is None:
         if not profiles and (cluster is None or all(device.profile is None for device in cluster.devices.values())):
             do = "name MODULE:CALLABLE, or profiles with --profile or in the cluster's file"
             raise OptionError("there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do)
-        from_files = PlanInputs(profiles, cluster, given, None)
+        from_files = PlanInputs(profiles, cluster, inputs, None)
         _check(arguments, from_files)
         return from_files
     trained = training_args.read(arguments)
-    _check(arguments, PlanInputs(profiles, cluster, given, trained))
+    _check(arguments, PlanInputs(profiles, cluster, inputs, trained))
     profiles = {**_files(cluster, profiles), **profiles}
     profiles.update(_of_catalog(cluster, profiles, trained, arguments))
-    found = PlanInputs(profiles, cluster, given, trained)
+    result = PlanInputs(profiles, cluster, inputs, trained)
     if trained.precisions is not None and profiles:
         check_precisions(profiles, trained.precisions)
     if not profiles:
-        found = replace(found, profiles={"": _measured(trained, arguments, given is None)})
-    if given is None and any(profile.sensitivity is None for profile in found.profiles.values()):
-        _fits(found, arguments)
-        return replace(found, sensitivity=sensitivities(found, arguments.method))
-    return found
+        result = replace(result, profiles={"": _measured(trained, arguments, inputs is None)})
+    if inputs is None and any(profile.sensitivity is None for profile in result.profiles.values()):
+        _fits(result, arguments)
+        return replace(result, sensitivity=sensitivities(result, arguments.method))
+    return result
 
 
 def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
@@ -140,49 +140,49 @@ def _without_model() -> OptionError:
     )
 
 
-def _fits(known: PlanInputs, arguments: argparse.Namespace) -> None:
+def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
     """Raises `PlanError` where no plan fits into the memory that there is, whatever the sensitivities are, which take minutes to find."""
     from qsync_fx.allocator.api import find_plan
     from qsync_fx.errors import PlanError
     from qsync_fx.formats import FORMATS
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
-    def alike(profile: Any) -> Sensitivity:
+    def equal(profile: Any) -> Sensitivity:
         narrow = {name: 1.0 for name in profile.precisions if FORMATS[name].bits < 32}
-        return Sensitivity("exact", "", {one.id: dict(narrow) for one in profile.graph.operators}, steps=1)
+        return Sensitivity("exact", "", {item.id: dict(narrow) for item in profile.graph.operators}, steps=1)
 
-    devices = () if known.cluster is None else known.cluster.devices.values()
+    devices = () if available.cluster is None else available.cluster.devices.values()
     if not arguments.memory and all(device.memory is None for device in devices):
         return
-    given = {name: alike(profile) for name, profile in known.profiles.items()}
+    inputs = {name: equal(profile) for name, profile in available.profiles.items()}
     try:
         find_plan(
-            known.profiles.get("", known.profiles),
-            known.cluster,
-            objective=objective(arguments, known),  # type: ignore[arg-type]
+            available.profiles.get("", available.profiles),
+            available.cluster,
+            objective=objective(arguments, available),  # type: ignore[arg-type]
             memory=memory(arguments),
-            sensitivity=given.get("", given),
+            sensitivity=inputs.get("", inputs),
         )
     except PlanError as error:
         if error.where is not None and error.where.startswith("memory of"):
             raise
 
 
-def sensitivities(known: PlanInputs, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
+def sensitivities(available: PlanInputs, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
     """Returns what a method finds here for the narrow formats of each profile, where that holds none or it is to be found anew."""
     from qsync_fx.formats import FORMATS
     from qsync_fx.profiler.sensitivity.estimate import sensitivity
 
-    trained = known.trained
+    trained = available.trained
     if trained is None:
         raise _without_model()
-    found: dict[str, Sensitivity] = {}
-    for name, profile in known.profiles.items():
+    result: dict[str, Sensitivity] = {}
+    for name, profile in available.profiles.items():
         if not anew and profile.sensitivity is not None:
-            found[name] = profile.sensitivity
+            result[name] = profile.sensitivity
             continue
         narrow = [fmt for fmt in profile.precisions if FORMATS[fmt].bits < 32]
-        found[name] = sensitivity(
+        result[name] = sensitivity(
             trained.module,
             trained.step,
             trained.batches,
@@ -191,7 +191,7 @@ def sensitivities(known: PlanInputs, method: str, anew: bool = False) -> Sensiti
             STEPS,
             options=replace(trained.given.options, target=_target(profile.graph.device)),
         )
-    return found.get("", found)
+    return result.get("", result)
 
 
 def _target(device: str) -> str | None:
@@ -201,11 +201,11 @@ def _target(device: str) -> str | None:
     return device if device in TARGETS else None
 
 
-def resizer(known: PlanInputs, problem: Problem) -> Callable[[str, int], DeviceClass]:
+def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], DeviceClass]:
     """Returns what gives a class of devices another batch; raises `OptionError` where there is no model to look at."""
     from qsync_fx.allocator.evaluator import resized
 
-    trained = known.trained
+    trained = available.trained
     if trained is None:
         do = "name MODULE:CALLABLE"
         raise OptionError("a profile is of one batch, and says nothing of others", where="MODULE:CALLABLE", do=do)
@@ -238,10 +238,10 @@ def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> Mo
     return build_model_graph(explain(trained.module, *args, options=options, **kwargs), formats)
 
 
-def _files(cluster: Cluster | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def _files(cluster: Cluster | None, value: Mapping[str, Any]) -> dict[str, Any]:
     from qsync_fx.timeline.device_profiles import of_files
 
-    return {} if cluster is None or "" in given else dict(of_files(cluster, given))
+    return {} if cluster is None or "" in value else dict(of_files(cluster, value))
 
 
 def _of_catalog(
@@ -250,18 +250,18 @@ def _of_catalog(
     from qsync_fx.devices import get
 
     devices = {} if cluster is None or "" in profiles else cluster.devices
-    missing = {name: one.device for name, one in devices.items() if name not in profiles and one.device is not None}
-    found = {}
+    missing = {name: item.device for name, item in devices.items() if name not in profiles and item.device is not None}
+    result = {}
     with progress("profiles from the catalog", len(missing)) as done:
         for name, called in missing.items():
             device = get(called)
             formats = [fmt for fmt in trained.precisions or device.units if fmt in device.units]
             optimizer = training_args.optimizer(arguments.optimizer, trained.module)
-            found[name] = device.profile(
+            result[name] = device.profile(
                 trained.module, trained.step, trained.batches[0], _at_most_32(formats), optimizer
             )
             done(name)
-    return found
+    return result
 
 
 def _at_most_32(formats: list[str]) -> list[str]:
@@ -284,14 +284,14 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
     )
 
 
-def at_hand(arguments: argparse.Namespace, known: PlanInputs) -> dict[str, Any]:
+def at_hand(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
     """Returns what a plan is run with, as `find_plan` takes it; nothing where no profile is of this machine, or none is to be run."""
     from qsync_fx.allocator.measure_and_replan import CORRECTIONS
     from qsync_fx.devices.machine import here_for
 
-    here = any(profile.machine == here_for(profile.machine) for profile in known.profiles.values())
-    trained, limit = known.trained, arguments.corrections
-    if trained is None or limit == 0 or (limit is None and not here):
+    current = any(profile.machine == here_for(profile.machine) for profile in available.profiles.values())
+    trained, limit = available.trained, arguments.corrections
+    if trained is None or limit == 0 or (limit is None and not current):
         return {}
     return {
         "model": trained.module,
@@ -305,17 +305,17 @@ def at_hand(arguments: argparse.Namespace, known: PlanInputs) -> dict[str, Any]:
 
 def memory(arguments: argparse.Namespace) -> Any:
     """Returns the memory that --memory allows, as `find_plan` takes it."""
-    found = named(arguments.memory, "--memory")
-    if not found:
+    result = named(arguments.memory, "--memory")
+    if not result:
         return None
-    return found.get("", found)
+    return result.get("", result)
 
 
-def objective(arguments: argparse.Namespace, known: PlanInputs) -> str:
+def objective(arguments: argparse.Namespace, available: PlanInputs) -> str:
     """Returns what was asked for; by default "hybrid" for several classes of devices, "fastest" for one."""
     if arguments.objective is not None:
         return str(arguments.objective)
-    several = len(known.profiles) > 1 or (known.cluster is not None and len(known.cluster.devices) > 1)
+    several = len(available.profiles) > 1 or (available.cluster is not None and len(available.cluster.devices) > 1)
     return "hybrid" if several else "fastest"
 
 

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 def changes(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns formats by operator, or by pattern, of --set."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for text in arguments.set:
         operator, equals, fmt = text.rpartition("=")
         if not equals or not operator:
             raise OptionError(f"{shown(text)} says no format", where="--set", do="write OP=fp32")
-        found[operator] = fmt
-    return found
+        result[operator] = fmt
+    return result
 
 
-def allocator(arguments: argparse.Namespace, known: PlanInputs) -> Allocator | str:
+def allocator(arguments: argparse.Namespace, available: PlanInputs) -> Allocator | str:
     """Returns the allocator that --allocator names."""
     if arguments.allocator == "hessian":
-        return _hessian(arguments.hessian or "", known)
+        return _hessian(arguments.hessian or "", available)
     return str(arguments.allocator)
 
 
@@ -59,7 +59,7 @@ class PlanReport:
         from qsync_fx.allocator.analysis import selected, single_change, what_if
 
         answer, arguments = self.answer, self.arguments
-        meant = [one for which in arguments.explain for one in selected(answer, which, arguments.device)]
+        meant = [item for chosen in arguments.explain for item in selected(answer, chosen, arguments.device)]
         steps = [single_change(answer, operator, arguments.device) for operator in dict.fromkeys(meant)]
         changed = what_if(answer, self.changes, arguments.device) if self.changes else None
         compared = self._compared() if arguments.compare or arguments.hessian is not None else []
@@ -88,8 +88,8 @@ class PlanReport:
         from qsync_fx.allocator.plan_result import answer_table
 
         output.show(answer_table(self.answer))
-        for one in steps:
-            output.show(steps_table(one))
+        for item in steps:
+            output.show(steps_table(item))
         if changed is not None:
             output.show(changes_table(self.answer, changed))
         if compared:
@@ -119,17 +119,17 @@ class PlanReport:
         from qsync_fx.allocator.api import get_allocator
 
         with progress("points", self.arguments.points) as done:
-            which = get_allocator(allocator(self.arguments, self.known))
-            return pareto(self.answer.problem, which, self.arguments.points, self.answer, done)
+            selected = get_allocator(allocator(self.arguments, self.known))
+            return pareto(self.answer.problem, selected, self.arguments.points, self.answer, done)
 
 
-def _hessian(path: str, known: PlanInputs) -> Allocator:
+def _hessian(path: str, available: PlanInputs) -> Allocator:
     from qsync_fx.allocator.baselines import HessianGreedy
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
     if path:
         return HessianGreedy(Sensitivity.load(path))
-    return HessianGreedy(knowing.sensitivities(known, "hessian", anew=True))
+    return HessianGreedy(knowing.sensitivities(available, "hessian", anew=True))
 
 
 def as_json(
@@ -140,7 +140,7 @@ def as_json(
     front: ParetoFront | None = None,
 ) -> dict[str, Any]:
     """Returns what the tables say, and more, as JSON takes it."""
-    found: dict[str, Any] = _answer(answer) | {
+    result: dict[str, Any] = _answer(answer) | {
         "plans": {name: dict(plan) for name, plan in answer.plans.items()},
         "notes": [
             {
@@ -154,15 +154,15 @@ def as_json(
         ],
     }
     if steps:
-        found["explain"] = [[_step(step) for step in one] for one in steps]
+        result["explain"] = [[_step(step) for step in item] for item in steps]
     if changed is not None:
-        found["changed"] = _answer(changed)
+        result["changed"] = _answer(changed)
     if compared:
-        found["compared"] = [_compared(one) for one in compared]
+        result["compared"] = [_compared(item) for item in compared]
     if front is not None:
-        uniform = {fmt: _answer(one) for fmt, one in front.uniform.items()}
-        found["pareto"] = {"points": [_answer(one) for one in front.points], "uniform": uniform}
-    return found
+        uniform = {fmt: _answer(item) for fmt, item in front.uniform.items()}
+        result["pareto"] = {"points": [_answer(item) for item in front.points], "uniform": uniform}
+    return result
 
 
 def _answer(answer: PlanResult) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _step(step: SingleChange) -> dict[str, Any]:
     }
 
 
-def _compared(one: AllocatorComparison) -> dict[str, Any]:
-    if one.answer is None:
-        return {"allocator": one.allocator, "error": "" if one.error is None else one.error.what}
-    return _answer(one.answer) | {"gap": one.gap}
+def _compared(item: AllocatorComparison) -> dict[str, Any]:
+    if item.answer is None:
+        return {"allocator": item.allocator, "error": "" if item.error is None else item.error.what}
+    return _answer(item.answer) | {"gap": item.gap}

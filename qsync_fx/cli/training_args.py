@@ -73,9 +73,9 @@ def add(
 
 def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
     """Adds --output and --json, whose help is given."""
-    kept = parser.add_argument_group("what to write")
-    kept.add_argument("--output", metavar="FILE", type=to_write, help=output)
-    kept.add_argument("--json", action="store_true", help=json)
+    saved = parser.add_argument_group("what to write")
+    saved.add_argument("--output", metavar="FILE", type=to_write, help=output)
+    saved.add_argument("--json", action="store_true", help=json)
 
 
 def read(arguments: argparse.Namespace) -> Trained:
@@ -88,15 +88,15 @@ def read(arguments: argparse.Namespace) -> Trained:
 
     # What was interrupted finds the same weights when it goes on.
     torch.manual_seed(0)
-    given = model_args.read(arguments)
-    if not hasattr(given.model, "parameters"):
-        raise OptionError("a function has nothing to train", where=given.reference, do="return a module")
-    module: Any = given.model
+    value = model_args.read(arguments)
+    if not hasattr(value.model, "parameters"):
+        raise OptionError("a function has nothing to train", where=value.reference, do="return a module")
+    module: Any = value.model
     return Trained(
-        given,
+        value,
         module.train(),
-        lambda trained, inputs: loss_of(trained(*inputs[0], **inputs[1]), given.reference),
-        [(given.args, given.kwargs)],
+        lambda trained, inputs: loss_of(trained(*inputs[0], **inputs[1]), value.reference),
+        [(value.args, value.kwargs)],
         None if arguments.precisions is None else arguments.precisions.split(","),
     )
 
@@ -112,16 +112,16 @@ def loss_of(result: Any, reference: str) -> Tensor:
 
     if isinstance(loss := getattr(result, "loss", None), torch.Tensor):
         return loss
-    found = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not found:
+    matches = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not matches:
         raise OptionError(
             "the model returns nothing that can be trained",
             where=reference,
             do="return a model whose outputs need gradients",
         )
-    if len(found) == 1 and not found[0].dim():
-        return found[0]
-    return torch.stack([t.float().square().mean() for t in found]).sum()
+    if len(matches) == 1 and not matches[0].dim():
+        return matches[0]
+    return torch.stack([t.float().square().mean() for t in matches]).sum()
 
 
 def add_optimizer(group: argparse._ArgumentGroup) -> None:

@@ -78,11 +78,13 @@ class Reducer:
             return
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             self.state.spend(piece, flat)
-        whole = gathered([piece.codec for piece in bucket.pieces], len(self.members))
+        full = gathered([piece.codec for piece in bucket.pieces], len(self.members))
         for is_whole, exchanged in ((True, self._one_exchange), (False, self._two_exchanges)):
-            own = [at for at, found in enumerate(whole) if found == is_whole]
-            if own:
-                exchanged(replace(bucket, pieces=[bucket.pieces[at] for at in own]), [flats[at] for at in own])
+            owned = [index for index, item in enumerate(full) if item == is_whole]
+            if owned:
+                exchanged(
+                    replace(bucket, pieces=[bucket.pieces[index] for index in owned]), [flats[index] for index in owned]
+                )
 
     def scatter(self, bucket: Bucket) -> None:
         """Puts the mean over ranks in the place of this rank's part of each parameter, and zeros in that of the others'.
@@ -93,13 +95,13 @@ class Reducer:
         flats = self.flats(bucket)
         self._sum(bucket, flats)
         for piece, flat in zip(bucket.pieces, flats, strict=True):
-            own = piece.part(self._own)
-            flat[: own.start].zero_()
-            flat[own.stop :].zero_()
+            owned = piece.part(self._own)
+            flat[: owned.start].zero_()
+            flat[owned.stop :].zero_()
         self.put_back(bucket, flats)
         self._count(*scattering(bucket.pieces, self._own))
 
-    def give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
+    def give(self, bucket: Bucket, owned: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
         """Writes what each rank has of its own part of each parameter to its place, or adds it to what is there.
 
         Args:
@@ -110,7 +112,7 @@ class Reducer:
         Raises:
             RankError: a rank is gone.
         """
-        self._give(bucket, own, flats, onto)
+        self._give(bucket, owned, flats, onto)
         self._count(*giving(bucket.pieces, self._own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
@@ -126,11 +128,11 @@ class Reducer:
         self.tally.raw += raw
         self.tally.theory += theory
 
-    def fault(self, bucket: Bucket, sender: int, what: str) -> None:
+    def fault(self, bucket: Bucket, sender: int, description: str) -> None:
         """Remembers that a message of a member, by its place, could not be read; all ranks are told at the end of the step."""
-        self.faults.append(point_to_point.unread(self.state.rank, self.members[sender], bucket.about, what))
+        self.faults.append(point_to_point.unread(self.state.rank, self.members[sender], bucket.about, description))
 
-    def settle(self, step: int, compared: bool = False, told: str = point_to_point.GRADIENTS) -> None:
+    def settle(self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS) -> None:
         """Ends a step, whose buckets are all reduced; `compared` says whether what was made of them is counted as compared, and `told`
         what is said where it differs.
 
@@ -143,7 +145,7 @@ class Reducer:
         faults, digest, finite = self.faults, self.digest, self.finite
         self.faults, self.digest, self.finite = [], 0, True
         rank, world = self.state.rank, self.state.world
-        self.used = point_to_point.settle(self.group, rank, world, step, faults, digest, finite, told)
+        self.used = point_to_point.settle(self.group, rank, world, step, faults, digest, finite, reported)
         self.state.settle(self.used)
         self.tally.checks += compared
 
@@ -170,30 +172,30 @@ class Reducer:
 
     def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         self._sum(bucket, flats)
-        own = [flat[piece.part(self._own)] for piece, flat in zip(bucket.pieces, flats, strict=True)]
-        self._give(bucket, own, flats, [False] * len(flats))
+        owned = [flat[piece.part(self._own)] for piece, flat in zip(bucket.pieces, flats, strict=True)]
+        self._give(bucket, owned, flats, [False] * len(flats))
 
     def _sum(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         """Puts the mean in the place of this rank's part."""
-        given = []
+        inputs = []
         for owner in range(len(self.members)):
             parts = [piece.part(owner) for piece in bucket.pieces]
             made = self._given(bucket, _cut(flats, parts), parts, f"to {owner}")
-            given.append((made, [owner] if owner != self._own else []))
-        mine, _ = given[self._own]
-        self._pass(bucket, given, [self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))])
+            inputs.append((made, [owner] if owner != self._own else []))
+        mine, _ = inputs[self._own]
+        self._pass(bucket, inputs, [self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))])
 
-    def _give(self, bucket: Bucket, own: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
+    def _give(self, bucket: Bucket, owned: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
         parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in range(len(self.members))}
-        mine = self._given(bucket, own, parts[self._own], "mean", summed=True)
-        taken = []
-        for owner, found in parts.items():
+        mine = self._given(bucket, owned, parts[self._own], "mean", summed=True)
+        used = []
+        for owner, result in parts.items():
             cuts, memory = mine.stretches, mine.memory
             if owner != self._own:
-                cuts = stretches(bucket.pieces, found)
+                cuts = stretches(bucket.pieces, result)
                 memory = self._memory_for(bucket, f"mean of {owner}", cuts[-1].wire.stop)
-            taken.append(IncomingMessages(cuts, {owner: memory}, _cut(flats, found), summed=True, onto=onto))
-        self._pass(bucket, [(mine, self._others)], taken)
+            used.append(IncomingMessages(cuts, {owner: memory}, _cut(flats, result), summed=True, onto=onto))
+        self._pass(bucket, [(mine, self._others)], used)
 
     @property
     def _others(self) -> list[int]:
@@ -223,56 +225,59 @@ class Reducer:
         return OutgoingMessage(message, cuts, parts, values, residuals, summed)
 
     def _pass(
-        self, bucket: Bucket, given: Sequence[tuple[OutgoingMessage, Sequence[int]]], taken: Sequence[IncomingMessages]
+        self, bucket: Bucket, value: Sequence[tuple[OutgoingMessage, Sequence[int]]], used: Sequence[IncomingMessages]
     ) -> None:
         """Sends messages to the members that each goes to, and sums those that come, stretch by stretch."""
         begin, coding = time.perf_counter(), self.tally.coding
         flight = PendingTransfers(self.group, bucket.about)
-        for found in taken:
-            for sender, message in found.messages.items():
-                for number, stretch in enumerate(found.stretches):
+        for item in used:
+            for sender, message in item.messages.items():
+                for number, stretch in enumerate(item.stretches):
                     if sender != self._own:
                         flight.expect(self.members[sender], message[stretch.wire], number)
-        for number in range(max(len(made.stretches) for made, _ in given)):
-            for made, peers in given:
+        for number in range(max(len(made.stretches) for made, _ in value)):
+            for made, peers in value:
                 if number < len(made.stretches):
                     made.encode(bucket, number, self.state, self.tally)
                     for peer in peers:
                         flight.send(self.members[peer], made.memory[made.stretches[number].wire], number)
-        for number in range(max(len(found.stretches) for found in taken)):
-            for found in taken:
-                if number < len(found.stretches):
-                    for sender in found.messages:
+        for number in range(max(len(item.stretches) for item in used)):
+            for item in used:
+                if number < len(item.stretches):
+                    for sender in item.messages:
                         if sender != self._own:
                             flight.arrived(self.members[sender], number)
                     if number == 0:
-                        found.look(lambda *which: self._head(bucket, *which), lambda *what: self.fault(bucket, *what))
-                    found.decode(bucket, number, self.tally, lambda *what: self.fault(bucket, *what))
+                        item.look(
+                            lambda *selected: self._head(bucket, *selected),
+                            lambda *description: self.fault(bucket, *description),
+                        )
+                    item.decode(bucket, number, self.tally, lambda *description: self.fault(bucket, *description))
         flight.end()
         self.tally.transfer += time.perf_counter() - begin - (self.tally.coding - coding)
-        self.tally.wire += sum(made.memory.numel() * len(peers) for made, peers in given)
+        self.tally.wire += sum(made.memory.numel() * len(peers) for made, peers in value)
 
     def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
-        what = point_to_point.hash_of(self.state.codec)
+        subject = point_to_point.hash_of(self.state.codec)
         return MessageHeader(
-            what, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER
+            subject, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER
         )
 
     def _memory_for(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
         """Returns bytes that stay from step to step: new memory costs more than it takes to fill it."""
         key = (bucket.index, name)
-        found = self._memory.get(key)
-        if found is None or found.numel() != nbytes:
-            found = self._memory[key] = buffers.host(nbytes, self.state.device)
-        return found
+        result = self._memory.get(key)
+        if result is None or result.numel() != nbytes:
+            result = self._memory[key] = buffers.host(nbytes, self.state.device)
+        return result
 
     def _order(self, bucket: Bucket, size: int) -> Tensor:
         """Returns memory for so many values beside those of a bucket, that stays, too."""
         key = (bucket.index, "order")
-        found = self._memory.get(key)
-        if found is None or found.numel() != size:
-            found = self._memory[key] = torch.zeros(size, dtype=torch.float32, device=bucket.values.device)
-        return found
+        result = self._memory.get(key)
+        if result is None or result.numel() != size:
+            result = self._memory[key] = torch.zeros(size, dtype=torch.float32, device=bucket.values.device)
+        return result
 
 
 def _cut(flats: Sequence[Tensor], parts: Sequence[slice]) -> list[Tensor]:

@@ -41,13 +41,13 @@ class ParameterSlice:
 
     def part(self, owner: int) -> slice:
         """Returns the values that a rank sums. Ranks begin with another part of each parameter, so that small ones are shared out, too."""
-        at = self._at(owner)
-        return slice(self.cuts[at], self.cuts[at + 1])
+        index = self._at(owner)
+        return slice(self.cuts[index], self.cuts[index + 1])
 
     def own(self, rank: int) -> int:
         """Returns how many values a rank sums."""
-        at = self._at(rank)
-        return self.cuts[at + 1] - self.cuts[at]
+        index = self._at(rank)
+        return self.cuts[index + 1] - self.cuts[index]
 
     def _at(self, owner: int) -> int:
         return (owner - self.index) % (len(self.cuts) - 1)
@@ -95,9 +95,9 @@ def ordered(piece: ParameterSlice, gradient: Tensor, room: Tensor | None = None)
     columns = piece.codec.columns(gradient)
     if columns is None:
         return None
-    found = columns.new_empty(piece.size) if room is None else room
-    _copied(columns, found.view(columns.shape))
-    return found
+    result = columns.new_empty(piece.size) if room is None else room
+    _copied(columns, result.view(columns.shape))
+    return result
 
 
 def flat(piece: ParameterSlice, gradient: Tensor) -> Tensor:
@@ -118,9 +118,9 @@ def _copied(source: Tensor, target: Tensor) -> None:
     seventh to a half of the time of torch's copy."""
     both = (source, target)
     if source.dim() == 2 and all(buffers.native(t) and t.dtype == torch.float32 for t in both):
-        for given, made in (both, (source.t(), target.t())):
-            if given.is_contiguous() and made.t().is_contiguous():
-                buffers.kernels().turn(source.data_ptr(), target.data_ptr(), 1, *given.shape, 4, buffers.threads())
+        for inputs, made in (both, (source.t(), target.t())):
+            if inputs.is_contiguous() and made.t().is_contiguous():
+                buffers.kernels().turn(source.data_ptr(), target.data_ptr(), 1, *inputs.shape, 4, buffers.threads())
                 return
     target.copy_(source)
 
@@ -153,13 +153,13 @@ class Bucket:
     def flats(self, room: Tensor | None = None) -> list[Tensor]:
         """Returns the values of each parameter in the order they are coded in: views, or copies where they lie otherwise, in `room`, which
         has as many values as `reordered` says."""
-        found, used = list[Tensor](), 0
+        result, used = list[Tensor](), 0
         for piece, gradient in zip(self.pieces, self.gradients, strict=True):
-            own = None if room is None else room[used : used + piece.size]
-            order = ordered(piece, gradient, own)
+            owned = None if room is None else room[used : used + piece.size]
+            order = ordered(piece, gradient, owned)
             used += 0 if order is None else piece.size
-            found.append(_flat(self.values, gradient) if order is None else order)
-        return found
+            result.append(_flat(self.values, gradient) if order is None else order)
+        return result
 
     def put_back(self, flats: Sequence[Tensor]) -> None:
         """Writes what `flats` returned back to where it is from."""
@@ -182,11 +182,11 @@ def gathered(codecs: Sequence[Codec], ranks: int) -> list[bool]:
 def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
     """Returns the bytes that a rank sends of a bucket in FP32, without headers, and what the papers give for its codecs."""
     sent = gathered([piece.codec for piece in pieces], ranks)
-    whole = [piece for piece, found in zip(pieces, sent, strict=True) if found]
-    parts = [piece for piece, found in zip(pieces, sent, strict=True) if not found]
-    (scattered, less), (given, fewer) = scattering(parts, rank), giving(parts, rank, ranks)
-    raw = (ranks - 1) * sum(PLAIN.nbytes(piece.size) for piece in whole)
-    return raw + scattered + given, (ranks - 1) * sum(p.codec.theory(p.size) for p in whole) + less + fewer
+    full = [piece for piece, item in zip(pieces, sent, strict=True) if item]
+    parts = [piece for piece, item in zip(pieces, sent, strict=True) if not item]
+    (scattered, less), (inputs, fewer) = scattering(parts, rank), giving(parts, rank, ranks)
+    raw = (ranks - 1) * sum(PLAIN.nbytes(piece.size) for piece in full)
+    return raw + scattered + inputs, (ranks - 1) * sum(p.codec.theory(p.size) for p in full) + less + fewer
 
 
 def scattering(pieces: Sequence[ParameterSlice], rank: int) -> tuple[int, float]:
@@ -203,5 +203,5 @@ def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int
 
 def _flat(values: Tensor, gradient: Tensor) -> Tensor:
     """Returns the values of a gradient as they lie in memory."""
-    at = gradient.storage_offset() - values.storage_offset()
-    return values[at : at + gradient.numel()]
+    index = gradient.storage_offset() - values.storage_offset()
+    return values[index : index + gradient.numel()]

@@ -94,9 +94,9 @@ def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: 
             if near is not wire:
                 wire.copy_(near)
 
-    def decode(**how: bool) -> None:
+    def decode(**settings: bool) -> None:
         for (_, into), wire in zip(pieces, wires, strict=True):
-            codec.decode(buffers.taken_to(wire, into), into, **how)
+            codec.decode(buffers.taken_to(wire, into), into, **settings)
 
     calls: dict[str, Callable[[], object]] = {
         "copy": copy,
@@ -207,35 +207,35 @@ def reductions(
         **{name: handle.hook for name, handle in handles.items()},
     }
 
-    def seconds(way: str) -> float:
+    def seconds(method: str) -> float:
         bucket.values.copy_(source)
         meet()
         begin = time.perf_counter()
-        reduced = hooks[way](plain, bucket)
-        if way in handles:
-            handles[way].wait()
+        reduced = hooks[method](plain, bucket)
+        if method in handles:
+            handles[method].wait()
         reduced.wait()
         return time.perf_counter() - begin
 
-    for way in hooks:
+    for method in hooks:
         for _ in range(_WARMUP):
-            seconds(way)
+            seconds(method)
     before = {name: handle.report().tally for name, handle in handles.items()}
-    ways = list(hooks)
+    methods = list(hooks)
     turns: list[list[float]] = []
     for turn in range(repeats):
-        shift = turn % len(ways)
-        found = {way: seconds(way) for way in ways[shift:] + ways[:shift]}
-        turns.append([found[way] for way in ways])
+        shift = turn % len(methods)
+        result = {method: seconds(method) for method in methods[shift:] + methods[:shift]}
+        turns.append([result[method] for method in methods])
     # Of every way's turns the slowest rank's, all of them at once.
-    told = slowest([taken for turn in turns for taken in turn])
-    times = {way: told[at :: len(ways)] for at, way in enumerate(ways)}
+    reported = slowest([used for turn in turns for used in turn])
+    times = {method: reported[index :: len(methods)] for index, method in enumerate(methods)}
 
     made = []
-    for way in ways:
-        own, done = times[way], {}
-        if way in handles:
-            now, then = handles[way].report().tally, before[way]
+    for method in methods:
+        owned, done = times[method], {}
+        if method in handles:
+            now, then = handles[method].report().tally, before[method]
             coding = now.encode + now.decode - then.encode - then.decode
             done = {
                 "coding": coding / repeats,
@@ -243,8 +243,8 @@ def reductions(
                 "theory": (now.theory - then.theory) / repeats,
             }
         to = {
-            "to_plain": statistics.median(a / b for a, b in zip(times[PLAIN], own, strict=True)),
-            "to_half": statistics.median(a / b for a, b in zip(times[HALF], own, strict=True)),
+            "to_plain": statistics.median(a / b for a, b in zip(times[PLAIN], owned, strict=True)),
+            "to_half": statistics.median(a / b for a, b in zip(times[HALF], owned, strict=True)),
         }
-        made.append(Reduction(way, statistics.median(own), **to, **done))
+        made.append(Reduction(method, statistics.median(owned), **to, **done))
     return made

@@ -126,25 +126,25 @@ def of_gpu(copy: float, host: float, source: str) -> Rates:
 
 def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
     """Returns rates that were measured."""
-    return Rates(source, {one.codec: Rate(one.encode, one.decode) for one in speeds})
+    return Rates(source, {item.codec: Rate(item.encode, item.decode) for item in speeds})
 
 
 def slowed(rates: Rates, times: float) -> Rates:
     """Returns the rates of a device that takes so many times as long as they say."""
     if times == 1.0:
         return rates
-    found = {name: Rate(one.encode / times, one.decode / times) for name, one in rates.by_codec.items()}
-    return Rates(rates.source, found)
+    result = {name: Rate(item.encode / times, item.decode / times) for name, item in rates.by_codec.items()}
+    return Rates(rates.source, result)
 
 
 def slowest(several: Sequence[Rates]) -> Rates:
     """Returns for each codec that all know the rates of the slowest: a bucket is exchanged once all ranks have coded it."""
-    known = [name for name in several[0].by_codec if all(name in one.by_codec for one in several)]
-    found = {
-        name: Rate(min(one.of(name).encode for one in several), min(one.of(name).decode for one in several))
-        for name in known
+    available = [name for name in several[0].by_codec if all(name in item.by_codec for item in several)]
+    result = {
+        name: Rate(min(item.of(name).encode for item in several), min(item.of(name).decode for item in several))
+        for name in available
     }
-    return Rates("; ".join(dict.fromkeys(one.source for one in several)), found)
+    return Rates("; ".join(dict.fromkeys(item.source for item in several)), result)
 
 
 _WIDE = 4
@@ -179,18 +179,18 @@ def coded(
     made = [_of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter) for parameter in parameters]
     # Between nodes each rank averages a part of all values.
     nodes = ranks // size
-    ways = gathered(made, nodes)
+    methods = gathered(made, nodes)
     values: dict[str, int] = {}
     sent = seconds = 0.0
-    for parameter, codec, whole in zip(parameters, made, ways, strict=True):
-        encoded, decoded = volumes(nodes, whole)
+    for parameter, codec, full in zip(parameters, made, methods, strict=True):
+        encoded, decoded = volumes(nodes, full)
         rate, nbytes = rates.of(codec.name), _WIDE * parameter.numel
-        sent += _given(codec.nbytes(parameter.numel), nodes, whole)
+        sent += _given(codec.nbytes(parameter.numel), nodes, full)
         seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
         values[codec.name] = values.get(codec.name, 0) + parameter.numel
     # Of each rank of a node, a message to every other node in each phase.
-    heads = size * sum(_given(HEADER, nodes, True) if whole else HEADER * nodes for whole in set(ways))
-    phases = sum(1 if whole else 2 for whole in set(ways))
+    heads = size * sum(_given(HEADER, nodes, True) if full else HEADER * nodes for full in set(methods))
+    phases = sum(1 if full else 2 for full in set(methods))
     inside = inside_seconds = 0.0
     if size > 1:
         rate, nbytes = rates.of(PLAIN.name), _WIDE * sum(values.values())
@@ -199,7 +199,7 @@ def coded(
         inside = float(nbytes + HEADER * size)
     named = name or max(values, key=values.__getitem__, default=PLAIN.name)
     # Of what a rank averages: its part of the node's, and, where it is sent its own alone, of that the part of each.
-    cuts = math.ceil(sum(values.values()) / size / (1 if all(ways) else nodes) / VALUES)
+    cuts = math.ceil(sum(values.values()) / size / (1 if all(methods) else nodes) / VALUES)
     return CompressedTransfer(named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds)
 
 
@@ -210,21 +210,21 @@ def by_bucket(
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
     parameters = next(iter(schedules.values())).parameters
-    buckets = [[parameters[at] for at in which] for which in buckets_of(schedules, fleet)]
+    buckets = [[parameters[index] for index in selected] for selected in buckets_of(schedules, fleet)]
     return [coded(bucket, codecs, fleet.ranks, rates, size=fleet.nodes.ranks) for bucket in buckets]
 
 
-def volumes(ranks: int, whole: bool) -> tuple[float, float]:
+def volumes(ranks: int, full: bool) -> tuple[float, float]:
     """Returns how many times a rank encodes, and decodes, as many values as there are; `whole` is where all ranks are sent all of them."""
     if ranks == 1:
         return 0.0, 0.0
     # Else each decodes its part of all, codes the mean of that part, and decodes all means.
-    return (1.0, float(ranks)) if whole else (1 + 1 / ranks, 2.0)
+    return (1.0, float(ranks)) if full else (1 + 1 / ranks, 2.0)
 
 
-def _given(nbytes: float, ranks: int, whole: bool) -> float:
+def _given(nbytes: float, ranks: int, full: bool) -> float:
     """Returns the bytes of which an all-reduce sends as many as an exchange of `nbytes` does."""
-    return nbytes * ranks / 2 if whole else nbytes
+    return nbytes * ranks / 2 if full else nbytes
 
 
 def small(parameters: Sequence[SizedBucket]) -> set[str]:

@@ -170,17 +170,17 @@ class Worker:
 
     def do(self, work: Work, mark: Any, done: Any) -> None:
         """Does one piece of work, on the thread, behind what was queued on a device when it was given."""
-        found: Tensor | BaseException
+        result: Tensor | BaseException
         try:
             if self.error is not None:
-                found = self.error
+                result = self.error
             else:
                 with self._side.behind(mark):
-                    found = work()
+                    result = work()
         except BaseException as error:  # noqa: BLE001  whatever it is, the step ends with it
-            found = self.error = error
+            result = self.error = error
         try:
-            done.set_result(found)
+            done.set_result(result)
         finally:
             with self._idle:
                 self._open -= 1
@@ -188,17 +188,17 @@ class Worker:
 
 
 def _taken(done: Any) -> Tensor:
-    found = done.value()
-    if isinstance(found, BaseException):
-        raise found
-    taken: Tensor = found
-    return taken
+    result = done.value()
+    if isinstance(result, BaseException):
+        raise result
+    used: Tensor = result
+    return used
 
 
 def _run(worker: weakref.ref[Worker], todo: queue.SimpleQueue[tuple[Work, Any, Any] | None]) -> None:
-    while (given := todo.get()) is not None:
+    while (inputs := todo.get()) is not None:
         alive = worker()
         if alive is None:
             return
-        alive.do(*given)
-        del alive, given
+        alive.do(*inputs)
+        del alive, inputs

@@ -133,16 +133,16 @@ class CompressorState:
         What is left of sums is that of their mean: a rank that adds it, times the ranks, to its own gradient has it arrive.
         """
         scale, laid = 0.0, torch.zeros_like(like)
-        found = bucket.flat(old, laid)
+        result = bucket.flat(old, laid)
         if old.name in self.sent.values:
             left, scale = self.sent.take(old.name)
-            found += left
+            result += left
         if old.name in self.owned.values:
             left, of = self.owned.take(old.name)
             scale = scale or of
-            found[old.part(self.rank)] += left * (self.world * scale / of)
+            result[old.part(self.rank)] += left * (self.world * scale / of)
         if scale:
-            bucket.put_back(old, laid, found)
+            bucket.put_back(old, laid, result)
             self.sent.values[new.name] = bucket.flat(new, laid).clone()
             self.sent.scales[new.name] = scale
 

@@ -51,10 +51,10 @@ def meet() -> None:
 
 def slowest(seconds: Sequence[float]) -> list[float]:
     """Returns the largest that any rank gives in each place, the same on all of them."""
-    taken = torch.tensor(seconds, dtype=torch.float64)
-    distributed.all_reduce(taken, distributed.ReduceOp.MAX, group=control())
-    found: list[float] = taken.tolist()
-    return found
+    used = torch.tensor(seconds, dtype=torch.float64)
+    distributed.all_reduce(used, distributed.ReduceOp.MAX, group=control())
+    result: list[float] = used.tolist()
+    return result
 
 
 def mean(value: float) -> float:

@@ -61,19 +61,19 @@ def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assi
     """Returns one codec for all parameters of `least` values or more; by default so that more than 99% of all values are coded."""
     least = threshold(sizes) if least is None else least
     coded = tuple(size >= least for size in sizes)
-    return Assigned(codec.name, repr(codec), repr(codec), tuple(codec if one else PLAIN for one in coded), coded)
+    return Assigned(codec.name, repr(codec), repr(codec), tuple(codec if item else PLAIN for item in coded), coded)
 
 
 def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     """Returns what a plan says; raises `PlanError` where it names a parameter that there is not."""
     for name in planned:
         if name not in names:
-            what = f"the plan has a codec for the gradient of {shown(name)}, which the model does not train"
-            raise PlanError(what, where="codecs", do="find the plan of this model: its parameters have other names")
+            message = f"the plan has a codec for the gradient of {shown(name)}, which the model does not train"
+            raise PlanError(message, where="codecs", do="find the plan of this model: its parameters have other names")
     codecs = tuple(codec_named(planned.get(name, PLAIN.name)) for name in names)
     kinds = " and ".join(sorted({codec.name for codec in codecs if codec != PLAIN}))
-    said = "\n".join(f"{name} {codec!r}" for name, codec in zip(names, codecs, strict=True))
-    digest = hashlib.sha256(said.encode()).hexdigest()[:16]
+    text = "\n".join(f"{name} {codec!r}" for name, codec in zip(names, codecs, strict=True))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     called = f"a plan's {kinds}" if kinds else "a plan without codecs"
     return Assigned(
         called,
@@ -146,12 +146,12 @@ class DdpCompressor(CompressorHandle):
         if last:
             self._buckets = int(bucket.index()) + 1
         pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
-        gradients, index, given, scale = bucket.gradients(), int(bucket.index()), time.perf_counter(), self._scale
+        gradients, index, inputs, scale = bucket.gradients(), int(bucket.index()), time.perf_counter(), self._scale
         if self.controller is not None and self._state.world > 1:
             self.controller.came(step, PLAIN.nbytes(buffer.numel()))
 
         def work() -> Tensor:
-            self._reducer.tally.wait += time.perf_counter() - given
+            self._reducer.tally.wait += time.perf_counter() - inputs
             self._state.begin(scale)
             with torch.no_grad():
                 self._reduce(index, step, buffer, pieces, gradients)
@@ -256,7 +256,7 @@ class DdpCompressor(CompressorHandle):
 
     def report(self) -> statistics.Report:
         """Returns what this rank has sent so far, how long that took, and what it changed."""
-        coded = sum(piece.size for piece, one in zip(self.pieces, self.assigned.coded, strict=True) if one)
+        coded = sum(piece.size for piece, item in zip(self.pieces, self.assigned.coded, strict=True) if item)
         plain = sum(piece.size for piece in self.pieces) - coded
         state = self._state
         adapted = None if self.controller is None else self.controller.adapted()

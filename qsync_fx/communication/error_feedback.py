@@ -47,15 +47,15 @@ class Residuals:
         if name not in self.values:
             self.values[name] = torch.zeros(size, dtype=torch.float32, device=self.device)
             self.scales[name] = self.scale
-        found = self.values[name][part]
+        result = self.values[name][part]
         self._used.append((name, part))
         if self.undone:
             if name not in self._before:
                 self._before[name] = torch.empty(size, dtype=torch.float32, device=self.device)
-            self._before[name][part] = found
+            self._before[name][part] = result
         if (factor := self.scale / self.scales[name]) != 1.0:
-            found.mul_(factor)
-        return found
+            result.mul_(factor)
+        return result
 
     def spend(self, name: str, values: Tensor) -> None:
         """Adds all that was left of a parameter to its gradient, which a codec takes that leaves nothing."""
@@ -86,7 +86,7 @@ class Residuals:
 
     def load(self, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
         """Goes on from these."""
-        self.values = {name: found.to(self.device, copy=True) for name, found in values.items()}
+        self.values = {name: item.to(self.device, copy=True) for name, item in values.items()}
         self.scales = {name: scales.get(name, self.scale) for name in values}
         self._used.clear()
         self._spent.clear()

@@ -106,8 +106,8 @@ class ShardedCompression(CompressorHandle):
         rank, world = self._state.rank, self._state.world
         coded = sum(unit.row * world for unit in self.units if unit.rows[0].codec == self.codec)
         plain = sum(unit.row * world for unit in self.units) - coded
-        found = statistics.report(self.codec.name, rank, world, coded, plain, self._tally)
-        return replace(found, replicated=False)
+        result = statistics.report(self.codec.name, rank, world, coded, plain, self._tally)
+        return replace(result, replicated=False)
 
     def statement(self) -> dict[str, list[str]]:
         """Returns what all ranks have to agree on before they send each other anything."""
@@ -125,7 +125,7 @@ class ShardedCompression(CompressorHandle):
         """Returns what FSDP calls for a unit."""
         return Scatter(self, unit)
 
-    def reduce(self, unit: FsdpUnit, output: Tensor, given: Tensor, op: Any) -> None:
+    def reduce(self, unit: FsdpUnit, output: Tensor, value: Tensor, op: Any) -> None:
         """Puts the sum, or the mean, of this rank's rows of all ranks into `output`.
 
         Raises:
@@ -138,7 +138,7 @@ class ShardedCompression(CompressorHandle):
         if row != unit.row:
             unit = self._smaller(unit, row)
         with torch.no_grad():
-            rows = given.to(torch.float32).view(state.world, row)
+            rows = value.to(torch.float32).view(state.world, row)
             begin = time.perf_counter()
             mine = {peer: self._encoded(unit, peer, rows[peer]) for peer in range(state.world) if peer != state.rank}
             encoded = time.perf_counter()
@@ -196,8 +196,8 @@ class ShardedCompression(CompressorHandle):
         )
 
     def _head(self, unit: FsdpUnit, sender: int) -> MessageHeader:
-        what = point_to_point.hash_of(self._state.codec)
-        return MessageHeader(what, sender, unit.index, self._state.step, self._length(unit) - HEADER)
+        subject = point_to_point.hash_of(self._state.codec)
+        return MessageHeader(subject, sender, unit.index, self._state.step, self._length(unit) - HEADER)
 
     def _length(self, unit: FsdpUnit) -> int:
         return HEADER + unit.rows[0].codec.nbytes(unit.row)
@@ -213,9 +213,9 @@ class ShardedCompression(CompressorHandle):
 
     def _end(self) -> None:
         state, faults = self._state, self._faults
-        kept = self._finite
+        saved = self._finite
         self._begun, self._faults, self._finite = False, [], True
-        state.settle(point_to_point.settle(self._group, state.rank, state.world, state.step, faults, 0, kept))
+        state.settle(point_to_point.settle(self._group, state.rank, state.world, state.step, faults, 0, saved))
         state.step += 1
         self._tally.steps += 1
 

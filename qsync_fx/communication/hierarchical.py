@@ -84,10 +84,10 @@ class Hierarchy:
         """
         flats, wholes = self.reducer.flats(bucket), [self._whole(piece) for piece in bucket.pieces]
         shares = [self.share(piece) for piece in bucket.pieces]
-        own = [flat[whole.part(self._place)] for flat, whole in zip(flats, wholes, strict=True)]
-        self._sum(bucket, flats, wholes, own)
-        self.reducer.mean(replace(bucket, pieces=shares), own)
-        self._give(bucket, flats, wholes, own)
+        owned = [flat[full.part(self._place)] for flat, full in zip(flats, wholes, strict=True)]
+        self._sum(bucket, flats, wholes, owned)
+        self.reducer.mean(replace(bucket, pieces=shares), owned)
+        self._give(bucket, flats, wholes, owned)
         self.reducer.put_back(bucket, flats)
         across = self.nodes.across(self.reducer.state.rank)
         self.reducer.end(bucket, *volumes(shares, across.index(self.reducer.state.rank), len(across)))
@@ -96,7 +96,7 @@ class Hierarchy:
         return bucket.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)
 
     def _sum(
-        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], own: Sequence[Tensor]
+        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], owned: Sequence[Tensor]
     ) -> None:
         """Puts the mean over the node, summed in the order of its ranks, in the place of this rank's part."""
         mine = {
@@ -110,30 +110,30 @@ class Hierarchy:
         begin = time.perf_counter()
         good = [place for place in range(self.nodes.size) if self._sound(bucket, place, theirs[place])]
         for number, place in enumerate(good):
-            for part, sent in zip(own, self._parts(theirs[place], own), strict=True):
+            for part, sent in zip(owned, self._parts(theirs[place], owned), strict=True):
                 part.copy_(sent) if number == 0 else part.add_(sent.to(part.device))
-        for part in own:
+        for part in owned:
             part.div_(self.nodes.size)
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _give(
-        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], own: Sequence[Tensor]
+        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], owned: Sequence[Tensor]
     ) -> None:
         """Puts the parts that the others of the node have averaged in their places."""
-        mine = self._message(bucket, "mean", own)
+        mine = self._message(bucket, "mean", owned)
         parts = {
-            place: [flat[whole.part(place)] for flat, whole in zip(flats, wholes, strict=True)]
+            place: [flat[full.part(place)] for flat, full in zip(flats, wholes, strict=True)]
             for place in range(self.nodes.size)
             if place != self._place
         }
         theirs = {
-            place: self._bytes(bucket, f"mean of {place}", HEADER + 4 * sum(part.numel() for part in found))
-            for place, found in parts.items()
+            place: self._bytes(bucket, f"mean of {place}", HEADER + 4 * sum(part.numel() for part in item))
+            for place, item in parts.items()
         }
         self._exchange(bucket, dict.fromkeys(theirs, mine), theirs)
-        for place, found in parts.items():
+        for place, result in parts.items():
             if self._sound(bucket, place, theirs[place]):
-                for part, sent in zip(found, self._parts(theirs[place], found), strict=True):
+                for part, sent in zip(result, self._parts(theirs[place], result), strict=True):
                     part.copy_(sent)
 
     def _message(self, bucket: Bucket, name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -152,8 +152,8 @@ class Hierarchy:
 
     def _exchange(self, bucket: Bucket, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         begin, ranks = time.perf_counter(), self._beside
-        given, taken = ({ranks[at]: found for at, found in one.items()} for one in (outgoing, incoming))
-        exchange(self.reducer.group, given, taken, bucket.about)
+        inputs, used = ({ranks[index]: item for index, item in item.items()} for item in (outgoing, incoming))
+        exchange(self.reducer.group, inputs, used, bucket.about)
         self.reducer.tally.transfer += time.perf_counter() - begin
         self.reducer.tally.inside += sum(message.numel() for message in outgoing.values())
 
@@ -166,12 +166,12 @@ class Hierarchy:
         return fault is None
 
     def _head(self, bucket: Bucket, place: int, message: Tensor) -> MessageHeader:
-        what = point_to_point.hash_of(f"inside a node, {self.reducer.state.codec}")
-        return MessageHeader(what, self._beside[place], bucket.index, bucket.step, message.numel() - HEADER)
+        subject = point_to_point.hash_of(f"inside a node, {self.reducer.state.codec}")
+        return MessageHeader(subject, self._beside[place], bucket.index, bucket.step, message.numel() - HEADER)
 
     def _bytes(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
         """Returns bytes that stay from step to step."""
-        found = self._memory.get((bucket.index, name))
-        if found is None or found.numel() != nbytes:
-            found = self._memory[bucket.index, name] = buffers.host(nbytes, self.reducer.state.device)
-        return found
+        result = self._memory.get((bucket.index, name))
+        if result is None or result.numel() != nbytes:
+            result = self._memory[bucket.index, name] = buffers.host(nbytes, self.reducer.state.device)
+        return result

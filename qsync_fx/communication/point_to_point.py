@@ -71,10 +71,10 @@ class MessageHeader:
 
     def fault(self, message: Tensor) -> str | None:
         """Returns in what the header of a message differs from this one; None where it does not."""
-        magic, *found = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))
+        magic, *result = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))
         if magic != _MAGIC:
             return f"it begins with {magic.hex()} in place of {_MAGIC.hex()}"
-        for header_field, value in zip(fields(self), found, strict=True):
+        for header_field, value in zip(fields(self), result, strict=True):
             if value != (expected := getattr(self, header_field.name)):
                 return f"its {header_field.name} is {value} in place of {expected}"
         return None
@@ -152,13 +152,13 @@ class PendingTransfers:
             return do()
         except RuntimeError as error:
             reason, *_ = str(error).strip().splitlines() or ["no reason is given"]
-            found = RankError(
+            result = RankError(
                 f"rank {rank} does not answer any more: {reason}",
                 where=self._about,
                 do="see in its log why, and start all ranks again",
             )
-            found.rank = rank
-            raise found from error
+            result.rank = rank
+            raise result from error
 
 
 def exchange(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], about: str) -> None:
@@ -216,28 +216,28 @@ class Chunk:
 def stretches(pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int | None = None) -> list[Chunk]:
     """Returns a message that holds these parts of parameters, after its head, in stretches of at most `most` values."""
     most = VALUES if most is None else most
-    found: list[Chunk] = []
+    result: list[Chunk] = []
     runs: list[Run] = []
     begin, end, room = 0, HEADER, most
 
     def close() -> None:
         nonlocal begin, room
-        found.append(Chunk(slice(begin, end), tuple(runs)))
+        result.append(Chunk(slice(begin, end), tuple(runs)))
         runs.clear()
         begin, room = end, most
 
     for place, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
-        at, size, unit = 0, part.stop - part.start, piece.codec.unit
-        while at < size:
-            if room < min(unit, size - at) and runs:
+        index, size, unit = 0, part.stop - part.start, piece.codec.unit
+        while index < size:
+            if room < min(unit, size - index) and runs:
                 close()
-            taken = min(size - at, max(room // unit, 1) * unit)
-            nbytes = piece.codec.nbytes(taken)
-            runs.append(Run(place, slice(at, at + taken), slice(end, end + nbytes)))
-            at, end, room = at + taken, end + nbytes, room - taken
-    if runs or not found:
+            used = min(size - index, max(room // unit, 1) * unit)
+            nbytes = piece.codec.nbytes(used)
+            runs.append(Run(place, slice(index, index + used), slice(end, end + nbytes)))
+            index, end, room = index + used, end + nbytes, room - used
+    if runs or not result:
         close()
-    return found
+    return result
 
 
 _SIZE = 512
@@ -252,7 +252,7 @@ def settle(
     faults: list[str],
     digest: int,
     finite: bool = True,
-    told: str = GRADIENTS,
+    reported: str = GRADIENTS,
 ) -> bool:
     """Returns, once all ranks have said that they could read everything, and have the same digest, whether all have finite gradients.
 
@@ -267,10 +267,10 @@ def settle(
     peers = [peer for peer in range(world) if peer != rank]
     theirs = {peer: torch.empty(_SIZE, dtype=torch.uint8) for peer in peers}
     exchange(group, dict.fromkeys(peers, mine), theirs, f"the end of step {step}")
-    said = {peer: _unpacked(message) for peer, message in theirs.items()}
-    said[rank] = _unpacked(mine)
+    text = {peer: _unpacked(message) for peer, message in theirs.items()}
+    text[rank] = _unpacked(mine)
     for sender in range(world):
-        if (fault := said[sender]["fault"]) is not None:
+        if (fault := text[sender]["fault"]) is not None:
             error = RankError(
                 fault,
                 where=f"the end of step {step}, on all ranks",
@@ -278,18 +278,18 @@ def settle(
             )
             error.rank = sender
             raise error
-    digests = [said[sender]["digest"] for sender in range(world)]
+    digests = [text[sender]["digest"] for sender in range(world)]
     usual, count = Counter(digests).most_common(1)[0]
     if count != world:
         other = next(sender for sender in range(world) if digests[sender] != usual)
         error = RankError(
-            f"{told.format(other, digests.index(usual))}, to the last bit",
+            f"{reported.format(other, digests.index(usual))}, to the last bit",
             where=f"step {step}",
             do="go on from the last checkpoint; if it comes again, it is a bug in qsync_fx or a processor that errs",
         )
         error.rank = other
         raise error
-    return all(said[sender]["finite"] for sender in range(world))
+    return all(text[sender]["finite"] for sender in range(world))
 
 
 def _packed(value: dict[str, Any]) -> torch.Tensor:
@@ -299,11 +299,11 @@ def _packed(value: dict[str, Any]) -> torch.Tensor:
 
 def _unpacked(message: torch.Tensor) -> dict[str, Any]:
     try:
-        found = json.loads(bytes(message.numpy()))
+        result = json.loads(bytes(message.numpy()))
     except ValueError:
         return {"fault": "what a rank told at the end of a step cannot be read", "digest": 0, "finite": True}
     return (
-        found if isinstance(found, dict) else {"fault": "what a rank told is no verdict", "digest": 0, "finite": True}
+        result if isinstance(result, dict) else {"fault": "what a rank told is no verdict", "digest": 0, "finite": True}
     )
 
 
@@ -342,11 +342,11 @@ class OutgoingMessage:
             piece, residual = bucket.pieces[run.place], self.residuals[run.place]
             values, to = self.values[run.place][run.values], near[stretch.within(run)]
             residual = None if residual is None else residual[run.values]
-            whole = values if residual is None or not bucket.measured else values + residual
+            full = values if residual is None or not bucket.measured else values + residual
             first = self.parts[run.place].start + run.values.start
             piece.codec.encode(values, to, state.draw(piece, bucket.step, first, self.summed), residual)
             if bucket.measured and not self.summed:
-                tally.measure(whole, piece.codec, to)
+                tally.measure(full, piece.codec, to)
         if near is not sent:
             sent.copy_(near)
         tally.encode += time.perf_counter() - begin
@@ -377,8 +377,8 @@ class IncomingMessages:
     def look(self, head: Callable[[int, Tensor, bool], MessageHeader], fault: Fault) -> None:
         """Looks whether messages are those awaited, whose heads `head` returns."""
         for sender, message in self.messages.items():
-            if (what := head(sender, message, self.summed).fault(message)) is not None:
-                fault(sender, what)
+            if (subject := head(sender, message, self.summed).fault(message)) is not None:
+                fault(sender, subject)
                 self.unread.add(sender)
 
     def decode(self, bucket: Bucket, number: int, tally: CommunicationStatistics, fault: Fault) -> None:

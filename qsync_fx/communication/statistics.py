@@ -48,12 +48,12 @@ class CommunicationStatistics:
         """Seconds of encoding and decoding."""
         return self.encode + self.decode
 
-    def measure(self, given: Tensor, codec: Codec, sent: Tensor) -> None:
+    def measure(self, value: Tensor, codec: Codec, sent: Tensor) -> None:
         """Adds what a codec has changed of values that it made these bytes of; of those that are not finite nothing."""
-        found = torch.empty_like(given)
-        codec.decode(sent, found)
-        error = float((found - given).double().square().sum())
-        power = float(given.double().square().sum())
+        result = torch.empty_like(value)
+        codec.decode(sent, result)
+        error = float((result - value).double().square().sum())
+        power = float(value.double().square().sum())
         if error + power < float("inf"):
             self.error += error
             self.power += power

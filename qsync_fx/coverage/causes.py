@@ -137,9 +137,9 @@ def why_of(text: str) -> Reason | None:
 
 def reason(cause: CoverageCause) -> str:
     """Says why, with Dynamo's words where ours are general."""
-    said = _SAID[cause.why][0]
+    reported = _SAID[cause.why][0]
     text = f": {_first_line(cause.text)}" if cause.text and cause.why in (Reason.BREAK, Reason.SKIPPED) else ""
-    return f"{said}{text}" + (f" ({cause.function}, {cause.where})" if cause.where else "")
+    return f"{reported}{text}" + (f" ({cause.function}, {cause.where})" if cause.where else "")
 
 
 def way_out(cause: CoverageCause) -> str:
@@ -157,10 +157,10 @@ def cause_of(tree: Tree, path: str) -> CoverageCause:
     for part in tree.above(path):
         frames = [frame for frame in tree.frames(part) if path not in tree.held or stale(frame)]
         if causes := [cause for frame in frames for cause in _causes(tree, frame, part, path)]:
-            found = max(causes, key=lambda cause: _about(tree, cause, path))
-            if found.why is Reason.NESTED or (found.why is not Reason.INBUILT and inbuilt is None):
-                return found
-            inbuilt = inbuilt or found
+            result = max(causes, key=lambda cause: _about(tree, cause, path))
+            if result.why is Reason.NESTED or (result.why is not Reason.INBUILT and inbuilt is None):
+                return result
+            inbuilt = inbuilt or result
     if inbuilt is not None:
         return inbuilt
     return CoverageCause(Reason.ELSEWHERE if has_run(tree.modules[path], tree.log) else Reason.NOT_CALLED)
@@ -225,19 +225,19 @@ def tell_of_a_limit(code: CodeType, options: Options, texts: Iterable[str], fram
     Raises:
         PlanError: a plan was given, and decides on operators that the function has held.
     """
-    said = next((text for text in texts if why_of(text) is Reason.LIMIT), None)
-    if said is None or not _decides_on_any(options, _held(code)):
+    reported = next((text for text in texts if why_of(text) is Reason.LIMIT), None)
+    if reported is None or not _decides_on_any(options, _held(code)):
         return
-    name = f"torch._dynamo.config.{next((name for name in _LIMITS if name in said), _LIMITS[-1])}"
+    name = f"torch._dynamo.config.{next((name for name in _LIMITS if name in reported), _LIMITS[-1])}"
     function, where = next(map(_described, frames), (code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"))
-    what = f"Dynamo has reached {name} for {function} and makes no more versions of it"
+    message = f"Dynamo has reached {name} for {function} and makes no more versions of it"
     do = f"set {name} higher if so many versions are meant; TORCH_LOGS=recompiles tells why each was made"
     if options.automatic:
-        text = f"{what}: another one runs uncompiled, as the model is written. To have it compiled, {do}."
+        text = f"{message}: another one runs uncompiled, as the model is written. To have it compiled, {do}."
         warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
         return
     raise PlanError(
-        f"{what}: this one would run as the model is written, without the plan",
+        f"{message}: this one would run as the model is written, without the plan",
         where=f"{function}, {where}",
         do=do,
     )
@@ -253,8 +253,8 @@ def _described(frame: Frame) -> tuple[str, str]:
 def _held(code: CodeType) -> Iterator[OpId]:
     """Yields the adjustable operators that versions of a function have held."""
     for log in logs():
-        for (held, _), frame in log.frames.items():
-            if held is code:
+        for (live, _), frame in log.frames.items():
+            if live is code:
                 yield from (ran.id for ran in frame.operators.values() if ran.kind is Kind.ADJUSTABLE)
 
 

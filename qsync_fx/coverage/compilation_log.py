@@ -132,10 +132,10 @@ class Log:
         key = (code, weakref.ref(module))
         if key not in self.frames:
             self.frames[key] = Frame(*_named(code, module), key[1], shape_of(module), key[1])
-        found = self.frames[key]
+        result = self.frames[key]
         if (touched := getattr(_thread, "touched", None)) is not None:
-            touched.append(found)
-        return found
+            touched.append(result)
+        return result
 
 
 class _Logs:
@@ -144,11 +144,11 @@ class _Logs:
 
     def of(self, options: Options) -> Log:
         options = replace(options, root=None)
-        found = next((log for log in self.kept if log.options == options), None)
-        if found is None:
-            found = Log(options)
-            self.kept.append(found)
-        return found
+        result = next((log for log in self.kept if log.options == options), None)
+        if result is None:
+            result = Log(options)
+            self.kept.append(result)
+        return result
 
 
 _logs = _Logs()
@@ -157,8 +157,8 @@ _thread = threading.local()
 
 def log_of(options: Options) -> Log:
     """Returns the log of a set of options."""
-    own: _Logs | None = getattr(_thread, "own", None)
-    return (own or _logs).of(options)
+    owned: _Logs | None = getattr(_thread, "own", None)
+    return (owned or _logs).of(options)
 
 
 @contextlib.contextmanager
@@ -204,12 +204,12 @@ def converting() -> Iterator[list[Frame]]:
         _thread.touched = before
 
 
-def note_graph(frame: Frame, root: nn.Module, path: str, operators: Iterable[Ran], held: Iterable[str]) -> None:
+def note_graph(frame: Frame, root: nn.Module, path: str, operators: Iterable[Ran], live: Iterable[str]) -> None:
     """Adds what a graph holds to the entry of its frame."""
     frame.root, frame.path = weakref.ref(root), path
     for ran in operators:
         frame.operators[ran.id] = ran
-    frame.held.update(held)
+    frame.held.update(live)
 
 
 def _named(code: CodeType, module: nn.Module) -> tuple[str, str]:

@@ -110,11 +110,9 @@ def findings(plan: Plan, decided: Iterable[OpId], modules: Sequence[Uncovered]) 
     modules = tuple(module.under(plan) for module in modules)
     amiss = misfit(plan, list(decided))
     unused = [_unused(entry, precision, near, modules) for entry, precision, near in amiss.unused]
-    fulfilled = [
-        found for found in unused if found.inside and all(part.holds(found.precision) for part in found.inside)
-    ]
+    fulfilled = [item for item in unused if item.inside and all(part.holds(item.precision) for part in item.inside)]
     return Findings(
-        modules, tuple(found for found in unused if found not in fulfilled), tuple(found.entry for found in fulfilled)
+        modules, tuple(item for item in unused if item not in fulfilled), tuple(item.entry for item in fulfilled)
     )
 
 
@@ -135,14 +133,14 @@ def in_doubt(tree: Tree) -> list[nn.Module]:
 def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
     """Returns which of a model's layers run as written because one of these functions packs what they take into nested tensors."""
     causes = {frame.module(): cause for frame in frames if (cause := nested(frame)) is not None}
-    found = (
+    result = (
         _uncovered(tree, inner, module, cause)
         for path, part in tree.modules.items()
         if (cause := causes.get(part)) is not None
         for inner, module in tree.parameterised.items()
         if inner.startswith(joined(path, "layers."))
     )
-    return findings(tree.intended, tree.decided(), list(found))
+    return findings(tree.intended, tree.decided(), list(result))
 
 
 def _missing(tree: Tree, path: str) -> bool:
@@ -153,8 +151,8 @@ def _uncovered(tree: Tree, path: str, module: nn.Module, cause: CoverageCause | 
     cause, kind = cause or cause_of(tree, path), type(module).__name__
     # Linear, LayerNorm, Conv2d: linear, layer_norm, conv2d.
     likely = OpId(joined(tree.within, path), re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower())
-    own = None if isinstance(module, nn.RNNBase) else format_of(list(own_parameters(module)))
-    return Uncovered(path, kind, cause, _ran(tree, module, cause), own, likely)
+    owned = None if isinstance(module, nn.RNNBase) else format_of(list(own_parameters(module)))
+    return Uncovered(path, kind, cause, _ran(tree, module, cause), owned, likely)
 
 
 def _unused(entry: OpId | str, precision: Precision, near: tuple[str, ...], modules: Sequence[Uncovered]) -> Unused:

@@ -38,20 +38,20 @@ from qsync_fx.plan.operator_id import OpId
 _SHOWN = 6
 
 
-def not_applied(found: Findings, name: str) -> PlanError:
+def not_applied(result: Findings, name: str) -> PlanError:
     """Returns the error for the model called `name`."""
-    what, lost = [], found.lost
+    subject, lost = [], result.lost
     if lost:
-        what.append(
+        subject.append(
             f"{_count(len(lost), 'module')} of {name} {_agree(lost, 'runs')} as written, in no graph of this backend"
         )
-    if found.unused:
-        entries = _count(len(found.unused), "entry", "entries")
-        what.append(f"{entries} of the plan {_agree(found.unused, 'decides')} on nothing")
-    where = [*_places(lost), *map(unused_text, found.unused[:_SHOWN])]
-    ways = [way_out(module.cause) for module in lost] + [_way(entry) for entry in found.unused]
-    do = [*_distinct(ways), "qsync_fx.applied(model) lists everything"]
-    return PlanError(f"the plan is not applied: {'; '.join(what)}", where="; ".join(where), do="; ".join(do))
+    if result.unused:
+        entries = _count(len(result.unused), "entry", "entries")
+        subject.append(f"{entries} of the plan {_agree(result.unused, 'decides')} on nothing")
+    where = [*_places(lost), *map(unused_text, result.unused[:_SHOWN])]
+    methods = [way_out(module.cause) for module in lost] + [_way(entry) for entry in result.unused]
+    do = [*_distinct(methods), "qsync_fx.applied(model) lists everything"]
+    return PlanError(f"the plan is not applied: {'; '.join(subject)}", where="; ".join(where), do="; ".join(do))
 
 
 def unused_text(entry: Unused) -> str:
@@ -83,8 +83,8 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def _count(number: int, item: str, many: str = "") -> str:
+    return f"{number} {item if number == 1 else many or item + 's'}"
 
 
 def _agree(things: Sequence[object], verb: str) -> str:
@@ -113,13 +113,13 @@ def wait_for_a_step() -> None:
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return  # an optimizer that is compiled: a hook would break its graph
-    known = logs()
-    latest = known[-1].last if known else 0
+    available = logs()
+    latest = available[-1].last if available else 0
     if _hook.checked.get(optimizer) == latest:
         return
     _hook.checked[optimizer] = latest
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for log in known:
+    for log in available:
         for root in models(log):
             if root not in log.settled and any(id(p) in trained and p.grad is not None for p in root.parameters()):
                 if _waits(root, log):
@@ -127,7 +127,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
                     continue
                 log.settled.add(root)
                 settle(root, log)
-    if not any(root not in log.settled for log in known for root in models(log)) and _hook.handle is not None:
+    if not any(root not in log.settled for log in available for root in models(log)) and _hook.handle is not None:
         _leave(_hook.handle)
 
 
@@ -191,19 +191,19 @@ def _settle_evaluation(root: nn.Module, log: Log) -> None:
     if root in log.settled:
         return
     tree = Tree(root, log)
-    found = findings(tree.intended, tree.decided(), uncovered(tree))
-    _tell(Findings((), tuple(entry for entry in found.unused if not entry.inside)), tree)
+    result = findings(tree.intended, tree.decided(), uncovered(tree))
+    _tell(Findings((), tuple(entry for entry in result.unused if not entry.inside)), tree)
 
 
-def _tell(found: Findings, tree: Tree) -> None:
+def _tell(result: Findings, tree: Tree) -> None:
     log = tree.log
     if not log.options.strict or tree.within:
         # An entry is told of once. The parts of a model that are given one by one have one plan.
-        found = replace(found, unused=tuple(entry for entry in found.unused if entry.entry not in log.told))
-        log.told.update(entry.entry for entry in found.unused)
-    if not found:
+        result = replace(result, unused=tuple(entry for entry in result.unused if entry.entry not in log.told))
+        log.told.update(entry.entry for entry in result.unused)
+    if not result:
         return
-    error = not_applied(found, type(tree.root).__name__)
+    error = not_applied(result, type(tree.root).__name__)
     if log.options.strict:
         raise error
     warnings.warn(str(error), PlanWarning, stacklevel=_outside_torch())

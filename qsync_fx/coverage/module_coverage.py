@@ -46,17 +46,17 @@ class Tree:
     def __init__(self, root: nn.Module, log: Log) -> None:
         self.root, self.log = unwrapped(root), log
         self.modules = {path: module for path, module in paths(root) if unwrapped(module) is module}
-        given = {id(module) for module in log.given}
-        self.compiled = {path for path, module in self.modules.items() if id(module) in given}
+        inputs = {id(module) for module in log.given}
+        self.compiled = {path for path, module in self.modules.items() if id(module) in inputs}
         self._frames: dict[str, list[Frame]] = {}
         for path, module in self.modules.items():
             called = path in self.compiled or any(
                 part in self.compiled or self.frames(part) for part in self.above(path)
             )
             self._frames[path] = list(_frames_of(module, log, shared=called))
-        own = [frame.path for frame in self._frames[""] if frame.module() is self.root and frame.held]
-        told = [path for ref, path in log.declared if ref() is self.root]
-        self.within = next(iter((*own, *told)), "")
+        owned = [frame.path for frame in self._frames[""] if frame.module() is self.root and frame.held]
+        reported = [path for ref, path in log.declared if ref() is self.root]
+        self.within = next(iter((*owned, *reported)), "")
         self.held = {joined(path, rest) for path, frames in self._frames.items() for f in frames for rest in f.held}
 
     @property
@@ -98,12 +98,12 @@ class Tree:
 
     def operators(self) -> dict[str, list[Ran]]:
         """The operators of each module, by its path, with the ids that they have in this model."""
-        found: dict[str, dict[object, Ran]] = {}
+        result: dict[str, dict[object, Ran]] = {}
         for path, frames in self._frames.items():
             counts: Counter[str] = Counter()
             for ran in (ran for frame in frames for ran in _moved(frame, joined(self.within, path), counts)):
-                found.setdefault(below(ran.id.module, self.within) or "", {})[ran.id] = ran
-        return {path: list(by_id.values()) for path, by_id in found.items()}
+                result.setdefault(below(ran.id.module, self.within) or "", {})[ran.id] = ran
+        return {path: list(by_id.values()) for path, by_id in result.items()}
 
     def decided(self) -> Iterator[OpId]:
         """Yields the operators that the plan decides on, in this model and, where it is a part of a larger one, in the other parts."""
@@ -129,8 +129,8 @@ class Tree:
 def models(log: Log) -> Iterator[nn.Module]:
     """Yields the models of a log: those that ids start from, and what torch.compile was given and is in none of them."""
     roots = {id(root): root for frame in log.frames.values() if (root := frame.root()) is not None}
-    given = {id(module): module for module in log.given}
-    everything = {**given, **roots}
+    inputs = {id(module): module for module in log.given}
+    everything = {**inputs, **roots}
     inside = {id(part) for root in everything.values() for path, part in paths(root) if path}
     yield from (model for address, model in everything.items() if address not in inside)
 
@@ -142,13 +142,13 @@ def stale(frame: Frame) -> bool:
 
 def _frames_of(module: nn.Module, log: Log, shared: bool) -> Iterator[Frame]:
     """Yields what Dynamo met of a module and, with `shared`, of others whose code it may run."""
-    own = {code for (code, ref) in log.frames if ref() is module}
+    owned = {code for (code, ref) in log.frames if ref() is module}
     shape = shape_of(module) if shared else None
     others: dict[object, Frame] = {}
     for (code, ref), frame in log.frames.items():
         if ref() is module:
             yield frame
-        elif code not in own and frame.shape == shape and not frame.alone and frame.outcome is not Outcome.SKIPPED:
+        elif code not in owned and frame.shape == shape and not frame.alone and frame.outcome is not Outcome.SKIPPED:
             others[code] = frame
     yield from others.values()
 

@@ -71,7 +71,9 @@ def cpu(cpuinfo: str | None = None) -> Cpu:
     }
     return Cpu(
         model=first.get("model name", platform.processor()),
-        features=tuple(name for name, ways in _FEATURES.items() if any(flags.issuperset(way.split()) for way in ways)),
+        features=tuple(
+            name for name, methods in _FEATURES.items() if any(flags.issuperset(method.split()) for method in methods)
+        ),
         cores=len(cores) or None,
         threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
@@ -107,8 +109,8 @@ def cpu_multiplies_integers() -> bool:
     with _disable_current_modes():
         int8 = precision("int8")
         largest = torch.full((4, 8), int(int8.max), dtype=int8.dtype, device="cpu")
-        found = [torch._int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
-        return all(bool((sums == 8 * int8.max**2).all()) for sums in found)
+        result = [torch._int_mm(largest, sign * largest.t()) * sign for sign in (1, -1)]
+        return all(bool((sums == 8 * int8.max**2).all()) for sums in result)
 
 
 @functools.cache

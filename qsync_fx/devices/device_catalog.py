@@ -69,8 +69,8 @@ def _path(name: str | os.PathLike[str]) -> Path:
         return Path(name).expanduser()
     text = str(name)
     for folder in folders():
-        if text and (found := folder / f"{text}.toml").is_file():
-            return found
+        if text and (result := folder / f"{text}.toml").is_file():
+            return result
     raise DeviceError(
         f"there is no device {shown(text)}",
         where=", ".join(str(folder) for folder in folders()[:-1]) + " and the catalog of qsync_fx",
@@ -80,11 +80,11 @@ def _path(name: str | os.PathLike[str]) -> Path:
 
 def _identity(path: Path) -> tuple[Path, int, int]:
     try:
-        found = path.stat()
+        result = path.stat()
     except (OSError, ValueError) as error:
-        what = f"the device file cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise DeviceError(what, where=shown(str(path)), do="check the path and its permissions") from error
-    return path, found.st_mtime_ns, found.st_size
+        message = f"the device file cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise DeviceError(message, where=shown(str(path)), do="check the path and its permissions") from error
+    return path, result.st_mtime_ns, result.st_size
 
 
 @functools.lru_cache(maxsize=256)

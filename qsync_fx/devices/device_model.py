@@ -88,8 +88,8 @@ class Device:
 
     def unit(self, fmt: str | Precision) -> Precision:
         """Returns the format whose unit multiplies values of `fmt`: itself, or what it is simulated in on this device."""
-        asked = precision(fmt)
-        tried = encoding(asked)
+        requested = precision(fmt)
+        tried = encoding(requested)
         while tried.name not in self.units and tried is not FP32:
             carrier = encoding(row_at(self.capability or ANY, tried).carrier)
             tried = carrier if carrier is not tried else FP32
@@ -124,10 +124,10 @@ class Device:
             optimizer: what will update the model, or makes that of its parameters, if its time and memory count.
         """
         # What explains a model stands above this module.
-        found: Profile = importlib.import_module("qsync_fx.profiler.analytic_profile").of_catalog(
+        result: Profile = importlib.import_module("qsync_fx.profiler.analytic_profile").of_catalog(
             self, model, step, batch, precisions, optimizer
         )
-        return found
+        return result
 
     def gemm_seconds(self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn") -> float:
         """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""
@@ -163,8 +163,10 @@ class Device:
         if min(around) < 0:
             raise DeviceError(f"a padding cannot be {min(around)}", where="conv_seconds", do="give 0 or more")
         if r > h + 2 * around[0] or s > w + 2 * around[1]:
-            what = f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
-            raise DeviceError(what, where="conv_seconds", do="give sizes of a convolution that there is")
+            message = (
+                f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
+            )
+            raise DeviceError(message, where="conv_seconds", do="give sizes of a convolution that there is")
         _one_of("product", product, PRODUCTS, "conv_seconds")
         return _convolution(self, (n, c, h, w, k, r, s, *strides, *around), self.unit(precision).name, product)
 
@@ -172,14 +174,14 @@ class Device:
         """Returns the seconds in which `ranks` of these devices, in one server, add up a tensor of `nbytes` bytes."""
         _check(ranks=ranks)
         _check_bytes(nbytes)
-        found = reduced(self.reductions, self.link, nbytes, ranks)
-        if found is None:
+        result = reduced(self.reductions, self.link, nbytes, ranks)
+        if result is None:
             raise DeviceError(
                 f"nothing is known of all-reduces of {self.name}",
                 where=f"device {self.name}",
                 do="add a table [link] with bandwidth and latency, or [[reductions]], to its file",
             )
-        return found
+        return result
 
     def memory_seconds(self, nbytes: float) -> float:
         """Returns the seconds in which an operator reads and writes `nbytes` bytes in all."""
@@ -215,9 +217,9 @@ def _check(**sizes: int) -> None:
             )
 
 
-def _one_of(what: str, given: str, known: Sequence[str], where: str) -> None:
-    if given not in known:
-        raise DeviceError(f"there is no {what} {given!r}", where=where, do=nearest(str(given), known))
+def _one_of(description: str, value: str, available: Sequence[str], where: str) -> None:
+    if value not in available:
+        raise DeviceError(f"there is no {description} {value!r}", where=where, do=nearest(str(value), available))
 
 
 def _check_bytes(size: float, name: str = "nbytes") -> None:
@@ -230,35 +232,35 @@ def constants(device: Device, unit: str) -> tuple[Device, str]:
     from qsync_fx.devices.device_catalog import get
 
     narrow = precision(unit).bits < 32
-    at: Device | None = device
-    asked: list[str] = []
-    while at is not None:
-        if at.name in asked:
-            what = f"the devices {' and '.join(asked)} are each calibrated as the other"
-            raise DeviceError(what, where=f"device {device.name}", do="let one of them stand for itself")
-        asked.append(at.name)
-        for name in (unit, *(other for other in at.products if (precision(other).bits < 32) is narrow)):
-            if name in at.products and name in at.convolutions:
-                return at, name
-        at = get(at.calibrated_as) if at.calibrated_as else None
+    index: Device | None = device
+    requested: list[str] = []
+    while index is not None:
+        if index.name in requested:
+            message = f"the devices {' and '.join(requested)} are each calibrated as the other"
+            raise DeviceError(message, where=f"device {device.name}", do="let one of them stand for itself")
+        requested.append(index.name)
+        for name in (unit, *(other for other in index.products if (precision(other).bits < 32) is narrow)):
+            if name in index.products and name in index.convolutions:
+                return index, name
+        index = get(index.calibrated_as) if index.calibrated_as else None
     return device, ""
 
 
 @functools.lru_cache(maxsize=65536)
 def _gemm(device: Device, m: int, n: int, k: int, unit: str, layout: Layout) -> float:
-    at, name = constants(device, unit)
+    index, name = constants(device, unit)
     fmt = precision(unit)
-    by = at.products[name] if name else _USUAL
+    by = index.products[name] if name else _USUAL
     result = max(fmt.output.dtype.itemsize, fmt.dtype.itemsize) if fmt.kind == "float" else 4
     return float(multiplied(by, device.machine(unit), m, n, k, layout, fmt.dtype.itemsize, result)[0])
 
 
 @functools.lru_cache(maxsize=65536)
 def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Product) -> float:
-    at, name = constants(device, unit)
+    index, name = constants(device, unit)
     fmt = precision(unit)
-    found = at.convolutions.get(name, {})
-    by = found.get(product) or found.get(PRODUCTS[0]) or _USUAL
+    result = index.convolutions.get(name, {})
+    by = result.get(product) or result.get(PRODUCTS[0]) or _USUAL
     tensor_cores = device.kind == "gpu" and fmt is not FP32
     return float(
         convolved(by, device.machine(unit), GemmShape.of(*sizes), product, fmt.dtype.itemsize, tensor_cores)[0]
@@ -330,17 +332,19 @@ def _parsed_convolution(by: ConvolutionSpec) -> str | None:
     for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
         if getattr(by, name) not in edges:
             return f" has {name} = {getattr(by, name)}: tiles have an edge of at least 32, 64 or 128"
-    own = {field.name for field in fields(ConvolutionSpec)} - {field.name for field in fields(Tiles)} - {"corrections"}
-    return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(own))
+    owned = (
+        {field.name for field in fields(ConvolutionSpec)} - {field.name for field in fields(Tiles)} - {"corrections"}
+    )
+    return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(owned))
 
 
 def _reduction(reduction: ReductionSpec) -> str | None:
-    at, seconds = reduction.bytes, reduction.seconds
-    if len(at) != len(seconds) or not at:
-        return f" has {len(at)} sizes and {len(seconds)} times"
+    index, seconds = reduction.bytes, reduction.seconds
+    if len(index) != len(seconds) or not index:
+        return f" has {len(index)} sizes and {len(seconds)} times"
     if reduction.ranks < 2:
         return f" has ranks = {reduction.ranks}: it takes two"
-    if at[0] <= 0 or any(a >= b for a, b in pairwise(at)):
+    if index[0] <= 0 or any(a >= b for a, b in pairwise(index)):
         return " has sizes that do not grow from above 0"
     if seconds[0] <= 0 or any(a > b for a, b in pairwise(seconds)):
         return " has times that fall as sizes grow, or are 0"

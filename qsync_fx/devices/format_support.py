@@ -70,8 +70,8 @@ target: ContextVar[tuple[str, tuple[int, int]] | None] = ContextVar("qsync_targe
 
 def target_of(device: torch.device) -> tuple[int, int] | None:
     """Returns the compute capability that a device counts as having; None where it counts as what it is."""
-    found = target.get()
-    return found[1] if found is not None and found[0] == device.type else None
+    result = target.get()
+    return result[1] if result is not None and result[0] == device.type else None
 
 
 ANY = (99, 0)
@@ -89,7 +89,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 @contextlib.contextmanager
 def standing_for(device: torch.device) -> Iterator[None]:
     """Lets tensors without values (of the type "meta") count as ones of `device`."""
-    token = target.set(("meta", found)) if (found := capability(device)) != ANY else None
+    token = target.set(("meta", result)) if (result := capability(device)) != ANY else None
     try:
         yield
     finally:
@@ -251,7 +251,7 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     kernels = Offer.kernels(device)
     values = encoding(fmt)
     since = CUDA_SINCE.get(values.name)
-    major, minor = found = kernels.capability or torch.cuda.get_device_capability(device)
+    major, minor = result = kernels.capability or torch.cuda.get_device_capability(device)
     carrier = row_on(device, fmt).carrier
     if fmt.plain and not compiles(device, fmt):
         instead = precision(_INSTEAD[fmt.name])
@@ -266,7 +266,7 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
             instead,
             f"{fmt} runs as {instead}: nothing compiles {fmt} for compute capability {major}.{minor}",
         )
-    if since is None or found < since:
+    if since is None or result < since:
         return Support(
             "simulated",
             fmt,
@@ -293,7 +293,7 @@ def resolve(
     planned: Precision,
     device: torch.device,
     exact: bool,
-    held: Precision | None = None,
+    live: Precision | None = None,
     refused: str | None = None,
 ) -> tuple[Precision, str]:
     """Returns the format that an adjustable operator runs in, and why it is not `planned`; "" where it is.
@@ -306,24 +306,24 @@ def resolve(
     runs, reasons = planned, []
     # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
     if not runs.plain and (refused is not None or not row.scaled):
-        runs = held if held is not None and held.bits < 32 else row_on(device, planned).elsewhere
+        runs = live if live is not None and live.bits < 32 else row_on(device, planned).elsewhere
         but = f", and {row.unscaled}:" if row.unscaled else ","
         why = f"{refused}, so it" if refused is not None else f"{planned} is for products with a weight{but} {row.name}"
         reasons.append(f"{why} runs in {runs}")
     # What the model itself holds torch computes in, whatever the device makes of it.
-    found = support(device, runs, exact or runs is held) if runs is not held or not runs.plain else None
-    if found is not None and found.runs_as is not runs:
-        runs = found.runs_as
-        reasons.append(found.reason)
+    result = support(device, runs, exact or runs is live) if runs is not live or not runs.plain else None
+    if result is not None and result.runs_as is not runs:
+        runs = result.runs_as
+        reasons.append(result.reason)
     return runs, "; ".join(reasons)
 
 
-def stays(own: Precision, planned: Precision, automatic: bool) -> bool:
+def stays(owned: Precision, planned: Precision, automatic: bool) -> bool:
     """Whether a default leaves what the model holds: FP64, a narrow float that it would widen, and any narrow float where nobody asked.
 
     Args:
         planned: the default's row on the device.
     """
     wide = planned.output
-    widened = not planned.scaled and own.dtype is not wide.dtype and promoted(own, wide) is wide
-    return own.name == "fp64" or widened or (automatic and own.bits < 32)
+    widened = not planned.scaled and owned.dtype is not wide.dtype and promoted(owned, wide) is wide
+    return owned.name == "fp64" or widened or (automatic and owned.bits < 32)

@@ -85,8 +85,8 @@ def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     # Of a setting that stands twice the last one holds; 2 asks for pages that are set aside.
     settings = dict(setting.partition("=")[::2] for setting in tunables.split(":"))
-    known = name == "glibc" and parts >= _SINCE
-    return HugePages(chosen, known and settings.get("glibc.malloc.hugetlb") in ("1", "2"), known)
+    available = name == "glibc" and parts >= _SINCE
+    return HugePages(chosen, available and settings.get("glibc.malloc.hugetlb") in ("1", "2"), available)
 
 
 _RECKONED = ", reckoned"
@@ -111,10 +111,10 @@ class Machine:
     torch: str
     qsync_fx: str
 
-    def check(self, here: Machine) -> None:
+    def check(self, current: Machine) -> None:
         """Raises `ProfileError` where this is another machine than `here`."""
-        both = ((part.name, getattr(self, part.name), getattr(here, part.name)) for part in dataclasses.fields(self))
-        differing = [f"{name} {_said(there)}, here {_said(now)}" for name, there, now in both if there != now]
+        both = ((part.name, getattr(self, part.name), getattr(current, part.name)) for part in dataclasses.fields(self))
+        differing = [f"{name} {_said(existing)}, here {_said(now)}" for name, existing, now in both if existing != now]
         if differing:
             raise ProfileError(
                 f"it was measured on another machine: {'; '.join(differing)}",

@@ -135,8 +135,8 @@ def tiled(
     both = both + np.where(parts > 1, by.launch / 2, 0.0)
     if by.tallest:
         both = np.where(rows == np.clip(2 ** np.ceil(np.log2(m)), least, _TALLEST), both, np.inf)
-    found: Numbers = both.min((1, 2))
-    return found
+    result: Numbers = both.min((1, 2))
+    return result
 
 
 def throttled(by: Tiles, seconds: Numbers) -> Numbers:
@@ -168,8 +168,8 @@ def multiplied(
     m, n, k = (np.atleast_1d(np.asarray(side, dtype=float)) for side in (m, n, k))
     moved = (m * k + k * n) * width + m * n * result
     # Rows of a first factor that is not transposed begin m values apart.
-    odd = (m % by.alignment > 0) & np.array([one[0] == "n" for one in layouts])
-    slower = np.array([by.layouts.get(one, 1.0) for one in layouts]) * np.where(odd, by.misaligned, 1.0)
+    odd = (m % by.alignment > 0) & np.array([item[0] == "n" for item in layouts])
+    slower = np.array([by.layouts.get(item, 1.0) for item in layouts]) * np.where(odd, by.misaligned, 1.0)
     seconds = tiled(by, on, m, n, k, moved, slower)
     return throttled(by, seconds) + by.launch
 
@@ -261,7 +261,7 @@ def reduced(measured: Sequence[ReductionSpec], link: LinkSpec | None, size: floa
     if ranks == 1 or size == 0:
         return 0.0
     if measured:
-        nearest = min(measured, key=lambda one: (abs(math.log(one.ranks / ranks)), one.ranks))
+        nearest = min(measured, key=lambda item: (abs(math.log(item.ranks / ranks)), item.ranks))
         share = _sent(ranks) / _sent(nearest.ranks)
         return interpolated(nearest.bytes, nearest.seconds, size * share)
     if link is None:
@@ -273,15 +273,15 @@ def _sent(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def interpolated(at: Sequence[float], seconds: Sequence[float], size: float) -> float:
+def interpolated(index: Sequence[float], seconds: Sequence[float], size: float) -> float:
     """Returns the value at `size` of straight lines between points in logarithms; it is constant below, and proportional beyond."""
-    if size <= at[0]:
+    if size <= index[0]:
         return seconds[0]
-    if size >= at[-1]:
-        return seconds[-1] * size / at[-1]
-    right = bisect_right(at, size)
+    if size >= index[-1]:
+        return seconds[-1] * size / index[-1]
+    right = bisect_right(index, size)
     left = right - 1
-    along = math.log(size / at[left]) / math.log(at[right] / at[left])
+    along = math.log(size / index[left]) / math.log(index[right] / index[left])
     return seconds[left] * math.pow(seconds[right] / seconds[left], along)
 
 
@@ -296,19 +296,19 @@ _FEWEST = 16
 
 def winograd(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
     """Returns the seconds with Winograd's algorithm."""
-    found = np.full(len(of.n), np.inf)
+    result = np.full(len(of.n), np.inf)
     square = (of.r == of.s) & ((of.r == 3) | (of.r == 5))
     serves = (of.skipped == 1) & square & (np.minimum(of.c, of.k) >= _FEWEST)
     if not by.winograd or not serves.any():
-        return found
+        return result
     fusing = (of.r == 3) & (product != "weight_gradient") & (by.winograd_fused > 0)
     some = of.at(serves)
     # A small batch never takes longer than the smallest that has kernels for its transforms.
     batch = np.where(fusing[serves], np.maximum(some.n, by.winograd_batch), some.n)
-    found[serves] = _apart(by, on, some.batch(batch), product)
-    if (at := serves & fusing).any():
-        found[at] = np.minimum(found[at], _fused(by, on, of.at(at), product))
-    return found
+    result[serves] = _apart(by, on, some.batch(batch), product)
+    if (index := serves & fusing).any():
+        result[index] = np.minimum(result[index], _fused(by, on, of.at(index), product))
+    return result
 
 
 def _apart(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
@@ -395,7 +395,7 @@ def traits(by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: b
     """Returns what corrections may be about."""
     m, n, k = _sides(by, of, product, tensor_cores)
     served = (of.skipped == 1) & (of.r == of.s) & ((of.r == 3) | (of.r == 5)) & (not tensor_cores and by.winograd > 0)
-    found = {
+    result = {
         "m": np.log(m / 128),
         "n": np.log(n / 4096),
         "k": np.log(k / 1024),
@@ -407,7 +407,7 @@ def traits(by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: b
         "winograd": served,
         "all": np.ones(len(m)),
     }
-    return {name: np.asarray(feature, dtype=float) for name, feature in found.items()}
+    return {name: np.asarray(feature, dtype=float) for name, feature in result.items()}
 
 
 FEATURES = ("m", "n", "k", "window", "strided", "thin", "single", "tall", "winograd", "all")
@@ -420,12 +420,12 @@ def _direct(
     m, n, k = _sides(by, of, product, tensor_cores)
     pointwise = of.window == 1
     seconds = np.zeros(len(m))
-    for at, smallest, slower in (
+    for index, smallest, slower in (
         (pointwise, by.pointwise or by.smallest, 1.0),
         (~pointwise, by.smallest, 1 + by.gather),
     ):
-        if at.any():
-            seconds[at] = tiled(by, on, m[at], n[at], k[at], moved[at], slower, smallest=smallest)
+        if index.any():
+            seconds[index] = tiled(by, on, m[index], n[index], k[index], moved[index], slower, smallest=smallest)
     return seconds
 
 

@@ -58,13 +58,13 @@ def check_target(name: str, device: torch.device) -> None:
     """Raises `DeviceError` where code is to be compiled for a device that is not the one at hand."""
     if device.type == "cuda" and format_support.capability(device) == TARGETS[name]:
         return
-    here = (
+    current = (
         f"a GPU of compute capability {'.'.join(map(str, format_support.capability(device)))}"
         if device.type == "cuda"
         else str(device)
     )
     raise DeviceError(
-        f"the graph runs on {here}, and its target is {name}",
+        f"the graph runs on {current}, and its target is {name}",
         where='option "target"',
         do=f"drop it to compile; qsync_fx.explain and qsync inspect show what would run on {name}",
     )

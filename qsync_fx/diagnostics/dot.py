@@ -21,20 +21,20 @@ def dot(explanation: Explanation) -> str:
     """Returns the explanation in the DOT language; one cluster a graph, an edge for each tensor that one operator reads in one role."""
     lines = ["digraph qsync {", '  node [shape=box, style="rounded,filled", fontname="Helvetica"];', "  rankdir=TB;"]
     clusters = 0
-    for at, part in enumerate(explanation.graphs):
+    for index, part in enumerate(explanation.graphs):
         for graph in part.graph.walk():
-            lines += _cluster(graph, at, clusters)
+            lines += _cluster(graph, index, clusters)
             clusters += 1
-        lines += _edges(part.graph, at)
+        lines += _edges(part.graph, index)
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _cluster(graph: PrecisionGraph, at: int, cluster: int) -> list[str]:
+def _cluster(graph: PrecisionGraph, index: int, cluster: int) -> list[str]:
     lines = [f"  subgraph cluster_{cluster} {{", f'    label="graph {cluster}";']
     for operator in _shown(graph):
         label = f"{operator.id}\n{operator.precision or '-'} -> {operator.output or '-'}"
         style = f"fillcolor={json.dumps(colour(operator.precision))}"
-        name, reason = _name(at, str(operator.id)), json.dumps(operator.reason)
+        name, reason = _name(index, str(operator.id)), json.dumps(operator.reason)
         lines.append(f"    {name} [label={json.dumps(label)}, {style}, tooltip={reason}];")
     return [*lines, "  }"]
 
@@ -44,11 +44,11 @@ def _shown(graph: PrecisionGraph) -> list[Operator]:
     return [operator for operator in graph.own_operators() if not node_metadata.bodies(operator.node)]
 
 
-def _edges(graph: PrecisionGraph, at: int) -> list[str]:
+def _edges(graph: PrecisionGraph, index: int) -> list[str]:
     dag, operators = graph.dag(), [operator for part in graph.walk() for operator in _shown(part)]
     shown = {str(operator.id) for operator in operators}
     lines = [
-        f"  {_name(at, source)} -> {_name(at, reader)} [tooltip={json.dumps(_carries(data))}];"
+        f"  {_name(index, source)} -> {_name(index, reader)} [tooltip={json.dumps(_carries(data))}];"
         for source, reader, data in dag.edges(data=True)
         if source in shown and reader in shown
     ]
@@ -57,7 +57,7 @@ def _edges(graph: PrecisionGraph, at: int) -> list[str]:
         late = str(operator.id) not in dag
         for source in dict.fromkeys(_sources(operator.node)):
             if source in shown and (late or source not in dag):
-                lines.append(f"  {_name(at, source)} -> {_name(at, str(operator.id))};")
+                lines.append(f"  {_name(index, source)} -> {_name(index, str(operator.id))};")
     return lines
 
 
@@ -71,14 +71,14 @@ def _name(graph: int, operator: str) -> str:
 
 def _sources(node: fx.Node) -> list[str]:
     """The ids of the operators that a node reads from, through casts and unpacking."""
-    found: list[str] = []
+    result: list[str] = []
     for used in node.all_input_nodes:
         note = node_metadata.NOTE.get(used)
         if note is not None:
-            found.append(str(note.id))
+            result.append(str(note.id))
         elif used.op == "call_function":
-            found += _sources(used)
-    return found
+            result += _sources(used)
+    return result
 
 
 def colour(fmt: Precision | None) -> str:

@@ -39,14 +39,14 @@ def unchanged(written: Sequence[Tensor], every: Sequence[Tensor]) -> Iterator[No
         written: the tensors that may be written to.
         every: all of the model's, whose devices have generators.
     """
-    kept = [t.detach().clone() for t in written]
+    saved = [t.detach().clone() for t in written]
     devices = sorted({t.device.index or 0 for t in every if t.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         with torch.no_grad():
-            for tensor, value in zip(written, kept, strict=True):
+            for tensor, value in zip(written, saved, strict=True):
                 tensor.copy_(value)
 
 
@@ -77,9 +77,9 @@ def explain(
     missing = [module for tree in trees for module in uncovered(tree)]
     plan = next((tree.plan for tree in trees), parsed.plan or Plan())
     adjustable = [op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE]
-    found = findings(plan, adjustable, missing)
+    result = findings(plan, adjustable, missing)
     parameters = tuple(_registered(trees))
-    explanation = Explanation(tuple(collected), tuple(breaks()), found.uncovered, parameters, parsed.plan)
+    explanation = Explanation(tuple(collected), tuple(breaks()), result.uncovered, parameters, parsed.plan)
     if parsed.plan is not None and not collected:
         raise PlanError(
             "Dynamo compiled no part of the model, so no plan applies to it",
@@ -87,20 +87,20 @@ def explain(
             do="remove the graph break; one in a loop or a with statement leaves the whole function to Python",
         )
     if parsed.plan is not None:
-        check_plan(plan, adjustable, complete=True, as_written=found.as_written)
+        check_plan(plan, adjustable, complete=True, as_written=result.as_written)
     return explanation
 
 
 def _registered(trees: Sequence[Tree]) -> Iterator[Registered]:
-    seen: set[int] = set()
+    visited: set[int] = set()
     for tree in trees:
         for path, module in tree.modules.items():
             for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in seen:
+                if parameter is None or id(parameter) in visited:
                     continue
-                seen.add(id(parameter))
-                whole = joined(tree.within, path, name)
-                yield Registered(whole, parameter.numel(), parameter.element_size(), parameter.requires_grad)
+                visited.add(id(parameter))
+                full = joined(tree.within, path, name)
+                yield Registered(full, parameter.numel(), parameter.element_size(), parameter.requires_grad)
 
 
 def explained(
@@ -114,12 +114,12 @@ def explained(
 
     snapshots, timing = Snapshots(), Timing()
     try:
-        here = place(options)
-        alone = compile_for_this_module_only(here)  # code that layers share would have the ids of one of them
-        seen = [operator.id for part in before for operator in part.graph.operators()]
+        current = place(options)
+        alone = compile_for_this_module_only(current)  # code that layers share would have the ids of one of them
+        visited = [operator.id for part in before for operator in part.graph.operators()]
         device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        graph = rewrite(module, inputs, options, (timing, snapshots), seen, candidates(here, options, device))
-        record(graph, here, options, module, alone)
+        graph = rewrite(module, inputs, options, (timing, snapshots), visited, candidates(current, options, device))
+        record(graph, current, options, module, alone)
     except QSyncError as error:
         raise through_dynamo(error) from error.__cause__
     return Explained(graph, snapshots, timing)

@@ -105,21 +105,21 @@ class Explanation:
     @property
     def unknown(self) -> dict[str, int]:
         """The operators that the table does not know, and how often each occurs."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for part in self.graphs:
             for graph in part.graph.walk():
                 for name, count in graph.unknown.items():
-                    found[name] = found.get(name, 0) + count
-        return found
+                    result[name] = result.get(name, 0) + count
+        return result
 
     @property
     def rewritten(self) -> dict[str, Rewritten]:
         """What each rewrite has done, by its name: how many places it changed, and which it left alone."""
-        found: dict[str, Rewritten] = {}
+        result: dict[str, Rewritten] = {}
         for part in self.graphs:
             for name, done in part.graph.rewritten.items():
-                found[name] = found.get(name, Rewritten()) + done
-        return found
+                result[name] = result.get(name, Rewritten()) + done
+        return result
 
     def graph(self, name: str = "lower") -> str:
         """Returns the graph after a pass, as text."""
@@ -127,7 +127,7 @@ class Explanation:
         texts = [part.snapshots.texts[name] for part in self.graphs]
         if len(texts) == 1:
             return texts[0]
-        return "\n\n".join(f"graph {at} of {len(texts)}\n{text}" for at, text in enumerate(texts, 1))
+        return "\n\n".join(f"graph {index} of {len(texts)}\n{text}" for index, text in enumerate(texts, 1))
 
     def graph_module(self, name: str = "lower", index: int = 0) -> fx.GraphModule:
         """Returns the graph after a pass, as a module; `index` chooses among several graphs."""
@@ -155,9 +155,9 @@ class Explanation:
         with self.there():
             graphs = tuple(ReplayedPlan(part.snapshots, part.costing, plan) for part in self.graphs)
             adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
-        found = findings(plan, adjustable, self.uncovered)
-        check_plan(plan, adjustable, complete=True, as_written=found.as_written)
-        return Explanation(graphs, self.breaks, found.uncovered, self.parameters, plan)
+        result = findings(plan, adjustable, self.uncovered)
+        check_plan(plan, adjustable, complete=True, as_written=result.as_written)
+        return Explanation(graphs, self.breaks, result.uncovered, self.parameters, plan)
 
     def table(self, kind: Kind | str | None = None, width: int | None = None) -> str:
         """Returns the table that `print` shows.
@@ -213,7 +213,7 @@ def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
     if options.automatic or options.where_faster or options.exact:
         return {}
     written = {operator.id: operator for operator in _written(part)}
-    found = {}
+    result = {}
     for operator in part.operators:
         fmt, before = operator.precision, written.get(operator.id)
         if (
@@ -226,8 +226,8 @@ def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
         # Of a format without a unit a line of the explanation tells, and who asks for one seldom does for speed.
         native = support(part.context.device, fmt).how != "simulated"
         if native and (why := before.slower(fmt)) is not None:
-            found[operator.id] = why
-    return found
+            result[operator.id] = why
+    return result
 
 
 def _written(part: Explained | ReplayedPlan) -> list[Operator]:
@@ -240,11 +240,11 @@ def _kept(operator: Operator, before: Operator, plan: Plan) -> bool:
     """Whether an operator runs otherwise than a plan says of all: what the plan, a pass or the model names is obeyed."""
     choice, note = plan.precision_for(operator.id), operator.note
     # A region of autocast gives way to a plan, whatever plan the graph was written under.
-    held = None if isinstance(note.autocast, Precision) else before.held
+    live = None if isinstance(note.autocast, Precision) else before.held
     return (
         choice is None
         or choice.explicit
         or note.pinned
         or note.planned is not choice.precision
-        or note.precision is held
+        or note.precision is live
     )

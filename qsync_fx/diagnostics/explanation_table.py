@@ -81,13 +81,13 @@ def precision_cell(precision: Precision | None, planned: Precision | None) -> st
 
 def uncovered_cells(module: Uncovered, columns: Sequence[str]) -> tuple[str, ...]:
     """Returns the row of a module that is in no graph."""
-    known = {
+    available = {
         "operator": f"{module.path} ({module.type})".strip(),
         "kind": "in no graph",
         "precision": "as written" + (f" (not {module.planned})" if module.lost else ""),
         "reason": reason(module.cause),
     }
-    return tuple(known.get(name, "") for name in columns)
+    return tuple(available.get(name, "") for name in columns)
 
 
 def _cells(operator: Operator) -> tuple[str, ...]:
@@ -127,7 +127,9 @@ def _notes(explanation: Explanation) -> list[str]:
         )
         lines += [f"  left alone: {where}" for where in done.left]
     lines += [f"graph break: {_first_line(why)}" for why in explanation.breaks]
-    lines += dict.fromkeys(f"in no graph: {way}" for module in explanation.uncovered if (way := way_out(module.cause)))
+    lines += dict.fromkeys(
+        f"in no graph: {method}" for module in explanation.uncovered if (method := way_out(module.cause))
+    )
     lines += [f"not in the operator table, so FP32: {name} ({count})" for name, count in explanation.unknown.items()]
     return lines
 
@@ -147,27 +149,27 @@ def _device(context: Context) -> str:
 def _simulated(explanation: Explanation) -> list[tuple[str, str]]:
     from qsync_fx.devices.format_support import support
 
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for operator in explanation.operators:
         context, fmt = operator.graph.context, operator.precision
         if operator.kind is Kind.ADJUSTABLE and fmt is not None:
-            how = support(context.device, fmt, context.options.exact)
-            if how.how != "native":
-                found[str(fmt)] = f"{how.how}, {how.reason}"
-    return list(found.items())
+            settings = support(context.device, fmt, context.options.exact)
+            if settings.how != "native":
+                result[str(fmt)] = f"{settings.how}, {settings.reason}"
+    return list(result.items())
 
 
 def _as_fast_wider(explanation: Explanation) -> list[str]:
     from qsync_fx.diagnostics.explanation import as_fast_wider
 
-    found = {op_id: why for part in explanation.graphs for op_id, why in as_fast_wider(part).items()}
-    if not found:
+    result = {op_id: why for part in explanation.graphs for op_id, why in as_fast_wider(part).items()}
+    if not result:
         return []
-    some, why = next(iter(found.items()))
-    such = ": " if len(found) == 1 else ", such as "
-    count = "1 operator is" if len(found) == 1 else f"{len(found)} operators are"
-    way = 'the option "where_faster" leaves what is so in a wider one'
-    return [f"{count} in a format that is not faster here{such}{some} ({why}); {way}"]
+    some, why = next(iter(result.items()))
+    such = ": " if len(result) == 1 else ", such as "
+    count = "1 operator is" if len(result) == 1 else f"{len(result)} operators are"
+    method = 'the option "where_faster" leaves what is so in a wider one'
+    return [f"{count} in a format that is not faster here{such}{some} ({why}); {method}"]
 
 
 def _first_line(text: str) -> str:

@@ -99,9 +99,9 @@ def applied(model: nn.Module) -> Applied:
     trees = [tree for log in logs() if (tree := Tree(root, log)).ran or tree.compiled]
     unseen = Tree(root, Log(Options()))
     owner = {path: next((tree for tree in reversed(trees) if tree.concerns(path)), unseen) for path in unseen.modules}
-    found = {id(tree): _findings(tree) for tree in (*trees, unseen)}
+    result = {id(tree): _findings(tree) for tree in (*trees, unseen)}
     operators = {id(tree): tree.operators() for tree in trees}
-    missing = {(id(tree), module.path): module for tree in (*trees, unseen) for module in found[id(tree)].uncovered}
+    missing = {(id(tree), module.path): module for tree in (*trees, unseen) for module in result[id(tree)].uncovered}
     modules = (
         AppliedModule(
             path,
@@ -119,7 +119,7 @@ def applied(model: nn.Module) -> Applied:
             for module in modules
             if module.operators or module.uncovered or own_parameters(unseen.modules[module.path])
         ),
-        tuple(entry for tree in trees if id(tree) in used for entry in found[id(tree)].unused),
+        tuple(entry for tree in trees if id(tree) in used for entry in result[id(tree)].unused),
         tuple(tree.plan.notes[CACHED] for tree in trees if id(tree) in used and CACHED in tree.plan.notes),
         called=any(tree.ran for tree in trees),
         planned=any(tree.intended != Plan() for tree in trees),

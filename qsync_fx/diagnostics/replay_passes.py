@@ -69,8 +69,8 @@ class ReplayedPlan:
             return self._costed(run(graph, passes, (self.timing,), verified=False, after=self._before))
 
     def _costed(self, graph: PrecisionGraph) -> list[Operator]:
-        found = costed(graph, self.costing)
-        return [Operator(op.graph, op.node, dataclasses.replace(op.note, cost=cost)) for op, cost in found]
+        result = costed(graph, self.costing)
+        return [Operator(op.graph, op.node, dataclasses.replace(op.note, cost=cost)) for op, cost in result]
 
     def _copy(self) -> PrecisionGraph:
         graph = copied(self.written)

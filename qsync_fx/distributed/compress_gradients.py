@@ -145,11 +145,11 @@ def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
     return seed % 2**64
 
 
-def _number(name: str, value: object, what: str, do: str, smallest: int | None) -> None:
+def _number(name: str, value: object, description: str, do: str, smallest: int | None) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and (smallest is None or value >= smallest):
         return
-    told = shown(value) if isinstance(value, str) else value
-    raise OptionError(f"{name} is {what}, not {told}", where=f"compress(..., {name}=...)", do=do)
+    reported = shown(value) if isinstance(value, str) else value
+    raise OptionError(f"{name} is {description}, not {reported}", where=f"compress(..., {name}=...)", do=do)
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
@@ -240,21 +240,21 @@ def weight_codecs(
     return ddp_hook.to_all(weights_codec(duo, None if sharded is True else sharded), sizes, least).codecs
 
 
-def _plan(found: object) -> Plan | ClusterPlan | None:
+def _plan(result: object) -> Plan | ClusterPlan | None:
     """Returns the plan that is given, or whose file is; None for what is none."""
-    given = given_plan(found)
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
-        return read_plan(given)
-    return given if isinstance(given, Plan | ClusterPlan) else None
+    inputs = given_plan(result)
+    if isinstance(inputs, os.PathLike) or (isinstance(inputs, str) and inputs.endswith(".json")):
+        return read_plan(inputs)
+    return inputs if isinstance(inputs, Plan | ClusterPlan) else None
 
 
-def _made(given: object) -> Codec | Duo:
-    if isinstance(given, Codec | Duo):
-        return given
-    if isinstance(given, str):
-        return way_named(given)
+def _made(value: object) -> Codec | Duo:
+    if isinstance(value, Codec | Duo):
+        return value
+    if isinstance(value, str):
+        return way_named(value)
     raise OptionError(
-        f"compress takes a codec or a plan, not {type(given).__name__}", do='give a name such as "qsgd8", or a plan'
+        f"compress takes a codec or a plan, not {type(value).__name__}", do='give a name such as "qsgd8", or a plan'
     )
 
 
@@ -273,7 +273,7 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
     Raises:
         OptionError: the model cannot be compressed.
     """
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, module in _units(model).items():
         groups = _groups(module)
         if len(groups) > 1:
@@ -290,16 +290,16 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
             )
         trained = [p for group in groups for p in _parameters(group) if p.requires_grad]
         if trained:
-            found[name] = sum(_row(name, p) for p in trained)
-    if whole := [
+            result[name] = sum(_row(name, p) for p in trained)
+    if full := [
         name for name, p in unwrapped(model).named_parameters() if p.requires_grad and not isinstance(p, DTensor)
     ]:
         raise OptionError(
             "FSDP does not shard a parameter, and nobody averages its gradients",
-            where=whole[0],
+            where=full[0],
             do="call fully_shard(model) on the whole model",
         )
-    return found
+    return result
 
 
 def reduce_by(model: nn.Module, compression: ShardedCompression) -> None:
@@ -311,11 +311,11 @@ def reduce_by(model: nn.Module, compression: ShardedCompression) -> None:
 
 def _units(model: nn.Module) -> dict[str, Any]:
     """Returns the units; several modules that are sharded together are one."""
-    found: dict[int, tuple[str, Any]] = {}
+    result: dict[int, tuple[str, Any]] = {}
     for name, module in unwrapped(model).named_modules():
         if isinstance(module, FSDPModule):
-            found.setdefault(id(module._get_fsdp_state()), (name, module))
-    return dict(found.values())
+            result.setdefault(id(module._get_fsdp_state()), (name, module))
+    return dict(result.values())
 
 
 def _groups(module: Any) -> list[Any]:
@@ -434,7 +434,7 @@ def compress(
         else:
             parallel, named = trained(model)
             names, sizes = [name for name, _ in named], [p.numel() for _, p in named]
-            what = assignment(chosen, names, sizes, least)
+            subject = assignment(chosen, names, sizes, least)
             weights = weight_codecs(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
             stepped = functional_optimizer.checked(optimizer, named) if isinstance(chosen, Duo) else None
     # Here an error of one rank is told on the others, which have not begun to make a group yet.
@@ -444,23 +444,23 @@ def compress(
         wanted.tell(nodes)
     if fsdp:
         return _sharded(model, rows, units, seed, least, check_every, scaler)
-    world, own = distributed.get_world_size(parallel.process_group), _group_of_our_own()
+    world, owned = distributed.get_world_size(parallel.process_group), _group_of_our_own()
     if stepped is not None and isinstance(chosen, Duo):
 
         def joins() -> bool:
             return bool(parallel._join_config.enable)
 
         ahead = DuoCompressor(
-            own, rank, world, named, what, seed, check_every, chosen.ahead, stepped, scaler, joins, weights
+            owned, rank, world, named, subject, seed, check_every, chosen.ahead, stepped, scaler, joins, weights
         )
         _agree(ahead)
         ahead.follow()
         parallel.register_comm_hook(None, ahead.hook)
         return ahead
-    found = DdpCompressor(own, rank, world, named, what, seed, check_every, scaler, nodes)
-    _agree(found)
-    found.attach(lambda: parallel.register_comm_hook(None, found.hook))
-    return found
+    result = DdpCompressor(owned, rank, world, named, subject, seed, check_every, scaler, nodes)
+    _agree(result)
+    result.attach(lambda: parallel.register_comm_hook(None, result.hook))
+    return result
 
 
 def _sharded(
@@ -475,12 +475,12 @@ def _sharded(
     world, device = distributed.get_world_size(), next(p.device for p in model.parameters() if p.requires_grad)
     if least is None:
         least = threshold([row * world for row in rows.values()])
-    found = ShardedCompression(
+    result = ShardedCompression(
         _group_of_our_own(), distributed.get_rank(), world, rows, codec, seed, least, check_every, scaler, device
     )
-    _agree(found)
-    reduce_by(model, found)
-    return found
+    _agree(result)
+    reduce_by(model, result)
+    return result
 
 
 def _group_of_our_own() -> distributed.ProcessGroup | None:
@@ -493,8 +493,8 @@ def _group_of_our_own() -> distributed.ProcessGroup | None:
     return group
 
 
-def _agree(found: CompressorHandle) -> None:
+def _agree(result: CompressorHandle) -> None:
     """Returns once all ranks have stated the same."""
     if several_ranks():
         with Meeting(rendezvous.patience(), None, collectives=False) as meeting:
-            meeting.agree("codecs", found.statement(), _REMEDIES)
+            meeting.agree("codecs", result.statement(), _REMEDIES)

@@ -81,8 +81,8 @@ class PlanSurvey:
         for name, profile, batch in zip(ranks, profiles, samples, strict=True):
             if name not in slowest or _seconds(profile) > _seconds(slowest[name]):
                 slowest[name], batches[name] = profile, batch
-        known = {name: batch for name, batch in batches.items() if batch}
-        return cls(tuple(ranks), slowest, wishes, known, links)
+        available = {name: batch for name, batch in batches.items() if batch}
+        return cls(tuple(ranks), slowest, wishes, available, links)
 
     def answer(
         self,
@@ -108,8 +108,8 @@ class PlanSurvey:
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
         profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
         # Its links are what the profiles measured.
-        found = solve_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
-        return replace(found, notes=(*found.notes, PlanNote(PlanNoteKind.UNEVEN))) if self.links.uneven else found
+        result = solve_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
+        return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN))) if self.links.uneven else result
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -146,7 +146,7 @@ class FleetPlan(ClusterPlan):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ClusterPlan):
             return NotImplemented
-        mine, theirs = ((one.classes, one.devices, one.ranks, one.codecs) for one in (self, other))
+        mine, theirs = ((item.classes, item.devices, item.ranks, item.codecs) for item in (self, other))
         return mine == theirs
 
     __hash__ = ClusterPlan.__hash__
@@ -161,7 +161,7 @@ def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
     """Returns a profile with other all-reduces, where there are any."""
     if not links:
         return profile
-    return replace(profile, collectives=[replace(one, seconds=list(links)) for one in profile.collectives])
+    return replace(profile, collectives=[replace(item, seconds=list(links)) for item in profile.collectives])
 
 
 def _seconds(profile: Profile) -> float:
@@ -259,15 +259,15 @@ def find_plan(
         if codecs and isinstance(hierarchical, int) and not isinstance(hierarchical, bool):
             in_a_row(hierarchical, meeting.world)
         meeting.agree("arguments", {}, {})  # no rank measures before rank 0 has checked the classes
-        how: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
+        settings: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
         if (path := measuring.get("path")) is not None:
-            how["path"] = _of_rank(path, meeting.rank)
+            settings["path"] = _of_rank(path, meeting.rank)
 
-        def here() -> None:
+        def current() -> None:
             # All are here before any of them waits for another in a collective.
             meeting.agree("measurements", {}, {}, patient=True)
 
-        profile = measure(model, watched, batches, precisions, **{**measuring, **how, "all_reduce": here})
+        profile = measure(model, watched, batches, precisions, **{**measuring, **settings, "all_reduce": current})
         device = next((parameter.device for parameter in model.parameters()), CPU)
         links = links_between_nodes(meeting, hierarchical if codecs else False, compiling, device)
         meeting.put("batch", str(samples_in(first)))
@@ -278,23 +278,23 @@ def find_plan(
                 [meeting.get(key, rank, compiling) for rank in range(meeting.world)] for key in ("class", "batch")
             )
             profiles = _profiles(meeting, "profile", compiling)
-            choosing = _Choosing(classes, profiles, wishes, [int(one) for one in samples], corrections, links)
-        for at in itertools.count():
+            choosing = _Choosing(classes, profiles, wishes, [int(item) for item in samples], corrections, links)
+        for index in itertools.count():
             if choosing is not None:
-                meeting.put(f"plan {at} to run", "" if choosing.next is None else choosing.next.to_json())
-            if not (text := meeting.get(f"plan {at} to run", 0, compiling)):
+                meeting.put(f"plan {index} to run", "" if choosing.next is None else choosing.next.to_json())
+            if not (text := meeting.get(f"plan {index} to run", 0, compiling)):
                 break
             part = ClusterPlan.from_json(text).classes[mine]
-            profile = measure(model, watched, [first], profile=profile, **{**measuring, **how, "plan": part})
-            meeting.put(f"profile {at}", profile.to_json())
+            profile = measure(model, watched, [first], profile=profile, **{**measuring, **settings, "plan": part})
+            meeting.put(f"profile {index}", profile.to_json())
             if choosing is not None:
-                choosing.learn(_profiles(meeting, f"profile {at}", compiling))
+                choosing.learn(_profiles(meeting, f"profile {index}", compiling))
         if choosing is not None:
             chosen = choosing.taken(save)
             meeting.put("plan", chosen.to_json())
-        found = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
-        meeting.agree("plans", {"plan": [found.to_json()]}, {})
-        return FleetPlan(found) if choosing is None else chosen
+        result = ClusterPlan.from_json(meeting.get("plan", 0, compiling))
+        meeting.agree("plans", {"plan": [result.to_json()]}, {})
+        return FleetPlan(result) if choosing is None else chosen
 
 
 class _Choosing:
@@ -329,10 +329,10 @@ class _Choosing:
 
     def taken(self, save: Path | None) -> FleetPlan:
         """Returns the plan to take; writes it where that is wished."""
-        found = self._found()
+        result = self._found()
         if save is not None:
-            found.save(save)
-        return found
+            result.save(save)
+        return result
 
     def _found(self) -> FleetPlan:
         return FleetPlan.of(self._rounds.answer, self._survey)
@@ -367,8 +367,8 @@ def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:
 
 
 def _of_rank(path: Path, rank: int) -> pathlib.Path:
-    found = pathlib.Path(path)
-    return found.with_name(f"{found.stem}.{rank}{found.suffix}")
+    result = pathlib.Path(path)
+    return result.with_name(f"{result.stem}.{rank}{result.suffix}")
 
 
 def _class_of(device: str) -> str:

@@ -142,7 +142,7 @@ class Guard:
         """Has the memory of steps measured, where it is limited, and their time, where the ranks may plan anew."""
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
         foreseen = next(
-            (found for plan in plans if (found := PredictedCost.noted(plan.notes)).memory is not None), None
+            (result for plan in plans if (result := PredictedCost.noted(plan.notes)).memory is not None), None
         )
         if foreseen is None and self._replan is None:
             return
@@ -194,5 +194,5 @@ class Guard:
                 self._replanner.end()
 
     def _trains(self, optimizer: Optimizer) -> bool:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(p) in held for p in self._model.parameters())
+        live = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in live for p in self._model.parameters())

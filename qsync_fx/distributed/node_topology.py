@@ -118,17 +118,17 @@ def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup
 def in_a_row(size: int, world: int) -> list[str]:
     """Returns the node of each rank, where so many in a row share one."""
     if size < 1 or world % size:
-        what = f"{world} ranks do not make nodes of {size}"
-        raise OptionError(what, where="hierarchical", do="give a number that divides the ranks, or True")
+        message = f"{world} ranks do not make nodes of {size}"
+        raise OptionError(message, where="hierarchical", do="give a number that divides the ranks, or True")
     return [str(rank // size) for rank in range(world)]
 
 
 def grouped(names: Sequence[str]) -> NodeGroups | None:
     """Returns nodes by the name of each rank's; None where no two ranks share one."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
-        found.setdefault(name, []).append(rank)
-    sizes = {name: len(ranks) for name, ranks in found.items()}
+        result.setdefault(name, []).append(rank)
+    sizes = {name: len(ranks) for name, ranks in result.items()}
     if len(set(sizes.values())) > 1:
         most, fewest = max(sizes, key=lambda name: sizes[name]), min(sizes, key=lambda name: sizes[name])
         raise OptionError(
@@ -136,7 +136,7 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
             where="hierarchical",
             do="start as many ranks on each node, or give hierarchical=False",
         )
-    return None if len(found) == len(names) else NodeGroups(tuple(tuple(ranks) for ranks in found.values()))
+    return None if len(result) == len(names) else NodeGroups(tuple(tuple(ranks) for ranks in result.values()))
 
 
 def _names(meeting: Meeting, limit: float) -> list[str]:

@@ -102,7 +102,7 @@ class ReplanCosts:
 
     @classmethod
     def of(cls, judged: Evaluation, plans: Plans) -> ReplanCosts:
-        formats = {name: dict(Counter(asked.values())) for name, asked in plans.items()}
+        formats = {name: dict(Counter(requested.values())) for name, requested in plans.items()}
         return cls(judged.seconds, judged.variance, formats, dict(Counter(judged.codecs)))
 
 
@@ -127,10 +127,10 @@ class ReplanReport:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> ReplanReport:
-        causes = tuple(ReplanCause(**{**cause, "change": PlanChange(cause["change"])}) for cause in found["causes"])
-        before, after = (None if found[name] is None else ReplanCosts(**found[name]) for name in ("before", "after"))
-        return cls(found["step"], causes, before, after, found["kept"])
+    def from_dict(cls, result: Mapping[str, Any]) -> ReplanReport:
+        causes = tuple(ReplanCause(**{**cause, "change": PlanChange(cause["change"])}) for cause in result["causes"])
+        before, after = (None if result[name] is None else ReplanCosts(**result[name]) for name in ("before", "after"))
+        return cls(result["step"], causes, before, after, result["kept"])
 
     def __str__(self) -> str:
         why = _listed(_why(cause) for cause in self.causes)
@@ -156,14 +156,14 @@ def _why(cause: ReplanCause) -> str:
             f"{who} computes {duration(cause.measured)} a step where {duration(cause.foreseen)} were foreseen "
             f"({cause.measured / cause.foreseen:.2f} times)"
         )
-    what = "its plan takes" if cause.change is PlanChange.TIGHT else "its plan was made for"
-    return f"{who} has {short(cause.measured, 'B')} of memory for a step, and {what} {short(cause.foreseen, 'B')}"
+    message = "its plan takes" if cause.change is PlanChange.TIGHT else "its plan was made for"
+    return f"{who} has {short(cause.measured, 'B')} of memory for a step, and {message} {short(cause.foreseen, 'B')}"
 
 
 def _costs(costs: ReplanCosts) -> str:
     formats = "; ".join(
-        f"{name}: {', '.join(f'{count} in {fmt}' for fmt, count in sorted(found.items()))}"
-        for name, found in costs.formats.items()
+        f"{name}: {', '.join(f'{count} in {fmt}' for fmt, count in sorted(item.items()))}"
+        for name, item in costs.formats.items()
     )
     buckets = ", ".join(f"{count} in {codec}" for codec, count in sorted(costs.codecs.items()))
     sent = f"; buckets of gradients: {buckets}" if buckets else ""
@@ -171,8 +171,8 @@ def _costs(costs: ReplanCosts) -> str:
 
 
 def _listed(texts: Any) -> str:
-    found: Sequence[str] = list(texts)
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} ranks more" if len(found) > 3 else "")
+    result: Sequence[str] = list(texts)
+    return "; ".join(result[:3]) + (f"; and {len(result) - 3} ranks more" if len(result) > 3 else "")
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -243,27 +243,27 @@ class Replanner:
     def __init__(
         self,
         model: nn.Module,
-        how: Replanning,
+        settings: Replanning,
         meeting: Meeting,
         peaks: PeakCheck,
         optimizers: Callable[[], Iterable[Optimizer]],
     ) -> None:
-        _check(model, how.found)
-        self._model, self._how, self._meeting, self._peaks = model, how, meeting, peaks
-        self._optimizers, self._hysteresis = optimizers, how.hysteresis
+        _check(model, settings.found)
+        self._model, self._how, self._meeting, self._peaks = model, settings, meeting, peaks
+        self._optimizers, self._hysteresis = optimizers, settings.hysteresis
         self._device = next(model.parameters()).device
-        self.found, self.history = how.found, list[ReplanReport]()
-        self._own = how.found.ranks[meeting.rank]
-        self._foreseen = {name: PredictedCost.noted(plan.notes) for name, plan in how.found.classes.items()}
+        self.found, self.history = settings.found, list[ReplanReport]()
+        self._own = settings.found.ranks[meeting.rank]
+        self._foreseen = {name: PredictedCost.noted(plan.notes) for name, plan in settings.found.classes.items()}
         self._caps = {name: foreseen.memory for name, foreseen in self._foreseen.items()}
         self._slowdowns = dict.fromkeys(self._foreseen, 1.0)
-        self._links = ProbedLinks(how.found.notes, self._hysteresis, self._device)
+        self._links = ProbedLinks(settings.found.notes, self._hysteresis, self._device)
         self._all_reduces = list[tuple[int, float]]()
         self._planned: dict[str, float] = {}
-        self._steps, self._seen = 0, StepWindow(resting=how.patience)
+        self._steps, self._seen = 0, StepWindow(resting=settings.patience)
         self._held: int | None = None
         self._solution: FleetPlan | None = None
-        self.pace = Pace(model, how.clock)
+        self.pace = Pace(model, settings.clock)
 
     def begin(self) -> None:
         """Notes that the optimizer's step begins."""
@@ -278,11 +278,11 @@ class Replanner:
         self._steps += 1
         if self._steps % self._how.patience == 0:
             everyones = self._exchanged(stated(self._seen, self._hysteresis))
-            found, links = drift(everyones, self.found.ranks), self._links.look()
+            result, links = drift(everyones, self.found.ranks), self._links.look()
             if links is not None:
-                found = replace(found or Drift(), links=links)
-            if found is not None:
-                self._replan(found, everyones)
+                result = replace(result or Drift(), links=links)
+            if result is not None:
+                self._replan(result, everyones)
 
     def _room(self) -> Room | None:
         foreseen, cap = self._foreseen[self._own], self._caps[self._own]
@@ -299,34 +299,34 @@ class Replanner:
     def _exchanged(self, mine: Stated) -> list[Stated]:
         """Returns what all ranks state."""
         numbers = [math.nan if value is None else float(value) for value in vars(mine).values()]
-        own = torch.tensor(numbers, dtype=torch.float64)
-        everyones = [torch.empty_like(own) for _ in range(self._meeting.world)]
-        distributed.all_gather(everyones, own, group=control())
-        return [_stated(one.tolist()) for one in everyones]
+        owned = torch.tensor(numbers, dtype=torch.float64)
+        everyones = [torch.empty_like(owned) for _ in range(self._meeting.world)]
+        distributed.all_gather(everyones, owned, group=control())
+        return [_stated(item.tolist()) for item in everyones]
 
-    def _replan(self, found: Drift, everyones: list[Stated]) -> None:
-        causes = tuple(self._causes(found, everyones))
-        self._slowdowns = {name: old * found.paces.get(name, 1.0) for name, old in self._slowdowns.items()}
-        if found.links is not None:
-            self._links.decided(found.links)
+    def _replan(self, result: Drift, everyones: list[Stated]) -> None:
+        causes = tuple(self._causes(result, everyones))
+        self._slowdowns = {name: old * result.paces.get(name, 1.0) for name, old in self._slowdowns.items()}
+        if result.links is not None:
+            self._links.decided(result.links)
             self._all_reduces = self._links.table()
-        asked = {self.found.ranks[rank] for rank in (*found.tight, *found.roomy)}
-        self._planned |= {name: found.allowed[name] for name in asked}
+        requested = {self.found.ranks[rank] for rank in (*result.tight, *result.roomy)}
+        self._planned |= {name: result.allowed[name] for name in requested}
         self._planned = {
             name: size for name, size in self._planned.items() if size < (self._caps[name] or math.inf)
         }  # fmt: skip
         about = f"plan after step {self._steps}"
         if self._meeting.rank == 0:
             self._meeting.put(about, json.dumps(self._solved(causes)))
-        told = json.loads(self._meeting.get(about, 0, self._meeting.compiling))
-        decided = ReplanReport.from_dict(told["replanned"])
-        if told["plan"] is None:
+        reported = json.loads(self._meeting.get(about, 0, self._meeting.compiling))
+        decided = ReplanReport.from_dict(reported["replanned"])
+        if reported["plan"] is None:
             self._foreseen = {
-                name: replace(one, computing=one.computing and one.computing * found.paces.get(name, 1.0))
-                for name, one in self._foreseen.items()
+                name: replace(item, computing=item.computing and item.computing * result.paces.get(name, 1.0))
+                for name, item in self._foreseen.items()
             }
         else:
-            self._switch(ClusterPlan.from_json(told["plan"]))
+            self._switch(ClusterPlan.from_json(reported["plan"]))
         self._links.decided(None)
         self.history.append(decided)
         self._seen = StepWindow(resting=self._hysteresis.cooldown)
@@ -348,14 +348,14 @@ class Replanner:
         try:
             answer = survey.answer(self._slowdowns, memory, self._all_reduces)
         except PlanError as error:
-            kept = f"no plan would do: {error.what}"
-            return {"plan": None, "replanned": ReplanReport(self._steps, causes, None, kept=kept).to_dict()}
+            saved = f"no plan would do: {error.what}"
+            return {"plan": None, "replanned": ReplanReport(self._steps, causes, None, kept=saved).to_dict()}
         now = under(old, answer)
         before, after = ReplanCosts.of(now, old.plans), ReplanCosts.of(answer.judged, answer.plans)
-        kept = self._kept(old, answer, before, after, not _over(now.exceeds(answer.problem)))
-        self._solution = None if kept else FleetPlan.of(answer, survey)
+        saved = self._kept(old, answer, before, after, not _over(now.exceeds(answer.problem)))
+        self._solution = None if saved else FleetPlan.of(answer, survey)
         text = None if self._solution is None else self._solution.to_json()
-        decided = ReplanReport(self._steps, causes, before, None if kept else after, kept)
+        decided = ReplanReport(self._steps, causes, before, None if saved else after, saved)
         return {"plan": text, "replanned": decided.to_dict()}
 
     def _kept(self, old: PlanResult, new: PlanResult, before: ReplanCosts, after: ReplanCosts, fits: bool) -> str:
@@ -367,23 +367,23 @@ class Replanner:
             return ""
         return f"the best one now wins less than {self._how.gain:.0%} of time or variance"
 
-    def _causes(self, found: Drift, everyones: list[Stated]) -> Iterable[ReplanCause]:
-        if found.links is not None and self._links.probe is not None:
+    def _causes(self, result: Drift, everyones: list[Stated]) -> Iterable[ReplanCause]:
+        if result.links is not None and self._links.probe is not None:
             seconds = self._links.probe.seconds
-            yield ReplanCause(-1, "", PlanChange.LINKS, seconds, seconds * found.links)
+            yield ReplanCause(-1, "", PlanChange.LINKS, seconds, seconds * result.links)
         for change in (change for change in PlanChange if change is not PlanChange.LINKS):
-            for rank in getattr(found, change.value):
-                name, said = self.found.ranks[rank], everyones[rank]
+            for rank in getattr(result, change.value):
+                name, text = self.found.ranks[rank], everyones[rank]
                 foreseen = self._foreseen[name]
                 if change in (PlanChange.SLOWER, PlanChange.FASTER):
                     seconds = foreseen.computing or 0.0
-                    yield ReplanCause(rank, name, change, seconds, seconds * (said.pace or 1.0))
+                    yield ReplanCause(rank, name, change, seconds, seconds * (text.pace or 1.0))
                 else:
                     size = foreseen.peak if change is PlanChange.TIGHT else self._planned.get(name)
-                    yield ReplanCause(rank, name, change, size or 0.0, said.allowed or 0.0)
+                    yield ReplanCause(rank, name, change, size or 0.0, text.allowed or 0.0)
 
 
-def _check(model: nn.Module, found: FleetPlan) -> None:
+def _check(model: nn.Module, result: FleetPlan) -> None:
     """Raises `OptionError` where a model does not train under the plan, or trains in a way that no plan is for."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise OptionError(
@@ -391,7 +391,7 @@ def _check(model: nn.Module, found: FleetPlan) -> None:
             where="Replanning",
             do="leave replan= out",
         )
-    digest = found.for_class(found.ranks[distributed.get_rank()]).notes[CLUSTER]
+    digest = result.for_class(result.ranks[distributed.get_rank()]).notes[CLUSTER]
     in_force = {None if options.plan is None else options.plan.notes.get(CLUSTER) for options in options_of(model)}
     if in_force != {digest}:
         raise OptionError(
@@ -401,13 +401,13 @@ def _check(model: nn.Module, found: FleetPlan) -> None:
         )
 
 
-def _sends(compression: DdpCompressor | None, found: FleetPlan) -> bool:
+def _sends(compression: DdpCompressor | None, result: FleetPlan) -> bool:
     """Whether gradients are sent as a plan says."""
-    return compression is not None and compression.assigned.text == by_plan(found.codecs, compression.names).text
+    return compression is not None and compression.assigned.text == by_plan(result.codecs, compression.names).text
 
 
 def _over(exceeded: Mapping[str, float]) -> bool:
-    return any(what.startswith("memory") for what in exceeded)
+    return any(subject.startswith("memory") for subject in exceeded)
 
 
 def _stated(numbers: list[float]) -> Stated:

@@ -30,16 +30,16 @@ def check_replicas(model: nn.Module) -> None:
     """
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return
-    found = digests(model)
-    if not found:
+    result = digests(model)
+    if not result:
         return
-    least = torch.tensor(list(found.values()), dtype=torch.int64)
+    least = torch.tensor(list(result.values()), dtype=torch.int64)
     most = least.clone()
     distributed.all_reduce(least, distributed.ReduceOp.MIN, group=control())
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=control())
-    unequal = [name for name, differs in zip(found, (least != most).tolist(), strict=True) if differs]
+    unequal = [name for name, differs in zip(result, (least != most).tolist(), strict=True) if differs]
     if unequal:
-        raise _differ(unequal, [found[name] for name in unequal])
+        raise _differ(unequal, [result[name] for name in unequal])
 
 
 def _differ(names: list[str], mine: list[int]) -> RankError:
@@ -67,8 +67,8 @@ def digests(model: nn.Module) -> dict[str, int]:
     named = [(name, p) for name, p in unwrapped(model).named_parameters() if not isinstance(p, DTensor)]
     if not named:
         return {}
-    found = torch.stack([_digest(p.detach()) for _, p in named]).tolist()
-    return {name: digest for (name, _), digest in zip(named, found, strict=True)}
+    result = torch.stack([_digest(p.detach()) for _, p in named]).tolist()
+    return {name: digest for (name, _), digest in zip(named, result, strict=True)}
 
 
 @torch.no_grad()
@@ -76,8 +76,8 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the sum of a tensor's bytes, each times an odd number of its own, modulo 2**64."""
     values = tensor.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for at in range(0, values.numel(), _CHUNK):
-        part = values[at : at + _CHUNK].to(torch.int64) + 1
+    for index in range(0, values.numel(), _CHUNK):
+        part = values[index : index + _CHUNK].to(torch.int64) + 1
         total = total * 31 + (part * _weights(tensor.device)[: part.numel()]).sum()
     return total.cpu()
 

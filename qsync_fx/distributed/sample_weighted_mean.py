@@ -50,7 +50,7 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
         if module.training and torch.is_grad_enabled():
             counted.samples += samples_in((args, kwargs))
 
-    def weigh(given: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def weigh(value: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         gradients: torch.Tensor = bucket.buffer()
         if bucket.index() == 0:
             total = torch.tensor(float(counted.samples), dtype=torch.float64, device=gradients.device)
@@ -59,7 +59,7 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
             counted.weight, counted.samples = share / total.clamp(min=1), 0
         gradients.mul_(counted.weight.to(gradients.dtype))
         if hook is not None:
-            return hook(given, bucket)
+            return hook(value, bucket)
         return default_hooks.allreduce_hook(group, bucket)
 
     # DistributedDataParallel compares annotations with classes, and these are texts.
@@ -81,9 +81,9 @@ class _Counted:
     weight = torch.tensor(1.0)
 
 
-def samples_in(given: Any) -> int:
+def samples_in(argument: Any) -> int:
     """Returns the first dimension of the first tensor in arguments, or in a batch; 0 where there is none."""
-    for value in pytree.tree_leaves(given):
+    for value in pytree.tree_leaves(argument):
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]
     return 0

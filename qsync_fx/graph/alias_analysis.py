@@ -43,9 +43,11 @@ def writes(node: fx.Node) -> list[fx.Node]:
         return []
     row = row_for(node.target)
     written: list[fx.Node] = []
-    for at, (argument, value) in enumerate(zip(node.target._schema.arguments, arguments(node).values(), strict=True)):
-        said = argument.alias_info is not None and argument.alias_info.is_write
-        if said or (row is not None and at in row.writes):
+    for index, (argument, value) in enumerate(
+        zip(node.target._schema.arguments, arguments(node).values(), strict=True)
+    ):
+        text = argument.alias_info is not None and argument.alias_info.is_write
+        if text or (row is not None and index in row.writes):
             fx.node.map_arg(value, written.append)
     return written
 
@@ -72,10 +74,10 @@ def result_of(node: fx.Node) -> fx.Node | None:
     """Returns the node inside a body that a `getitem` outside of it takes; None for any other node."""
     if node.target is not py_operator.getitem:
         return None
-    source, at = node.args
+    source, index = node.args
     bodies = node_metadata.bodies(source) if isinstance(source, fx.Node) else None
-    found = results(bodies[0])[at] if bodies and isinstance(at, int) else None
-    return found if isinstance(found, fx.Node) else None
+    result = results(bodies[0])[index] if bodies and isinstance(index, int) else None
+    return result if isinstance(result, fx.Node) else None
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -83,26 +85,26 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         caller = node_metadata.CALLER.get(user)
         if bodies := node_metadata.bodies(user):
-            for placeholder, given in operands(user, bodies[0]):
-                if given is node:
+            for placeholder, inputs in operands(user, bodies[0]):
+                if inputs is node:
                     yield from readers(placeholder)
         elif user.op == "output" and caller is not None:
-            for taken in caller.users:
-                if result_of(taken) is node:
-                    yield from readers(taken)
+            for used in caller.users:
+                if result_of(used) is node:
+                    yield from readers(used)
         else:
             yield user
 
 
-def handed_in(body: PrecisionGraph, node: fx.Node, given: fx.Node, name: str) -> fx.Node:
+def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) -> fx.Node:
     """Returns a new last placeholder of a body, and gives the higher-order operator `node` the argument for it."""
     graph, placeholders = body.graph, [n for n in body.nodes if n.op == "placeholder"]
     with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(body.nodes[0]):
-        found = graph.placeholder(name)
-    found.target = found.name  # the name of an argument, of which there may be several
-    found.meta["val"] = given.meta["val"]
-    node.args = (*node.args, given)
-    return found
+        result = graph.placeholder(name)
+    result.target = result.name  # the name of an argument, of which there may be several
+    result.meta["val"] = value.meta["val"]
+    node.args = (*node.args, value)
+    return result
 
 
 Places = frozenset[Hashable]
@@ -118,9 +120,9 @@ class AliasSets:
         written: the places that some node of the graph writes to.
     """
 
-    def __init__(self, graph: PrecisionGraph, given: Mapping[fx.Node, Places] | None = None) -> None:
+    def __init__(self, graph: PrecisionGraph, value: Mapping[fx.Node, Places] | None = None) -> None:
         self._graph = graph
-        self._beyond: dict[fx.Node, Places] = dict(given or {})
+        self._beyond: dict[fx.Node, Places] = dict(value or {})
         self._places: dict[fx.Node, Places] = {}
         for node in graph.nodes:
             self._beyond.setdefault(node, self._inherited(node))

@@ -45,8 +45,8 @@ class Rule:
 
     def promotion(self, formats: Sequence[Precision | None]) -> Precision | None:
         """Returns the widest of the formats of `inputs`; of the first, where it is that alone which decides."""
-        known = [found for found in formats if found is not None]
-        return functools.reduce(promoted, known if self.promotes else known[:1]) if known else None
+        available = [item for item in formats if item is not None]
+        return functools.reduce(promoted, available if self.promotes else available[:1]) if available else None
 
     def precision(self, formats: Sequence[Precision | None]) -> tuple[Precision | None, float | None]:
         """Returns the precision, given the formats of `inputs`, and the scalar that does not fit their promotion."""
@@ -57,9 +57,9 @@ class Rule:
         large = next((scalar for scalar in self.scalars if abs(scalar) > widest.max), None)
         return (widest, None) if large is None else (self.own, large)
 
-    def output(self, found: Precision | None) -> Precision | None:
+    def output(self, result: Precision | None) -> Precision | None:
         """Returns the format of the result where the precision is `found`."""
-        return self.named or found
+        return self.named or result
 
 
 def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
@@ -68,29 +68,29 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     Args:
         automatic: whether the model's own autocast regions decide, and no plan in their place.
     """
-    note, own = node_metadata.NOTE[node], format_of(graph.value(node))
+    note, owned = node_metadata.NOTE[node], format_of(graph.value(node))
     row = note.row
     if row is not None and row.converts:
         named = _named_format(node)
         like = [used for used in node.all_input_nodes if is_float(graph.value(used))]
-        return Rule((), named or own) if named is not None or own is None or not like else Rule((like[-1],), own)
+        return Rule((), named or owned) if named is not None or owned is None or not like else Rule((like[-1],), owned)
     if note.kind is Kind.FIXED and not in_place(node):
         # Where only its autocast region has it narrow and a plan decides in the region's place, it is FP32 at least.
         narrowed = row is not None and isinstance(note.autocast, Precision) and not automatic
-        return Rule((), promoted(own, FP32) if own is not None and narrowed else own)
+        return Rule((), promoted(owned, FP32) if owned is not None and narrowed else owned)
     named = _named_format(node)
     if in_place(node):
-        return Rule((writes(node)[0],), own, named=named, in_place=True)
+        return Rule((writes(node)[0],), owned, named=named, in_place=True)
     inputs = [used for used in node.all_input_nodes if is_float(graph.value(used))]
     ranked = [used for used in inputs if graph.value(used).dim() > 0] or inputs
-    return Rule(tuple(ranked) if own is not None else (), own, promotes=True, scalars=_scalars(node), named=named)
+    return Rule(tuple(ranked) if owned is not None else (), owned, promotes=True, scalars=_scalars(node), named=named)
 
 
 def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node | None:
     """Returns the node whose format one has that is no operator: what it unpacks; None where it is what the model says."""
-    own = format_of(graph.value(node))
+    owned = format_of(graph.value(node))
     source = node.args[0] if node.args else None
-    if own is None or not isinstance(source, fx.Node):
+    if owned is None or not isinstance(source, fx.Node):
         return None
     cast = node_metadata.CAST.get(node)
     if cast is not None and cast.policy == "lower" and not automatic:
@@ -98,7 +98,7 @@ def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node 
     if (result := result_of(node)) is not None:
         return result
     unpacks = getattr(node.target, "__name__", "") == "getitem"
-    return source if unpacks and own == format_of(graph.value(source)) else None
+    return source if unpacks and owned == format_of(graph.value(source)) else None
 
 
 def wide_readers(node: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -106,22 +106,22 @@ def wide_readers(node: fx.Node) -> tuple[fx.Node, ...] | None:
 
     None: some reader takes nothing wide, whatever the plan.
     """
-    found: list[fx.Node] = []
+    result: list[fx.Node] = []
     for user in readers(node):
         note = node_metadata.NOTE.get(user)
         if note is None and user.op != "output":
             return None
         if note is not None and note.kind is not Kind.FIXED:
-            found.append(user)
-    return tuple(found)
+            result.append(user)
+    return tuple(result)
 
 
-def wants_wide(kind: Kind, found: Precision | None) -> bool:
+def wants_wide(kind: Kind, result: Precision | None) -> bool:
     """Whether a reader of `wide_readers` that computes in a format wants FP32.
 
     Of a dependent one that is known once another of its inputs has made it wide, whatever a scaled operator gives.
     """
-    return found is not None and found.bits >= 32 and (kind is Kind.DEPENDENT or found.plain)
+    return result is not None and result.bits >= 32 and (kind is Kind.DEPENDENT or result.plain)
 
 
 def _named_format(node: fx.Node) -> Precision | None:
@@ -130,12 +130,12 @@ def _named_format(node: fx.Node) -> Precision | None:
 
 
 def _scalars(node: fx.Node) -> tuple[float, ...]:
-    found: list[float] = []
+    result: list[float] = []
 
     def look(value: Any) -> Any:
         if isinstance(value, float) and math.isfinite(value):
-            found.append(value)
+            result.append(value)
         return value
 
     fx.node.map_aggregate((node.args, node.kwargs), look)
-    return tuple(found)
+    return tuple(result)

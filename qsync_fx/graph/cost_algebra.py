@@ -148,25 +148,25 @@ def numbers(expressions: Iterable[Size], sizes: Mapping[str, int]) -> list[Size]
 
 def _rebuilt(cost: Cost, values: Any) -> Cost:
     works = {name: Work(next(values), next(values)) for name in WORKS}
-    return Cost(**works, saved={kept: next(values) for kept in cost.saved})
+    return Cost(**works, saved={saved: next(values) for saved in cost.saved})
 
 
 @functools.lru_cache(maxsize=64)
 def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable[..., list[Size]]:
     """Returns the function of the sizes that gives all expressions, compiled by sympy where that is possible."""
     symbols = {str(symbol): symbol for e in expressions if isinstance(e, sympy.Basic) for symbol in e.free_symbols}
-    given = [symbols.get(name, sympy.Symbol(name)) for name in names]
-    whole = all(set(e.free_symbols) <= set(given) for e in expressions if isinstance(e, sympy.Basic))
-    if whole:
+    inputs = [symbols.get(name, sympy.Symbol(name)) for name in names]
+    full = all(set(e.free_symbols) <= set(inputs) for e in expressions if isinstance(e, sympy.Basic))
+    if full:
         # torch's own functions of sizes, such as FloorDiv, evaluate themselves on numbers; math's would not know them.
         compiled: Callable[..., list[Size]] = sympy.lambdify(
-            given, list(expressions), modules=[ON_NUMBERS, "math"], cse=True
+            inputs, list(expressions), modules=[ON_NUMBERS, "math"], cse=True
         )
         return lambda *numbers: [_number(value) for value in compiled(*numbers)]
 
     def partly(*numbers: int) -> list[Size]:
-        found = dict(zip(given, numbers, strict=True))
-        return [_number(e.subs(found)) if isinstance(e, sympy.Basic) else e for e in expressions]
+        result = dict(zip(inputs, numbers, strict=True))
+        return [_number(e.subs(result)) if isinstance(e, sympy.Basic) else e for e in expressions]
 
     return partly
 

@@ -71,45 +71,45 @@ def precision_dag(flow: Flow) -> nx.MultiDiGraph:
     Edges have `role` (the argument's name), `tensor` (the name of what flows; views of one tensor share it), `numel`, `own` (the name of
     the format that the model holds it in, None for integers) and `gradient` (whether one flows back).
     """
-    found: nx.MultiDiGraph = nx.MultiDiGraph()
+    result: nx.MultiDiGraph = nx.MultiDiGraph()
     for site in flow.sites:
-        _add_operator(found, flow, site)
+        _add_operator(result, flow, site)
     for site in flow.sites:
         for operand, need in zip(site.operands, site.needs, strict=True):
-            _add_edge(found, flow, site, operand.node, operand.role, need)
+            _add_edge(result, flow, site, operand.node, operand.role, need)
     for node in flow.outputs:
-        _connect(found, flow, flow.graph.value(node), node, OUTPUT, role="output", gradient=False)
-    return found
+        _connect(result, flow, flow.graph.value(node), node, OUTPUT, role="output", gradient=False)
+    return result
 
 
 def states(site: OperandSite) -> tuple[OperandState, ...]:
     """Returns the states that an operator can be in on its graph's device, whatever the plan."""
     note = node_metadata.NOTE[site.node]
-    own = format_of(site.graph.value(site.node))
+    owned = format_of(site.graph.value(site.node))
     context, operator = site.graph.context, Operator(site.graph, site.node)
     if note.kind is Kind.ADJUSTABLE and note.row is not None:
         takes = dict.fromkeys(
             resolve(note.row, fmt, context.device, context.options.exact, operator.held, operator.refused)[0]
             for fmt in FORMATS.values()
         )
-        wide = [own] if own is not None and own.bits >= 32 else []
+        wide = [owned] if owned is not None and owned.bits >= 32 else []
         return tuple(
             OperandState(fmt, out)
             for fmt in takes
             for out in dict.fromkeys([row_on(context.device, fmt).output, *(wide if fmt.scaled else ())])
         )
-    if note.kind is Kind.DEPENDENT and own is not None:
+    if note.kind is Kind.DEPENDENT and owned is not None:
         formats = [fmt for fmt in FORMATS.values() if fmt.plain and not fmt.scaled]
         return tuple(OperandState(fmt, fmt) for fmt in formats)
-    return (OperandState(own, own),)
+    return (OperandState(owned, owned),)
 
 
-def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: OperandSite) -> None:
+def _add_operator(result: nx.MultiDiGraph, flow: Flow, site: OperandSite) -> None:
     note = node_metadata.NOTE[site.node]
     value = site.graph.value(site.node)
     can = states(site)
     source = source_of(site.node)
-    found.add_node(
+    result.add_node(
         str(note.id),
         type="operator",
         kind=str(note.kind),
@@ -124,32 +124,32 @@ def _add_operator(found: nx.MultiDiGraph, flow: Flow, site: OperandSite) -> None
     )
 
 
-def _add_edge(found: nx.MultiDiGraph, flow: Flow, site: OperandSite, used: fx.Node, role: str, gradient: bool) -> None:
-    _connect(found, flow, site.graph.value(used), used, str(node_metadata.NOTE[site.node].id), role, gradient)
+def _add_edge(result: nx.MultiDiGraph, flow: Flow, site: OperandSite, used: fx.Node, role: str, gradient: bool) -> None:
+    _connect(result, flow, site.graph.value(used), used, str(node_metadata.NOTE[site.node].id), role, gradient)
 
 
 def _connect(
-    found: nx.MultiDiGraph, flow: Flow, value: Any, used: fx.Node, reader: str, role: str, gradient: bool
+    result: nx.MultiDiGraph, flow: Flow, value: Any, used: fx.Node, reader: str, role: str, gradient: bool
 ) -> None:
     if not tensors(value):
         return
     source = flow.source(used)
     note = node_metadata.NOTE.get(source)
     name = str(note.id) if note is not None else node_metadata.PATH.get(source) or source.name
-    if name not in found:
+    if name not in result:
         kind = "parameter" if isinstance(source.meta.get("val"), torch.nn.Parameter) else "input"
-        held = source.meta.get("val", value)
-        found.add_node(name, type=kind, shape=describe(held), numel=_numel(held))
-    if reader not in found:
-        found.add_node(reader, type="output")
-    own: Precision | None = format_of(value)
-    found.add_edge(
+        live = source.meta.get("val", value)
+        result.add_node(name, type=kind, shape=describe(live), numel=_numel(live))
+    if reader not in result:
+        result.add_node(reader, type="output")
+    owned: Precision | None = format_of(value)
+    result.add_edge(
         name,
         reader,
         role=role,
         tensor=flow.tensor(used).name,
         numel=_numel(value),
-        own=str(own) if own is not None and is_float(tensors(value)[0]) else None,
+        own=str(owned) if owned is not None and is_float(tensors(value)[0]) else None,
         gradient=gradient,
     )
 
@@ -165,18 +165,18 @@ def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
     attention that was fused to the product at its end. One that nobody reads belongs to what it reads. A node that is
     connected with no operator is missing.
     """
-    found = {
+    result = {
         node: charge for node in graph.nodes if computes(node) and (charge := node_metadata.charged(node)) is not None
     }
-    known = -1
+    available = -1
     # Again while it finds any: what was charged to what it reads may have read constants of its own.
-    while known < len(found):
-        known = len(found)
+    while available < len(result):
+        available = len(result)
         for node in reversed(graph.nodes):
-            _beside(found, node, node.users)
+            _beside(result, node, node.users)
         for node in graph.nodes:
-            _beside(found, node, node.all_input_nodes)
-    return found
+            _beside(result, node, node.all_input_nodes)
+    return result
 
 
 def charge(graph: PrecisionGraph) -> None:
@@ -192,11 +192,11 @@ def charge(graph: PrecisionGraph) -> None:
             node_metadata.charge(node, operators[node].id)
         elif cast is not None and cast.owner is not None:
             node_metadata.charge(node, cast.owner, cast.part)
-    found = charges(graph.graph)
+    result = charges(graph.graph)
     near = next((str(note.id) for note in reversed(operators.values())), None)
     for node in reversed(graph.nodes):
         near = str(operators[node].id) if node in operators else near
-        owner = found[node].owner if node in found else near
+        owner = result[node].owner if node in result else near
         if computes(node) and owner is not None:
             cast = node_metadata.CAST.get(node)
             node_metadata.charge(node, owner, cast.part if cast is not None else None)
@@ -206,8 +206,10 @@ def computes(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method", "call_module")
 
 
-def _beside(found: dict[fx.Node, CostAttribution], node: fx.Node, others: Iterable[fx.Node]) -> None:
+def _beside(result: dict[fx.Node, CostAttribution], node: fx.Node, others: Iterable[fx.Node]) -> None:
     """Charges a node that is not charged yet to one of the others, rather to an operator than to the cast that stands before it."""
-    known = sorted((found[other] for other in others if other in found), key=lambda charge: charge.part is not None)
-    if known and node not in found and computes(node):
-        found[node] = CostAttribution(known[0].owner)
+    available = sorted(
+        (result[other] for other in others if other in result), key=lambda charge: charge.part is not None
+    )
+    if available and node not in result and computes(node):
+        result[node] = CostAttribution(available[0].owner)

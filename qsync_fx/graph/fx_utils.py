@@ -51,10 +51,10 @@ class Source:
 def source_of(node: fx.Node) -> Source | None:
     """Returns the line of the user's model that a node comes from: the innermost frame of its stack trace."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    for at in range(len(lines) - 1, -1, -1):
-        if lines[at].startswith('File "') and '", line ' in lines[at]:
-            file, _, rest = lines[at].removeprefix('File "').partition('", line ')
-            code = lines[at + 1] if at + 1 < len(lines) and not lines[at + 1].startswith("File ") else ""
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith('File "') and '", line ' in lines[index]:
+            file, _, rest = lines[index].removeprefix('File "').partition('", line ')
+            code = lines[index + 1] if index + 1 < len(lines) and not lines[index + 1].startswith("File ") else ""
             return Source(file, int(rest.partition(",")[0]), code)
     return None
 
@@ -83,18 +83,18 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 def filled(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns every argument of a call by its name, in the order of the schema; one without a default that is not given is None."""
     schema = target._schema.arguments
-    given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    inputs = {argument.name: value for argument, value in zip(schema, args, strict=False)}
     return {
-        a.name: given[a.name]
-        if a.name in given
+        a.name: inputs[a.name]
+        if a.name in inputs
         else kwargs.get(a.name, a.default_value if a.has_default_value() else None)
         for a in schema
     }
 
 
-def argument_at(given: Sequence[Any], place: int | tuple[int, int]) -> Any:
+def argument_at(value: Sequence[Any], place: int | tuple[int, int]) -> Any:
     """Returns the argument at a place among those of a call: one of them, or an item of one that is a list."""
-    return given[place] if isinstance(place, int) else given[place[0]][place[1]]
+    return value[place] if isinstance(place, int) else value[place[0]][place[1]]
 
 
 def nodes_in(value: object) -> list[fx.Node]:
@@ -106,8 +106,8 @@ def nodes_in(value: object) -> list[fx.Node]:
 
 def map_arguments(node: fx.Node, change: Callable[[int, Any], Any]) -> None:
     """Puts `change(position in the schema, argument)` in the place of each argument that a call gives, by position or by name."""
-    positions = {name: at for at, name in enumerate(arguments(node))}
-    node.args = tuple(change(at, value) for at, value in enumerate(node.args))
+    positions = {name: index for index, name in enumerate(arguments(node))}
+    node.args = tuple(change(index, value) for index, value in enumerate(node.args))
     node.kwargs = {name: change(positions[name], value) for name, value in node.kwargs.items()}
 
 

@@ -104,8 +104,8 @@ class Operator:
         row = self.row
         if row is None or not row.scaled:
             return None
-        given = tuple(arguments(self.node).values())
-        if not all(isinstance(argument_at(given, at), fx.Node) for at in row.scaled):
+        inputs = tuple(arguments(self.node).values())
+        if not all(isinstance(argument_at(inputs, index), fx.Node) for index in row.scaled):
             return "an operand is no tensor"
         lowering = self.graph.context.lowerings.get(row.name)
         return lowering.refuses(self.node) if lowering is not None else f"{row.name} has no lowering"
@@ -148,8 +148,10 @@ class Operator:
             return offered.reason
         # A product without a weight has no lowering that would know its shape.
         lowering = context.lowerings.get(self.row.name) if self.row is not None and self.row.scaled else None
-        found: str | None = lowering.slower(self.node, fmt, context) if lowering is not None and fmt.bits < 32 else None
-        return found
+        result: str | None = (
+            lowering.slower(self.node, fmt, context) if lowering is not None and fmt.bits < 32 else None
+        )
+        return result
 
     def decide(self, planned: Precision, reason: str, pinned: bool = False, where_faster: bool = False) -> None:
         """Notes what is planned, what the operator and the device make of it, and why.
@@ -345,9 +347,9 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
     """Returns a copy of the graph and of the bodies of its higher-order operators; `parent` is the copy that it is a body in."""
     nodes: dict[fx.Node, fx.Node] = {}
     new = fx.Graph()
-    found = new.graph_copy(graph.graph, nodes, return_output_node=True)
-    if isinstance(found, tuple):
-        result, output = found
+    matches = new.graph_copy(graph.graph, nodes, return_output_node=True)
+    if isinstance(matches, tuple):
+        result, output = matches
         new.output(result).meta = dict(output.meta)
     # Lazily: the code of a copy is written when somebody runs it.
     copy = PrecisionGraph(_LazyGraphModule(graph.module, new), list(graph.inputs), graph.context, parent)
@@ -363,9 +365,9 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
             node_metadata.CALLER[body.nodes[-1]] = node
         places = {id(body.module): inner.module for body, inner in zip(before, bodies, strict=True)}
         for used in node.all_input_nodes:
-            held = getattr(graph.module, str(used.target), None) if used.op == "get_attr" else None
-            if id(held) in places:
-                setattr(copy.module, str(used.target), places[id(held)])
+            live = getattr(graph.module, str(used.target), None) if used.op == "get_attr" else None
+            if id(live) in places:
+                setattr(copy.module, str(used.target), places[id(live)])
     return copy
 
 
@@ -413,8 +415,8 @@ def drops(node: fx.Node) -> bool:
 def may_be_drawn(graph: PrecisionGraph) -> bool:
     """Whether there is a dropout in a graph that is compiled for a CPU, and nothing asks for torch's."""
     context = graph.context
-    asked = context.options.fast_dropout is not False and context.options.inner == "inductor"
-    if not asked or context.device.type != "cpu" or capability(context.device) != ANY:
+    requested = context.options.fast_dropout is not False and context.options.inner == "inductor"
+    if not requested or context.device.type != "cpu" or capability(context.device) != ANY:
         return False
     return any(drops(node) for part in graph.walk() for node in part.nodes)
 

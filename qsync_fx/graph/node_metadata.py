@@ -248,23 +248,23 @@ def is_cast(node: object) -> bool:
 
 
 def is_part(node: object, *parts: Part) -> bool:
-    found = CAST.get(node)
-    return found is not None and found.part in parts
+    result = CAST.get(node)
+    return result is not None and result.part in parts
 
 
 def has_purpose(node: object, purpose: Purpose) -> bool:
-    found = CAST.get(node)
-    return found is not None and found.purpose is purpose
+    result = CAST.get(node)
+    return result is not None and result.purpose is purpose
 
 
 def cast_source(node: fx.Node) -> fx.Node:
     """Returns the node whose value a cast converts: of a scale the quantized one, too."""
-    found = node.args[0]
+    result = node.args[0]
     while is_part(node, Part.VALUES, Part.SCALE, Part.DEQUANTIZE):
-        assert isinstance(found, fx.Node)
-        node, found = found, found.args[0]
-    assert isinstance(found, fx.Node)
-    return found
+        assert isinstance(result, fx.Node)
+        node, result = result, result.args[0]
+    assert isinstance(result, fx.Node)
+    return result
 
 
 # What follows an operator through AOTAutograd and Inductor: torch carries this key on, to recomputed and backward nodes too.

@@ -56,7 +56,7 @@ class Origins:
             self._known.setdefault(node, self._find(graph, node))
             for body in node_metadata.bodies(node):
                 self._known |= {
-                    p: self.of(given) for p, given in aliased_operands(node, body) if isinstance(given, fx.Node)
+                    p: self.of(value) for p, value in aliased_operands(node, body) if isinstance(value, fx.Node)
                 }
                 self._walk(body)
 
@@ -82,23 +82,25 @@ def with_weight(graph: PrecisionGraph, node: fx.Node, row: OperatorRow, origins:
     """Returns a product's row, with what is known of its factors in this call."""
     if row.contracts is None:
         return row
-    given = list(arguments(node).values())
-    found = row.contracts([fx.node.map_arg(argument, graph.value) for argument in given])
-    if isinstance(found, str):
-        every = [origins.of(used) for at in row.operands for used in nodes_in(given[at]) if at not in row.added]
-        return _named(row, every, found)
-    factors = [origins.of(argument_at(given, place)) for place in found.places]
-    weights = [at for at, origin in enumerate(factors) if origin is Origin.PARAMETER]
+    inputs = list(arguments(node).values())
+    result = row.contracts([fx.node.map_arg(argument, graph.value) for argument in inputs])
+    if isinstance(result, str):
+        every = [
+            origins.of(used) for index in row.operands for used in nodes_in(inputs[index]) if index not in row.added
+        ]
+        return _named(row, every, result)
+    factors = [origins.of(argument_at(inputs, place)) for place in result.places]
+    weights = [index for index, origin in enumerate(factors) if origin is Origin.PARAMETER]
     if row.scaled:
         # Written as a layer: what stands in the weight's place is one, however it is computed, unless the other factor clearly is.
-        declared = found.places.index(row.scaled[1])
-        weights = weights if len(weights) == 1 and not found.unfit(weights[0]) else [declared]
+        declared = result.places.index(row.scaled[1])
+        weights = weights if len(weights) == 1 and not result.unfit(weights[0]) else [declared]
     if len(weights) != 1:
         return _named(row, factors)
-    why = found.unfit(weights[0])
+    why = result.unfit(weights[0])
     if why:
         return _named(row, factors, why)
-    scaled = found.places[1 - weights[0]], found.places[weights[0]]
+    scaled = result.places[1 - weights[0]], result.places[weights[0]]
     return dataclasses.replace(row, scaled=scaled, reason=WEIGHT)
 
 
@@ -191,8 +193,8 @@ class OperandReader:
         converted: tuple[int, ...] = ()
         if note.kind is Kind.ADJUSTABLE and row is not None:
             converted = row.converted(tuple(arguments(node).values()))
-        own = () if node_metadata.bodies(node) else operands(node, note)
-        return cls(note.kind, row, own, converted, in_place(node), format_of(value))
+        owned = () if node_metadata.bodies(node) else operands(node, note)
+        return cls(note.kind, row, owned, converted, in_place(node), format_of(value))
 
     def takes_scaled(self, operand: Operand) -> bool:
         """Whether an operand is a factor of a product with a weight, which takes formats that are not plain."""
@@ -224,8 +226,8 @@ class OperandReader:
         if precision.scaled:
             return Asks.WRITTEN
         # What is no factor is not rounded to a grid: it has the type that the grid's values are kept in.
-        held = precision if precision.plain else precision_of(precision.dtype)
-        return held if held is not None and operand.position in self.converted else Asks.BESIDE
+        live = precision if precision.plain else precision_of(precision.dtype)
+        return live if live is not None and operand.position in self.converted else Asks.BESIDE
 
     def read_as(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | None:
         """Returns the format that an operator in `precision` reads an operand in; None where it takes whatever format that has.
@@ -233,27 +235,27 @@ class OperandReader:
         Args:
             value: the operand's fake value, in the type that the model was written in.
         """
-        asked, own = self.asks(precision, operand, value), format_of(value)
-        if isinstance(asked, Precision):
-            return asked
-        if asked is Asks.BESIDE and own is not None and own.bits < 32:
+        requested, owned = self.asks(precision, operand, value), format_of(value)
+        if isinstance(requested, Precision):
+            return requested
+        if requested is Asks.BESIDE and owned is not None and owned.bits < 32:
             assert precision is not None
-            return own if own.dtype is precision.dtype else promoted(own, precision)
-        return None if asked is Asks.GIVEN else own
+            return owned if owned.dtype is precision.dtype else promoted(owned, precision)
+        return None if requested is Asks.GIVEN else owned
 
 
 def operands(node: fx.Node, note: OperatorInfo | None) -> tuple[Operand, ...]:
     """Returns what an operator reads, once for each time that it reads it."""
-    found: list[Operand] = []
+    result: list[Operand] = []
     weight = note.row.scaled[1] if note is not None and note.row is not None and note.row.scaled else None
 
     def take(operand: Operand) -> fx.Node:
         role = "weight" if operand.place == weight else operand.role
-        found.append(Operand(operand.node, operand.position, role, operand.place))
+        result.append(Operand(operand.node, operand.position, role, operand.place))
         return operand.node
 
     _mapped(node, take)
-    return tuple(found)
+    return tuple(result)
 
 
 def map_operands(node: fx.Node, change: Callable[[Operand], fx.Node]) -> None:
@@ -271,14 +273,15 @@ def _mapped(node: fx.Node, change: Callable[[Operand], fx.Node]) -> tuple[tuple[
         if isinstance(value, fx.Node):
             return change(Operand(value, position, role, place))
         if isinstance(value, (list, tuple)):
-            items = (look(item, position, f"{role}.{at}", (position, at)) for at, item in enumerate(value))
+            items = (look(item, position, f"{role}.{index}", (position, index)) for index, item in enumerate(value))
             return tuple(items) if isinstance(value, tuple) else list(items)
         if isinstance(value, dict):
             return {key: look(item, position, f"{role}.{key}", place) for key, item in value.items()}
         return value
 
     args = [
-        look(value, at, names[at] if at < len(names) else f"argument{at}", at) for at, value in enumerate(node.args)
+        look(value, index, names[index] if index < len(names) else f"argument{index}", index)
+        for index, value in enumerate(node.args)
     ]
     positions = {name: names.index(name) if name in names else len(names) for name in node.kwargs}
     return tuple(args), {name: look(v, positions[name], name, positions[name]) for name, v in node.kwargs.items()}

@@ -97,38 +97,38 @@ def _saved(flow: Flow, site: OperandSite, state: OperandState) -> dict[Kept, Siz
     note = node_metadata.NOTE[site.node]
     if site.repeated or not any(site.needs):
         return {}
-    found: dict[Kept, Size] = {}
+    result: dict[Kept, Size] = {}
 
     def keep(node: fx.Node, fmt: Precision | None, extent: Any) -> None:
         source = flow.tensor(node)
-        own = format_of(site.graph.value(node))
-        if source.op == "placeholder" and fmt in (None, own):
+        owned = format_of(site.graph.value(node))
+        if source.op == "placeholder" and fmt in (None, owned):
             return  # a parameter, or an input: it is there anyway
-        found[source.name, str(fmt or "")] = size_in(extent, fmt)
+        result[source.name, str(fmt or "")] = size_in(extent, fmt)
 
     if note.kind is Kind.ADJUSTABLE and state.precision is not None and not state.precision.plain:
         by_place = {o.place: o for o in site.operands}
-        x, w = (by_place[at] for at in note.row.scaled)  # type: ignore[union-attr]
+        x, w = (by_place[index] for index in note.row.scaled)  # type: ignore[union-attr]
         needs = dict(zip(site.operands, site.needs, strict=True))
         for operand, other in ((x, w), (w, x)):
             if needs[other]:
                 keep(operand.node, state.precision, site.graph.value(operand.node))
-        return found
-    kept = flow.kept(site, state)
+        return result
+    saved = flow.kept(site, state)
     nodes = site.node.all_input_nodes
     formats = {o.node: _format(site, state, o) for o in site.operands}
-    for at in kept.operands:
-        value = site.graph.value(nodes[at])
-        fmt = formats[nodes[at]] if is_float(value) else None
-        whole = site.graph.value(flow.tensor(nodes[at]))
-        keep(nodes[at], fmt, whole)
-    if kept.results:
-        found[site.node.name, str(state.output or "")] = sum(
-            (size_in(tensors(site.graph.value(site.node))[at], state.output) for at in kept.results), start=0
+    for index in saved.operands:
+        value = site.graph.value(nodes[index])
+        fmt = formats[nodes[index]] if is_float(value) else None
+        full = site.graph.value(flow.tensor(nodes[index]))
+        keep(nodes[index], fmt, full)
+    if saved.results:
+        result[site.node.name, str(state.output or "")] = sum(
+            (size_in(tensors(site.graph.value(site.node))[index], state.output) for index in saved.results), start=0
         )
-    for at, extra in enumerate(kept.extras):
-        found[site.node.name, f"extra {at}"] = _extra(extra)
-    return found
+    for index, extra in enumerate(saved.extras):
+        result[site.node.name, f"extra {index}"] = _extra(extra)
+    return result
 
 
 def _extra(extra: Extra) -> Size:
@@ -256,12 +256,12 @@ class _Walk:
         self, graph: PrecisionGraph, site: OperandSite | None, operand: Operand | None, used: fx.Node, sharing: Sharing
     ) -> None:
         origin = self._origin(graph, used, sharing)
-        held = self._held(graph, used)
-        if held.own is None:
+        live = self._held(graph, used)
+        if live.own is None:
             return
         key = graph, origin, sharing.epoch(origin)
         before = self._held(graph, origin)
-        self.found.append(CastSite(graph, site, operand, used, origin, held, before, graph.value(used), key))
+        self.found.append(CastSite(graph, site, operand, used, origin, live, before, graph.value(used), key))
 
     def _held(self, graph: PrecisionGraph, node: fx.Node) -> FormatSource:
         value = graph.value(node)
@@ -277,8 +277,8 @@ class _Walk:
             before, after = graph.value(source), graph.value(node)
             lossless = is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
             memory = sharing.memory
-            seen = memory.of(node) | (frozenset() if node_metadata.is_cast(node) else memory.of(source))
-            if seen & memory.written or not sharing.records_as_here(node):
+            visited = memory.of(node) | (frozenset() if node_metadata.is_cast(node) else memory.of(source))
+            if visited & memory.written or not sharing.records_as_here(node):
                 break
             if not lossless and not node_metadata.has_purpose(node, node_metadata.Purpose.AUTOCAST):
                 break
@@ -314,13 +314,13 @@ def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange] |
     Args:
         where: the graph's `places`, where they are known already.
     """
-    found: dict[Any, CastCost] = {}
+    result: dict[Any, CastCost] = {}
     for place in places(flow) if where is None else where:
         if isinstance(place, CastSite):
-            _read(found, flow, states, place)
+            _read(result, flow, states, place)
         elif place.site.node in states:
-            _changed(found, flow, states, place)
-    return list(found.values())
+            _changed(result, flow, states, place)
+    return list(result.values())
 
 
 def needs_cast(before: Precision | None, used: Precision | None, wanted: Precision | None) -> bool:
@@ -336,7 +336,7 @@ def needs_cast(before: Precision | None, used: Precision | None, wanted: Precisi
     return not (wanted.plain and (used is wanted or wanted.dtype is before.dtype))
 
 
-def _read(found: dict[Any, CastCost], flow: Flow, states: States, place: CastSite) -> None:
+def _read(result: dict[Any, CastCost], flow: Flow, states: States, place: CastSite) -> None:
     reader = place.reader
     if reader is not None and reader.node not in states:
         return
@@ -346,25 +346,25 @@ def _read(found: dict[Any, CastCost], flow: Flow, states: States, place: CastSit
     if wanted is None or before is None or not needs_cast(before, used, wanted):
         return
     key = place.shared, wanted.name
-    if key not in found:
+    if key not in result:
         owner = reader or place.origin_held.site
         cost = _cost(flow, place.graph, place.origin, before, wanted)
-        found[key] = CastCost(owner.node if owner is not None else None, place.origin, before, wanted, cost)
+        result[key] = CastCost(owner.node if owner is not None else None, place.origin, before, wanted, cost)
 
 
-def _changed(found: dict[Any, CastCost], flow: Flow, states: States, change: FormatChange) -> None:
+def _changed(result: dict[Any, CastCost], flow: Flow, states: States, change: FormatChange) -> None:
     node = change.site.node
     before, after = _cast_format(change.held, states), states[node].output
     if before is None or after is None or before is after or (not change.wanted and before.dtype is after.dtype):
         return
     cost = _cost(flow, change.graph, change.source, before, after)
-    found[node, change.wanted] = CastCost(node, change.source, before, after, cost, change.wanted)
+    result[node, change.wanted] = CastCost(node, change.source, before, after, cost, change.wanted)
 
 
-def _cast_format(held: FormatSource, states: States) -> Precision | None:
+def _cast_format(live: FormatSource, states: States) -> Precision | None:
     """The format of a value in these states."""
-    state = states.get(held.site.node) if held.site is not None else None
-    return held.own if state is None else state.output or held.own
+    state = states.get(live.site.node) if live.site is not None else None
+    return live.own if state is None else state.output or live.own
 
 
 def _cost(flow: Flow, graph: PrecisionGraph, source: fx.Node, before: Precision, after: Precision) -> Cost:
@@ -404,9 +404,9 @@ class Costing:
     def of(self, states: Mapping[OpId, OperandState]) -> dict[OpId, Cost]:
         """Returns what each operator costs, by its id, where the operators are in these states."""
         by_node = {site.node: states[site.id] for site in self.flow.sites if site.id in states}
-        found = {site.id: self.own(site.node, by_node[site.node]) for site in self.flow.sites if site.node in by_node}
+        result = {site.id: self.own(site.node, by_node[site.node]) for site in self.flow.sites if site.node in by_node}
         for cast in casts(self.flow, by_node, self.places):
             if cast.owner is not None:
                 owner = self.flow.by_node[cast.owner].id
-                found[owner] += cast.cost.renamed(self.flow.sizes)
-        return found
+                result[owner] += cast.cost.renamed(self.flow.sizes)
+        return result

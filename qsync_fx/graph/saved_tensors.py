@@ -141,7 +141,7 @@ class Autograd:
         """Returns what a call of an ATen operator keeps that reads the nodes it reads as `reads` says."""
         if not any(read.need for read in reads.values()) or not isinstance(node.target, torch._ops.OpOverload):
             return SavedTensors()
-        places = {used: at for at, used in enumerate(reads)}
+        places = {used: index for index, used in enumerate(reads)}
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda used: f"%{places[used]}")
         key = node.target, str(arguments), tuple(map(_outline, reads.values()))
         if key not in self._known:
@@ -149,10 +149,10 @@ class Autograd:
         return self._known[key]
 
     def _ask(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
-        seen: list[torch.Tensor] = []
+        visited: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            seen.append(tensor)
+            visited.append(tensor)
             return tensor
 
         with FakeRun(self._mode, torch.enable_grad(), torch.autocast(self._device.type, enabled=False)):
@@ -169,14 +169,14 @@ class Autograd:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     result = call(*args, **kwargs)
             except Exception:  # noqa: BLE001 - an operator that does not run alone may keep all that it reads
-                return SavedTensors(True, tuple(at for at, read in enumerate(reads.values()) if read.need))
-        places = {storage_of(t): at for at, operand in enumerate(operands.values()) for t in tensors(operand)}
-        made = {storage_of(t): at for at, t in enumerate(tensors(result)) if storage_of(t) not in places}
-        extras = {storage_of(t): Extra(_numel(t), t.dtype) for t in seen if storage_of(t) not in {*places, *made}}
+                return SavedTensors(True, tuple(index for index, read in enumerate(reads.values()) if read.need))
+        places = {storage_of(t): index for index, operand in enumerate(operands.values()) for t in tensors(operand)}
+        made = {storage_of(t): index for index, t in enumerate(tensors(result)) if storage_of(t) not in places}
+        extras = {storage_of(t): Extra(_numel(t), t.dtype) for t in visited if storage_of(t) not in {*places, *made}}
         return SavedTensors(
             any(t.requires_grad for t in tensors(result)),
-            tuple(sorted({places[storage_of(t)] for t in seen if storage_of(t) in places})),
-            tuple(sorted({made[storage_of(t)] for t in seen if storage_of(t) in made})),
+            tuple(sorted({places[storage_of(t)] for t in visited if storage_of(t) in places})),
+            tuple(sorted({made[storage_of(t)] for t in visited if storage_of(t) in made})),
             tuple(extras.values()),
         )
 
@@ -318,13 +318,13 @@ class Flow:
 
     def _visit(self, graph: PrecisionGraph, node: fx.Node, recording: bool, repeated: bool) -> None:
         for body in node_metadata.bodies(node):
-            for placeholder, given in body_operands(node, body):
-                if isinstance(given, fx.Node):
-                    self._same[placeholder] = given
-                    self._needs[placeholder] = self._needs.get(given, False)
+            for placeholder, inputs in body_operands(node, body):
+                if isinstance(inputs, fx.Node):
+                    self._same[placeholder] = inputs
+                    self._needs[placeholder] = self._needs.get(inputs, False)
             around = self._memory[graph]
-            given = {p: around.of(used) for p, used in body_operands(node, body) if isinstance(used, fx.Node)}
-            self._memory[body] = AliasSets(body, given)
+            inputs = {p: around.of(used) for p, used in body_operands(node, body) if isinstance(used, fx.Node)}
+            self._memory[body] = AliasSets(body, inputs)
             self._walk(body, repeated=True)
         inner = result_of(node)
         if inner is not None:
@@ -344,8 +344,8 @@ class Flow:
                 node, graph, OperandReader.of(node, note, graph.value(node)), needs, repeated, len(self.sites)
             )
             self.sites.append(site)
-            kept = self.kept(site, OperandState(None, None))
-            self._needs[node] = kept.differentiable
+            saved = self.kept(site, OperandState(None, None))
+            self._needs[node] = saved.differentiable
         self._alias(graph, node)
 
     def _alias(self, graph: PrecisionGraph, node: fx.Node) -> None:
@@ -357,21 +357,21 @@ class Flow:
 
 
 def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:
-    found: dict[sympy.Symbol, sympy.Symbol] = {}
-    taken: set[str] = set()
+    result: dict[sympy.Symbol, sympy.Symbol] = {}
+    used: set[str] = set()
     for node in graph.nodes:
         value = graph.value(node)
         if node.op != "placeholder" or not isinstance(value, torch.Tensor):
             continue
-        for at, size in enumerate(value.shape):
+        for index, size in enumerate(value.shape):
             symbol = expression(size)
-            if not isinstance(symbol, sympy.Symbol) or symbol in found:
+            if not isinstance(symbol, sympy.Symbol) or symbol in result:
                 continue
-            usual = "batch" if at == 0 else "sequence" if at == 1 and not is_float(value) else ""
-            name = usual if usual and usual not in taken else f"{node.name}_{at}"
-            taken.add(name)
-            found[symbol] = sympy.Symbol(name, **symbol.assumptions0)
-    return found
+            usual = "batch" if index == 0 else "sequence" if index == 1 and not is_float(value) else ""
+            name = usual if usual and usual not in used else f"{node.name}_{index}"
+            used.add(name)
+            result[symbol] = sympy.Symbol(name, **symbol.assumptions0)
+    return result
 
 
 def is_float_all(value: Any) -> bool:

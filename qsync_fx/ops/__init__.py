@@ -42,19 +42,19 @@ def table() -> Mapping[str, OperatorRow]:
         if not module.ispkg and module.name not in _NO_ROWS:
             sources[module.name] = importlib.import_module(module.name).ROWS
     sources |= tuples("qsync_fx.ops", OperatorRow, "qsync_fx.ops.OperatorRow")
-    found: dict[str, OperatorRow] = {}
+    result: dict[str, OperatorRow] = {}
     owner: dict[str, str] = {}
     for source, rows in sources.items():
         for row in rows:
             for target in row.targets:
-                if target in found:
+                if target in result:
                     raise QSyncError(
                         f"two rows claim the operator {target}",
                         where=f"{owner[target]} and {source}",
                         do="remove one of them, or uninstall the package that adds it",
                     )
-                found[target], owner[target] = row, source
-    return found
+                result[target], owner[target] = row, source
+    return result
 
 
 def row_for(target: Any) -> OperatorRow | None:
@@ -68,7 +68,7 @@ def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
     # An in-place operator is the same operator: `relu_` decides as `relu` does.
     plain = name.removesuffix("_")
     names = (f"{name}.{overload}", name, f"{plain}.{overload}", plain)
-    row = next((rows[known] for known in names if known in rows), None)
+    row = next((rows[entry] for entry in names if entry in rows), None)
     if row is None or not any(argument.is_out for argument in target._schema.arguments):
         return row
     reason = "it writes into a tensor that already has a type"

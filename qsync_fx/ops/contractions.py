@@ -74,12 +74,12 @@ class Contraction:
     def separate(self, factor: int) -> list[int]:
         """The dimensions of a factor whose indices are matrices of their own."""
         letters = self.batch + (self.group if factor == 1 else "")
-        return [at for at, c in enumerate(self.factors[factor]) if c in letters]
+        return [index for index, c in enumerate(self.factors[factor]) if c in letters]
 
     def channels(self, factor: int) -> list[int]:
         """The dimensions of a factor that a scale may vary along: it is not summed over them."""
         letters = self.result + self.group
-        return [at for at, c in enumerate(self.factors[factor]) if c in letters]
+        return [index for index, c in enumerate(self.factors[factor]) if c in letters]
 
     def unfit(self, weight: int) -> str:
         """Returns why it is no layer's product whose weight is that factor; "" where it is."""
@@ -108,13 +108,13 @@ class Contraction:
 def contraction(
     factors: tuple[str, str],
     result: str,
-    given: tuple[Any, Any],
+    value: tuple[Any, Any],
     places: tuple[Place, Place] = (0, 1),
     bias: Any = None,
     group: str = "",
 ) -> Contraction:
     """Returns the contraction of two tensors, told by letters of which some may be stretched."""
-    shapes = [tuple(t.shape) for t in given]
+    shapes = [tuple(t.shape) for t in value]
     sizes: dict[str, Any] = {}
     for letters, shape in zip(factors, shapes, strict=True):
         for letter, size in zip(letters, shape, strict=True):
@@ -167,10 +167,10 @@ def tensordot(args: Sequence[Any]) -> Contraction:
     letters = iter(string.ascii_letters)
     a = [next(letters) for _ in range(first.dim())]
     b = [next(letters) for _ in range(second.dim())]
-    for at, to in zip(dims_b, dims_a, strict=True):
-        b[at] = a[to]
-    kept = [c for c in a if c not in b] + [c for c in b if c not in a]
-    return contraction(("".join(a), "".join(b)), "".join(kept), (first, second))
+    for index, to in zip(dims_b, dims_a, strict=True):
+        b[index] = a[to]
+    saved = [c for c in a if c not in b] + [c for c in b if c not in a]
+    return contraction(("".join(a), "".join(b)), "".join(saved), (first, second))
 
 
 def plus(first: str, second: str, result: str, args: Sequence[Any]) -> Contraction | str:
@@ -182,11 +182,11 @@ def plus(first: str, second: str, result: str, args: Sequence[Any]) -> Contracti
 
 
 def einsum(args: Sequence[Any]) -> Contraction | str:
-    equation, given = args[:2]
-    if len(given) != 2:
-        return f"it multiplies {len(given)} tensors at once" if given[1:] else "it multiplies nothing"
+    equation, inputs = args[:2]
+    if len(inputs) != 2:
+        return f"it multiplies {len(inputs)} tensors at once" if inputs[1:] else "it multiplies nothing"
     terms, arrow, result = equation.replace(" ", "").partition("->")
-    names = [labels(term, t.dim()) for term, t in zip(terms.split(","), given, strict=True)]
+    names = [labels(term, t.dim()) for term, t in zip(terms.split(","), inputs, strict=True)]
     every = [name for term in names for name in term]
     if any(len(set(term)) < len(term) for term in names):
         return "it takes a diagonal"
@@ -199,7 +199,7 @@ def einsum(args: Sequence[Any]) -> Contraction | str:
     unused = iter(c for c in string.ascii_letters if c not in every)
     letter = {name: next(unused) if name in hidden else name for name in dict.fromkeys(every)}
     first, second, final = ("".join(letter[name] for name in term) for term in (*names, out))
-    return contraction((first, second), final, (given[0], given[1]), ((1, 0), (1, 1)))
+    return contraction((first, second), final, (inputs[0], inputs[1]), ((1, 0), (1, 1)))
 
 
 def grouped(args: Sequence[Any]) -> Contraction | str:

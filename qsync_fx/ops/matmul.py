@@ -190,16 +190,16 @@ def einsum_contraction(args: tuple[Any, ...], output: Any) -> Any:
             if name not in sizes or (isinstance(sizes[name], int) and sizes[name] == 1):
                 sizes[name] = size
     every = [name for names in terms for name in names]
-    kept = {name for name in every if _kept(name, result if arrow else None, every)}
-    held, total = set(terms[0]), 0
+    saved = {name for name in every if _kept(name, result if arrow else None, every)}
+    live, total = set(terms[0]), 0
     for position, names in enumerate(terms[1:], start=2):
-        later = kept.union(*terms[position:])
+        later = saved.union(*terms[position:])
         # What only one of the two has, and nobody needs later, is summed before they meet.
-        shared = held & set(names)
-        held = (held | set(names)) & (later | shared)
+        shared = live & set(names)
+        live = (live | set(names)) & (later | shared)
         # Without a sum it is a product value by value, of one operation each.
-        total = total + (1 if held <= later else 2) * math.prod(sizes[name] for name in held)
-        held &= later
+        total = total + (1 if live <= later else 2) * math.prod(sizes[name] for name in live)
+        live &= later
     return total
 
 

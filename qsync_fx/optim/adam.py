@@ -57,8 +57,8 @@ def _step_on(optimizer: Any, group: dict[str, Any]) -> None:
         return
     served = [serve and taken(*tensors) for tensors in zip(*columns, strict=True)]
     ours, others = (
-        [list(compress(column, which)) for column in [*columns, steps]]
-        for which in (served, [not serves for serves in served])
+        [list(compress(column, selected)) for column in [*columns, steps]]
+        for selected in (served, [not serves for serves in served])
     )
     if ours[0]:
         ordered = [in_order_of(parameter, gradient) for parameter, gradient in zip(ours[0], ours[1], strict=True)]

@@ -80,10 +80,10 @@ def _plain(tensor: Tensor) -> bool:
     )
 
 
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
+def _lie_alike(item: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have one shape and their values in one order: a dimension of size 1 may have any stride."""
-    return one.shape == other.shape and all(
-        a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size != 1
+    return item.shape == other.shape and all(
+        a == b for a, b, size in zip(item.stride(), other.stride(), item.shape, strict=True) if size != 1
     )
 
 
@@ -122,8 +122,8 @@ def keep_unscaled(gradients: Sequence[Tensor], ordered: Sequence[Tensor]) -> Non
 
 def _skips(optimizer: Optimizer) -> bool:
     """Returns whether a GradScaler that leaves skipping to the step has found a gradient that is not finite."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    result = getattr(optimizer, "found_inf", None)
+    return result is not None and bool(result)
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:

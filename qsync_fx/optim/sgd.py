@@ -42,13 +42,13 @@ class SGD(torch.optim.SGD):
         buffers: list[Tensor | None] = []
         of_torch: Any = self
         sparse = of_torch._init_group(group, parameters, gradients, buffers)
-        kept: list[Tensor | None] = buffers if group["momentum"] != 0 else [None] * len(parameters)
-        rows = list(zip(parameters, gradients, kept, strict=True))
+        saved: list[Tensor | None] = buffers if group["momentum"] != 0 else [None] * len(parameters)
+        rows = list(zip(parameters, gradients, saved, strict=True))
         if not kernels_serve(group, ("weight_decay", "momentum", "dampening")):
             self._by_torch(group, rows, bool(sparse))
             return
         begun = [(parameter, buffer) for parameter, _, buffer in rows if buffer is not None]
-        if all_taken(parameters, gradients) and all_taken(*([pair[at] for pair in begun] for at in (0, 1))):
+        if all_taken(parameters, gradients) and all_taken(*([pair[index] for pair in begun] for index in (0, 1))):
             self._by_kernel(group, rows, gradients)
             return
         ours = [row for row in rows if taken(*row)]

@@ -53,34 +53,34 @@ def between_nodes(ranks: int, in_a_row: bool = False) -> dict[str, str]:
 
 def nodes_noted(notes: Mapping[str, str]) -> tuple[int, bool] | None:
     """Returns what `between_nodes` was given for these notes; None where they say nothing of nodes."""
-    found = re.fullmatch(rf"([1-9]\d{{0,8}}) ranks({_IN_A_ROW})?", notes.get(BETWEEN_NODES, ""))
-    return None if found is None else (int(found[1]), found[2] is not None)
+    result = re.fullmatch(rf"([1-9]\d{{0,8}}) ranks({_IN_A_ROW})?", notes.get(BETWEEN_NODES, ""))
+    return None if result is None else (int(result[1]), result[2] is not None)
 
 
-def checked(given: object) -> dict[str, str]:
+def checked(value: object) -> dict[str, str]:
     """Returns codecs by parameter; raises `PlanError` where what is given are none."""
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         do = 'write {"fc.weight": "qsgd8"}: the codec of each parameter'
-        raise PlanError(f"codecs are a mapping, not {kind(given)}", where="codecs", do=do)
-    for name, codec in given.items():
+        raise PlanError(f"codecs are a mapping, not {kind(value)}", where="codecs", do=do)
+    for name, codec in value.items():
         where = f"codecs{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
             do = 'write one such as "fc.weight", as model.named_parameters() has it'
             raise PlanError("a parameter has a name that prints", where=where, do=do)
         if not isinstance(codec, str) or codec not in CODECS:
-            what = shown(codec) if isinstance(codec, str) else kind(codec)
-            raise PlanError(f"{what} is no codec of gradients", where=where, do=nearest(str(codec)[:40], CODECS))
-    return dict(given)
+            message = shown(codec) if isinstance(codec, str) else kind(codec)
+            raise PlanError(f"{message} is no codec of gradients", where=where, do=nearest(str(codec)[:40], CODECS))
+    return dict(value)
 
 
 def describe_codecs(codecs: Mapping[str, str]) -> list[str]:
     """Returns lines that say which codec how many parameters have, and which; nothing where there are none."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for name, codec in codecs.items():
-        found.setdefault(codec, []).append(name)
+        result.setdefault(codec, []).append(name)
     return [
         f"gradients in {codec}: {names[0]}" + (f" and {len(names) - 1} more parameters" if len(names) > 1 else "")
-        for codec, names in sorted(found.items())
+        for codec, names in sorted(result.items())
     ]
 
 
@@ -134,23 +134,23 @@ class ClusterPlan:
         notes: Mapping[str, str] = MappingProxyType({}),
         codecs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        found = _classes(classes)
+        result = _classes(classes)
         set_field = object.__setattr__
-        set_field(self, "classes", MappingProxyType(found))
-        set_field(self, "devices", MappingProxyType(_devices(devices, found)))
-        set_field(self, "ranks", _ranks(ranks, found))
+        set_field(self, "classes", MappingProxyType(result))
+        set_field(self, "devices", MappingProxyType(_devices(devices, result)))
+        set_field(self, "ranks", _ranks(ranks, result))
         set_field(self, "notes", MappingProxyType(notes_of(notes)))
         set_field(self, "codecs", MappingProxyType(checked(codecs)))
 
     def for_class(self, name: str, chosen_by: str = "its name") -> Plan:
         """Returns the plan of a class, which says in its notes that it is the part of a plan for a cluster."""
         if name not in self.classes:
-            given = shown(name) if isinstance(name, str) else kind(name)
-            raise PlanError(f"the plan has no class {given}", do=nearest(str(name)[:40], self.classes))
+            inputs = shown(name) if isinstance(name, str) else kind(name)
+            raise PlanError(f"the plan has no class {inputs}", do=nearest(str(name)[:40], self.classes))
         part = self.classes[name]
         plans = {key: plan.without_notes() for key, plan in self.classes.items()}
-        said = ClusterPlan(plans, self.devices, self.ranks, codecs=self.codecs)
-        digest = hashlib.sha256(said.to_json().encode()).hexdigest()[:16]
+        text = ClusterPlan(plans, self.devices, self.ranks, codecs=self.codecs)
+        digest = hashlib.sha256(text.to_json().encode()).hexdigest()[:16]
         notes = {**self.notes, **part.notes, DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
         return Plan(part.default, part.patterns, part.operators, notes)
 
@@ -195,9 +195,9 @@ class ClusterPlan:
     @classmethod
     def from_json(cls, text: str | bytes | Parsed) -> ClusterPlan:
         """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
-        found = CLUSTER_PLAN.decode(text)
-        plans = {name: _plan_in_file(name, body) for name, body in _mapping("classes", found.classes).items()}
-        return cls(plans, found.devices, found.ranks, found.notes, found.codecs)
+        result = CLUSTER_PLAN.decode(text)
+        plans = {name: _plan_in_file(name, body) for name, body in _mapping("classes", result.classes).items()}
+        return cls(plans, result.devices, result.ranks, result.notes, result.codecs)
 
     def save(self, path: Path) -> None:
         """Writes the plan to `path` in one step, as `Plan.save` does."""
@@ -225,73 +225,75 @@ class ClusterPlan:
     def __str__(self) -> str:
         lines = [repr(self)]
         for name, plan in self.classes.items():
-            ranks = [rank for rank, found in enumerate(self.ranks) if found == name]
+            ranks = [rank for rank, item in enumerate(self.ranks) if item == name]
             who = f", {_spans(ranks)}" if ranks else ""
             called = f", called {self.devices[name]!r}" if name in self.devices else ""
             lines += [f"{name}{called}{who}:", *(f"  {line}" for line in str(plan).splitlines())]
         lines += describe_codecs(self.codecs)
         for name, text in sorted(self.notes.items()):
             several = "\n" in text and all(line.isprintable() for line in text.splitlines())
-            told = ["", *(f"  {line}" for line in text.splitlines())] if several else [f"  {shown(text)}"]
-            lines += [f"note {shown(name)}{told[0]}", *told[1:]]
+            reported = ["", *(f"  {line}" for line in text.splitlines())] if several else [f"  {shown(text)}"]
+            lines += [f"note {shown(name)}{reported[0]}", *reported[1:]]
         return "\n".join(lines)
 
 
-def _classes(given: object) -> dict[str, Plan]:
-    found = _mapping("classes", given)
-    if not found:
+def _classes(value: object) -> dict[str, Plan]:
+    result = _mapping("classes", value)
+    if not result:
         raise PlanError("a plan for a cluster has no class", where="classes", do='give {"t4": Plan(...), ...}')
-    for name, plan in found.items():
+    for name, plan in result.items():
         where = f"classes{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
             raise PlanError("a class of devices has a name that prints", where=where, do='write one such as "t4"')
         if not isinstance(plan, Plan):
             raise PlanError(f"a class has a plan, not {kind(plan)}", where=where, do="give a Plan")
-    return found
+    return result
 
 
-def _devices(given: object, classes: Mapping[str, Plan]) -> dict[str, str]:
-    found = _mapping("devices", given)
-    for name, called in found.items():
+def _devices(value: object, classes: Mapping[str, Plan]) -> dict[str, str]:
+    result = _mapping("devices", value)
+    for name, called in result.items():
         _known(name, classes, "devices")
         if not isinstance(called, str) or not _words(called):
-            what = shown(called) if isinstance(called, str) else kind(called)
+            message = shown(called) if isinstance(called, str) else kind(called)
             where = f"devices{step(name)}"
-            raise PlanError(f"the name of a device is text, not {what}", where=where, do='write one such as "Tesla T4"')
-    return found
+            raise PlanError(
+                f"the name of a device is text, not {message}", where=where, do='write one such as "Tesla T4"'
+            )
+    return result
 
 
-def _ranks(given: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
-    if not isinstance(given, list | tuple):
+def _ranks(value: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
         do = 'write ["v100", "t4"]: the class of rank 0, then of rank 1'
-        raise PlanError(f"the table of ranks is a list, not {kind(given)}", where="ranks", do=do)
-    for rank, name in enumerate(given):
+        raise PlanError(f"the table of ranks is a list, not {kind(value)}", where="ranks", do=do)
+    for rank, name in enumerate(value):
         _known(name, classes, f"ranks[{rank}]")
-    return tuple(given)
+    return tuple(value)
 
 
 def _known(name: object, classes: Mapping[str, Plan], where: str) -> None:
     if not isinstance(name, str) or name not in classes:
-        what = shown(name) if isinstance(name, str) else kind(name)
-        raise PlanError(f"{what} is no class of the plan", where=where, do=nearest(str(name)[:40], classes))
+        message = shown(name) if isinstance(name, str) else kind(name)
+        raise PlanError(f"{message} is no class of the plan", where=where, do=nearest(str(name)[:40], classes))
 
 
 def _plan_in_file(name: str, body: object) -> Plan:
     where = f"classes{step(name)}"
     fields = _mapping(where, body)
-    known = Fields.__dataclass_fields__
-    if (unknown := next((key for key in fields if key not in known), None)) is not None:
-        raise PlanError(f"a plan has no field {shown(unknown)}", where=where, do=nearest(unknown[:40], known))
+    available = Fields.__dataclass_fields__
+    if (unknown := next((key for key in fields if key not in available), None)) is not None:
+        raise PlanError(f"a plan has no field {shown(unknown)}", where=where, do=nearest(unknown[:40], available))
     try:
         return Plan(**fields)
     except PlanError as error:
         raise PlanError(error.what, where=f"{where}.{error.where}", do=error.do) from None
 
 
-def _mapping(where: str, given: object) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise PlanError(f"it has {kind(given)} in place of an object", where=where, do=CLUSTER_PLAN.remedy)
-    return dict(given)
+def _mapping(where: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"it has {kind(value)} in place of an object", where=where, do=CLUSTER_PLAN.remedy)
+    return dict(value)
 
 
 def is_called(device: str, name: str) -> bool:

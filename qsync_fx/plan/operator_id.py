@@ -83,14 +83,14 @@ class OpId:
         """Reads the text form; raises `PlanError` for anything that `str` does not write."""
         if not isinstance(text, str):
             raise PlanError(f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS)
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        result = _TEXT.fullmatch(text)
+        if result is None:
             raise PlanError(f"{shown(text)} is not an operator id", do=_HOW_TO_WRITE_IDS)
         try:
-            module, operator, after = (_unescaped(part or "") for part in found.group(1, 2, 3))
+            module, operator, after = (_unescaped(part or "") for part in result.group(1, 2, 3))
         except UnicodeDecodeError:
             raise PlanError(f"{shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8") from None
-        op_id = cls(module, operator, int(found[4] or 0), after)
+        op_id = cls(module, operator, int(result[4] or 0), after)
         if str(op_id) != text:
             raise PlanError(f"{shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}")
         return op_id

@@ -62,12 +62,12 @@ def module_regex(pattern: str) -> re.Pattern[str]:
 
 def _module_expression(pattern: str) -> str:
     module, slash, rest = pattern.partition("/")
-    _, at, after = rest.partition("#")[0].partition("@")
+    _, index, after = rest.partition("#")[0].partition("@")
     if module or not slash:
-        return _path(module, pattern, whole=bool(slash))
+        return _path(module, pattern, full=bool(slash))
     if after:
-        return _path(after, pattern, whole=True)
-    return r"\Z" if at else ""
+        return _path(after, pattern, full=True)
+    return r"\Z" if index else ""
 
 
 def alternatives(pattern: str) -> list[str]:
@@ -76,27 +76,27 @@ def alternatives(pattern: str) -> list[str]:
     A range, as in `{0..11}`, is one alternative: it says what may be there, not what is.
     """
     texts = re.split(r"\{([^{}]*)\}", pattern)
-    found = []
-    for at in range(1, len(texts), 2):
-        given = [text.strip() for text in texts[at].split(",")]
-        for one in given if len(given) > 1 else ():
-            only = f"{{{one}}}" if _NUMBERS.fullmatch(one) else one
-            whole = [f"{{{text}}}" if n % 2 else text for n, text in enumerate(texts)]
-            found.append("".join([*whole[:at], only, *whole[at + 1 :]]))
-    return found
+    result = []
+    for index in range(1, len(texts), 2):
+        inputs = [text.strip() for text in texts[index].split(",")]
+        for item in inputs if len(inputs) > 1 else ():
+            only = f"{{{item}}}" if _NUMBERS.fullmatch(item) else item
+            full = [f"{{{text}}}" if n % 2 else text for n, text in enumerate(texts)]
+            result.append("".join([*full[:index], only, *full[index + 1 :]]))
+    return result
 
 
 def _written_out(pattern: str) -> list[str]:
     """Returns the patterns without braces that a pattern with braces stands for."""
     parts: list[list[str]] = []
     count = 1
-    for at, text in enumerate(re.split(r"\{([^{}]*)\}", pattern)):
-        if at % 2 == 0 and ("{" in text or "}" in text):
+    for index, text in enumerate(re.split(r"\{([^{}]*)\}", pattern)):
+        if index % 2 == 0 and ("{" in text or "}" in text):
             raise PlanError(
                 f"{shown(pattern)} has a {'{' if '{' in text else '}'} without its other half, or braces in braces",
                 do='write "{attention,output}" or "{0..11}"; for a brace in a name write %7B and %7D, as ids do',
             )
-        parts.append(_alternatives(text, pattern) if at % 2 else [text])
+        parts.append(_alternatives(text, pattern) if index % 2 else [text])
         count *= len(parts[-1])
         if count * len(pattern) > _LONGEST_WRITTEN_OUT:
             raise _too_long(pattern)
@@ -109,16 +109,16 @@ def _alternatives(braced: str, pattern: str) -> list[str]:
             f"{shown(pattern)} has braces with nothing in them",
             do='write what to choose from, as in "{attention,output}" or "{0..11}"',
         )
-    found: list[str] = []
+    result: list[str] = []
     for text in map(str.strip, braced.split(",")):
         if numbers := _NUMBERS.fullmatch(text):
             first, last = sorted(map(int, numbers.groups()))
             if last - first > _LONGEST_WRITTEN_OUT:
                 raise _too_long(pattern)
-            found += map(str, range(first, last + 1))
+            result += map(str, range(first, last + 1))
         else:
-            found.append(text)
-    return found
+            result.append(text)
+    return result
 
 
 def _too_long(pattern: str) -> PlanError:
@@ -136,7 +136,7 @@ def _expression(pattern: str) -> str:
             raise PlanError("a pattern is empty", do='write "**" to select every operator')
         return _path(module, pattern)
     rest, sharp, index = rest.partition("#")
-    operator, at, after = rest.partition("@")
+    operator, position, after = rest.partition("@")
     if not operator or "/" in rest + index or "**" in operator:
         raise PlanError(
             f"{shown(pattern)} is not a pattern",
@@ -145,12 +145,12 @@ def _expression(pattern: str) -> str:
     if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
         raise PlanError(f"{shown(pattern)} has no number after #", do='write "#0", "#1", ..., or leave it out for all')
     tail = rf"/(?>{_glob(operator, _IN_OPERATOR, pattern)}(?=[@#]|\Z))"
-    tail += (rf"@{_path(after, pattern, whole=True)}" if after else "(?!@)") if at else "(?:@[^#]*+)?"
+    tail += (rf"@{_path(after, pattern, full=True)}" if after else "(?!@)") if position else "(?:@[^#]*+)?"
     tail += ("(?!#)" if index == "0" else f"#{index}") if sharp else "(?:#[0-9]++)?"
-    return rf"{_path(module, pattern, whole=True) if module else ''}{tail}\Z"
+    return rf"{_path(module, pattern, full=True) if module else ''}{tail}\Z"
 
 
-def _path(glob: str, pattern: str, whole: bool = False) -> str:
+def _path(glob: str, pattern: str, full: bool = False) -> str:
     """Returns the expression for a glob over module paths; unless `whole`, for what lies below the path too."""
     blocks: list[list[str]] = [[]]
     for segment in glob.split("."):
@@ -166,19 +166,19 @@ def _path(glob: str, pattern: str, whole: bool = False) -> str:
             blocks[-1].append(rf"(?>(?=[^./#@]){_glob(segment, _IN_SEGMENT, pattern)}{_SEPARATOR})")
     first, *others = ("".join(block) for block in blocks)
     if not others:
-        return first + (_END if whole else "")
+        return first + (_END if full else "")
     *middle, last = others
-    found = first + "".join(f"(?>{_ANY_SEGMENTS}?{block})" for block in middle if block)
-    return found + (f"{_ANY_SEGMENTS}?{last}{_END}" if whole else f"(?>{_ANY_SEGMENTS}?{last})" if last else "")
+    result = first + "".join(f"(?>{_ANY_SEGMENTS}?{block})" for block in middle if block)
+    return result + (f"{_ANY_SEGMENTS}?{last}{_END}" if full else f"(?>{_ANY_SEGMENTS}?{last})" if last else "")
 
 
 def _glob(glob: str, character: str, pattern: str) -> str:
     """Returns the expression for a glob in which `*` stands for any run of `character`."""
-    pieces, at = [""], 0
-    while at < len(glob):
-        part = _PART_OF_GLOB.match(glob, at)
+    pieces, index = [""], 0
+    while index < len(glob):
+        part = _PART_OF_GLOB.match(glob, index)
         if part is None:
-            raise _stray(glob[at], pattern)
+            raise _stray(glob[index], pattern)
         if part[0] == "*":
             pieces.append("")
         elif part[0] == "?":
@@ -186,9 +186,9 @@ def _glob(glob: str, character: str, pattern: str) -> str:
         elif part["one_of"] is None:
             pieces[-1] += re.escape(part[0])
         else:
-            one = f"(?:{'|'.join(_members(part['one_of'], pattern))})"
-            pieces[-1] += f"(?!{one}){character}" if part["none_of"] else one
-        at = part.end()
+            item = f"(?:{'|'.join(_members(part['one_of'], pattern))})"
+            pieces[-1] += f"(?!{item}){character}" if part["none_of"] else item
+        index = part.end()
     first, *others = pieces
     if not others:
         return first
@@ -198,11 +198,11 @@ def _glob(glob: str, character: str, pattern: str) -> str:
 
 def _members(one_of: str, pattern: str) -> Iterable[str]:
     """Yields the expressions for what stands between [ and ]."""
-    at = 0
-    while at < len(one_of):
-        member = _MEMBER.match(one_of, at)
+    index = 0
+    while index < len(one_of):
+        member = _MEMBER.match(one_of, index)
         if member is None:
-            raise _stray(one_of[at], pattern)
+            raise _stray(one_of[index], pattern)
         first, last = member.group("first", "last")
         if first is None:
             yield re.escape(member[0])
@@ -212,7 +212,7 @@ def _members(one_of: str, pattern: str) -> Iterable[str]:
             )
         else:
             yield f"[{first}-{last}]"
-        at = member.end()
+        index = member.end()
     if not one_of:
         raise _stray("[", pattern)
 

@@ -86,17 +86,17 @@ class Plan:
         """Returns the plan that gives every operator one precision."""
         return cls(default=precision)
 
-    def with_precision(self, which: str | OpId, precision: Precision | str) -> Plan:
+    def with_precision(self, selected: str | OpId, precision: Precision | str) -> Plan:
         """Returns a plan that gives `precision` to the operator `which`, or to all that the pattern `which` selects.
 
         What is said last wins: a pattern also takes over the operators it selects that the plan named one by one.
         """
-        if isinstance(which, OpId):
-            return Plan(self.default, self.patterns, {**self.operators, which: precision}, self.notes)
-        pattern_regex(which)
-        others = tuple(entry for entry in self.patterns if entry[0] != which)
-        kept = {op_id: chosen for op_id, chosen in self.operators.items() if not op_id.matches(which)}
-        return Plan(self.default, (*others, (which, precision)), kept, self.notes)
+        if isinstance(selected, OpId):
+            return Plan(self.default, self.patterns, {**self.operators, selected: precision}, self.notes)
+        pattern_regex(selected)
+        others = tuple(entry for entry in self.patterns if entry[0] != selected)
+        saved = {op_id: chosen for op_id, chosen in self.operators.items() if not op_id.matches(selected)}
+        return Plan(self.default, (*others, (selected, precision)), saved, self.notes)
 
     def without_notes(self) -> Plan:
         """Returns an equal plan that does not say where it came from."""
@@ -151,8 +151,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str | bytes | Parsed) -> Plan:
         """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
-        found = PLAN.decode(text)
-        return cls(found.default, found.patterns, found.operators, found.notes)
+        result = PLAN.decode(text)
+        return cls(result.default, result.patterns, result.operators, result.notes)
 
     def save(self, path: Path) -> None:
         """Writes the plan to `path` in one step, so that a reader never sees half of it; raises `PlanError` if it cannot."""
@@ -199,45 +199,45 @@ def _precision(value: object, where: str) -> Precision:
     return FORMATS[name]
 
 
-def _patterns(given: object) -> tuple[tuple[str, Precision], ...]:
-    if not isinstance(given, list | tuple):
-        raise PlanError(f"patterns are a list, not {kind(given)}", where="patterns", do=_HOW_TO_WRITE_PATTERNS)
-    if len(given) > _MOST_PATTERNS:
-        raise PlanError(f"a plan has {len(given)} patterns", where="patterns", do=f"use at most {_MOST_PATTERNS}")
-    found = []
-    for position, entry in enumerate(given):
+def _patterns(value: object) -> tuple[tuple[str, Precision], ...]:
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"patterns are a list, not {kind(value)}", where="patterns", do=_HOW_TO_WRITE_PATTERNS)
+    if len(value) > _MOST_PATTERNS:
+        raise PlanError(f"a plan has {len(value)} patterns", where="patterns", do=f"use at most {_MOST_PATTERNS}")
+    result = []
+    for position, entry in enumerate(value):
         where = f"patterns[{position}]"
         if not isinstance(entry, list | tuple) or len(entry) != 2:
-            what = f"{len(entry)} things" if isinstance(entry, list | tuple) else kind(entry)
+            message = f"{len(entry)} things" if isinstance(entry, list | tuple) else kind(entry)
             raise PlanError(
-                f"a pattern comes with its precision, and this is {what}", where=where, do=_HOW_TO_WRITE_PATTERNS
+                f"a pattern comes with its precision, and this is {message}", where=where, do=_HOW_TO_WRITE_PATTERNS
             )
         try:
             pattern_regex(entry[0])
         except PlanError as error:
             raise PlanError(error.what, where=where, do=error.do) from None
-        found.append((entry[0], _precision(entry[1], where)))
-    return tuple(found)
+        result.append((entry[0], _precision(entry[1], where)))
+    return tuple(result)
 
 
-def _operators(given: object) -> dict[OpId, Precision]:
-    if not isinstance(given, Mapping):
+def _operators(argument: object) -> dict[OpId, Precision]:
+    if not isinstance(argument, Mapping):
         raise PlanError(
-            f"operators are a mapping, not {kind(given)}",
+            f"operators are a mapping, not {kind(argument)}",
             where="operators",
             do='write {"encoder.dense/linear": "int8"}',
         )
-    found: dict[OpId, Precision] = {}
-    for key, value in given.items():
+    result: dict[OpId, Precision] = {}
+    for key, value in argument.items():
         where = f"operators[{json.dumps(str(key)[:120])}]"
         try:
             op_id = key if isinstance(key, OpId) else OpId.parse(key)
         except PlanError as error:
             raise PlanError(error.what, where=where, do=error.do) from None
-        if op_id in found:
+        if op_id in result:
             raise PlanError("the operator is named twice", where=where, do="keep one of them")
-        found[op_id] = _precision(value, where)
-    return found
+        result[op_id] = _precision(value, where)
+    return result
 
 
 def _natural(op_id: OpId) -> tuple[object, ...]:

@@ -69,15 +69,15 @@ def texts_block(name: str, texts: Mapping[str, str]) -> str:
     return block(f'"{name}": {{', (f"{json.dumps(key)}: {json.dumps(text)}" for key, text in sorted(texts.items())))
 
 
-def notes_of(given: object) -> dict[str, str]:
+def notes_of(value: object) -> dict[str, str]:
     """Returns what is given as notes; raises `PlanError` where it cannot be."""
-    if not isinstance(given, Mapping):
-        raise PlanError(f"notes are a mapping, not {kind(given)}", where="notes", do='write {"made by": "..."}')
-    for name, text in given.items():
+    if not isinstance(value, Mapping):
+        raise PlanError(f"notes are a mapping, not {kind(value)}", where="notes", do='write {"made by": "..."}')
+    for name, text in value.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise PlanError(
                 "a note is text by name",
                 where=f"notes[{json.dumps(str(name)[:120])}], {kind(text)}",
                 do="turn numbers and lists into text",
             )
-    return dict(given)
+    return dict(value)

@@ -32,24 +32,24 @@ class HoldsPlan(Protocol):
         """Returns the plan."""
 
 
-def given_plan(given: object) -> object:
+def given_plan(value: object) -> object:
     """Returns the plan that an allocator's answer holds; what is none, as it is."""
-    return given.as_plan() if isinstance(given, HoldsPlan) else given
+    return value.as_plan() if isinstance(value, HoldsPlan) else value
 
 
-def device_plans(given: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
+def device_plans(value: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
     """Returns the plans of one device, or the one, that are given; raises `PlanError` for what is none."""
-    several = [given] if isinstance(given, Plan | ClusterPlan | HoldsPlan) else given
-    return [_device_plan(given_plan(one)) for one in several]
+    several = [value] if isinstance(value, Plan | ClusterPlan | HoldsPlan) else value
+    return [_device_plan(given_plan(item)) for item in several]
 
 
-def _device_plan(given: object) -> Plan:
-    if isinstance(given, Plan):
-        return given
-    cluster = isinstance(given, ClusterPlan)
+def _device_plan(value: object) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    cluster = isinstance(value, ClusterPlan)
     do = "give the plan of one of its classes: plan.for_class(name)" if cluster else "give a Plan"
-    what = f"what was given is of type {type(given).__name__}, and no plan of a device"
-    raise PlanError(what, where="plan", do=do)
+    message = f"what was given is of type {type(value).__name__}, and no plan of a device"
+    raise PlanError(message, where="plan", do=do)
 
 
 def read_plan(path: Path) -> Plan | ClusterPlan:
@@ -93,9 +93,9 @@ def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = No
     """
     if isinstance(plan, Plan):
         if device_class is not None:
-            what = f"the plan has no parts, of which {device_class!r} could name one"
+            message = f"the plan has no parts, of which {device_class!r} could name one"
             raise PlanError(
-                what, where='option "device_class"', do="leave the option out, or give a plan for a cluster"
+                message, where='option "device_class"', do="leave the option out, or give a plan for a cluster"
             )
         return plan
     if device_class is not None:

@@ -80,9 +80,9 @@ def product(first: int, second: int, result: int, flops: int) -> ProductShape | 
     if batch < 1:
         return None
     k, m, n = (multiplied // size for size in (result, second, first))
-    found = ProductShape(batch, m, n, k)
+    matches = ProductShape(batch, m, n, k)
     fits = (batch * m * k, batch * k * n, batch * m * n, 2 * batch * m * n * k) == (first, second, result, flops)
-    return found if fits else None
+    return matches if fits else None
 
 
 def convolution(read: int, weights: int, result: tuple[int, ...]) -> ConvolutionShape | None:
@@ -96,9 +96,9 @@ def convolution(read: int, weights: int, result: tuple[int, ...]) -> Convolution
         if left or not c or read % (n * c):
             continue
         for stride in range(1, 17):
-            found = _placed(read // (n * c), high, wide, r, stride)
-            if found is not None:
-                return ConvolutionShape(n, c, *found[:2], k, r, stride, found[2])
+            matches = _placed(read // (n * c), high, wide, r, stride)
+            if matches is not None:
+                return ConvolutionShape(n, c, *matches[:2], k, r, stride, matches[2])
     return None
 
 
@@ -143,14 +143,16 @@ class DeviceTimes:
         loss_memory: LossMemory | None = None,
     ) -> None:
         if not explained_for(graph, device):
-            there = PurePath(graph.device).stem
-            what = f"the model was explained for {there}, and formats run there that need not be those of {device}"
+            existing = PurePath(graph.device).stem
+            message = (
+                f"the model was explained for {existing}, and formats run there that need not be those of {device}"
+            )
             do = (
                 f'explain it with options={{"target": "{device}"}}'
                 if device.kind == "gpu"
                 else "explain it on a CPU, without a target"
             )
-            raise ProfileError(what, where=f"device {device}", do=do)
+            raise ProfileError(message, where=f"device {device}", do=do)
         self.device, self.graph = device, graph
         self.optimizer_memory, self.loss_memory = optimizer_memory, loss_memory
         self._optimizer_bytes = optimizer_bytes
@@ -173,7 +175,7 @@ class DeviceTimes:
             self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
         return self._known[operator, names]
 
-    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
         """Returns the time of an operator in a state."""
         return self.operator(operator, state)
 
@@ -216,9 +218,9 @@ class DeviceTimes:
     def _reckoned(self, operator: ModelOperator, names: StateNames) -> Seconds:
         cost = operator.costs.get(names)
         if cost is None:
-            known = [f"{a}->{b}" for a, b in operator.costs]
-            what = f"the model's graph knows no cost of the state {names[0]}->{names[1]}"
-            raise ProfileError(what, where=operator.where, do=nearest(f"{names[0]}->{names[1]}", known))
+            available = [f"{a}->{b}" for a, b in operator.costs]
+            message = f"the model's graph knows no cost of the state {names[0]}->{names[1]}"
+            raise ProfileError(message, where=operator.where, do=nearest(f"{names[0]}->{names[1]}", available))
         fmt = precision(names[0]) if names[0] is not None else FP32
         back = row_at(self.device.capability or ANY, fmt).gradient if fmt.scaled else fmt
         gradients = (cost.input_gradient, cost.weight_gradient)
@@ -265,8 +267,8 @@ class DeviceTimes:
         first, second = (_number(self.graph.values[read.value].numel, operator) for read in factors)
         result = _shape(operator.shape)
         if result is not None and len(result) > 2 and "conv" in operator.row:
-            found = convolution(first, second, result)
-            return found if found and flops == 2 * result[0] * result[2] * result[3] * second else None
+            matches = convolution(first, second, result)
+            return matches if matches and flops == 2 * result[0] * result[2] * result[3] * second else None
         return product(first, second, _number(self.graph.values[operator.result].numel, operator), flops)
 
     def _factors(self, operator: ModelOperator) -> tuple[ModelRead, ...]:
@@ -300,8 +302,8 @@ def explained_for(graph: ModelGraph, device: Device) -> bool:
 
 def _shape(text: str) -> tuple[int, ...] | None:
     """Returns the shape in a description such as "f32[8, 16]"; None for anything else."""
-    found = re.fullmatch(r"\w+\[([\d, ]*)\]", text)
-    return tuple(int(size) for size in found[1].split(", ") if size) if found else None
+    result = re.fullmatch(r"\w+\[([\d, ]*)\]", text)
+    return tuple(int(size) for size in result[1].split(", ") if size) if result else None
 
 
 def _number(size: Size, operator: ModelOperator) -> int:

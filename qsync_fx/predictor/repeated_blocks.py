@@ -41,33 +41,33 @@ def isomorphic_blocks(graph: ModelGraph, sizes: bool = True, least: int = 2) -> 
         least: operators that a block has at least.
     """
     inside = _operators_of_modules(graph)
-    alike: dict[Hashable, list[str]] = {}
+    equal: dict[Hashable, list[str]] = {}
     for module, places in inside.items():
         if len(places) >= least:
-            alike.setdefault(_structure(graph, places, sizes), []).append(module)
-    found: list[Blocks] = []
-    taken: set[int] = set()
-    for modules in sorted(alike.values(), key=lambda modules: -len(inside[modules[0]])):
+            equal.setdefault(_structure(graph, places, sizes), []).append(module)
+    result: list[Blocks] = []
+    used: set[int] = set()
+    for modules in sorted(equal.values(), key=lambda modules: -len(inside[modules[0]])):
         free: list[str] = []
         for module in modules:
             # A module that only wraps another one is the same block.
-            if taken.isdisjoint(inside[module]) and all(inside[module] != inside[other] for other in free):
+            if used.isdisjoint(inside[module]) and all(inside[module] != inside[other] for other in free):
                 free.append(module)
         if len(free) > 1:
-            taken.update(place for module in free for place in inside[module])
+            used.update(place for module in free for place in inside[module])
             names = (tuple(graph.operators[place].id for place in inside[module]) for module in free)
-            found.append(Blocks(tuple(free), tuple(names)))
-    return tuple(found)
+            result.append(Blocks(tuple(free), tuple(names)))
+    return tuple(result)
 
 
 def _operators_of_modules(graph: ModelGraph) -> Mapping[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for place, operator in enumerate(graph.operators):
         parts = OpId.parse(operator.id).module.split(".")
         for end in range(1, len(parts) + 1):
             if parts[0]:
-                found.setdefault(".".join(parts[:end]), []).append(place)
-    return found
+                result.setdefault(".".join(parts[:end]), []).append(place)
+    return result
 
 
 def _structure(graph: ModelGraph, places: list[int], sizes: bool) -> Hashable:
@@ -90,8 +90,8 @@ def _operator(
         reads.append((read.role, source, value.own, read.gradient, shared, tuple(read.wanted.items()), much))
     decided = operator.decided
     if isinstance(decided, Choices):
-        how: Hashable = (tuple(decided.runs.items()), decided.held, decided.keeps, decided.pinned, decided.wide)
+        settings: Hashable = (tuple(decided.runs.items()), decided.held, decided.keeps, decided.pinned, decided.wide)
     else:
-        how = (decided.own, decided.promotes, decided.scalar, decided.named)
+        settings = (decided.own, decided.promotes, decided.scalar, decided.named)
     costs = tuple((state, *cost.sizes) for state, cost in operator.costs.items()) if sizes else ()
-    return operator.row, operator.kind, operator.repeated, operator.converts, how, tuple(reads), costs
+    return operator.row, operator.kind, operator.repeated, operator.converts, settings, tuple(reads), costs

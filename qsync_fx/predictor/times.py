@@ -64,7 +64,7 @@ class Times(Protocol):
             ProfileError: nothing is known of the operator.
         """
 
-    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
         """Returns what an operator in a state takes no less than beside some neighbours, whatever the others are; see `operator`."""
 
     def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:

@@ -53,64 +53,64 @@ def of_catalog(
     training = TrainingStep(step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1))
     # Whatever sizes the model was compiled for before, its times are those of this batch.
     with untouched(model, updating), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        seen = observed(model, training, {"target": device.target})
-    graph = build_model_graph(seen.explanation, [fmt.name for fmt in formats])
+        visited = observed(model, training, {"target": device.target})
+    graph = build_model_graph(visited.explanation, [fmt.name for fmt in formats])
     times = DeviceTimes(device, graph, _moved(updating))
     memory = known_memory(updating)
-    held = Held(memory or OptimizerMemory(), loss=seen.loss)
-    plans = {label: states(graph, plan) for label, (plan, _) in profile_plans(seen.explanation, formats).items()}
+    live = Held(memory or OptimizerMemory(), loss=visited.loss)
+    plans = {label: states(graph, plan) for label, (plan, _) in profile_plans(visited.explanation, formats).items()}
     seconds = times.optimizer() if updating is not None else 0.0
     return Profile(
         machine_of(device),
         # The target is the machine, and no condition of its times.
-        replace(seen.model, options=""),
+        replace(visited.model, options=""),
         stored(graph),
         [fmt.name for fmt in formats],
-        [_run(label, found, times, seconds, held) for label, found in plans.items()],
+        [_run(label, item, times, seconds, live) for label, item in plans.items()],
         type(updating).__name__ if updating is not None else "",
         _collectives(device),
         optimizer_memory=memory,
-        loss_memory=seen.loss,
+        loss_memory=visited.loss,
     )
 
 
 def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> list[Precision]:
     if precisions is None:
         return [fmt for fmt in FORMATS.values() if fmt.name in device.units and fmt.bits <= 32]
-    found = named(precisions)
-    if not found:
+    result = named(precisions)
+    if not result:
         raise OptionError("no precision is asked for", where="precisions", do="name one or more")
-    return found
+    return result
 
 
-def _run(label: str, found: States, times: DeviceTimes, optimizer: float, held: Held) -> MeasuredRun:
+def _run(label: str, result: States, times: DeviceTimes, optimizer: float, live: Held) -> MeasuredRun:
     """Casts between plain formats are part of the operators' times, as they are where they are measured."""
-    step = scheduled(found, times)
+    step = scheduled(result, times)
     forward, backward = (_by_operator(entries) for entries in (step.forward, step.backward))
-    quantized = _quantized(found, times)
-    for one in quantized:
-        forward[one.operator] -= one.seconds
+    quantized = _quantized(result, times)
+    for item in quantized:
+        forward[item.operator] -= item.seconds
     measured = [
         MeasuredOperator(op.id, *names, max(0.0, forward[op.id]), backward[op.id])
-        for op, names in zip(found.graph.operators, found.names, strict=True)
+        for op, names in zip(result.graph.operators, result.names, strict=True)
     ]
-    whole = (sum(entry.seconds for entry in step.forward), sum(entry.seconds for entry in step.backward), optimizer)
-    return MeasuredRun(label, [whole], step_memory(found, held).step_bytes, measured, quantized)
+    full = (sum(entry.seconds for entry in step.forward), sum(entry.seconds for entry in step.backward), optimizer)
+    return MeasuredRun(label, [full], step_memory(result, live).step_bytes, measured, quantized)
 
 
 def _by_operator(entries: Sequence[Entry]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for entry in entries:
         if entry.part is not Part.OUTSIDE:
-            found[entry.operator] = found.get(entry.operator, 0.0) + entry.seconds
-    return found
+            result[entry.operator] = result.get(entry.operator, 0.0) + entry.seconds
+    return result
 
 
-def _quantized(found: States, times: DeviceTimes) -> list[Quantized]:
+def _quantized(result: States, times: DeviceTimes) -> list[Quantized]:
     quantized = []
-    for cast in found.casts:
+    for cast in result.casts:
         if FORMATS[cast.after].scaled:
-            owner, value = found.graph.operators[cast.owner].id, found.graph.values[cast.value]
+            owner, value = result.graph.operators[cast.owner].id, result.graph.values[cast.value]
             seconds = times.cast(owner, cast.before, cast.after, value.numel, value.differentiated).forward
             quantized.append(Quantized(owner, cast.before, cast.after, value.numel, False, seconds))
     return quantized
@@ -118,13 +118,13 @@ def _quantized(found: States, times: DeviceTimes) -> list[Quantized]:
 
 def _collectives(device: Device) -> list[Collective]:
     return [
-        Collective("nccl", one.ranks, [(int(size), device.allreduce_seconds(size, one.ranks)) for size in _SIZES])
-        for one in device.reductions
+        Collective("nccl", item.ranks, [(int(size), device.allreduce_seconds(size, item.ranks)) for size in _SIZES])
+        for item in device.reductions
     ]
 
 
 def _moved(optimizer: Optimizer | None) -> float:
     """Returns the bytes that an optimizer moves for a parameter: all is read, and all but the gradient written."""
     settings = optimizer.defaults if optimizer is not None else {}
-    kept = 2 if "betas" in settings else 1 if settings.get("momentum") else 0
-    return 4.0 * (3 + 2 * kept)
+    saved = 2 if "betas" in settings else 1 if settings.get("momentum") else 0
+    return 4.0 * (3 + 2 * saved)

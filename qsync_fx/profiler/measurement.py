@@ -86,33 +86,35 @@ _NEW: Final = (5.0, 0.2)
 took 45 s a plan, and a ResNet-18 of 69 some 40 s of the processor's."""
 
 
-def costs(seen: ObservedStep, plans: int, rounds: int) -> str:
+def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
     """Returns what it takes to measure a model under so many plans, in so many turns each."""
     from qsync_fx.formatting import many
 
     steps = plans * (rounds * _TURN + 3)
-    what = f"measuring {seen.model.name} under {many(plans, 'plan')}: {many(plans, 'compilation')} and {steps} steps"
-    return f"{what}, {_about(seen, plans, steps * _step(seen))}"
+    message = (
+        f"measuring {observed.model.name} under {many(plans, 'plan')}: {many(plans, 'compilation')} and {steps} steps"
+    )
+    return f"{message}, {_about(observed, plans, steps * _step(observed))}"
 
 
-def sensitivity_costs(seen: ObservedStep, sensitivity: str | None, formats: int) -> str:
+def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: int) -> str:
     """Returns what it takes to find a sensitivity beside; "" for none."""
     if sensitivity is None:
         return ""
     from qsync_fx.formatting import many, roughly
 
-    passes = method(sensitivity).passes(len(seen.explanation.plan().operators), formats)
-    least, most = (roughly(steps * FRACTION * passes * seen.seconds.passes) for steps in (LEAST, STEPS))
+    passes = method(sensitivity).passes(len(observed.explanation.plan().operators), formats)
+    least, most = (roughly(steps * FRACTION * passes * observed.seconds.passes) for steps in (LEAST, STEPS))
     steps = f"{LEAST} to {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"
     return f"; then {steps}, {least} to {most}, until it is known well enough"
 
 
-def sending_costs(seen: ObservedStep, ranks: int) -> str:
+def sending_costs(observed: ObservedStep, ranks: int) -> str:
     """Returns what it takes to find what sending gradients takes of a step; "" where one rank is alone."""
     if ranks == 1:
         return ""
-    steps = PLANS * planned_seconds(_step(seen))
-    return f"; then steps of all {ranks} ranks together under {PLANS} plans, {_about(seen, PLANS, steps)}"
+    steps = PLANS * planned_seconds(_step(observed))
+    return f"; then steps of all {ranks} ranks together under {PLANS} plans, {_about(observed, PLANS, steps)}"
 
 
 class Left:
@@ -123,8 +125,8 @@ class Left:
         plans, rounds: how many plans are compiled, and how many turns each has then.
     """
 
-    def __init__(self, seen: ObservedStep, plans: int, rounds: int) -> None:
-        self._plans, self._turns, self._turn = plans, plans * rounds, _TURN * _step(seen)
+    def __init__(self, observed: ObservedStep, plans: int, rounds: int) -> None:
+        self._plans, self._turns, self._turn = plans, plans * rounds, _TURN * _step(observed)
         self.compiled: list[float] = []
         self.turned: list[float] = []
 
@@ -140,17 +142,17 @@ def _mean(seconds: Sequence[float], unknown: float) -> float:
     return statistics.fmean(seconds) if seconds else unknown
 
 
-def _about(seen: ObservedStep, plans: int, steps: float) -> str:
+def _about(observed: ObservedStep, plans: int, steps: float) -> str:
     """Returns in words what it takes to compile the model under so many plans, and steps that take so many seconds."""
     from qsync_fx.formatting import roughly
 
-    operators = len(seen.explanation.operators)
-    known, new = (roughly(plans * (fixed + each * operators) + steps) for fixed, each in (_KNOWN, _NEW))
-    return f"about {known} where torch's caches hold what is compiled, {new} where not"
+    operators = len(observed.explanation.operators)
+    available, new = (roughly(plans * (fixed + each * operators) + steps) for fixed, each in (_KNOWN, _NEW))
+    return f"about {available} where torch's caches hold what is compiled, {new} where not"
 
 
-def _step(seen: ObservedStep) -> float:
-    return seen.seconds.passes + seen.seconds.optimizer
+def _step(observed: ObservedStep) -> float:
+    return observed.seconds.passes + observed.seconds.optimizer
 
 
 GivenOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer]
@@ -170,14 +172,14 @@ def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.
         raise OptionError(f"measure takes a module, not {type(model).__name__}", do="give the model that is trained")
     if rounds < 1:
         raise OptionError(f"a plan cannot be measured {rounds} times", where="rounds", do="give 1 or more")
-    given = Options.parse(options)
-    if given.where_faster:
+    inputs = Options.parse(options)
+    if inputs.where_faster:
         raise OptionError(
             "operators are measured in every format, which is how it is found where which one is faster",
             where='option "where_faster"',
             do="leave the option out; a plan that is found from the profile keeps what is as fast in a wider format",
         )
-    if (inner := given.inner) != "inductor":
+    if (inner := inputs.inner) != "inductor":
         raise OptionError(
             f"operators are timed in the code that Inductor writes, and {inner!r} writes none",
             where='option "inner"',
@@ -194,7 +196,7 @@ def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.
     return module
 
 
-def optimizer_of(model: nn.Module, given: GivenOptimizer | None) -> Optimizer | None:
+def optimizer_of(model: nn.Module, value: GivenOptimizer | None) -> Optimizer | None:
     """Returns the optimizer that was given, or that what was given makes of the model's parameters; None for none.
 
     Warns of parameters in it that are not the model's: no graph tells of their memory.
@@ -202,25 +204,29 @@ def optimizer_of(model: nn.Module, given: GivenOptimizer | None) -> Optimizer | 
     Raises:
         OptionError: it is no optimizer, or updates no parameter of the model.
     """
-    if given is None:
+    if value is None:
         return None
-    found: Any = given
-    if callable(given) and not isinstance(given, Optimizer | nn.Module):
-        found = given([parameter for parameter in model.parameters() if parameter.requires_grad])
-    if not isinstance(found, Optimizer):
-        what = f"what updates the model is a torch.optim.Optimizer, and not of type {type(found).__name__}"
-        raise OptionError(what, where="optimizer", do=f"write {_ONE}, or give what makes one of a list of parameters")
-    name, own = type(found).__name__, {id(parameter) for parameter in model.parameters()}
-    updated = [parameter for group in found.param_groups for parameter in group["params"]]
-    strange = [parameter for parameter in updated if id(parameter) not in own]
+    result: Any = value
+    if callable(value) and not isinstance(value, Optimizer | nn.Module):
+        result = value([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if not isinstance(result, Optimizer):
+        message = f"what updates the model is a torch.optim.Optimizer, and not of type {type(result).__name__}"
+        raise OptionError(
+            message, where="optimizer", do=f"write {_ONE}, or give what makes one of a list of parameters"
+        )
+    name, owned = type(result).__name__, {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in result.param_groups for parameter in group["params"]]
+    strange = [parameter for parameter in updated if id(parameter) not in owned]
     if len(strange) == len(updated):
-        what = f"the optimizer, {name}, updates no parameter of the model, a {type(model).__name__}"
-        raise OptionError(what, where="optimizer", do=f"make it of this model's parameters: {_ONE}")
+        message = f"the optimizer, {name}, updates no parameter of the model, a {type(model).__name__}"
+        raise OptionError(message, where="optimizer", do=f"make it of this model's parameters: {_ONE}")
     if strange:
         count = sum(parameter.numel() for parameter in strange)
-        what = f"{len(strange)} of {len(updated)} parameters that {name} updates, {count} numbers, are not the model's"
-        warnings.warn(f"{what}: what is foreseen of memory is without them", stacklevel=3)
-    return found
+        message = (
+            f"{len(strange)} of {len(updated)} parameters that {name} updates, {count} numbers, are not the model's"
+        )
+        warnings.warn(f"{message}: what is foreseen of memory is without them", stacklevel=3)
+    return result
 
 
 _CHANCE: Final = 0.02
@@ -248,29 +254,29 @@ def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str)
         raise ProfileError(f"it was taken with {with_}, and this is with {now}", where="optimizer", do="give the same")
 
 
-def corrected(profile: Profile, found: Profile) -> Profile:
+def corrected(profile: Profile, result: Profile) -> Profile:
     """Returns a profile with the runs of another one of the same model that are of the user's plans, in place of what it held of these.
 
     What the loss takes stays, too, but where it was not known.
     """
     then = profile.runs[0]
-    beside = next((run for run in found.runs if not run.planned or _states(run) == _states(then)), None)
-    pace = 1.0 if beside is None else _pace(then, beside)
-    runs = [run.at_pace(pace) for run in found.runs if run.planned]
+    neighbours = next((run for run in result.runs if not run.planned or _states(run) == _states(then)), None)
+    pace = 1.0 if neighbours is None else _pace(then, neighbours)
+    runs = [run.at_pace(pace) for run in result.runs if run.planned]
     new = [_states(run) for run in runs]
-    kept = [run for run in profile.runs if not (run.planned and _states(run) in new)]
-    wider = set(found.graph.formats) - set(profile.graph.formats)
-    loss = found.loss_memory if profile.loss_memory is None else profile.loss_memory
-    return replace(profile, stored=found.stored if wider else profile.stored, runs=[*kept, *runs], loss_memory=loss)
+    saved = [run for run in profile.runs if not (run.planned and _states(run) in new)]
+    wider = set(result.graph.formats) - set(profile.graph.formats)
+    loss = result.loss_memory if profile.loss_memory is None else profile.loss_memory
+    return replace(profile, stored=result.stored if wider else profile.stored, runs=[*saved, *runs], loss_memory=loss)
 
 
-def again(profile: Profile, explanation: Explanation, asked: Mapping[str, Plan]) -> dict[str, tuple[Plan, States]]:
+def again(profile: Profile, explanation: Explanation, requested: Mapping[str, Plan]) -> dict[str, tuple[Plan, States]]:
     """Returns the plans that are to run to correct a profile: the user's, by their labels, and the first that the profile has."""
-    found: dict[str, tuple[Plan, States]] = {}
-    for label, plan in asked.items():
-        add(found, label, plan, explanation)
-    add(found, profile.runs[0].label, Plan.uniform(profile.precisions[0]), explanation)
-    return found
+    result: dict[str, tuple[Plan, States]] = {}
+    for label, plan in requested.items():
+        add(result, label, plan, explanation)
+    add(result, profile.runs[0].label, Plan.uniform(profile.precisions[0]), explanation)
+    return result
 
 
 def _pace(then: MeasuredRun, now: MeasuredRun) -> float:
@@ -347,36 +353,42 @@ def measure(
     module = checked(model, rounds, options or {})
     updating = optimizer_of(module, optimizer)
     first, batches = first_batch(batches)
-    asked = device_plans(plan)
-    known = _known(profile, asked, precisions)
+    requested = device_plans(plan)
+    available = _known(profile, requested, precisions)
     device = next(module.parameters()).device
     machine = this_machine(device)
-    formats = _formats(precisions, device) if known is None else [precision(name) for name in known.graph.formats]
+    formats = (
+        _formats(precisions, device) if available is None else [precision(name) for name in available.graph.formats]
+    )
     gpu = GpuTimer(device) if device.type == "cuda" else None
     clock = clock_for(torch.get_num_threads()) if gpu is None else clock_of(device)
     training = TrainingStep(step, first, updating, lambda: _zero(module, updating), clock)
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
     with untouched(module, updating), compiling() as compile_under:
-        seen = observed(module, training, options or {})
+        visited = observed(module, training, options or {})
         name = type(updating).__name__ if updating is not None else ""
-        if known is not None:
-            check_same(known, machine, seen.model, name)
-        plans = _plans(seen, formats, asked) if known is None else again(known, seen.explanation, _labelled(asked))
-        samples = Samples(machine, seen.model, name, {label: [] for label in plans})
+        if available is not None:
+            check_same(available, machine, visited.model, name)
+        plans = (
+            _plans(visited, formats, requested)
+            if available is None
+            else again(available, visited.explanation, _labelled(requested))
+        )
+        samples = Samples(machine, visited.model, name, {label: [] for label in plans})
         samples = samples if partial is None else resumed(partial, samples)
         left = max(0, rounds - samples.rounds)
         if progress:
-            beside = sensitivity_costs(seen, sensitivity if known is None else None, len(formats))
-            beside += sending_costs(seen, ranks() if known is None and all_reduce else 1)
-            print(f"qsync: {costs(seen, len(plans), left)}{beside}", file=sys.stderr, flush=True)
+            neighbours = sensitivity_costs(visited, sensitivity if available is None else None, len(formats))
+            neighbours += sending_costs(visited, ranks() if available is None and all_reduce else 1)
+            print(f"qsync: {costs(visited, len(plans), left)}{neighbours}", file=sys.stderr, flush=True)
         with (
-            watching(seen.model.digest) as files,
+            watching(visited.model.digest) as files,
             shown_progress("measuring", len(plans) * (1 + left), progress) as advance,
         ):
             compiled: dict[str, Compiled] = {}
             peaks: dict[str, int] = {}
-            ahead = Left(seen, len(plans), left)
+            ahead = Left(visited, len(plans), left)
             for label, (chosen, _) in plans.items():
                 begin = time.perf_counter()
                 asked_for = {**(options or {}), "plan": chosen}
@@ -388,31 +400,31 @@ def measure(
                 ahead.compiled.append(time.perf_counter() - begin)
                 advance(f"compiled {label}", ahead.seconds)
             for _ in range(left):
-                taken = {}
+                used = {}
                 for label in plans:
                     begin = time.perf_counter()
-                    taken[label] = _turn(compiled[label], training, files, gpu)
+                    used[label] = _turn(compiled[label], training, files, gpu)
                     ahead.turned.append(time.perf_counter() - begin)
                     advance(label, ahead.seconds)
-                for label, sample in taken.items():
+                for label, sample in used.items():
                     samples.plans[label].append(sample)
                 if partial is not None:
                     SAMPLES.write(partial, SAMPLES.encode(samples))
-    measured = replace(_profile(samples, seen, plans, formats, peaks), optimizer_memory=known_memory(updating))
-    if known is not None:
-        measured = corrected(known, measured)
-    if known is None:
+    measured = replace(_profile(samples, visited, plans, formats, peaks), optimizer_memory=known_memory(updating))
+    if available is not None:
+        measured = corrected(available, measured)
+    if available is None:
         measured = replace(measured, codecs=coding_speeds(device))
-    if known is None and sensitivity is not None:
-        how: dict[str, Any] = {
+    if available is None and sensitivity is not None:
+        settings: dict[str, Any] = {
             "options": dict(options or {}),
             "partial": found_so_far,
             "within": SETTLED,
             "shown": progress,
         }
-        (found,) = sensitivities(model, step, batches, [sensitivity], formats, **how)
-        measured = replace(measured, sensitivity=found)
-    if known is None and all_reduce:
+        (result,) = sensitivities(model, step, batches, [sensitivity], formats, **settings)
+        measured = replace(measured, sensitivity=result)
+    if available is None and all_reduce:
         if callable(all_reduce):
             all_reduce()
         with untouched(module, updating), compiling() as compile_under:
@@ -424,9 +436,9 @@ def measure(
         measured = replace(measured, collectives=links)
     if path is not None:
         measured.save(path)
-        for kept in (partial, found_so_far):
-            if kept is not None:
-                kept.unlink(missing_ok=True)
+        for saved in (partial, found_so_far):
+            if saved is not None:
+                saved.unlink(missing_ok=True)
     return measured
 
 
@@ -440,24 +452,24 @@ def _known(profile: Profile | Path | None, plans: Sequence[Plan], precisions: ob
 
 def _turn(compiled: Compiled, training: TrainingStep, files: Files, gpu: GpuTimer | None) -> StepSample:
     training.run(compiled)
-    whole = training.run(compiled)
+    full = training.run(compiled)
     if gpu is not None:
         # By one thread, so that the backward pass is watched, too.
         with timing_kernels(files, gpu) as queued, torch.autograd.set_multithreading_enabled(False):
             replace(training, clock=queued.clock).run(compiled, queued)
-        found = attribute(queued.seconds(whole), files)
-        return StepSample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
+        result = attribute(queued.seconds(full), files)
+        return StepSample(full.forward, full.backward, full.optimizer, dict(result.operators), result.quantized)
     with timing_lines(files, training.clock) as lines:
         watched = training.run(compiled, lines)
     # Watching slows down what lies between the lines, and the two steps are two.
-    scale = whole.passes / watched.passes
-    found = attribute({line: seconds * scale for line, seconds in lines.seconds.items()}, files)
-    return StepSample(whole.forward, whole.backward, whole.optimizer, dict(found.operators), found.quantized)
+    scale = full.passes / watched.passes
+    result = attribute({line: seconds * scale for line, seconds in lines.seconds.items()}, files)
+    return StepSample(full.forward, full.backward, full.optimizer, dict(result.operators), result.quantized)
 
 
 def _profile(
     samples: Samples,
-    seen: ObservedStep,
+    observed: ObservedStep,
     plans: Mapping[str, tuple[Plan, States]],
     formats: Sequence[Precision],
     peaks: Mapping[str, int],
@@ -469,12 +481,12 @@ def _profile(
     return Profile(
         samples.machine,
         samples.model,
-        stored(build_model_graph(seen.explanation, _asked([fmt.name for fmt in formats], plans.values()))),
+        stored(build_model_graph(observed.explanation, _asked([fmt.name for fmt in formats], plans.values()))),
         [fmt.name for fmt in formats],
         levelled(runs),
         samples.optimizer,
-        fingerprint=seen.fingerprint,
-        loss_memory=seen.loss,
+        fingerprint=observed.fingerprint,
+        loss_memory=observed.loss,
     )
 
 
@@ -489,16 +501,18 @@ def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str
     return list(dict.fromkeys([*formats, *named]))
 
 
-def _plans(seen: ObservedStep, formats: Sequence[Precision], asked: Sequence[Plan]) -> dict[str, tuple[Plan, States]]:
+def _plans(
+    observed: ObservedStep, formats: Sequence[Precision], requested: Sequence[Plan]
+) -> dict[str, tuple[Plan, States]]:
     """Returns the plans that are to run: those that all profiles have, of these formats, and those of the user's."""
-    found = profile_plans(seen.explanation, formats)
-    for label, plan in _labelled(asked).items():
-        add(found, label, plan, seen.explanation)
-    return found
+    result = profile_plans(observed.explanation, formats)
+    for label, plan in _labelled(requested).items():
+        add(result, label, plan, observed.explanation)
+    return result
 
 
-def _labelled(asked: Sequence[Plan]) -> dict[str, Plan]:
-    return {label_of(plan): plan for plan in asked}
+def _labelled(requested: Sequence[Plan]) -> dict[str, Plan]:
+    return {label_of(plan): plan for plan in requested}
 
 
 def label_of(plan: Plan) -> str:
@@ -508,10 +522,10 @@ def label_of(plan: Plan) -> str:
 
 def _formats(precisions: Sequence[str | Precision] | None, device: torch.device) -> list[Precision]:
     if precisions is not None:
-        found = named(precisions)
-        if not found:
+        result = named(precisions)
+        if not result:
             raise OptionError("no precision is to be measured", where="precisions", do="name one or more")
-        return found
+        return result
     return [
         fmt
         for fmt in FORMATS.values()

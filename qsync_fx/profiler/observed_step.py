@@ -97,8 +97,8 @@ def observed(module: nn.Module, training: TrainingStep, options: Mapping[str, ob
             do="remove the graph break; qsync_fx.explain says more",
         )
     written = [op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()]
-    found = fingerprint(module, written, Options.parse(options))
-    return ObservedStep(explanation, model_of(module, explanation, options), found, seconds, loss)
+    result = fingerprint(module, written, Options.parse(options))
+    return ObservedStep(explanation, model_of(module, explanation, options), result, seconds, loss)
 
 
 def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
@@ -106,18 +106,18 @@ def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, 
     lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
     lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
     evaluated = [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
-    asked = Options.parse(options).beside_plan
-    digest = hashlib.sha256("\n".join([*lines, *evaluated, *filter(None, [asked])]).encode()).hexdigest()[:16]
+    requested = Options.parse(options).beside_plan
+    digest = hashlib.sha256("\n".join([*lines, *evaluated, *filter(None, [requested])]).encode()).hexdigest()[:16]
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    return Model(type(module).__name__, digest, parameters, asked, len(evaluated))
+    return Model(type(module).__name__, digest, parameters, requested, len(evaluated))
 
 
 def _alone(returned: Any) -> Any:
     """Returns what a model returned, without what it was computed from; what is one tensor stays one."""
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
 
     def detached(tensor: Tensor) -> Tensor:
-        return found.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+        return result.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
 
     return tree_map_only(Tensor, detached, returned)
 
@@ -132,23 +132,23 @@ States = tuple[tuple[str, OperandState], ...]
 
 def profile_plans(explanation: Explanation, precisions: Sequence[Precision]) -> dict[str, tuple[Plan, States]]:
     """Returns the plans that a model is to be measured under, each by what it is in words and with the states that it makes."""
-    found: dict[str, tuple[Plan, States]] = {}
+    result: dict[str, tuple[Plan, States]] = {}
     for fmt in precisions:
-        add(found, str(fmt), Plan.uniform(fmt), explanation)
+        add(result, str(fmt), Plan.uniform(fmt), explanation)
     chosen = [operator for operator in explanation.operators if operator.kind is Kind.ADJUSTABLE]
     for products in precisions:
         # A scaled format is one for products: what else is planned in it runs in another, which is measured by itself.
         for others in [fmt for fmt in precisions if not fmt.scaled] or [products]:
             plan = Plan(operators={op.id: products if _multiplies(op) else others for op in chosen})
-            add(found, f"{products} products, {others} else", plan, explanation)
-    return found
+            add(result, f"{products} products, {others} else", plan, explanation)
+    return result
 
 
-def add(found: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation) -> None:
+def add(result: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation) -> None:
     """Adds a plan to others, unless one of them puts all operators into the same states."""
     states = tuple((str(op.id), OperandState.of(op.note)) for op in explanation.replanned(plan).operators)
-    if states not in [known for _, known in found.values()]:
-        found[label] = plan, states
+    if states not in [entry for _, entry in result.values()]:
+        result[label] = plan, states
 
 
 def _multiplies(operator: Operator) -> bool:

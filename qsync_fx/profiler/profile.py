@@ -68,11 +68,11 @@ class Model:
         modes = f"{self.evaluated} modules in the mode to evaluate" if self.evaluated else ""
         return ", ".join(filter(None, (self.options, modes)))
 
-    def check(self, here: Model) -> None:
+    def check(self, current: Model) -> None:
         """Raises `ProfileError` where this is another model than `here`."""
-        if self.digest != here.digest:
+        if self.digest != current.digest:
             raise ProfileError(
-                f"it was taken of another model: {self}, and this is {here}",
+                f"it was taken of another model: {self}, and this is {current}",
                 do="measure this model; its layers, the shapes of its inputs, its mode (train or eval) and options of the backend matter",
             )
 
@@ -197,14 +197,14 @@ class Profile:
         Raises:
             ProfileError: the file is no profile, or one of another machine.
         """
-        found = PROFILE.load(path)
+        result = PROFILE.load(path)
         try:
             if not any_machine:
-                found.machine.check(here_for(found.machine))
-            _check_operators(found)
+                result.machine.check(here_for(result.machine))
+            _check_operators(result)
         except ProfileError as error:
             raise PROFILE.within(path, error) from None
-        return found
+        return result
 
     def times(self) -> Times:
         """Returns how long operators take under any plan, as the cost mapper asks it."""
@@ -256,9 +256,9 @@ def _speed(speed: CodecSpeed) -> str | None:
 
 def _check_operators(profile: Profile) -> None:
     """Raises `ProfileError` where the operators that were measured are not those of the model."""
-    measured, held = ([m.operator for m in profile.runs[0].operators], [op.id for op in profile.graph.operators])
-    if measured != held:
-        strange = sorted({*measured} ^ {*held}) or measured
+    measured, live = ([m.operator for m in profile.runs[0].operators], [op.id for op in profile.graph.operators])
+    if measured != live:
+        strange = sorted({*measured} ^ {*live}) or measured
         raise ProfileError(
             "what was measured is another model than the profile holds", where=strange[0], do="measure it anew"
         )
@@ -308,13 +308,15 @@ def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
     """
     graph = profile.graph
     adjustable = {operator.id for operator in graph.operators if operator.kind == "adjustable"}
-    found: list[Anchor] = []
+    result: list[Anchor] = []
     for run in profile.runs:
         if planned and not (run.planned and run.peak_bytes):
             continue
-        asked = {one.operator: one.precision for one in run.operators if one.operator in adjustable and one.precision}
-        found.append(Anchor(states(graph, asked), run.peak_bytes))
-    return found
+        requested = {
+            item.operator: item.precision for item in run.operators if item.operator in adjustable and item.precision
+        }
+        result.append(Anchor(states(graph, requested), run.peak_bytes))
+    return result
 
 
 _PEAK: Final = "peak beyond state"
@@ -351,16 +353,16 @@ def _kept(profile: Profile, measured: MeasuredOperator) -> Any:
 
 def _operators(profile: Profile, uniform: list[MeasuredRun], free: frozenset[str]) -> Table:
     first, others = uniform[0], uniform[1:]
-    beside = [name for run in others for name in (*_columns(profile, run), "wins ms")]
-    table = _empty_table("operator", ["share", *_columns(profile, first), *beside])
-    taken = {run.label: {m.operator: m for m in run.operators} for run in uniform}
+    neighbours = [name for run in others for name in (*_columns(profile, run), "wins ms")]
+    table = _empty_table("operator", ["share", *_columns(profile, first), *neighbours])
+    used = {run.label: {m.operator: m for m in run.operators} for run in uniform}
     for measured in sorted(first.operators, key=lambda m: -(m.forward + m.backward)):
         if measured.operator in free:
             continue
         seconds = measured.forward + measured.backward
         cells = [measured.operator, f"{seconds / first.passes:.1%}", *_cells(profile, first, measured)]
         for run in others:
-            other = taken[run.label][measured.operator]
+            other = used[run.label][measured.operator]
             cells += [*_cells(profile, run, other), milliseconds(seconds - other.forward - other.backward)]
         table.add_row(*map(Text, cells))
     return table
@@ -372,15 +374,15 @@ def _columns(profile: Profile, run: MeasuredRun) -> list[str]:
 
 def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> list[str]:
     variances = _variances(profile, run)
-    found = variances.get(measured.operator, {}).get(run.label)
-    added = [("" if found is None else f"{found:.2g}")] if variances else []
+    result = variances.get(measured.operator, {}).get(run.label)
+    added = [("" if result is None else f"{result:.2g}")] if variances else []
     return [milliseconds(measured.forward + measured.backward), short(_kept(profile, measured), "B"), *added]
 
 
 def _variances(profile: Profile, run: MeasuredRun) -> Mapping[str, Mapping[str, float]]:
     """What operators add to the variance of the gradients, where any does in the format of a run."""
-    known = profile.sensitivity
-    return known.variance if known is not None and run.label in known.precisions else {}
+    available = profile.sensitivity
+    return available.variance if available is not None and run.label in available.precisions else {}
 
 
 def _runs(profile: Profile) -> Table:

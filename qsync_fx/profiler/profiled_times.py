@@ -50,10 +50,14 @@ class ProfiledTimes:
         for run in profile.runs:
             states = [names(measured) for measured in run.operators]
             forward, backward = self._anchored(run) if run.planned else (1.0, 1.0)
-            for at, measured in enumerate(run.operators):
+            for index, measured in enumerate(run.operators):
                 seconds = Seconds(measured.forward * forward, measured.backward * backward)
-                self._seen[measured.operator].append(_OperatorRun(states[at], around(states, at), seconds, run.planned))
-        self._formats = {seen.state[0] for found in self._seen.values() for seen in found if seen.state[0] is not None}
+                self._seen[measured.operator].append(
+                    _OperatorRun(states[index], around(states, index), seconds, run.planned)
+                )
+        self._formats = {
+            visited.state[0] for item in self._seen.values() for visited in item if visited.state[0] is not None
+        }
 
     def _anchored(self, run: MeasuredRun) -> tuple[float, float]:
         """Returns by how much operators took longer in each pass of a run than the rest leaves them, as it is reckoned for any plan."""
@@ -70,31 +74,35 @@ class ProfiledTimes:
 
     def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
         """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
-        standing, beside = self._standing(operator, state), dict(zip(NEIGHBOURS, around, strict=False))
+        standing, neighbours = self._standing(operator, state), dict(zip(NEIGHBOURS, around, strict=False))
         # The user's own plans before others.
-        likeness = [(_near(seen, beside), seen.own) for seen in standing]
+        likeness = [(_near(visited, neighbours), visited.own) for visited in standing]
         most = max(likeness)
-        alike = [seen for seen, like in zip(standing, likeness, strict=True) if like == most]
+        equal = [visited for visited, like in zip(standing, likeness, strict=True) if like == most]
         return Seconds(
-            sum(seen.seconds.forward for seen in alike) / len(alike),
-            sum(seen.seconds.backward for seen in alike) / len(alike),
-            interpolated=alike[0].state != state.names,
+            sum(visited.seconds.forward for visited in equal) / len(equal),
+            sum(visited.seconds.backward for visited in equal) / len(equal),
+            interpolated=equal[0].state != state.names,
         )
 
-    def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
+    def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
         """Returns the least of the runs that may stand for a state beside some neighbours: no mean of some of them is below it."""
-        alike = self._standing(operator, state)
-        known = [_near(seen, beside) for seen in alike]
+        equal = self._standing(operator, state)
+        available = [_near(visited, neighbours) for visited in equal]
         # What the other neighbours may count for another run.
-        least = max(known) - sum(weight for by, weight in zip(NEIGHBOURS, _WEIGHTS, strict=True) if by not in beside)
-        may = [seen for seen, score in zip(alike, known, strict=True) if score >= least]
-        return Seconds(min(seen.seconds.forward for seen in may), min(seen.seconds.backward for seen in may))
+        least = max(available) - sum(
+            weight for by, weight in zip(NEIGHBOURS, _WEIGHTS, strict=True) if by not in neighbours
+        )
+        may = [visited for visited, score in zip(equal, available, strict=True) if score >= least]
+        return Seconds(
+            min(visited.seconds.forward for visited in may), min(visited.seconds.backward for visited in may)
+        )
 
     def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
         """Returns the states that neighbours had in runs that may stand for a state, where they had several."""
-        each = zip(*(seen.around for seen in self._standing(operator, state)), strict=True)
+        each = zip(*(visited.around for visited in self._standing(operator, state)), strict=True)
         had = [set(states) for states in each]
-        return [{one for one in states if one is not None} if len(states) > 1 else () for states in had]
+        return [{item for item in states if item is not None} if len(states) > 1 else () for states in had]
 
     def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
         """Returns what may stand for an operator in a state, beside whatever neighbours."""
@@ -110,23 +118,23 @@ class ProfiledTimes:
                 where=operator,
                 do=f"measure it with precisions=(..., {state.precision.name!r}); it holds {', '.join(sorted(self._formats))}",
             )
-        seen = self._seen[operator]
-        likeness = [_same(one, state.names) for one in seen]
+        visited = self._seen[operator]
+        likeness = [_same(item, state.names) for item in visited]
         best = max(likeness)
-        return [one for one, like in zip(seen, likeness, strict=True) if like == best]
+        return [item for item, like in zip(visited, likeness, strict=True) if like == best]
 
     def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
         """Returns the time of a quantizer; other casts are fused with operators, and part of their times."""
-        known = {start: line for (start, end), line in self._quantizing.items() if end == after}
-        if not known:
+        available = {start: line for (start, end), line in self._quantizing.items() if end == after}
+        if not available:
             return Seconds(0.0, 0.0)
-        line = known.get(before) or next(iter(known.values()))
-        return Seconds(line.seconds(numel), 0.0, interpolated=before not in known or numel > line.largest)
+        line = available.get(before) or next(iter(available.values()))
+        return Seconds(line.seconds(numel), 0.0, interpolated=before not in available or numel > line.largest)
 
     def outside(self) -> Seconds:
         """Returns what belongs to no operator: the mean of all runs, as it follows no format."""
         runs = self._profile.runs
-        forward, backward = (sum(run.outside[at] for run in runs) / len(runs) for at in (0, 1))
+        forward, backward = (sum(run.outside[index] for run in runs) / len(runs) for index in (0, 1))
         return Seconds(forward, backward)
 
     def optimizer(self) -> float:
@@ -137,25 +145,27 @@ class ProfiledTimes:
 def interpolated(profile: Profile, plan: Plan) -> list[str]:
     """Returns the operators that no run of a profile had in the state that a plan puts them into."""
     measured = {(m.operator, names(m)) for run in profile.runs for m in run.operators}
-    found = states(profile.graph, plan).names
-    return [op.id for op, state in zip(profile.graph.operators, found, strict=True) if (op.id, state) not in measured]
+    result = states(profile.graph, plan).names
+    return [op.id for op, state in zip(profile.graph.operators, result, strict=True) if (op.id, state) not in measured]
 
 
 def names(measured: MeasuredOperator) -> StateNames:
     return measured.precision, measured.output
 
 
-def around(states: Sequence[StateNames], at: int) -> tuple[StateNames | None, ...]:
+def around(states: Sequence[StateNames], index: int) -> tuple[StateNames | None, ...]:
     """Returns the states of an operator's neighbours, in the order that `Times` is asked with."""
-    return tuple(states[at + by] if 0 <= at + by < len(states) else None for by in NEIGHBOURS)
+    return tuple(states[index + by] if 0 <= index + by < len(states) else None for by in NEIGHBOURS)
 
 
-def _same(seen: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
+def _same(observed: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
     """Returns how well a run stands for a state: the larger, the better."""
-    return seen.state == state, seen.state[0] == state[0], seen.state[1] == state[1]
+    return observed.state == state, observed.state[0] == state[0], observed.state[1] == state[1]
 
 
-def _near(seen: _OperatorRun, beside: Beside) -> int:
+def _near(observed: _OperatorRun, neighbours: Beside) -> int:
     """Returns how well a run stands for neighbours: the larger, the better."""
-    had = zip(NEIGHBOURS, _WEIGHTS, seen.around, strict=True)
-    return sum(w for by, w, one in had if by in beside and one == (other.names if (other := beside[by]) else None))
+    had = zip(NEIGHBOURS, _WEIGHTS, observed.around, strict=True)
+    return sum(
+        w for by, w, item in had if by in neighbours and item == (other.names if (other := neighbours[by]) else None)
+    )

@@ -93,9 +93,9 @@ class MeasuredRun:
             self,
             steps=[(forward * pace, backward * pace, rest * pace) for forward, backward, rest in self.steps],
             operators=[
-                replace(one, forward=one.forward * pace, backward=one.backward * pace) for one in self.operators
+                replace(item, forward=item.forward * pace, backward=item.backward * pace) for item in self.operators
             ],
-            quantized=[replace(one, seconds=one.seconds * pace) for one in self.quantized],
+            quantized=[replace(item, seconds=item.seconds * pace) for item in self.quantized],
         )
 
     @property
@@ -136,15 +136,15 @@ def paces(plans: Sequence[Sequence[float]]) -> list[float]:
 
 def levelled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Returns runs of plans that took turns as if others had disturbed all of them alike: see `paces`."""
-    taken = paces([[forward + backward for forward, backward, _ in run.steps] for run in runs])
-    return [run.at_pace(pace) for run, pace in zip(runs, taken, strict=True)]
+    used = paces([[forward + backward for forward, backward, _ in run.steps] for run in runs])
+    return [run.at_pace(pace) for run, pace in zip(runs, used, strict=True)]
 
 
 def sizes(value: Any) -> str | None:
     """Returns which number of a dataclass cannot be, None where all can."""
     for part in fields(value):
-        found = getattr(value, part.name)
-        for number in found if isinstance(found, tuple) else (found,):
+        result = getattr(value, part.name)
+        for number in result if isinstance(result, tuple) else (result,):
             if isinstance(number, (int, float)) and not (math.isfinite(number) and number >= 0):
                 return f" has {part.name} {number}, which no measurement gives"
     return None

@@ -72,17 +72,17 @@ def resumed(path: Path, empty: Samples) -> Samples:
         ProfileError: the file is none, or one of something else.
     """
 
-    def differs(found: Samples) -> str | None:
+    def differs(result: Samples) -> str | None:
         try:
-            found.machine.check(empty.machine)
-            found.model.check(empty.model)
+            result.machine.check(empty.machine)
+            result.model.check(empty.model)
         except ProfileError as error:
             return error.what
-        same = found.optimizer == empty.optimizer and found.plans.keys() == empty.plans.keys()
+        same = result.optimizer == empty.optimizer and result.plans.keys() == empty.plans.keys()
         return None if same else "it was measured with another optimizer or under other plans"
 
-    found = SAMPLES.resumed(path, empty, differs)
-    return replace(found, plans={name: taken[: found.rounds] for name, taken in found.plans.items()})
+    result = SAMPLES.resumed(path, empty, differs)
+    return replace(result, plans={name: used[: result.rounds] for name, used in result.plans.items()})
 
 
 def run_of(label: str, states: States, samples: list[StepSample], peak_bytes: int, planned: bool) -> MeasuredRun:
@@ -91,7 +91,10 @@ def run_of(label: str, states: States, samples: list[StepSample], peak_bytes: in
         MeasuredOperator(
             operator,
             *state.names,
-            *(statistics.median(sample.operators.get(operator, (0.0, 0.0))[at] for sample in samples) for at in (0, 1)),
+            *(
+                statistics.median(sample.operators.get(operator, (0.0, 0.0))[index] for sample in samples)
+                for index in (0, 1)
+            ),
         )
         for operator, state in states
     ]

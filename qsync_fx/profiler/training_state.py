@@ -50,11 +50,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def repeatable(model: nn.Module, seed: int) -> Iterator[Again]:
     """Yields what starts a pass again."""
     buffers = list(model.buffers())
-    kept = [buffer.detach().clone() for buffer in buffers]
+    saved = [buffer.detach().clone() for buffer in buffers]
 
     def again(sample: int) -> None:
         with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
+            for buffer, value in zip(buffers, saved, strict=True):
                 buffer.copy_(value)
         torch.manual_seed(seed)
         rounding_stream.load_state_dict({"seed": seed, "draws": sample << 20})
@@ -78,13 +78,13 @@ def untouched(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _generators() -> Iterator[None]:
-    kept = random.getstate()
+    saved = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
-        random.setstate(kept)
+        random.setstate(saved)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
 
@@ -103,9 +103,9 @@ def _optimizer(optimizer: Optimizer | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
-            group.update(kept)
+            group.update(saved)
         optimizer.state.clear()
         with torch.no_grad():
             for tensor, value in values.items():

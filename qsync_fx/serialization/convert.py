@@ -71,9 +71,9 @@ def _has_kind(expected: Any) -> bool:
 
 def _leaf(wanted: str, take: Callable[[object], Any]) -> _Hook:
     def hook(value: object, _: Any) -> Any:
-        if (found := take(value)) is None:
+        if (result := take(value)) is None:
             raise _not(value, wanted)
-        return found
+        return result
 
     return hook
 
@@ -96,9 +96,12 @@ def _literal(_: Converter, expected: Any) -> _Hook:
     take = {str: lambda value: value, int: _whole}
 
     def hook(value: object, _: Any) -> Any:
-        for known in values:
-            if type(found := take.get(type(known), lambda value: value)(value)) is type(known) and found == known:
-                return known
+        for available in values:
+            if (
+                type(result := take.get(type(available), lambda value: value)(value)) is type(available)
+                and result == available
+            ):
+                return available
         raise _not(value, wanted)
 
     return hook
@@ -114,7 +117,7 @@ def _tuple(by: Converter, expected: Any) -> _Hook:
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, list) or len(value) != len(parts):
             raise _not(value, f"a list of {len(parts)}")
-        return tuple(_at(at, *rest) for at, rest in enumerate(zip(hooks, value, parts, strict=True)))
+        return tuple(_at(index, *rest) for index, rest in enumerate(zip(hooks, value, parts, strict=True)))
 
     return hook
 
@@ -126,7 +129,7 @@ def _list(by: Converter, expected: Any) -> _Hook:
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, list):
             raise _not(value, "a list")
-        return [_at(at, inner, element, part) for at, element in enumerate(value)]
+        return [_at(index, inner, element, part) for index, element in enumerate(value)]
 
     return hook
 
@@ -169,8 +172,8 @@ def _class(by: Converter, checks: Mapping[Any, Check], expected: Any) -> _Hook:
 def _kinds(expected: Any) -> dict[str, Any]:
     """Returns the classes of a union by their kind; nothing for other types."""
     members = get_args(expected) if get_origin(expected) in (Union, UnionType) else ()
-    found = {member.kind: member for member in members if _has_kind(member)}
-    return found if len(found) == len(members) else {}
+    result = {member.kind: member for member in members if _has_kind(member)}
+    return result if len(result) == len(members) else {}
 
 
 def _union(by: Converter, expected: Any) -> _Hook:
@@ -179,10 +182,10 @@ def _union(by: Converter, expected: Any) -> _Hook:
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _not(value, "an object")
-        told = value.get("kind")
-        if not isinstance(told, str) or told not in kinds:
-            raise Malformed(f" has {kind(told)} in place of {' or '.join(map(repr, kinds))}", step("kind"))
-        return by.structure({key: part for key, part in value.items() if key != "kind"}, kinds[told])
+        reported = value.get("kind")
+        if not isinstance(reported, str) or reported not in kinds:
+            raise Malformed(f" has {kind(reported)} in place of {' or '.join(map(repr, kinds))}", step("kind"))
+        return by.structure({key: part for key, part in value.items() if key != "kind"}, kinds[reported])
 
     return hook
 

@@ -93,8 +93,8 @@ class Schema(Generic[T]):
         try:
             with open(name, "rb", opener=_open_at_once) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    what = f"the {self.noun} is not a file"
-                    raise self.error(what, where=shown(name), do="give the path of a regular file")
+                    message = f"the {self.noun} is not a file"
+                    raise self.error(message, where=shown(name), do="give the path of a regular file")
                 return file.read(self.largest + 1)
         # ValueError: a path with a null character, or one that the file system cannot encode.
         except (OSError, ValueError) as error:
@@ -124,10 +124,10 @@ class Schema(Generic[T]):
         """
         if not pathlib.Path(path).exists():
             return empty
-        found = self.load(path)
-        if (what := differs(found)) is not None:
-            raise self.error(f"an {self.noun} is in the way: {what}", where=str(path), do=self.remedy)
-        return found
+        result = self.load(path)
+        if (message := differs(result)) is not None:
+            raise self.error(f"an {self.noun} is in the way: {message}", where=str(path), do=self.remedy)
+        return result
 
     def within(self, path: Path, error: QSyncError) -> QSyncError:
         """Returns an error about the text of a file as one about the file."""
@@ -158,8 +158,8 @@ class Schema(Generic[T]):
         except (QSyncError, ValueError) as error:
             if isinstance(error, self.error):
                 raise
-            what, do = (error.what, error.do) if isinstance(error, QSyncError) else (str(error), "give another path")
-            raise self.error(f"the {self.noun} is not saved: {what}", where=shown(name), do=do) from error
+            subject, do = (error.what, error.do) if isinstance(error, QSyncError) else (str(error), "give another path")
+            raise self.error(f"the {self.noun} is not saved: {subject}", where=shown(name), do=do) from error
 
     def is_named_in(self, text: Parsed) -> bool:
         """Whether a text says that it is such a file, right or wrong."""
@@ -180,8 +180,8 @@ class Schema(Generic[T]):
         except TypeError:
             name = None
         if not isinstance(name, str):
-            what = f"a {self.noun} lives at a path, not {kind(path)}"
-            raise self.error(what, do=f'give a path such as "{self.noun.split()[-1]}.json"')
+            message = f"a {self.noun} lives at a path, not {kind(path)}"
+            raise self.error(message, do=f'give a path such as "{self.noun.split()[-1]}.json"')
         return name
 
     def _complaining(self, read: Callable[[Any], V], text: str | bytes | Parsed) -> V:
@@ -193,8 +193,8 @@ class Schema(Generic[T]):
                 raise Malformed(f" is larger than {self.largest} bytes", do=self.smaller)
             return read(text)
         except Malformed as wrong:
-            what = f"the {self.noun}{wrong.what}" if wrong.what.startswith(" ") else wrong.what
-            raise self.error(what, where=wrong.where or None, do=wrong.do or self.remedy) from None
+            message = f"the {self.noun}{wrong.what}" if wrong.what.startswith(" ") else wrong.what
+            raise self.error(message, where=wrong.where or None, do=wrong.do or self.remedy) from None
 
     def _decoded(self, text: str | bytes | Parsed) -> T:
         tree = text.tree if isinstance(text, Parsed) else parse_json(text)
@@ -202,28 +202,30 @@ class Schema(Generic[T]):
             raise Malformed(f"a {self.noun} is a JSON object, not {kind(tree)}")
         self._check_head(tree)
         body = {key: value for key, value in tree.items() if key not in self._head}
-        known = [field.name for field in fields(self.holds)]  # type: ignore[arg-type]
-        if (unknown := next((key for key in body if key not in known), None)) is not None:
-            raise Malformed(f"a {self.noun} has no field {shown(unknown)}", do=nearest(unknown[:40], known))
+        available = [field.name for field in fields(self.holds)]  # type: ignore[arg-type]
+        if (unknown := next((key for key in body if key not in available), None)) is not None:
+            raise Malformed(f"a {self.noun} has no field {shown(unknown)}", do=nearest(unknown[:40], available))
         if (wrong := written_twice(tree)) is not None:
             raise wrong
-        found: T = structured(self._converter, body, self.holds)
-        return found
+        result: T = structured(self._converter, body, self.holds)
+        return result
 
     def _check_head(self, tree: Mapping[str, object]) -> None:
         if self.name is not None and tree.get("format") != self.name:
-            what = f"the JSON does not say that it is a {self.noun}"
+            message = f"the JSON does not say that it is a {self.noun}"
             head = f'a {self.noun} has "format": "{self.name}" and "version": {self.version}'
-            raise Malformed(what, "format", f"{head}; {self.remedy}")
+            raise Malformed(message, "format", f"{head}; {self.remedy}")
         key = list(self._head)[-1]
-        given = tree.get(key)
-        number = int(given.text) if isinstance(given, Number) and given.text.isdecimal() and len(given.text) < 10 else 0
+        inputs = tree.get(key)
+        number = (
+            int(inputs.text) if isinstance(inputs, Number) and inputs.text.isdecimal() and len(inputs.text) < 10 else 0
+        )
         if number > self.version:
-            what = f" has version {number}, and this qsync_fx reads version {self.version}"
-            raise Malformed(what, key, f"upgrade qsync_fx, or have the {self.noun} saved by this version")
+            message = f" has version {number}, and this qsync_fx reads version {self.version}"
+            raise Malformed(message, key, f"upgrade qsync_fx, or have the {self.noun} saved by this version")
         if number != self.version:
-            found = kind(given) if key in tree else "missing"
-            raise Malformed(f"the {self.noun}'s {key} is {found}", key, f'write "{key}": {self.version}')
+            result = kind(inputs) if key in tree else "missing"
+            raise Malformed(f"the {self.noun}'s {key} is {result}", key, f'write "{key}": {self.version}')
 
 
 def _open_at_once(name: str, flags: int) -> int:
@@ -236,8 +238,8 @@ class TomlSchema(Schema[T]):
 
     def _decoded(self, text: str | bytes | Parsed) -> T:
         tree = text.tree if isinstance(text, Parsed) else parse(text)
-        found: T = structured(self._converter, tree, self.holds)
-        return found
+        result: T = structured(self._converter, tree, self.holds)
+        return result
 
 
 def parse(text: str | bytes) -> object:
@@ -247,8 +249,8 @@ def parse(text: str | bytes) -> object:
         # Windows ends lines with two characters, which tomllib takes in files but not in text.
         return _numbers(tomllib.loads(text.replace("\r\n", "\n"), parse_float=Number))
     except tomllib.TOMLDecodeError as error:
-        what, _, where = str(error).rpartition(" (at ")
-        raise Malformed(f" is not TOML: {what or error}", where.rstrip(")"), "correct it there") from None
+        subject, _, where = str(error).rpartition(" (at ")
+        raise Malformed(f" is not TOML: {subject or error}", where.rstrip(")"), "correct it there") from None
     except ValueError as error:  # a number of thousands of digits
         raise Malformed(f" is not TOML: {error}") from None
     except RecursionError:

@@ -26,9 +26,9 @@ class Malformed(ValueError):
         do: what helps; "" where nothing special does.
     """
 
-    def __init__(self, what: str, where: str = "", do: str = "") -> None:
-        self.what, self.where, self.do = what, where, do
-        super().__init__(what, where, do)
+    def __init__(self, description: str, where: str = "", do: str = "") -> None:
+        self.what, self.where, self.do = description, where, do
+        super().__init__(description, where, do)
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what.strip()}" if self.where else self.what.strip()
@@ -89,9 +89,9 @@ def parse(text: str | bytes) -> object:
         )
     except json.JSONDecodeError as error:
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-        what = " ends in the middle" if cut and text.strip() else " is empty" if cut else "not JSON"
+        message = " ends in the middle" if cut and text.strip() else " is empty" if cut else "not JSON"
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise Malformed(what, where, "get a whole copy" if cut else "correct it there") from None
+        raise Malformed(message, where, "get a whole copy" if cut else "correct it there") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
 
@@ -119,7 +119,7 @@ def written_twice(tree: object) -> Malformed | None:
                 )
             todo += [(where + step(key), part) for key, part in value.items()]
         elif isinstance(value, list):
-            todo += [(where + step(at), part) for at, part in enumerate(value)]
+            todo += [(where + step(index), part) for index, part in enumerate(value)]
     return None
 
 

@@ -41,7 +41,7 @@ from qsync_fx.timeline.timeline import Timeline
 
 
 def compression(
-    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], known: Mapping[str, DeviceInputs]
+    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], available: Mapping[str, DeviceInputs]
 ) -> Sequence[CompressedTransfer] | None:
     """Returns what is done to each bucket where parameters have codecs; None where nothing is compressed.
 
@@ -56,15 +56,15 @@ def compression(
     parameters = next(iter(schedules.values())).parameters
     paths = {parameter.path for parameter in parameters}
     if (strange := next((path for path in codecs if path not in paths), None)) is not None:
-        what = f"the plan has a codec for the gradient of {shown(strange)}, which the model does not train"
-        raise ProfileError(what, where="codecs", do="replay the plan with profiles of its model")
-    return by_bucket(schedules, fleet, codecs, rates(fleet, known))
+        message = f"the plan has a codec for the gradient of {shown(strange)}, which the model does not train"
+        raise ProfileError(message, where="codecs", do="replay the plan with profiles of its model")
+    return by_bucket(schedules, fleet, codecs, rates(fleet, available))
 
 
-def rates(fleet: Cluster, known: Mapping[str, DeviceInputs]) -> Rates:
+def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
     """Returns the rates of the slowest class of devices."""
     return slowest(
-        [slowed(_of_class(fleet, name, known[name]), device.slowdown) for name, device in fleet.devices.items()]
+        [slowed(_of_class(fleet, name, available[name]), device.slowdown) for name, device in fleet.devices.items()]
     )
 
 
@@ -72,8 +72,8 @@ def of_catalog(device: Device) -> Rates:
     """Returns what codecs make of the memory of a device, of which a copy reads and writes each byte."""
     copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
     if host:
-        said = f"its memory copies {copy / 1e9:.3g} GB/s, and {host / 1e9:.3g} GB/s go to its host"
-        return of_gpu(copy, host, f"reckoned for {device.title}: {said}")
+        text = f"its memory copies {copy / 1e9:.3g} GB/s, and {host / 1e9:.3g} GB/s go to its host"
+        return of_gpu(copy, host, f"reckoned for {device.title}: {text}")
     return of_copy(copy, f"reckoned for {device.title}: its memory copies {copy / 1e9:.3g} GB/s")
 
 
@@ -135,17 +135,17 @@ def paying(
 ) -> tuple[Paying, list[Paying]]:
     """Returns a step without codecs, and one in each; the cluster has a network with a bandwidth, and two ranks or more."""
     parameters = next(iter(schedules.values())).parameters
-    found = []
+    result = []
     for codec in codecs:
-        how = by_bucket(schedules, fleet, uniform(parameters, codec), rates)
-        one = _paying(codec, simulate(schedules, fleet, how))
-        found.append(replace(one, until=_until(schedules, fleet, how)))
-    return _paying(NONE, simulate(schedules, fleet)), found
+        settings = by_bucket(schedules, fleet, uniform(parameters, codec), rates)
+        item = _paying(codec, simulate(schedules, fleet, settings))
+        result.append(replace(item, until=_until(schedules, fleet, settings)))
+    return _paying(NONE, simulate(schedules, fleet)), result
 
 
-def best(without: Paying, found: Sequence[Paying]) -> Paying:
+def best(without: Paying, result: Sequence[Paying]) -> Paying:
     """Returns what takes the least seconds; without codecs where none makes a step shorter by what is `WORTH` it."""
-    chosen = min(found, key=lambda one: one.seconds, default=without)
+    chosen = min(result, key=lambda item: item.seconds, default=without)
     return chosen if _pays(chosen.seconds, without.seconds) else without
 
 
@@ -154,25 +154,29 @@ def _pays(seconds: float, without: float) -> bool:
 
 
 def _paying(codec: str, step: SimulatedStep) -> Paying:
-    found = Timeline(step)
-    across, inside = (sum(way) for way in zip(*(sent(step.cluster, bucket) for bucket in step.buckets), strict=True))
+    result = Timeline(step)
+    across, inside = (
+        sum(method) for method in zip(*(sent(step.cluster, bucket) for bucket in step.buckets), strict=True)
+    )
     return Paying(
         codec,
         across,
-        found.seconds,
+        result.seconds,
         sum(bucket.coded.coding for bucket in step.buckets if bucket.coded is not None),
         float((step.step.arrived - step.step.sent).sum()),
-        max(found.sending.values()),
+        max(result.sending.values()),
         inside=inside,
     )
 
 
-def _until(schedules: Mapping[str, Schedule], fleet: Cluster, how: Sequence[CompressedTransfer] | None) -> float | None:
+def _until(
+    schedules: Mapping[str, Schedule], fleet: Cluster, settings: Sequence[CompressedTransfer] | None
+) -> float | None:
     """Returns the bandwidth from which on a codec does not pay: below it fewer bytes win more than coding costs."""
 
     def wins(bandwidth: float) -> bool:
-        there = _at(fleet, bandwidth)
-        with_it, without = (simulate(schedules, there, one).step.seconds for one in (how, None))
+        existing = _at(fleet, bandwidth)
+        with_it, without = (simulate(schedules, existing, item).step.seconds for item in (settings, None))
         return _pays(float(with_it), float(without))
 
     if not wins(_LOWEST):

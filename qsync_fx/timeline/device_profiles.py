@@ -45,10 +45,10 @@ def tell_of_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> N
         leading = _leading_sizes(graphs[name])
         if device.batch is None or not leading or str(device.batch) in leading or not all(map(str.isdigit, leading)):
             continue
-        there = ", ".join(sorted(leading, key=int)[:_SOME])
+        existing = ", ".join(sorted(leading, key=int)[:_SOME])
         warnings.warn(
             f"devices.{name}: the cluster says batch = {device.batch}, and no tensor of the model that its profile is of has so many "
-            f"samples (first sizes are {there}): seconds and memory are those of the profile's batch, and samples a second are wrong. "
+            f"samples (first sizes are {existing}): seconds and memory are those of the profile's batch, and samples a second are wrong. "
             "Measure with that batch, or say the one that was measured",
             stacklevel=3,
         )
@@ -56,8 +56,8 @@ def tell_of_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> N
 
 def _leading_sizes(graph: ModelGraph) -> set[str]:
     """Returns the first sizes of what operators make, of two or more; symbols where they are no numbers."""
-    found = (re.search(r"\[(.+)\]", operator.shape) for operator in graph.operators)
-    sizes = (one.group(1).split(", ") for one in found if one is not None)
+    result = (re.search(r"\[(.+)\]", operator.shape) for operator in graph.operators)
+    sizes = (item.group(1).split(", ") for item in result if item is not None)
     return {size for each in sizes if len(each) > 1 for size in each[:_LEADING]}
 
 
@@ -94,7 +94,7 @@ def load_device_profiles(
         ProfileError: the cluster is none, or a profile is missing or refused.
     """
     fleet = read_cluster(cluster)
-    profiles = {name: _read(given) for name, given in by_name(profile).items()}
+    profiles = {name: _read(value) for name, value in by_name(profile).items()}
     if fleet is None and not any_machine and isinstance(profile, str | os.PathLike):
         _check_here(profile, profiles[ALONE])
     if fleet is None:
@@ -102,7 +102,7 @@ def load_device_profiles(
     profiles = for_all(profiles, fleet)
     profiles = _with_catalog(fleet, {**profiles, **of_files(fleet, profiles)})
     fleet.check_names(profiles, "profiles")
-    tell_of_other_batches(fleet, {name: graph_of(name, one) for name, one in profiles.items()})
+    tell_of_other_batches(fleet, {name: graph_of(name, item) for name, item in profiles.items()})
     return _copying(_linked(fleet, profiles), profiles), profiles
 
 
@@ -111,16 +111,16 @@ def read_cluster(cluster: Cluster | Path | None) -> Cluster | None:
     return cluster if isinstance(cluster, Cluster) or cluster is None else Cluster.load(cluster)
 
 
-def by_name(given: Any) -> dict[str, Any]:
+def by_name(value: Any) -> dict[str, Any]:
     """Returns what is given for each class, or for one device alone."""
-    return dict(given) if isinstance(given, Mapping) else {ALONE: given}
+    return dict(value) if isinstance(value, Mapping) else {ALONE: value}
 
 
-def for_all(given: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
+def for_all(value: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
     """Returns what was given without a name under the name of each class."""
-    if given.keys() == {ALONE} and ALONE not in fleet.devices:
-        return dict.fromkeys(fleet.devices, given[ALONE])
-    return dict(given)
+    if value.keys() == {ALONE} and ALONE not in fleet.devices:
+        return dict.fromkeys(fleet.devices, value[ALONE])
+    return dict(value)
 
 
 def training_of(profile: DeviceInputs, sends: bool) -> TrainingMemory | None:
@@ -140,11 +140,11 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
     graph = getattr(profile, "graph", None)
     if graph is None:
         do = "give what qsync_fx.measure returned, the path of its file, or what a device of the catalog says: get(...).profile(...)"
-        what = f"what was given for {shown(name)} is of type {type(profile).__name__}, and no profile"
-        raise ProfileError(what, where="profiles", do=do)
+        message = f"what was given for {shown(name)} is of type {type(profile).__name__}, and no profile"
+        raise ProfileError(message, where="profiles", do=do)
     if not isinstance(graph, ModelGraph):
-        what = f"the profile of {shown(name)} does not say of which model it is"
-        raise ProfileError(what, where="profiles", do="measure again with this version")
+        message = f"the profile of {shown(name)} does not say of which model it is"
+        raise ProfileError(message, where="profiles", do="measure again with this version")
     return graph
 
 
@@ -154,11 +154,11 @@ def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:
     return {name: model.conditions for name, model in models.items() if model is not None and model.conditions}
 
 
-def _read(given: Given) -> DeviceInputs:
+def _read(value: Given) -> DeviceInputs:
     """Which machine a profile is of is the cluster's matter: it may be looked at anywhere."""
     from qsync_fx.profiler.profile import Profile
 
-    return cast(DeviceInputs, Profile.load(given, any_machine=True)) if isinstance(given, str | os.PathLike) else given
+    return cast(DeviceInputs, Profile.load(value, any_machine=True)) if isinstance(value, str | os.PathLike) else value
 
 
 def _check_here(path: Path, profile: DeviceInputs) -> None:
@@ -177,8 +177,8 @@ def _alone(profiles: Mapping[str, DeviceInputs], plans: int) -> Cluster:
     if len(profiles) == 1 and plans == 1:
         ((name, profile),) = profiles.items()
         # What a model was explained for may be a file of the catalog.
-        own = pathlib.PurePath(graph_of(name, profile).device).stem
-        return Cluster({own if name == ALONE else name: ClusterDevice()})
+        owned = pathlib.PurePath(graph_of(name, profile).device).stem
+        return Cluster({owned if name == ALONE else name: ClusterDevice()})
     if not profiles:
         do = "give what qsync_fx.measure returned or qsync measure wrote (--profile FILE), or a cluster that names its profiles"
         raise ProfileError("nothing says how long operators take", where="profiles", do=do)
@@ -189,15 +189,15 @@ def _alone(profiles: Mapping[str, DeviceInputs], plans: int) -> Cluster:
     )
 
 
-def of_files(fleet: Cluster, given: Mapping[str, DeviceInputs]) -> dict[str, DeviceInputs]:
+def of_files(fleet: Cluster, value: Mapping[str, DeviceInputs]) -> dict[str, DeviceInputs]:
     """Returns the profiles that a cluster names and that were not given."""
-    named = {name: device.profile for name, device in fleet.devices.items() if name not in given}
+    named = {name: device.profile for name, device in fleet.devices.items() if name not in value}
     return {name: _read(path) for name, path in named.items() if path is not None}
 
 
 def _with_catalog(fleet: Cluster, profiles: dict[str, DeviceInputs]) -> dict[str, DeviceInputs]:
     """Returns the profiles, and what the catalog says of devices that have none."""
-    missing = {name: one.device for name, one in fleet.devices.items() if name not in profiles}
+    missing = {name: item.device for name, item in fleet.devices.items() if name not in profiles}
     reckoned = {name: _reckoned(name, called, profiles) for name, called in missing.items() if called is not None}
     return {**profiles, **reckoned}
 
@@ -206,20 +206,20 @@ def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> D
     """Returns what is known of a device by its name: the profile that was reckoned for it, so that equal devices take equally long however
     each is given, or what the catalog makes of the model of another profile."""
     if not profiles:
-        what = f"nothing says which model {shown(name)} trains"
-        raise ProfileError(what, where="profiles", do="give a profile of one class of devices, or DeviceTimes")
-    device, graphs = get(called), {given: graph_of(given, profile) for given, profile in profiles.items()}
-    fitting = [profiles[given] for given, graph in graphs.items() if explained_for(graph, device)]
+        message = f"nothing says which model {shown(name)} trains"
+        raise ProfileError(message, where="profiles", do="give a profile of one class of devices, or DeviceTimes")
+    device, graphs = get(called), {value: graph_of(value, profile) for value, profile in profiles.items()}
+    fitting = [profiles[value] for value, graph in graphs.items() if explained_for(graph, device)]
     if fitting:
-        return next((one for one in fitting if _is_of(one, device)), None) or _made(fitting[0], device)
-    there = ", ".join(sorted({pathlib.PurePath(graph.device).stem for graph in graphs.values()}))
-    what = f"the model was explained for {there}, and formats run there that need not be those of {device}"
+        return next((item for item in fitting if _is_of(item, device)), None) or _made(fitting[0], device)
+    existing = ", ".join(sorted({pathlib.PurePath(graph.device).stem for graph in graphs.values()}))
+    message = f"the model was explained for {existing}, and formats run there that need not be those of {device}"
     file = f"{device}.json"
     do = (
         f'make its profile, qsync_fx.devices.get("{called}").profile(model, step, batch).save("{file}") or qsync measure MODULE:CALLABLE '
         f'--device {called} --output {file}, and give it: --profile {name}={file}, or profile = "{file}" for device in the cluster\'s file'
     )
-    raise ProfileError(what, where=f"devices.{name}", do=do)
+    raise ProfileError(message, where=f"devices.{name}", do=do)
 
 
 def _is_of(profile: DeviceInputs, device: DeviceOfCatalog) -> bool:
@@ -254,22 +254,22 @@ def _copying(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
 def _copies(profile: DeviceInputs) -> float | None:
     """Returns the seconds in which a byte of gradients is copied: as steps took it, else as writing gradients as they are takes it, which
     are in a cache where that is measured."""
-    measured = (one.copies for one in getattr(profile, "collectives", ()) if one.copies is not None)
-    plain = (1 / one.encode for one in getattr(profile, "codecs", ()) if one.codec == PLAIN.name)
+    measured = (item.copies for item in getattr(profile, "collectives", ()) if item.copies is not None)
+    plain = (1 / item.encode for item in getattr(profile, "codecs", ()) if item.codec == PLAIN.name)
     return next(measured, next(plain, None))
 
 
 def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     """Returns the cluster with links as a profile holds them, and devices as they are beside others, where it says nothing of its links."""
     unknown = fleet.network is None and all(device.bandwidth is None for device in fleet.devices.values())
-    found = {name: next(iter(getattr(profile, "collectives", ())), None) for name, profile in profiles.items()}
-    if (measured := next(filter(None, found.values()), None)) is None or not unknown or fleet.ranks == 1:
+    result = {name: next(iter(getattr(profile, "collectives", ())), None) for name, profile in profiles.items()}
+    if (measured := next(filter(None, result.values()), None)) is None or not unknown or fleet.ranks == 1:
         return fleet
     table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
     network = Network(all_reduce=table, ranks=measured.ranks, busy=measured.busy, coding=measured.coding)
-    beside = {name: 1.0 if one is None else one.slowdown for name, one in found.items()}
+    neighbours = {name: 1.0 if item is None else item.slowdown for name, item in result.items()}
     devices = {
-        name: replace(device, slowdown=device.slowdown * beside[name], delay=device.delay + measured.buffers)
+        name: replace(device, slowdown=device.slowdown * neighbours[name], delay=device.delay + measured.buffers)
         for name, device in fleet.devices.items()
     }
     return replace(fleet, devices=devices, network=network)

@@ -69,9 +69,9 @@ def replay(
     mappers = {name: _mapper(name, plans[name], profiles[name]) for name in fleet.devices}
     schedules = {name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()}
     peaks = {name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()}
-    known = {name: peak for name, peak in peaks.items() if peak is not None}
+    available = {name: peak for name, peak in peaks.items() if peak is not None}
     step = simulate(schedules, fleet, compression(schedules, fleet, codecs, profiles))
-    return Timeline(step, known, conditions(profiles))
+    return Timeline(step, available, conditions(profiles))
 
 
 def replay_traces(
@@ -92,12 +92,12 @@ def replay_traces(
     return Timeline(played_traces(read, fleet))
 
 
-def _plans(given: GivenPlan | Mapping[str, GivenPlan]) -> tuple[dict[str, Plan], Mapping[str, str]]:
+def _plans(value: GivenPlan | Mapping[str, GivenPlan]) -> tuple[dict[str, Plan], Mapping[str, str]]:
     """Returns the plan of each class that was given one, and the codec of each parameter that has one."""
     plans: dict[str, Plan] = {}
     codecs: dict[str, str] = {}
-    for name, one in by_name(given).items():
-        plan = _plan(one)
+    for name, item in by_name(value).items():
+        plan = _plan(item)
         if isinstance(plan, Plan):
             plans[name] = plan
         else:
@@ -106,17 +106,17 @@ def _plans(given: GivenPlan | Mapping[str, GivenPlan]) -> tuple[dict[str, Plan],
     return plans, codecs
 
 
-def _plan(found: object) -> Plan | ClusterPlan:
-    given = given_plan(found)
-    if isinstance(given, Plan | ClusterPlan):
-        return given
-    if isinstance(given, str) and given in FORMATS:
-        do = f"write Plan.uniform({given!r}) for a plan that has every operator in it"
-        raise PlanError(f"{given!r} is a format, and no plan", where="plan", do=do)
-    if isinstance(given, str | os.PathLike):
-        return read_plan(given)
+def _plan(result: object) -> Plan | ClusterPlan:
+    inputs = given_plan(result)
+    if isinstance(inputs, Plan | ClusterPlan):
+        return inputs
+    if isinstance(inputs, str) and inputs in FORMATS:
+        do = f"write Plan.uniform({inputs!r}) for a plan that has every operator in it"
+        raise PlanError(f"{inputs!r} is a format, and no plan", where="plan", do=do)
+    if isinstance(inputs, str | os.PathLike):
+        return read_plan(inputs)
     do = "give a Plan, a ClusterPlan, what find_plan returned, or the path of a file that one was saved to"
-    raise PlanError(f"what was given is of type {type(given).__name__}, and no plan", where="plan", do=do)
+    raise PlanError(f"what was given is of type {type(inputs).__name__}, and no plan", where="plan", do=do)
 
 
 def _mapper(name: str, plan: Plan, profile: DeviceInputs) -> CostMapper:

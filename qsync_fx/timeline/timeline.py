@@ -103,7 +103,7 @@ class Timeline:
     def throughput(self) -> float | None:
         """Samples a second of the whole cluster; None where the batch of a device is not known."""
         devices = self.played.cluster.devices.values()
-        batches = [one.batch * one.count for one in devices if one.batch is not None]
+        batches = [item.batch * item.count for item in devices if item.batch is not None]
         return sum(batches) / self.seconds if len(batches) == len(devices) and self.seconds else None
 
     @property
@@ -118,27 +118,27 @@ class Timeline:
 
     def by_operator(self) -> tuple[OperatorSeconds, ...]:
         """Returns what each operator takes on each class of devices, the longest first."""
-        found: list[OperatorSeconds] = []
+        result: list[OperatorSeconds] = []
         for device, alone in self.played.devices.items():
             sums: dict[str, dict[Part, float]] = {}
             for entry, seconds in zip(alone.entries, alone.seconds.tolist(), strict=True):
                 parts = sums.setdefault(entry.operator, {})
                 parts[entry.part] = parts.get(entry.part, 0.0) + seconds
-            found += [
+            result += [
                 OperatorSeconds(device, operator, *(parts.get(part, 0.0) for part in Part))
                 for operator, parts in sums.items()
             ]
-        return tuple(sorted(found, key=lambda one: -one.seconds))
+        return tuple(sorted(result, key=lambda item: -item.seconds))
 
     @cached_property
     def computing(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """What the stream of computation of each class does, in order, waiting included."""
-        return {name: tuple(self._computing(at, name)) for at, name in enumerate(self.played.devices)}
+        return {name: tuple(self._computing(index, name)) for index, name in enumerate(self.played.devices)}
 
     @cached_property
     def communicating(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """What the stream of communication of each class does, in order, waiting included."""
-        return {name: tuple(self._communicating(at)) for at, name in enumerate(self.played.devices)}
+        return {name: tuple(self._communicating(index)) for index, name in enumerate(self.played.devices)}
 
     def save_perfetto(self, path: Path) -> None:
         """Writes the timeline for ui.perfetto.dev and chrome://tracing; raises `ProfileError` if it cannot."""
@@ -162,14 +162,14 @@ class Timeline:
             for name, pieces in self.computing.items()
         }
 
-    def _computing(self, at: int, name: str) -> list[TimelinePiece]:
+    def _computing(self, index: int, name: str) -> list[TimelinePiece]:
         alone, step = self.played.devices[name], self.played.step
-        begin, end = (step.moments(at, clock).tolist() for clock in (alone.ends - alone.seconds, alone.ends))
+        begin, end = (step.moments(index, clock).tolist() for clock in (alone.ends - alone.seconds, alone.ends))
         pieces = [
             TimelinePiece(entry.operator or _WITHOUT[entry.part], str(entry.part), since, until)
             for entry, since, until in zip(alone.entries, begin, end, strict=True)
         ]
-        last = float(step.computed[at])
+        last = float(step.computed[index])
         for bucket, sent, arrived in zip(self.played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True):
             if sent > last:
                 pieces.append(TimelinePiece("waiting for others", "waiting", last, sent))
@@ -181,9 +181,9 @@ class Timeline:
             pieces.append(TimelinePiece("gradients out of their buckets", "outside", last, last + copied))
         return [*pieces, TimelinePiece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer)]
 
-    def _communicating(self, at: int) -> list[TimelinePiece]:
+    def _communicating(self, index: int) -> list[TimelinePiece]:
         step, pieces, last = self.played.step, [], 0.0
-        moments = zip(step.ready[at].tolist(), step.sent.tolist(), step.arrived.tolist(), strict=True)
+        moments = zip(step.ready[index].tolist(), step.sent.tolist(), step.arrived.tolist(), strict=True)
         for bucket, (ready, sent, arrived) in zip(self.played.buckets, moments, strict=True):
             if sent > max(ready, last):
                 pieces.append(TimelinePiece("waiting for others", "waiting", max(ready, last), sent))
@@ -214,9 +214,9 @@ def timeline_table(timeline: Timeline, shown: int = SHOWN) -> RenderableType:
     operators = timeline.by_operator()
     left = len(operators) - shown
     more = [Text(many(left, "more operator"))] if left > 0 else []
-    taken = [Text(f"{name}: measured with {found}") for name, found in timeline.conditions.items()]
+    used = [Text(f"{name}: measured with {item}") for name, item in timeline.conditions.items()]
     tables = (_devices(timeline, operators), _operators(timeline, operators[:shown]))
-    return Group(Text(_head(timeline)), *tables, *more, *taken)
+    return Group(Text(_head(timeline)), *tables, *more, *used)
 
 
 def _head(timeline: Timeline) -> str:
@@ -244,8 +244,8 @@ def _devices(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Render
     columns = ["devices", "count", *parts, "sending", "waiting", "optimizer"]
     table = table_of([*columns, *(["peak"] if timeline.peak_bytes else [])], right=(*columns[1:], "peak"))
     for name, device in cluster.devices.items():
-        own = [one for one in operators if one.device == name]
-        sums = [sum(getattr(one, part) for one in own) for part in parts]
+        owned = [item for item in operators if item.device == name]
+        sums = [sum(getattr(item, part) for item in owned) for part in parts]
         times = [*sums, sending[name], waiting[name], timeline.played.devices[name].optimizer]
         peak = [_peak(timeline, name)] if timeline.peak_bytes else []
         table.add_row(Text(name), str(device.count), *map(duration, times), *peak)
@@ -266,11 +266,11 @@ def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Rend
     several = len(timeline.played.devices) > 1
     columns = ("forward", "backward", "casts", "share")
     table = table_of(["operator", *(["devices"] if several else []), *columns], right=columns)
-    for one in operators:
-        share = one.seconds / timeline.seconds if timeline.seconds else 0.0
-        times = (one.forward + one.other, one.backward, one.casts)
-        device = [Text(one.device)] if several else []
-        table.add_row(Text(one.operator or "(outside operators)"), *device, *map(duration, times), f"{share:.1%}")
+    for item in operators:
+        share = item.seconds / timeline.seconds if timeline.seconds else 0.0
+        times = (item.forward + item.other, item.backward, item.casts)
+        device = [Text(item.device)] if several else []
+        table.add_row(Text(item.operator or "(outside operators)"), *device, *map(duration, times), f"{share:.1%}")
     return table
 
 
@@ -298,16 +298,18 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     """Returns the object of the format."""
     events: list[dict[str, Any]] = []
     # Process 0 is the idle one to tools that know Linux.
-    for at, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
+    for index, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
         title = f"{name} ({device.count} devices)" if device.count > 1 else name
-        events.append({"ph": "M", "name": "process_name", "pid": at, "tid": 0, "args": {"name": title}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": at, "tid": 0, "args": {"sort_index": at}})
+        events.append({"ph": "M", "name": "process_name", "pid": index, "tid": 0, "args": {"name": title}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": index, "tid": 0, "args": {"sort_index": index}})
         tracks = {"computation": timeline.computing[name], "communication": timeline.communicating[name]}
         for tid, (track, pieces) in enumerate(tracks.items(), start=1):
-            events.append({"ph": "M", "name": "thread_name", "pid": at, "tid": tid, "args": {"name": track}})
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": at, "tid": tid, "args": {"sort_index": tid}})
-            events += [_slice(piece, at, tid) for piece in pieces]
-        events += _arrows(timeline, name, at)
+            events.append({"ph": "M", "name": "thread_name", "pid": index, "tid": tid, "args": {"name": track}})
+            events.append(
+                {"ph": "M", "name": "thread_sort_index", "pid": index, "tid": tid, "args": {"sort_index": tid}}
+            )
+            events += [_slice(piece, index, tid) for piece in pieces]
+        events += _arrows(timeline, name, index)
     return {"displayTimeUnit": "ms", "otherData": {"seconds": timeline.seconds}, "traceEvents": events}
 
 

@@ -72,7 +72,7 @@ def run(count: int) -> int:
             for operand in (x, x[:, 1:], x.t()[1:]):
                 for turned in (False, True):
                     # As wide as the memory is, and filled up: the first has edges on both sides.
-                    convert(operand, turned=turned)
+                    convert(operand, transposed=turned)
                     convert(operand, torch.float16, None, turned, (272, 272))
     torch.cuda.synchronize()
     return len(chosen)

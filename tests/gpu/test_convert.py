@@ -74,7 +74,7 @@ def test_copies_have_every_bit(dtype: torch.dtype) -> None:
         x = lying(drawn(dtype, shape), how)
         inner = shape[::-1] if turned else shape
         room = inner[0] + more[0], -(-(inner[1] + more[1]) // 16) * 16 if more[1] == 16 else inner[1] + more[1]
-        found = convert(x, turned=turned, shape=room)
+        found = convert(x, transposed=turned, shape=room)
         assert found.is_contiguous() and torch.equal(bits(found), bits(wanted(x, dtype, None, turned, room)))
     assert not launch_utils.reasons()
 
@@ -115,7 +115,7 @@ def test_more_than_two_to_the_31() -> None:
     for value, (row, column) in enumerate(marks, 1):
         x[row, column] = value
     for turned in (False, True):
-        found = convert(x, turned=turned, shape=(46_342, 46_352))
+        found = convert(x, transposed=turned, shape=(46_342, 46_352))
         assert int(found.count_nonzero()) == len(marks)
         for value, (row, column) in enumerate(marks, 1):
             assert found[(column, row) if turned else (row, column)] == value
@@ -130,13 +130,13 @@ def test_a_stream_of_one_s_own_and_a_graph() -> None:
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
         late = x.clone()
-        found = convert(late, turned=True, shape=(2050, 528))
+        found = convert(late, transposed=True, shape=(2050, 528))
     side.synchronize()
     assert torch.equal(found, want)
     graph = torch.cuda.CUDAGraph()
     kept = torch.zeros_like(x)
     with torch.cuda.graph(graph):
-        found = convert(kept, turned=True, shape=(2050, 528))
+        found = convert(kept, transposed=True, shape=(2050, 528))
     kept.copy_(x)
     graph.replay()
     assert torch.equal(found, want) and not launch_utils.reasons()

@@ -121,15 +121,15 @@ def _kept(
     ]
 
 
-def _take(built: Built, unit: TranslationUnit, found: CacheEntry | KernelError) -> None:
+def _take(built: Built, unit: TranslationUnit, result: CacheEntry | KernelError) -> None:
     """Notes what is in the cache for a unit, or the error why there is nothing."""
-    if isinstance(found, KernelError):
-        built.failures[unit] = found
-    elif found.manifest.refused:
+    if isinstance(result, KernelError):
+        built.failures[unit] = result
+    elif result.manifest.refused:
         built.failures[unit] = RefusedKernelError(
-            f"the kernel must not be used: {found.manifest.refused}",
+            f"the kernel must not be used: {result.manifest.refused}",
             where=unit.name,
             do="use another configuration; this is remembered until qsync kernels clear",
         )
     else:
-        built.libraries[unit] = found.library
+        built.libraries[unit] = result.library

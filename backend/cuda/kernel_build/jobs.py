@@ -61,16 +61,16 @@ def need(unit: TranslationUnit) -> int:
     return HEAVY if unit.heavy else LIGHT
 
 
-def jobs(given: int | None = None) -> int:
+def jobs(value: int | None = None) -> int:
     """Returns how many compilers may run as far as cores go: the number given, $QSYNC_BUILD_JOBS, or this process's share of the cores.
 
     Raises:
         OptionError: the number is no whole number from 1.
     """
-    if given is not None:
-        if given < 1:
-            raise OptionError(f"{given} compilers cannot run at once", where="jobs", do="give a number from 1")
-        return given
+    if value is not None:
+        if value < 1:
+            raise OptionError(f"{value} compilers cannot run at once", where="jobs", do="give a number from 1")
+        return value
     if (number := environment.count("QSYNC_BUILD_JOBS")) is not None:
         return number
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -89,14 +89,14 @@ def available_memory() -> int:
 
 
 def _machine() -> int | None:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), flags=re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    result = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), flags=re.MULTILINE)
+    return int(result[1]) * 1024 if result else None
 
 
 def _groups() -> list[str]:
     """Returns the paths of this process's control group (version 2) and those around it, which limit it too."""
-    found = re.search(r"^0::/(.*)$", _text(Path("/proc/self/cgroup")), flags=re.MULTILINE)
-    parts = found[1].split("/") if found and found[1] else []
+    result = re.search(r"^0::/(.*)$", _text(Path("/proc/self/cgroup")), flags=re.MULTILINE)
+    parts = result[1].split("/") if result and result[1] else []
     return ["/".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
@@ -195,13 +195,13 @@ def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Pop
         ) from error
 
 
-def failure(unit: TranslationUnit, work: Path, status: int, tools: Toolchain, kept: Path) -> ToolchainError:
+def failure(unit: TranslationUnit, work: Path, status: int, tools: Toolchain, saved: Path) -> ToolchainError:
     """Returns the error for a compiler that has ended with `status`; source and output move from `work` to the folder `kept`."""
     report = (work / "log").read_text(encoding="utf-8", errors="replace")
     with contextlib.suppress(OSError):
-        kept.mkdir(exist_ok=True)
-        os.replace(work / f"{unit.name}.cu", kept / f"{unit.name}.cu")
-        os.replace(work / "log", kept / f"{unit.name}.log")
+        saved.mkdir(exist_ok=True)
+        os.replace(work / f"{unit.name}.cu", saved / f"{unit.name}.cu")
+        os.replace(work / "log", saved / f"{unit.name}.log")
     last = "\n".join(f"  | {line}" for line in report.strip().splitlines()[-_SHOWN_LINES:])
     of_the_source = False
     if status < 0 or re.search(r"\bKilled\b|signal 9|out of memory|Cannot allocate", report):
@@ -213,11 +213,11 @@ def failure(unit: TranslationUnit, work: Path, status: int, tools: Toolchain, ke
         do = "set QSYNC_CACHE_DIR to a folder on a disk with space"
     else:
         of_the_source = True
-        do = f"the whole output is in {kept / unit.name}.log, the source beside it"
+        do = f"the whole output is in {saved / unit.name}.log, the source beside it"
     error = ToolchainError(
         f"{'NVRTC' if tools.toolkit else 'nvcc'} failed with status {status} on {unit.name}"
         + (f"; its last lines:\n{last}" if last else " and said nothing"),
-        where=f"cd {shlex.quote(str(kept))} && {shlex.join(command(unit, tools))}",
+        where=f"cd {shlex.quote(str(saved))} && {shlex.join(command(unit, tools))}",
         do=do,
     )
     error.output, error.of_the_source = report, of_the_source
@@ -298,10 +298,16 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.table import Column
 
-        what = TextColumn(
+        subject = TextColumn(
             "{task.fields[running]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
         )
-        columns = (TextColumn("compiling CUDA kernels"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), what)
+        columns = (
+            TextColumn("compiling CUDA kernels"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            subject,
+        )
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         bar.start()
         return bar, bar.add_task("", total=self._total, running="")
@@ -373,9 +379,9 @@ def compile_units(
         while waiting or running:
             free = available_memory()
             for job in list(waiting):
-                taken = sum(need(other.unit) for other in running)
+                used = sum(need(other.unit) for other in running)
                 wanted = need(job.unit)
-                if running and (len(running) >= jobs or taken + wanted > memory or wanted > free):
+                if running and (len(running) >= jobs or used + wanted > memory or wanted > free):
                     continue
                 if not _acquired(job.lock, place):
                     continue
@@ -461,8 +467,8 @@ def _stored(job: _Job, place: Path) -> CacheEntry:
     # NVRTC's machine code lies in the library as bytes, which no tool finds there.
     code = job.work / f"{job.unit.name}.cubin" if tools.toolkit else library
     refused, opcode = sass.complaint(report), ""
-    if job.unit.opcode and not refused and (found := sass.instructions(code)):
-        opcode = next((name for name in found if name.startswith(job.unit.opcode)), "")
+    if job.unit.opcode and not refused and (result := sass.instructions(code)):
+        opcode = next((name for name in result if name.startswith(job.unit.opcode)), "")
         refused = "" if opcode else f"its machine code has no {job.unit.opcode}"
     used = sass.resources(report)
     if not refused:

@@ -65,16 +65,16 @@ def content_key(unit: TranslationUnit) -> str:
 
 def included(source: str) -> dict[str, str]:
     """Returns the digests of those headers in cpp/cutlass that a source includes, directly or through others, by name."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     todo = [source]
     while todo:
         for name in re.findall(r'^\s*#\s*include\s*["<]([\w./-]+)[">]', todo.pop(), flags=re.MULTILINE):
             header = TEMPLATES / name
-            if name not in found and header.is_file():
+            if name not in result and header.is_file():
                 text = header.read_text(encoding="utf-8")
-                found[name] = hashlib.sha256(text.encode()).hexdigest()
+                result[name] = hashlib.sha256(text.encode()).hexdigest()
                 todo.append(text)
-    return found
+    return result
 
 
 def tools_key(tools: Toolchain, flags: tuple[str, ...], memory: Path | None = None) -> str:
@@ -109,15 +109,15 @@ def headers_digest(headers: Headers, memory: Path | None = None) -> str:
         for path in (f"{base}/{name}" for name in names)
     ]
     files.sort()
-    state = _digest([(path, found.st_size, found.st_mtime_ns) for _, path, found in files])
+    state = _digest([(path, item.st_size, item.st_mtime_ns) for _, path, item in files])
     remembered = None if memory is None else memory / f"headers-{state[:32]}"
     if remembered is not None and remembered.is_file():
         text = remembered.read_text(encoding="utf-8", errors="replace").strip()
         if re.fullmatch(r"[0-9a-f]{64}", text):
             return text
     digest = hashlib.sha256()
-    for name, path, found in files:
-        digest.update(f"{name}\0{found.st_size}\0".encode())
+    for name, path, result in files:
+        digest.update(f"{name}\0{result.st_size}\0".encode())
         digest.update(Path(path).read_bytes())
     if remembered is not None:
         try:
@@ -172,7 +172,7 @@ def prepare(folder: Path) -> Path:
     """Makes a folder for libraries, checks that it is the user's alone to write to, and returns it; raises `KernelError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        result = folder.stat()
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
@@ -181,13 +181,13 @@ def prepare(folder: Path) -> Path:
             where=str(folder),
             do="set QSYNC_CACHE_DIR to a folder of yours on a disk with space",
         ) from error
-    if found.st_uid != os.geteuid():
+    if result.st_uid != os.geteuid():
         raise KernelError(
-            f"this folder belongs to another user (number {found.st_uid}): what is in it would be run as you",
+            f"this folder belongs to another user (number {result.st_uid}): what is in it would be run as you",
             where=str(folder),
             do="set QSYNC_CACHE_DIR to a folder of yours; to use kernels that another one has built, set QSYNC_KERNELS_PATH",
         )
-    if found.st_mode & stat.S_IWOTH:
+    if result.st_mode & stat.S_IWOTH:
         raise _open_to_others(folder)
     return folder
 
@@ -205,8 +205,8 @@ def find(folder: Path, content: str, tools: str | None) -> CacheEntry | None:
     if tools is not None:
         return usable(folder / content / tools, content, tools)
     with contextlib.suppress(OSError):
-        found = [usable(path, content, path.name) for path in (folder / content).iterdir()]
-        fit = [entry for entry in found if entry and not entry.manifest.refused]
+        result = [usable(path, content, path.name) for path in (folder / content).iterdir()]
+        fit = [entry for entry in result if entry and not entry.manifest.refused]
         return max(fit, key=lambda entry: entry.manifest.created, default=None)
     return None
 
@@ -303,9 +303,9 @@ def entries(folder: Path) -> Iterator[CacheEntry | Path]:
 def clear(folder: Path, older_than: float = 0.0) -> tuple[int, int]:
     """Removes entries that are older than so many seconds, and damaged ones; returns how many there were, and the bytes of their files."""
     count = size = 0
-    for found in list(entries(folder)):
-        path = found if isinstance(found, Path) else found.folder
-        if isinstance(found, CacheEntry) and time.time() - found.manifest.created < older_than:
+    for item in list(entries(folder)):
+        path = item if isinstance(item, Path) else item.folder
+        if isinstance(item, CacheEntry) and time.time() - item.manifest.created < older_than:
             continue
         count += 1
         size += sum(file.lstat().st_size for file in path.rglob("*"))

@@ -84,15 +84,15 @@ def library(unit: TranslationUnit, *, wait: bool = True) -> Library | None:
     Raises:
         QSyncError: it cannot be compiled or loaded, now or the first time it was asked for, or was switched off.
     """
-    found = _had.get(unit)
-    if found is None:
+    result = _had.get(unit)
+    if result is None:
         if not wait:
             return None
         prepare([unit])
-        found = _had[unit]
-    if isinstance(found, QSyncError):
-        raise found
-    return found
+        result = _had[unit]
+    if isinstance(result, QSyncError):
+        raise result
+    return result
 
 
 def loaded(unit: TranslationUnit) -> bool:
@@ -117,8 +117,8 @@ def _stored(unit: TranslationUnit) -> bool:
 
 def failure(unit: TranslationUnit) -> QSyncError | None:
     """Returns why a unit's library could not be had when it was asked for; None where it could, or nobody has asked."""
-    found = _had.get(unit)
-    return found if isinstance(found, QSyncError) else None
+    result = _had.get(unit)
+    return result if isinstance(result, QSyncError) else None
 
 
 def refused(unit: TranslationUnit) -> bool:

@@ -192,20 +192,20 @@ def parse(text: str | bytes) -> Manifest:
         raise ValueError(str(error)) from None
 
 
-def _resources(found: Resources) -> str | None:
-    return _beyond(vars(found))
+def _resources(result: Resources) -> str | None:
+    return _beyond(vars(result))
 
 
-def _manifest(found: Manifest) -> str | None:
-    texts = {name: value for name, value in vars(found).items() if isinstance(value, str)}
+def _manifest(result: Manifest) -> str | None:
+    texts = {name: value for name, value in vars(result).items() if isinstance(value, str)}
     for name, value in texts.items():
         if len(value) > _LONGEST or not value.isprintable():
             return f"{name} is no short text"
         if not re.fullmatch(_PATTERNS.get(name, ".*"), value, flags=re.DOTALL):
             return f"{name} is not what it should be"
-    if bool(found.refused) == bool(found.sha256):
+    if bool(result.refused) == bool(result.sha256):
         return "a library is there or it was refused, not both"
-    return _beyond({"size": found.size, "seconds": found.seconds, "created": found.created})
+    return _beyond({"size": result.size, "seconds": result.seconds, "created": result.created})
 
 
 def _beyond(numbers: Mapping[str, float]) -> str | None:
@@ -315,8 +315,8 @@ def shared_memory(path: Path) -> int:
     command = [sys.executable, "-I", "-c", _ASKED, str(path), *folders]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode or not done.stdout.strip().isdecimal():
-        said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
-        raise _foreign(path, f"asked for its shared memory, {said[-1]}")
+        text = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise _foreign(path, f"asked for its shared memory, {text[-1]}")
     return int(done.stdout)
 
 

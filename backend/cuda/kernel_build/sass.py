@@ -41,8 +41,8 @@ def volta_instructions(path: Path) -> Counter[str]:
 
 
 def _named(code: bytes) -> list[str]:
-    found = (int.from_bytes(code[at : at + 2], "little") & 0xFFF for at in range(0, len(code), _WIDTH))
-    return [OPCODES[opcode] for opcode in found if opcode in OPCODES]
+    result = (int.from_bytes(code[index : index + 2], "little") & 0xFFF for index in range(0, len(code), _WIDTH))
+    return [OPCODES[opcode] for opcode in result if opcode in OPCODES]
 
 
 def _sections(data: bytes, prefix: str) -> list[bytes]:
@@ -100,8 +100,8 @@ def complaint(report: str) -> str:
 
 def disassembler() -> Path | None:
     """Returns cuobjdump, if nvdisasm, which it calls, is there too."""
-    found = toolchain.tool("cuobjdump")
-    return found if found and toolchain.tool("nvdisasm", found.parent) else None
+    result = toolchain.tool("cuobjdump")
+    return result if result and toolchain.tool("nvdisasm", result.parent) else None
 
 
 def instructions(library: Path) -> Counter[str]:

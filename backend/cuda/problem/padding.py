@@ -52,31 +52,31 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def pays(problem: Problem, taken: Problem) -> bool:
+def pays(problem: Problem, used: Problem) -> bool:
     """Whether a kernel may take `problem` as `taken`: it moves no more bytes than torch would, for at most twice the work."""
-    if problem == taken:
+    if problem == used:
         return True
-    return moved(problem, taken) <= moved_by_torch(problem) and taken.flops <= MOST_WORK * problem.flops
+    return moved(problem, used) <= moved_by_torch(problem) and used.flops <= MOST_WORK * problem.flops
 
 
-def moved(problem: Problem, taken: Problem) -> int:
+def moved(problem: Problem, used: Problem) -> int:
     """Returns the bytes that are read and written when a kernel takes `problem` as `taken`, copies included.
 
     A copy reads what there is and writes what is taken, zeros too, in one pass, turned or not (see `converting`).
     """
     total = 0
-    for before, after, copy in zip(_operands(problem), _operands(taken), copied(problem, taken), strict=True):
+    for before, after, copy in zip(_operands(problem), _operands(used), copied(problem, used), strict=True):
         total += before + 2 * after if copy else after
-    before, after = _output(problem), _output(taken)
+    before, after = _output(problem), _output(used)
     return total + after + (0 if before == after else 2 * before)
 
 
-def copied(problem: Problem, taken: Problem) -> tuple[bool, bool]:
+def copied(problem: Problem, used: Problem) -> tuple[bool, bool]:
     """Whether `a` and `b` have to be copied for a kernel that takes `problem` as `taken`."""
-    if isinstance(problem, GemmProblem) and isinstance(taken, GemmProblem):
-        a = (problem.m, problem.k, problem.a_major) != (taken.m, taken.k, taken.a_major)
-        return a, (problem.k, problem.n, problem.b_major) != (taken.k, taken.n, taken.b_major)
-    first, second = (size != other for size, other in zip(_operands(problem), _operands(taken), strict=True))
+    if isinstance(problem, GemmProblem) and isinstance(used, GemmProblem):
+        a = (problem.m, problem.k, problem.a_major) != (used.m, used.k, used.a_major)
+        return a, (problem.k, problem.n, problem.b_major) != (used.k, used.n, used.b_major)
+    first, second = (size != other for size, other in zip(_operands(problem), _operands(used), strict=True))
     return first, second
 
 
@@ -87,8 +87,8 @@ def moved_by_torch(problem: Problem) -> int:
     bare = not (scaled or problem.bias or problem.out != problem.a)
     # The FP32 product is written, and read again by what applies scales and bias.
     total = size if bare else size // out * 8 + size
-    lying = _along_k(problem)
-    for bytes_, fmt, along_k in zip(_operands(problem), (problem.a, problem.b), lying, strict=True):
+    layout = _along_k(problem)
+    for bytes_, fmt, along_k in zip(_operands(problem), (problem.a, problem.b), layout, strict=True):
         if type_of(fmt).itemsize > 1:
             total += bytes_
         elif not _has_unit(problem):
@@ -139,24 +139,24 @@ def _elements(p: ConvProblem) -> tuple[int, int, int]:
     return p.n * p.h * p.w * p.c, p.k * p.r * p.s * p.c, p.n * p.p * p.q * p.k
 
 
-def laid_out(matrix: Tensor, rows: int, columns: int, way: Major) -> Tensor:
+def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
     """Returns a copy of a matrix, filled up with zeros to `rows` x `columns`, that lies by rows or columns and starts at 16 bytes."""
-    shape = (rows, columns) if way == "row" else (columns, rows)
-    whole = tuple(matrix.shape) == (rows, columns)
-    made = matrix.new_empty(shape) if whole else _zeros(matrix, shape)
-    found = made if way == "row" else made.t()
-    found[: matrix.shape[0], : matrix.shape[1]].copy_(matrix)
-    return found
+    shape = (rows, columns) if method == "row" else (columns, rows)
+    full = tuple(matrix.shape) == (rows, columns)
+    made = matrix.new_empty(shape) if full else _zeros(matrix, shape)
+    result = made if method == "row" else made.t()
+    result[: matrix.shape[0], : matrix.shape[1]].copy_(matrix)
+    return result
 
 
 def channels_last(t: Tensor, first: int, second: int) -> Tensor:
     """Returns a copy of `[d0, d1, h, w]` with zeros up to `first` in d0 and `second` in d1, d1 last in memory."""
     shape = (first, int(t.shape[2]), int(t.shape[3]), second)
-    whole = tuple(t.shape[:2]) == (first, second)
-    made = t.new_empty(shape) if whole else _zeros(t, shape)
-    found = made.permute(0, 3, 1, 2)
-    found[: t.shape[0], : t.shape[1]].copy_(t)
-    return found
+    full = tuple(t.shape[:2]) == (first, second)
+    made = t.new_empty(shape) if full else _zeros(t, shape)
+    result = made.permute(0, 3, 1, 2)
+    result[: t.shape[0], : t.shape[1]].copy_(t)
+    return result
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -173,6 +173,6 @@ def filled_vector(t: Tensor, size: int) -> Tensor:
     flat = t.reshape(-1).to(torch.float32)
     if flat.shape[0] == size:
         return flat.contiguous()
-    found = flat.new_zeros(size)
-    found[: flat.shape[0]].copy_(flat)
-    return found
+    result = flat.new_zeros(size)
+    result[: flat.shape[0]].copy_(flat)
+    return result

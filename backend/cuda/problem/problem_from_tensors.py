@@ -138,9 +138,9 @@ def conv_problem(
 
 
 def _format(t: Tensor | Outline, tf32: bool) -> str:
-    found = format_name(t.dtype, tf32)
-    assert found is not None, t.dtype
-    return found
+    result = format_name(t.dtype, tf32)
+    assert result is not None, t.dtype
+    return result
 
 
 def scale_kind(scale: Tensor | Outline | None) -> Scale:
@@ -150,16 +150,16 @@ def scale_kind(scale: Tensor | Outline | None) -> Scale:
 
 def major(t: Tensor | Outline, preferred: Major = "row") -> Major | None:
     """Returns how a matrix lies in memory, `preferred` where both are so; None where it lies neither way."""
-    ways: tuple[Major, Major] = ("row", "column") if preferred == "row" else ("column", "row")
-    return next((way for way in ways if leading(t, way) is not None), None)
+    methods: tuple[Major, Major] = ("row", "column") if preferred == "row" else ("column", "row")
+    return next((method for method in methods if leading(t, method) is not None), None)
 
 
-def leading(t: Tensor | Outline, way: Major) -> int | None:
+def leading(t: Tensor | Outline, method: Major) -> int | None:
     """Returns the stride in elements between rows (columns) of a matrix that lies by rows (columns); None if it does not.
 
     Of a single row any stride is right, so it is given the one that its length implies.
     """
-    outer, inner = (0, 1) if way == "row" else (1, 0)
+    outer, inner = (0, 1) if method == "row" else (1, 0)
     length = int(t.shape[inner])
     if length > 1 and t.stride(inner) != 1:
         return None
@@ -170,9 +170,9 @@ def leading(t: Tensor | Outline, way: Major) -> int | None:
     return stride if stride >= length else None
 
 
-def aligned(t: Tensor, ways: Major, alignment: int) -> bool:
+def aligned(t: Tensor, methods: Major, alignment: int) -> bool:
     """Whether a matrix that lies so starts at a multiple of 16 bytes, and its rows (columns) at multiples of `alignment` elements."""
-    stride = leading(t, ways)
+    stride = leading(t, methods)
     return t.data_ptr() % 16 == 0 and stride is not None and stride % alignment == 0
 
 

@@ -95,8 +95,8 @@ def integer_product(a: Tensor, bt: Tensor) -> Tensor:
 
 def _narrow_sum(a: Tensor, b: Tensor) -> Tensor:
     """The FP32 sum itself: an output in the operands' type would be rounded before the scales."""
-    found: Tensor = torch.ops.aten.mm.dtype(a, b, torch.float32)
-    return found
+    result: Tensor = torch.ops.aten.mm.dtype(a, b, torch.float32)
+    return result
 
 
 def takes_integers(m: int, n: int, k: int) -> bool:
@@ -120,9 +120,9 @@ def takes_fp8(a: Tensor, b: Tensor) -> bool:
 
 
 def _fp8_sum(a: Tensor, b: Tensor, scales: _Scales) -> tuple[Tensor, _Scales]:
-    one = torch.ones((), dtype=torch.float32, device=a.device)
+    item = torch.ones((), dtype=torch.float32, device=a.device)
     # Scales for each row or column take other cuBLAS kernels with limits of their own; those are applied afterwards.
-    now = [scale if scale is not None and scale.dim() == 0 else one for scale in scales]
+    now = [scale if scale is not None and scale.dim() == 0 else item for scale in scales]
     later = [scale if scale is not None and scale.dim() else None for scale in scales]
     return torch._scaled_mm(a, b, now[0], now[1], out_dtype=torch.float32), (later[0], later[1])
 
@@ -165,18 +165,18 @@ def convolve(
     a: Tensor, b: Tensor, size: Sequence[int], geometry: tuple[Sequence[int], ...], operation: ConvOperation
 ) -> Tensor:
     """Returns the product alone, in the operands' type; `geometry` is stride, padding and dilation."""
-    how = (*map(list, geometry), False, [0, 0], 1)
+    settings = (*map(list, geometry), False, [0, 0], 1)
     if operation == "fprop":
-        found: Tensor = torch.ops.aten.convolution.default(a, b, None, *how)
-        return found
+        result: Tensor = torch.ops.aten.convolution.default(a, b, None, *settings)
+        return result
     backward = torch.ops.aten.convolution_backward.default
     if operation == "dgrad":
         like = _image(a, a.shape[0], b.shape[1], *size)
-        found, _, _ = backward(a, like, b, None, *how, [True, False, False])
+        result, _, _ = backward(a, like, b, None, *settings, [True, False, False])
     else:
         like = _image(a, a.shape[1], b.shape[1], *size)
-        _, found, _ = backward(a, b, like, None, *how, [False, True, False])
-    return found
+        _, result, _ = backward(a, b, like, None, *settings, [False, True, False])
+    return result
 
 
 def _image(of: Tensor, *shape: int) -> Tensor:

@@ -125,7 +125,7 @@ class GemmSite(_KernelSite):
     """A kernel for matrices that lie alike."""
 
     def __init__(
-        self, library: Library, config: KernelConfig, problem: GemmProblem, taken: GemmProblem, a: Tensor, b: Tensor
+        self, library: Library, config: KernelConfig, problem: GemmProblem, used: GemmProblem, a: Tensor, b: Tensor
     ) -> None:
         """
         Args:
@@ -133,18 +133,18 @@ class GemmSite(_KernelSite):
             taken: how the kernel takes it.
             a, b: operands as every call has them, but for values.
         """
-        super().__init__(library, problem, taken.out, a)
-        m, n, k = taken.m, taken.n, taken.k
-        a_copied = tuple(a.shape) != (m, k) or not aligned(a, taken.a_major, config.alignment)
-        b_copied = tuple(b.shape) != (k, n) or not aligned(b, taken.b_major, config.alignment)
-        self._first = (lambda t: layout_convert.laid_out(t, m, k, taken.a_major)) if a_copied else None
-        self._second = (lambda t: layout_convert.laid_out(t, k, n, taken.b_major)) if b_copied else None
+        super().__init__(library, problem, used.out, a)
+        m, n, k = used.m, used.n, used.k
+        a_copied = tuple(a.shape) != (m, k) or not aligned(a, used.a_major, config.alignment)
+        b_copied = tuple(b.shape) != (k, n) or not aligned(b, used.b_major, config.alignment)
+        self._first = (lambda t: layout_convert.laid_out(t, m, k, used.a_major)) if a_copied else None
+        self._second = (lambda t: layout_convert.laid_out(t, k, n, used.b_major)) if b_copied else None
         self._whole, self._steps, self._rows, self._columns = (m, n), (n, 1), m, n
         rows, columns = int(a.shape[0]), int(b.shape[1])
         self._part = None if (m, n) == (rows, columns) else lambda d: d[:rows, :columns].contiguous()
         arguments = GemmArguments(
-            lda=_leading(a, (m, k), taken.a_major, a_copied), ldb=_leading(b, (k, n), taken.b_major, b_copied), ldd=n,
-            m=m, n=n, k=k, a_scale_per_row=taken.a_scale == "channel", b_scale_per_column=taken.b_scale == "channel",
+            lda=_leading(a, (m, k), used.a_major, a_copied), ldb=_leading(b, (k, n), used.b_major, b_copied), ldd=n,
+            m=m, n=n, k=k, a_scale_per_row=used.a_scale == "channel", b_scale_per_column=used.b_scale == "channel",
             split=1, **launch_utils.place(a.device),
         )  # fmt: skip
         self._fresh = partial(GemmArguments.from_buffer_copy, arguments)
@@ -154,13 +154,13 @@ class ConvSite(_KernelSite):
     """A kernel for images and filters that lie alike; as `GemmSite`."""
 
     def __init__(
-        self, library: Library, config: KernelConfig, problem: ConvProblem, taken: ConvProblem, a: Tensor, b: Tensor
+        self, library: Library, config: KernelConfig, problem: ConvProblem, used: ConvProblem, a: Tensor, b: Tensor
     ) -> None:
-        super().__init__(library, problem, taken.out, a)
-        p, t = problem, taken
+        super().__init__(library, problem, used.out, a)
+        p, t = problem, used
         x, weight, y = (t.n, t.c), (t.k, t.c), (t.n, t.k)
         first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
-        shape, whole = {
+        shape, full = {
             "fprop": ((p.n, p.p, p.q, p.k), (t.n, t.p, t.q, t.k)),
             "dgrad": ((p.n, p.h, p.w, p.c), (t.n, t.h, t.w, t.c)),
             "wgrad": ((p.k, p.r, p.s, p.c), (t.k, t.r, t.s, t.c)),
@@ -169,9 +169,9 @@ class ConvSite(_KernelSite):
         self._second = None if _lies_last(b, *second) else lambda image: layout_convert.channels_last(image, *second)
         # The first operand has one scale, whatever its rows.
         self._rows, self._columns = 1, t.k
-        n, h, w, c = whole
+        n, h, w, c = full
         self._whole, self._steps = (n, c, h, w), (h * w * c, 1, w * c, c)
-        self._part = None if whole == shape else lambda d: _cut(d, shape[0], shape[3])
+        self._part = None if full == shape else lambda d: _cut(d, shape[0], shape[3])
         (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = t.padding, t.stride, t.dilation
         arguments = ConvArguments(
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
@@ -186,8 +186,8 @@ cached_call: Final[Sites[Site]] = Sites()
 """Those of products."""
 
 
-def _leading(t: Tensor, shape: tuple[int, int], way: Major, copied: bool) -> int | None:
-    return (shape[1] if way == "row" else shape[0]) if copied else leading(t, way)
+def _leading(t: Tensor, shape: tuple[int, int], method: Major, copied: bool) -> int | None:
+    return (shape[1] if method == "row" else shape[0]) if copied else leading(t, method)
 
 
 def _vector(t: Tensor, size: int) -> Tensor:
@@ -258,10 +258,10 @@ class QuantizerSite:
         )  # fmt: skip
         self._fresh = partial(QuantizeArguments.from_buffer_copy, arguments)
 
-    def __call__(self, x: Tensor, seed: Tensor, stream: int, turned: bool) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, seed: Tensor, stream: int, transposed: bool) -> tuple[Tensor, ...]:
         """Returns `(q, scale)`, or `(q, transpose, scale)`; raises `KernelError` where the kernel refuses or cannot be started."""
         q = self._empty()
-        if not turned:
+        if not transposed:
             return q, self.fill(x, q, None, seed, stream)
         transpose = torch.empty(self._turned, dtype=q.dtype, device=self._device)
         return q, transpose, self.fill(x, q, transpose, seed, stream)
@@ -270,28 +270,28 @@ class QuantizerSite:
         shape, strides, dtype = self._q
         return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
 
-    def fill(self, x: Tensor, q: Tensor, turned: Tensor | None, seed: Tensor, stream: int) -> Tensor:
+    def fill(self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int) -> Tensor:
         """Fills `q`, and `turned` with its transpose if given, and returns the scales; raises as a call does."""
         if launch_utils.elsewhere(self._device):
             with torch.cuda.device(self._device):
-                return self._filled(x, q, turned, seed, stream)
-        return self._filled(x, q, turned, seed, stream)
+                return self._filled(x, q, transposed, seed, stream)
+        return self._filled(x, q, transposed, seed, stream)
 
-    def _filled(self, x: Tensor, q: Tensor, turned: Tensor | None, seed: Tensor, stream: int) -> Tensor:
+    def _filled(self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int) -> Tensor:
         # Copies keep their names, so that they live until the kernel is queued.
         if self._read is not None:
             shape, strides, _ = self._q
             x = torch.empty_strided(shape, strides, dtype=self._read, device=self._device).copy_(x)
         scale = torch.empty(self._scale, dtype=torch.float32, device=self._device)
         seed = seed.to(self._device)
-        given = self._fresh()
-        given.x, given.q, given.scale, given.seed = x.data_ptr(), q.data_ptr(), scale.data_ptr(), seed.data_ptr()
-        given.stream = stream & 0xFFFFFFFF
-        if turned is not None:
-            given.qt = turned.data_ptr()
+        inputs = self._fresh()
+        inputs.x, inputs.q, inputs.scale, inputs.seed = x.data_ptr(), q.data_ptr(), scale.data_ptr(), seed.data_ptr()
+        inputs.stream = stream & 0xFFFFFFFF
+        if transposed is not None:
+            inputs.qt = transposed.data_ptr()
         if self._size is None:
-            self._size = launch_utils.asked(self.library, given)
-        launch_utils.queue(self.library, given, self._size, self._device)
+            self._size = launch_utils.asked(self.library, inputs)
+        launch_utils.queue(self.library, inputs, self._size, self._device)
         return scale
 
 

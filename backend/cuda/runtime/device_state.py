@@ -93,10 +93,10 @@ def decision(problem: Problem, device: torch.device) -> KernelDecision:
 
 def loaded_decision(problem: Problem, device: torch.device) -> KernelDecision:
     """Returns what computes a problem of the kernels that are loaded by now."""
-    found = known_of(device)
-    if found.arch is None:
-        return KernelDecision(None, problem, found.reason)
-    return decide(problem, found.arch, found.table, loaded)
+    result = known_of(device)
+    if result.arch is None:
+        return KernelDecision(None, problem, result.reason)
+    return decide(problem, result.arch, result.table, loaded)
 
 
 def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
@@ -106,18 +106,18 @@ def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDecision:
-    found = known_of(device)
-    if found.arch is None:
-        return KernelDecision(None, problem, found.reason)
-    if found.lacks is None:
-        made = decide(problem, found.arch, found.table, usable(found.multiprocessors))
+    result = known_of(device)
+    if result.arch is None:
+        return KernelDecision(None, problem, result.reason)
+    if result.lacks is None:
+        made = decide(problem, result.arch, result.table, usable(result.multiprocessors))
         why = next(
-            (f for c in known(problem, found.arch) if (f := kernel_registry.failure(kernel_registry.unit_of(c)))), None
+            (f for c in known(problem, result.arch) if (f := kernel_registry.failure(kernel_registry.unit_of(c)))), None
         )
         return made if made.config is not None or why is None else replace(made, reason=why.what)
-    made = decide(problem, found.arch, found.table, stored)
+    made = decide(problem, result.arch, result.table, stored)
     # With a compiler there might be a kernel.
-    return replace(made, reason=found.lacks) if made.config is None and not stored(problem, found.arch) else made
+    return replace(made, reason=result.lacks) if made.config is None and not stored(problem, result.arch) else made
 
 
 def usable(multiprocessors: int | None) -> Candidates:
@@ -126,12 +126,12 @@ def usable(multiprocessors: int | None) -> Candidates:
     None is left after `MOST_REFUSED` of them: who has compiled so many in vain has waited for minutes.
     """
 
-    def found(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
+    def result(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
         every = candidates(problem, arch, multiprocessors)
         left = tuple(config for config in every if not kernel_registry.refused(kernel_registry.unit_of(config)))
         return left if len(every) - len(left) < MOST_REFUSED else ()
 
-    return found
+    return result
 
 
 MOST_REFUSED: Final = 3
@@ -166,10 +166,10 @@ def _known(index: int) -> DeviceState:
     arch = kernel_config.target(capability, getattr(properties, "shared_memory_per_block_optin", None))
     if arch is None:
         return DeviceState(None, _no_kernels(capability), None)
-    plain, whole = _missing(arch, templates=False), _missing(arch)
+    plain, full = _missing(arch, templates=False), _missing(arch)
     if plain is not None and not _kept(arch):
         return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
-    lacks, mend = (None, None) if whole is None else (whole.what, whole.do)
+    lacks, mend = (None, None) if full is None else (full.what, full.do)
     return DeviceState(arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend)
 
 
@@ -213,8 +213,8 @@ def folder() -> Path:
 
 def _table(index: int) -> TuningTable | None:
     try:
-        here = environment(torch.device("cuda", index))
-        return load_table(path_in(folder(), here), here)
+        current = environment(torch.device("cuda", index))
+        return load_table(path_in(folder(), current), current)
     except TuningError:
         # A table that somebody damaged must not stop a training run; `qsync tune` says what is wrong with it.
         return None
@@ -237,23 +237,23 @@ def _cutlass() -> tuple[int, ...]:
 def _driver() -> str:
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-        if found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
-            return found[1]
+        if result := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
+            return result[1]
     # Its own name for this is internal.
     version = getattr(torch._C, "_cuda_getDriverVersion", None)
     return f"CUDA {version()}" if version else ""
 
 
 def _kernels(device: torch.device) -> Kernels:
-    found, assumption = known_of(device), _assumed.get()
-    if found.arch is None:
-        return Kernels(None, found.reason, capability=devices.target_of(device))
-    formats = _multiplied(found.arch)
+    result, assumption = known_of(device), _assumed.get()
+    if result.arch is None:
+        return Kernels(None, result.reason, capability=devices.target_of(device))
+    formats = _multiplied(result.arch)
     assumed = assumption is not None and assumption[0] == device.type
     if not assumed and devices.target_of(device) is None:
-        return Kernels(found.arch, "", formats)
-    number = int(found.arch.strip("sm_a"))
-    return Kernels(found.arch, "", formats, (number // 10, number % 10))
+        return Kernels(result.arch, "", formats)
+    number = int(result.arch.strip("sm_a"))
+    return Kernels(result.arch, "", formats, (number // 10, number % 10))
 
 
 @functools.cache

@@ -73,11 +73,11 @@ def operands(problem: Problem, device: torch.device, generator: torch.Generator 
     return TimedOperands(a, b, *scales, bias)
 
 
-def peer(problem: Problem, given: TimedOperands) -> Callable[[], Tensor]:
+def peer(problem: Problem, value: TimedOperands) -> Callable[[], Tensor]:
     """Returns torch's product of operands, to be called; its result is in the problem's output format, its scales are."""
-    product = _gemm(problem, given) if isinstance(problem, GemmProblem) else _conv(problem, given)
+    product = _gemm(problem, value) if isinstance(problem, GemmProblem) else _conv(problem, value)
     out = type_of(problem.out)
-    bare = given.a_scale is None and given.b_scale is None and given.bias is None
+    bare = value.a_scale is None and value.b_scale is None and value.bias is None
 
     def run() -> Tensor:
         total = product()
@@ -86,50 +86,50 @@ def peer(problem: Problem, given: TimedOperands) -> Callable[[], Tensor]:
         # One pass: what it multiplies by does not matter for its time.
         return torch.mul(total, factor, out=torch.empty_like(total, dtype=out))
 
-    scale = given.a_scale if given.a_scale is not None else given.b_scale
-    factor = torch.ones((), device=given.a.device) if scale is None or scale.dim() else scale
+    scale = value.a_scale if value.a_scale is not None else value.b_scale
+    factor = torch.ones((), device=value.a.device) if scale is None or scale.dim() else scale
     return run
 
 
-def _gemm(problem: GemmProblem, given: TimedOperands) -> Callable[[], Tensor]:
-    a, b = given.a, given.b
+def _gemm(problem: GemmProblem, value: TimedOperands) -> Callable[[], Tensor]:
+    a, b = value.a, value.b
     if a.dtype == torch.int8:
         if reference_result.takes_integers(problem.m, problem.n, problem.k):
             return lambda: reference_result.integer_product(a, b.t())
         return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
     if a.dtype in _NARROW:
         if reference_result.takes_fp8(a, b):
-            one = torch.ones((), device=a.device)
+            item = torch.ones((), device=a.device)
             out = type_of(problem.out)
-            return lambda: torch._scaled_mm(a, b, one, one, out_dtype=out)
+            return lambda: torch._scaled_mm(a, b, item, item, out_dtype=out)
         return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
     return lambda: a @ b
 
 
-def _conv(problem: ConvProblem, given: TimedOperands) -> Callable[[], Tensor]:
-    narrow = torch.bfloat16 if given.a.dtype.itemsize == 1 else given.a.dtype
+def _conv(problem: ConvProblem, value: TimedOperands) -> Callable[[], Tensor]:
+    narrow = torch.bfloat16 if value.a.dtype.itemsize == 1 else value.a.dtype
     size = (problem.h, problem.w) if problem.operation == "dgrad" else (problem.r, problem.s)
     geometry = problem.stride, problem.padding, problem.dilation
 
     def run() -> Tensor:
         # Conversions are part of it: there are no convolutions of one byte.
-        return reference_result.convolve(given.a.to(narrow), given.b.to(narrow), size, geometry, problem.operation)
+        return reference_result.convolve(value.a.to(narrow), value.b.to(narrow), size, geometry, problem.operation)
 
     return run
 
 
-def differs(problem: Problem, found: Tensor, given: TimedOperands) -> str:
+def differs(problem: Problem, result: Tensor, value: TimedOperands) -> str:
     """Returns how a result differs from what the problem means beyond roundings; "" where it does not."""
-    o = given
+    o = value
     if isinstance(problem, GemmProblem):
         want = reference_result.gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, torch.float32)
     else:
         p = problem
         size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-        how = size, p.stride, p.padding, p.dilation, p.operation, torch.float32
-        want = reference_result.conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
+        settings = size, p.stride, p.padding, p.dilation, p.operation, torch.float32
+        want = reference_result.conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *settings)
     largest = want.abs().amax()
-    error = (found.float() - want).abs().amax()
+    error = (result.float() - want).abs().amax()
     # The reference itself may have been rounded to BF16 on the way.
     if bool(error <= 0.02 * largest):
         return ""
@@ -152,14 +152,14 @@ MOST_LAUNCHES: Final = 50
 class EventTimer:
     """Measures candidates for one problem on one device."""
 
-    def __init__(self, problem: Problem, taken: Problem, device: torch.device) -> None:
+    def __init__(self, problem: Problem, used: Problem, device: torch.device) -> None:
         """
         Args:
             problem: what is computed.
             taken: how kernels take it (`select.way`).
             device: a CUDA device.
         """
-        self._problem, self._taken, self._device = problem, taken, device
+        self._problem, self._taken, self._device = problem, used, device
         self._runs: dict[str, list[Callable[[], Tensor]]] = {}
         self._launches: dict[str, int] = {}
         try:
@@ -184,7 +184,7 @@ class EventTimer:
 
     def _prepare(self, candidate: Candidate) -> None:
         """Compiles, checks and warms up a candidate, and finds how many launches make a row."""
-        runs = [self._runner(candidate, given) for given in self._copies]
+        runs = [self._runner(candidate, value) for value in self._copies]
         if not isinstance(candidate, str):
             wrong = differs(self._problem, runs[0](), self._copies[0])
             if wrong:
@@ -194,24 +194,24 @@ class EventTimer:
         self._launches[name_of(candidate)] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
         self._runs[name_of(candidate)] = runs
 
-    def _runner(self, candidate: Candidate, given: TimedOperands) -> Callable[[], Tensor]:
+    def _runner(self, candidate: Candidate, value: TimedOperands) -> Callable[[], Tensor]:
         if isinstance(candidate, str):
-            return peer(self._problem, given)
-        return call_of(candidate, self._problem, self._taken, given)
+            return peer(self._problem, value)
+        return call_of(candidate, self._problem, self._taken, value)
 
     def _row(self, runs: list[Callable[[], Tensor]], launches: int) -> float:
         with torch.cuda.device(self._device), torch.no_grad():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
-            for at in range(launches):
-                runs[at % len(runs)]()
+            for index in range(launches):
+                runs[index % len(runs)]()
             end.record()
             end.synchronize()
             return float(start.elapsed_time(end)) / 1e3 / launches
 
 
-def call_of(config: KernelConfig, problem: Problem, taken: Problem, given: TimedOperands) -> Callable[[], Tensor]:
+def call_of(config: KernelConfig, problem: Problem, used: Problem, value: TimedOperands) -> Callable[[], Tensor]:
     """Returns a call of a kernel on some operands, without what decides and checks; its library is compiled here.
 
     Args:
@@ -219,13 +219,13 @@ def call_of(config: KernelConfig, problem: Problem, taken: Problem, given: Timed
     """
     library = kernel_registry.library(kernel_registry.unit_of(config))
     assert library is not None
-    tensors = given.a, given.b, given.a_scale, given.b_scale, given.bias
-    if isinstance(taken, GemmProblem):
-        matrix = taken
+    tensors = value.a, value.b, value.a_scale, value.b_scale, value.bias
+    if isinstance(used, GemmProblem):
+        matrix = used
         return lambda: launch.run_gemm(library, config, matrix, *tensors)
     assert isinstance(problem, ConvProblem)
-    images, whole = problem, taken
-    return lambda: launch.run_conv(library, config, images, whole, *tensors)
+    images, full = problem, used
+    return lambda: launch.run_conv(library, config, images, full, *tensors)
 
 
 def _no_memory(error: Exception) -> TuningError:

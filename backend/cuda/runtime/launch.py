@@ -83,11 +83,11 @@ def _gemm_site(
         launch_utils.note(f"gemm {m} x {n} x {k}", "its sizes do not fit 32 bits")
         return ByTorch()
     problem = gemm_problem(a, b, a_scale, b_scale, bias, out_dtype, tf32)
-    library, found = _chosen(problem, a.device)
-    if library is None or found.config is None:
-        return ByTorch(found.integers)
-    assert isinstance(found.taken, GemmProblem)
-    return GemmSite(library, found.config, problem, found.taken, a, b)
+    library, result = _chosen(problem, a.device)
+    if library is None or result.config is None:
+        return ByTorch(result.integers)
+    assert isinstance(result.taken, GemmProblem)
+    return GemmSite(library, result.config, problem, result.taken, a, b)
 
 
 def conv2d_product(
@@ -118,8 +118,8 @@ def conv2d_product(
         if check is not None:
             check(a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype, tf32)
         window = ConvWindow(_pair(stride), _pair(padding), _pair(dilation))
-        found = _conv_site(a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32)
-        site = call_cache.cached_call.keep(key, found)
+        result = _conv_site(a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32)
+        site = call_cache.cached_call.keep(key, result)
     if isinstance(site, ConvSite):
         try:
             return site(a, b, a_scale, b_scale, bias)
@@ -154,11 +154,11 @@ def _conv_site(
     if min(problem.p, problem.q) < 1 or _conv_too_large(problem):
         launch_utils.note(shown(problem), "its sizes do not fit 32 bits")
         return ByTorch()
-    library, found = _chosen(problem, a.device)
-    if library is None or found.config is None:
+    library, result = _chosen(problem, a.device)
+    if library is None or result.config is None:
         return ByTorch()
-    assert isinstance(found.taken, ConvProblem)
-    return ConvSite(library, found.config, problem, found.taken, a, b)
+    assert isinstance(result.taken, ConvProblem)
+    return ConvSite(library, result.config, problem, result.taken, a, b)
 
 
 def _conv_too_large(p: ConvProblem) -> bool:
@@ -172,20 +172,20 @@ def _chosen(problem: GemmProblem | ConvProblem, device: torch.device) -> tuple[L
     Sizes and layouts may be others than those that a graph was compiled with. What was decided for these then has no library yet, and
     another kernel that serves them may have one.
     """
-    found = decision(problem, device)
-    if found.config is None:
-        launch_utils.note(shown(problem), found.reason)
-        return None, found
-    library = launch_utils.library(kernel_registry.unit_of(found.config), device, shown(problem))
+    result = decision(problem, device)
+    if result.config is None:
+        launch_utils.note(shown(problem), result.reason)
+        return None, result
+    library = launch_utils.library(kernel_registry.unit_of(result.config), device, shown(problem))
     if library is None and (other := loaded_decision(problem, device)).config is not None:
         return launch_utils.library(kernel_registry.unit_of(other.config), device, shown(problem)), other
-    return library, found
+    return library, result
 
 
 def run_gemm(
     library: Library,
     config: KernelConfig,
-    taken: GemmProblem,
+    used: GemmProblem,
     a: Tensor,
     b: Tensor,
     a_scale: Tensor | None,
@@ -197,14 +197,14 @@ def run_gemm(
     Raises:
         KernelError: the kernel does not take these arguments, or cannot be started.
     """
-    return GemmSite(library, config, taken, taken, a, b)(a, b, a_scale, b_scale, bias)
+    return GemmSite(library, config, used, used, a, b)(a, b, a_scale, b_scale, bias)
 
 
 def run_conv(
     library: Library,
     config: KernelConfig,
     problem: ConvProblem,
-    taken: ConvProblem,
+    used: ConvProblem,
     a: Tensor,
     b: Tensor,
     a_scale: Tensor | None,
@@ -212,4 +212,4 @@ def run_conv(
     bias: Tensor | None,
 ) -> Tensor:
     """Runs a kernel on operands of `qsync::conv2d_product`, as `run_gemm` does."""
-    return ConvSite(library, config, problem, taken, a, b)(a, b, a_scale, b_scale, bias)
+    return ConvSite(library, config, problem, used, a, b)(a, b, a_scale, b_scale, bias)

@@ -56,14 +56,14 @@ def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library 
     captures = capturing(device)
     may_read = not captures and (not unit.templates or kernel_registry.compiles_late() or kernel_registry.stored(unit))
     try:
-        found = kernel_registry.library(unit, wait=may_read)
+        result = kernel_registry.library(unit, wait=may_read)
     except QSyncError as error:
         note(shown, error.what)
         return None
-    if found is None:
+    if result is None:
         when = "a CUDA graph was captured" if captures else "training began, and no step waits for a compiler"
         note(shown, f"its kernel was not loaded before {when}")
-    return found
+    return result
 
 
 def capturing(device: torch.device) -> bool:

@@ -69,29 +69,31 @@ def lines_of_images(t: Tensor) -> StridedLines | None:
     return None
 
 
-def laid_out(matrix: Tensor, rows: int, columns: int, way: Major) -> Tensor:
+def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
     """Returns a copy of a matrix; see `padding.laid_out`."""
-    straight, shape = (matrix, (rows, columns)) if way == "row" else (matrix.t(), (columns, rows))
-    found = _copied(straight, lines_of(straight), (1, *shape))
-    if found is None:
-        return padding.laid_out(matrix, rows, columns, way)
-    return found[0] if way == "row" else found[0].t()
+    straight, shape = (matrix, (rows, columns)) if method == "row" else (matrix.t(), (columns, rows))
+    result = _copied(straight, lines_of(straight), (1, *shape))
+    if result is None:
+        return padding.laid_out(matrix, rows, columns, method)
+    return result[0] if method == "row" else result[0].t()
 
 
 def channels_last(t: Tensor, first: int, second: int) -> Tensor:
     """Returns a copy of images; see `padding.channels_last`."""
     h, w = (int(size) for size in t.shape[2:])
-    found = _copied(t, lines_of_images(t), (first, h * w, second))
-    if found is None:
+    result = _copied(t, lines_of_images(t), (first, h * w, second))
+    if result is None:
         return padding.channels_last(t, first, second)
-    return found.view(first, h, w, second).permute(0, 3, 1, 2)
+    return result.view(first, h, w, second).permute(0, 3, 1, 2)
 
 
-def convert(x: Tensor, scale: Tensor | None, dtype: torch.dtype, turned: bool, shape: tuple[int, int]) -> Tensor | None:
+def convert(
+    x: Tensor, scale: Tensor | None, dtype: torch.dtype, transposed: bool, shape: tuple[int, int]
+) -> Tensor | None:
     """Returns `qsync::convert` by a kernel; None, with a reason kept, where torch is to compute."""
-    straight = x.t() if turned else x
-    found = _copied(straight, lines_of(straight), (1, *shape), dtype, scale)
-    return None if found is None else found[0]
+    straight = x.t() if transposed else x
+    result = _copied(straight, lines_of(straight), (1, *shape), dtype, scale)
+    return None if result is None else result[0]
 
 
 def _copied(
@@ -119,12 +121,12 @@ def _copied(
 
 
 def _why_not(device: torch.device, kinds: tuple[str, str] | None, lines: StridedLines | None) -> str:
-    found = known_of(device)
-    if found.arch is None:
-        return found.reason
+    result = known_of(device)
+    if result.arch is None:
+        return result.reason
     if lines is None:
         return NEITHER
-    return "there is no kernel for these types" if kinds is None else f"{found.arch} has no kernel that copies"
+    return "there is no kernel for these types" if kinds is None else f"{result.arch} has no kernel that copies"
 
 
 def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str, str] | None:

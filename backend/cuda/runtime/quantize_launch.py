@@ -39,10 +39,10 @@ def quantize(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns `(q, scale)` with `q * scale` near `x`, on a CUDA device; see `qsync::quantize`."""
-    found = _by_kernel(x, seed, stream, row, rounding, keep, turned=False)
-    if found is None:
+    result = _by_kernel(x, seed, stream, row, rounding, keep, transposed=False)
+    if result is None:
         return reference.quantize(x, seed, stream, row, rounding, keep)
-    q, scale = found
+    q, scale = result
     return q, scale
 
 
@@ -50,31 +50,31 @@ def quantize_transposed(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(q, transpose, scale)` of a matrix; see `qsync::quantize_transposed`."""
-    found = _by_kernel(x, seed, stream, row, rounding, (), turned=True)
-    if found is not None:
-        q, transpose, scale = found
+    result = _by_kernel(x, seed, stream, row, rounding, (), transposed=True)
+    if result is not None:
+        q, transpose, scale = result
         return q, transpose, scale
     q, scale = quantize(x, seed, stream, row, rounding, ())
     return q, q.t().clone(memory_format=torch.contiguous_format), scale
 
 
 def again(
-    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int] = (), turned: bool = False
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int] = (), transposed: bool = False
 ) -> tuple[Tensor, ...] | None:
     """Returns what the kernel gives that has quantized tensors that lie like `x` so before; None where none has, or it fails now."""
-    key = _key(x, fmt, rounding, keep, turned)
+    key = _key(x, fmt, rounding, keep, transposed)
     site = call_cache.cached_quantizer_call.get(key)
     if site is None:
         return None
     try:
-        return site(x, seed, stream, turned)
+        return site(x, seed, stream, transposed)
     except KernelError as error:
         launch_utils.failed(site.library, f"{_shown(x)} -> {fmt}", error)
         call_cache.cached_quantizer_call.pop(key, None)
         return None
 
 
-def _key(x: Tensor, fmt: str, rounding: str, keep: Sequence[int], turned: bool) -> tuple[object, ...]:
+def _key(x: Tensor, fmt: str, rounding: str, keep: Sequence[int], transposed: bool) -> tuple[object, ...]:
     return (
         kernel_registry.refusals(),
         x.device,
@@ -84,36 +84,36 @@ def _key(x: Tensor, fmt: str, rounding: str, keep: Sequence[int], turned: bool) 
         x.data_ptr() & 15,
         fmt,
         rounding,
-        turned,
+        transposed,
         *keep,
     )
 
 
 def _by_kernel(
-    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int], turned: bool
+    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int], transposed: bool
 ) -> tuple[Tensor, ...] | None:
     """Returns what a kernel gives; None, with a reason kept, where none computes it."""
-    found = again(x, seed, stream, row.name, rounding, keep, turned)
-    if found is not None:
-        return found
+    result = again(x, seed, stream, row.name, rounding, keep, transposed)
+    if result is not None:
+        return result
     q = reference.empty_quantized(x, row.dtype)
-    if turned and not (q.numel() and q.is_contiguous()):
+    if transposed and not (q.numel() and q.is_contiguous()):
         return None
     library = _library(x, row)
     if library is None:
         return None
-    groups = Groups(int(q.shape[0]), int(q.shape[1]), 0) if turned else groups_of(q, keep)
+    groups = Groups(int(q.shape[0]), int(q.shape[1]), 0) if transposed else groups_of(q, keep)
     if groups is None:
         launch_utils.note(f"{_shown(x)} -> {row}", "the values of a group do not lie in rows or columns of memory")
         return None
     site = QuantizerSite(library, x, q, row, rounding, keep, groups)
     try:
-        found = site(x, seed, stream, turned)
+        result = site(x, seed, stream, transposed)
     except KernelError as error:
         launch_utils.failed(library, f"{_shown(x)} -> {row}", error)
         return None
-    call_cache.cached_quantizer_call.keep(_key(x, row.name, rounding, keep, turned), site)
-    return found
+    call_cache.cached_quantizer_call.keep(_key(x, row.name, rounding, keep, transposed), site)
+    return result
 
 
 def _library(x: Tensor, row: Precision) -> Library | None:
@@ -126,15 +126,15 @@ def _library(x: Tensor, row: Precision) -> Library | None:
 
 def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
     """Returns what is compiled to quantize `x` to a format, or why nothing is."""
-    found = known_of(x.device)
+    result = known_of(x.device)
     source = format_name(x.dtype if x.dtype in TYPES else torch.float32)
-    if found.arch is None or source is None:
-        return found.reason
+    if result.arch is None or source is None:
+        return result.reason
     target = written(row)
     return (
         f"there is no quantizer of ours for {row}"
         if target is None
-        else kernel_registry.quantizer(found.arch, source, target)
+        else kernel_registry.quantizer(result.arch, source, target)
     )
 
 
@@ -164,18 +164,18 @@ def _shown(x: Tensor) -> str:
 
 def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
     """Returns how the groups of a tensor without gaps lie in its memory; None where they are neither rows nor columns of it."""
-    kept = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1] if q.dim() else []
+    saved = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1] if q.dim() else []
     order = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
-    total, number = q.numel(), math.prod(q.shape[dim] for dim in kept)
+    total, number = q.numel(), math.prod(q.shape[dim] for dim in saved)
     if not total:
         return None
-    if not kept:
+    if not saved:
         # One row, unless its length would not fit: then those of the outermost dimension.
         rows = 1 if total <= LARGEST_SIZE else int(q.shape[order[0]])
         return Groups(rows, total // rows, 0)
-    if order[: len(kept)] == kept:
+    if order[: len(saved)] == saved:
         return Groups(number, total // number, 1)
-    return Groups(total // number, number, 2) if order[-len(kept) :] == kept else None
+    return Groups(total // number, number, 2) if order[-len(saved) :] == saved else None
 
 
 def run(
@@ -188,14 +188,14 @@ def run(
     rounding: Rounding,
     keep: Sequence[int],
     groups: Groups,
-    turned: Tensor | None = None,
+    transposed: Tensor | None = None,
 ) -> Tensor:
     """Fills `q`, and `turned` with its transpose if given, and returns the scales.
 
     Raises:
         KernelError: the kernel does not take these arguments, or cannot be started.
     """
-    return QuantizerSite(library, x, q, row, rounding, keep, groups).fill(x, q, turned, seed, stream)
+    return QuantizerSite(library, x, q, row, rounding, keep, groups).fill(x, q, transposed, seed, stream)
 
 
 QUANTIZING: Final = (
@@ -220,26 +220,26 @@ def tell(device: torch.device) -> None:
 
 def told(device: torch.device) -> str:
     """Returns what `tell` says of a device; "" where nothing is missing."""
-    found = known_of(device)
-    if found.mend is None or found.lacks is None:
+    result = known_of(device)
+    if result.mend is None or result.lacks is None:
         return ""
     name = "the GPU" if device.index is None else str(device)
-    return f"{name} runs without kernels of ours: {found.lacks}. Numbers are the same. {costs(found, device)}. To mend it: {found.mend}"
+    return f"{name} runs without kernels of ours: {result.lacks}. Numbers are the same. {costs(result, device)}. To mend it: {result.mend}"
 
 
-def costs(found: DeviceState, device: torch.device) -> str:
+def costs(result: DeviceState, device: torch.device) -> str:
     """Returns what it costs that something is missing, a sentence without its full stop."""
     carriers = {str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"}
     products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))
-    if found.arch is not None and found.compiles:
+    if result.arch is not None and result.compiles:
         return f"Only products are missing, and no kernel that was compiled elsewhere: {products}"
     both = f"{products}; {_quantizing(device)}"
-    return both if found.arch is None else f"There are those that were compiled before, and no others: else {both}"
+    return both if result.arch is None else f"There are those that were compiled before, and no others: else {both}"
 
 
 def _quantizing(device: torch.device) -> str:
     """Returns how values are quantized where no kernel of ours does it: a clause."""
     if all(compiles(row, device) for row in FORMATS.values() if row.scaled):
         return QUANTIZING
-    at = ".".join(map(str, capability(device)))
-    return f"{QUANTIZING}, {ONE_BY_ONE.format(capability=at)}"
+    index = ".".join(map(str, capability(device)))
+    return f"{QUANTIZING}, {ONE_BY_ONE.format(capability=index)}"

@@ -52,13 +52,13 @@ def candidates(problem: Problem, arch: Arch, multiprocessors: int | None = None)
         OptionError: no such architecture.
     """
     _known(arch)
-    own = (
+    owned = (
         conv_candidates(problem, arch)
         if isinstance(problem, ConvProblem)
         else gemm_candidates(problem, arch, multiprocessors or MULTIPROCESSORS[arch])
     )
     users = (config for config in _ADDED.values() if config.arch == arch and select.serves(config, problem) is None)
-    return tuple(dict.fromkeys((*own, *users)))
+    return tuple(dict.fromkeys((*owned, *users)))
 
 
 def all_configs(arch: Arch) -> tuple[KernelConfig, ...]:
@@ -128,8 +128,8 @@ def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) 
         formats |= dict.fromkeys((problem.a, problem.b))
         read[problem.out] = None
         if every_candidate:
-            found = way(problem, arch, known)
-            configs |= dict.fromkeys(() if isinstance(found, str) else found.configs)
+            result = way(problem, arch, known)
+            configs |= dict.fromkeys(() if isinstance(result, str) else result.configs)
         elif (config := decide(problem, arch).config) is not None:
             configs[config] = None
     # Whether an operand has to be copied may depend on where its memory starts, which no problem says.

@@ -104,8 +104,8 @@ def conv_candidates(problem: ConvProblem, arch: Arch) -> list[KernelConfig]:
     """Returns the kernels for a problem, the best general one first. All serve it."""
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
     strided = problem.stride != (1, 1)
-    found = _configs(problem.operation, problem.a, problem.out, arch, scaled, strided)
-    return [config for config in found if select.serves(config, problem) is None]
+    result = _configs(problem.operation, problem.a, problem.out, arch, scaled, strided)
+    return [config for config in result if select.serves(config, problem) is None]
 
 
 def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
@@ -151,11 +151,11 @@ def _configs(
     if operation == "wgrad" and out == "fp32":
         # First, as most weight gradients have fewer tiles than a device has multiprocessors.
         tiles = (*_parts(fmt), *tiles)
-    own = [_of_tile(tile, fmt, out, arch) for tile in tiles]
-    shapes = own + tables if operation == "wgrad" else tables + own
+    owned = [_of_tile(tile, fmt, out, arch) for tile in tiles]
+    shapes = owned + tables if operation == "wgrad" else tables + owned
     fprop = operation == "fprop"
     scales = {"a_scale": "tensor", "b_scale": "channel" if fprop else "tensor"} if scaled else {}
-    found = (
+    result = (
         KernelConfig(
             operation=operation,
             arch=arch,
@@ -169,7 +169,7 @@ def _configs(
         )
         for shape in shapes
     )
-    return [config for config in found if not candidates.problems(config)]
+    return [config for config in result if not candidates.problems(config)]
 
 
 def _parts(fmt: str) -> tuple[_Tile, ...]:

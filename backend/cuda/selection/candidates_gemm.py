@@ -145,8 +145,8 @@ _HOPPER_FP8: Final = (
 
 def gemm_candidates(problem: GemmProblem, arch: Arch, multiprocessors: int) -> list[KernelConfig]:
     """Returns the kernels for a problem, the best general one first; those whose tiles suit its size badly last. All serve it."""
-    found = [config for config in _configs(problem, arch) if select.serves(config, problem) is None]
-    return sorted(found, key=lambda config: _misfit(config, problem, multiprocessors))
+    result = [config for config in _configs(problem, arch) if select.serves(config, problem) is None]
+    return sorted(result, key=lambda config: _misfit(config, problem, multiprocessors))
 
 
 def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:

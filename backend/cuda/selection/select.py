@@ -168,24 +168,24 @@ def decide(
         table: what was tuned there; None where nothing was.
         candidates: the kernels to choose from; those of `qsync_fx.backend.cuda.selection.candidates` by default.
     """
-    found = way(problem, arch, candidates or known)
-    if isinstance(found, str):
-        return _torch(problem, found)
+    result = way(problem, arch, candidates or known)
+    if isinstance(result, str):
+        return _torch(problem, result)
     choice = table.choice(problem) if table is not None else None
-    return _untuned(problem, arch, found) if choice is None else _tuned(problem, arch, found, choice)
+    return _untuned(problem, arch, result) if choice is None else _tuned(problem, arch, result, choice)
 
 
 def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | str:
     """Returns how kernels compute a problem, copying as little as possible, or the reason why they do not."""
     dear = False
-    for taken in padding.alternatives(problem):
-        configs = tuple(candidates(taken, arch))
-        if configs and padding.pays(problem, taken):
-            return DispatchPath(taken, configs)
+    for used in padding.alternatives(problem):
+        configs = tuple(candidates(used, arch))
+        if configs and padding.pays(problem, used):
+            return DispatchPath(used, configs)
         dear = dear or bool(configs)
     if dear:
-        what = "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
-        return f"{what} for a kernel costs more than it gains"
+        message = "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
+        return f"{message} for a kernel costs more than it gains"
     formats = problem.a if problem.a == problem.b else f"{problem.a} and {problem.b}"
     return f"{arch} has no kernel for this product of {formats}"
 
@@ -201,42 +201,42 @@ def _torch(problem: Problem, reason: str, integers: bool = True) -> KernelDecisi
     return KernelDecision(None, problem, reason, integers)
 
 
-def _kernel(problem: Problem, found: DispatchPath, config: KernelConfig, reason: str) -> KernelDecision:
-    if found.taken != problem:
+def _kernel(problem: Problem, result: DispatchPath, config: KernelConfig, reason: str) -> KernelDecision:
+    if result.taken != problem:
         reason += ", its operands copied"
-    return KernelDecision(config, found.taken, reason)
+    return KernelDecision(config, result.taken, reason)
 
 
-def _tuned(problem: Problem, arch: Arch, found: DispatchPath, choice: TunedChoice) -> KernelDecision:
+def _tuned(problem: Problem, arch: Arch, result: DispatchPath, choice: TunedChoice) -> KernelDecision:
     if choice.faster_than_bf16 is False:
         return _torch(problem, f"{problem.a} was measured to be no faster than {wide(arch)} here", integers=False)
     if choice.name == "torch":
         return _torch(problem, "torch was measured to be as fast")
-    for config in found.configs:
+    for config in result.configs:
         if config.name == choice.name:
-            return _kernel(problem, found, config, "tuned")
+            return _kernel(problem, result, config, "tuned")
     # The one that was chosen is gone, or does not take this very size: the next best of those that are there.
     left = sorted(
-        (config for config in found.configs if config.name in choice.seconds), key=lambda c: choice.seconds[c.name]
+        (config for config in result.configs if config.name in choice.seconds), key=lambda c: choice.seconds[c.name]
     )
     torch_takes = choice.seconds.get("torch", float("inf"))
     if left and choice.seconds[left[0].name] < torch_takes:
-        return _kernel(problem, found, left[0], "tuned")
+        return _kernel(problem, result, left[0], "tuned")
     return _torch(problem, "the kernel that was tuned for it does not take this size")
 
 
-def _untuned(problem: Problem, arch: Arch, found: DispatchPath) -> KernelDecision:
-    first = found.configs[0]
+def _untuned(problem: Problem, arch: Arch, result: DispatchPath) -> KernelDecision:
+    first = result.configs[0]
     narrow = problem.a in NARROW or problem.b in NARROW
     if not narrow and "tf32" not in (problem.a, problem.b):
         return _torch(problem, "torch is taken to be as fast where nothing was tuned")
     if not narrow:
-        return _kernel(problem, found, first, "not tuned")
+        return _kernel(problem, result, first, "not tuned")
     if arch in ("sm_70", "sm_75"):
-        return _kernel(problem, found, first, f"not tuned; {arch} has no unit for bf16")
+        return _kernel(problem, result, first, f"not tuned; {arch} has no unit for bf16")
     m, n, k = work(problem)
     if m * n * k >= ENOUGH_WORK and min(m, n, k) >= NARROWEST:
-        return _kernel(problem, found, first, "not tuned")
+        return _kernel(problem, result, first, "not tuned")
     return _torch(
         problem, f"{m} x {n} x {k} is too small for {problem.a} to pay where nothing was tuned", integers=False
     )

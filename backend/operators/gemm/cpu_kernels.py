@@ -239,25 +239,25 @@ def conv2d_product(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Computes `qsync::conv2d_product` of operands that `multiplies` takes and that hold values."""
-    how: dict[str, Any] = {"kernel": tuple(size), "stride": tuple(stride), "padding": tuple(padding)}
-    how |= {"dilation": tuple(dilation), "out": tuple(a.shape[2:])}
+    settings: dict[str, Any] = {"kernel": tuple(size), "stride": tuple(stride), "padding": tuple(padding)}
+    settings |= {"dilation": tuple(dilation), "out": tuple(a.shape[2:])}
     epilogue = Epilogue(a_scale, b_scale, bias, out_dtype)
     if operation == "wgrad":
         # Rows of the result are taps, its columns the channels of the output, which a weight has first.
-        found = _multiplied(b, _pixels(a), epilogue, how, taps=True)
-        return _turned(found, 1, *found.shape).view(a.shape[1], *size, b.shape[1]).permute(0, 3, 1, 2)
+        result = _multiplied(b, _pixels(a), epilogue, settings, taps=True)
+        return _turned(result, 1, *result.shape).view(a.shape[1], *size, b.shape[1]).permute(0, 3, 1, 2)
     b = _channels_last(b)
     if operation == "fprop":
         windows = zip(a.shape[2:], size, stride, padding, dilation, strict=True)
-        how["out"] = tuple(places(*window) for window in windows)
+        settings["out"] = tuple(places(*window) for window in windows)
         taps = b.permute(2, 3, 1, 0).reshape(-1, b.shape[0])
     else:
-        how |= {"kernel": tuple(b.shape[2:]), "out": tuple(size)}
-        turned = zip(b.shape[2:], padding, dilation, strict=True)
-        how["padding"] = tuple(d * (k - 1) - p for k, p, d in turned)
+        settings |= {"kernel": tuple(b.shape[2:]), "out": tuple(size)}
+        transposed = zip(b.shape[2:], padding, dilation, strict=True)
+        settings["padding"] = tuple(d * (k - 1) - p for k, p, d in transposed)
         taps = b.flip(2, 3).permute(2, 3, 0, 1).reshape(-1, b.shape[1])
-    found = _multiplied(a, taps, epilogue, how, taps=False)
-    return found.view(a.shape[0], *how["out"], taps.shape[1]).permute(0, 3, 1, 2)
+    result = _multiplied(a, taps, epilogue, settings, taps=False)
+    return result.view(a.shape[0], *settings["out"], taps.shape[1]).permute(0, 3, 1, 2)
 
 
 def _channels_last(weight: Tensor) -> Tensor:
@@ -280,16 +280,16 @@ def _pixels(t: Tensor) -> Tensor:
     return t.permute(0, 2, 3, 1).reshape(-1, t.shape[1])
 
 
-def _multiplied(images: Tensor, b: Tensor, epilogue: Epilogue, how: dict[str, Any], taps: bool) -> Tensor:
+def _multiplied(images: Tensor, b: Tensor, epilogue: Epilogue, settings: dict[str, Any], taps: bool) -> Tensor:
     """Returns the product of the windows of images, or of their transpose, with a matrix."""
     count, channels = images.shape[:2]
-    rows = math.prod(how["kernel"]) * channels if taps else count * math.prod(how["out"])
+    rows = math.prod(settings["kernel"]) * channels if taps else count * math.prod(settings["out"])
     last = images.contiguous(memory_format=torch.channels_last)
     last = last if last.stride(1) == 1 else last.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
     size, n = tuple(images.shape[2:]), b.shape[1]
 
     def multiply(to: int, **rest: Any) -> None:
-        given = {**how, **rest, "size": size, "taps": taps, "n": n, "b_strides": b.stride()}
-        _C.conv(last.data_ptr(), b.data_ptr(), to, count, channels, **given)
+        inputs = {**settings, **rest, "size": size, "taps": taps, "n": n, "b_strides": b.stride()}
+        _C.conv(last.data_ptr(), b.data_ptr(), to, count, channels, **inputs)
 
     return finished((rows, n), epilogue, multiply)

@@ -46,10 +46,10 @@ _asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", de
 @contextmanager
 def collected() -> Iterator[list[Problem]]:
     """Yields a list that the problems of all products computed within are put into; torch computes them, which meta tensors may be for."""
-    found: list[Problem] = []
-    token = _asked.set(found)
+    result: list[Problem] = []
+    token = _asked.set(result)
     try:
-        yield found
+        yield result
     finally:
         _asked.reset(token)
 
@@ -73,7 +73,7 @@ def product(
     out_dtype: torch.dtype,
     row: Precision,
     b_dtype: torch.dtype | None = None,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor | None:
     """Returns `a @ b * a_scale * b_scale + bias` by a kernel, or None where torch computes; arguments are those of `qsync::gemm`.
 
@@ -85,13 +85,13 @@ def product(
     if silent(a.device):
         if not (cpu_kernels.multiplies(a, b) and native_integer_unit()):
             return None
-        return gemm(a, b, a_scale, b_scale, bias, out_dtype=_out(out_dtype), turned=turned).to(out_dtype)
-    b = _second(b, turned)
+        return gemm(a, b, a_scale, b_scale, bias, out_dtype=_out(out_dtype), transposed=transposed).to(out_dtype)
+    b = _second(b, transposed)
     problem = _problem(outline(a), outline(b, b_dtype), a_scale, b_scale, bias, out_dtype, row)
     if problem is None or not _by_kernel(problem, a.device):
         return None
-    how = a_scale, b_scale, bias, _out(out_dtype), _gridded(row)
-    return gemm(a, b if b_dtype is None else b.to(b_dtype), *how).to(out_dtype)
+    settings = a_scale, b_scale, bias, _out(out_dtype), _gridded(row)
+    return gemm(a, b if b_dtype is None else b.to(b_dtype), *settings).to(out_dtype)
 
 
 def integers_pay(
@@ -102,12 +102,12 @@ def integers_pay(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     row: Precision,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> bool:
     """Whether torch, where it computes this product, is to multiply integers as such and not in the carrier, as far as is known."""
     if silent(a.device) or _asked.get() is not None:
         return True
-    problem = _problem(outline(a), outline(_second(b, turned)), a_scale, b_scale, bias, out_dtype, row)
+    problem = _problem(outline(a), outline(_second(b, transposed)), a_scale, b_scale, bias, out_dtype, row)
     return problem is None or decision(problem, a.device).integers
 
 
@@ -123,16 +123,16 @@ def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype
     if silent(gradient.device) or not rounded.scaled or lies is None or len(lies.shape) != 2:
         return False
     m, n = lies.shape
-    turned, scale = Outline(rounded.dtype, (n, m), (m, 1)), Outline(torch.float32, (), ())
-    problem = _problem(turned, outline(xq), scale, x_scale, None, out_dtype, row)
+    transposed, scale = Outline(rounded.dtype, (n, m), (m, 1)), Outline(torch.float32, (), ())
+    problem = _problem(transposed, outline(xq), scale, x_scale, None, out_dtype, row)
     if problem is None or _asked.get() is not None:
         return problem is not None
     return decision(problem, gradient.device).config is not None
 
 
-def _second(b: Tensor, turned: bool) -> Tensor:
+def _second(b: Tensor, transposed: bool) -> Tensor:
     """Returns the second matrix as it is multiplied; stacks, which no kernel takes, stay."""
-    return b.t() if turned and b.dim() == 2 else b
+    return b.t() if transposed and b.dim() == 2 else b
 
 
 def _problem(
@@ -147,8 +147,8 @@ def _problem(
     """Returns the problem of a product; None where nothing but torch computes it, whatever the device."""
     if a is None or b is None or len(a.shape) != 2 or not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
         return None
-    found = gemm_problem(a, b, a_scale, b_scale, bias, _out(out_dtype), _gridded(row))
-    return None if too_large(found.m, found.n, found.k) else found
+    result = gemm_problem(a, b, a_scale, b_scale, bias, _out(out_dtype), _gridded(row))
+    return None if too_large(result.m, result.n, result.k) else result
 
 
 def convolved(
@@ -198,9 +198,9 @@ def convolved(
     if min(problem.p, problem.q) < 1 or not _by_kernel(problem, a.device):
         return None
     second_operand = b if b_dtype is None else b.to(b_dtype)
-    how = like.shape[2:], stride, padding, dilation, operation, out, tf32
-    found = conv2d_product(a, second_operand, a_scale, b_scale, bias, *how).to(out_dtype)
-    return found.squeeze(2) if flat else found
+    settings = like.shape[2:], stride, padding, dilation, operation, out, tf32
+    result = conv2d_product(a, second_operand, a_scale, b_scale, bias, *settings).to(out_dtype)
+    return result.squeeze(2) if flat else result
 
 
 def outline_pair(values: Sequence[int]) -> tuple[int, int] | None:
@@ -219,13 +219,13 @@ def _out(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_kernel(problem: Problem, device: torch.device) -> bool:
-    asked = _asked.get()
-    if asked is not None:
-        asked.append(problem)
+    requested = _asked.get()
+    if requested is not None:
+        requested.append(problem)
         return False
-    found = decision(problem, device)
-    failed = None if found.config is None else kernel_registry.failure(kernel_registry.unit_of(found.config))
-    if found.config is not None and failed is None:
+    result = decision(problem, device)
+    failed = None if result.config is None else kernel_registry.failure(kernel_registry.unit_of(result.config))
+    if result.config is not None and failed is None:
         return True
-    launch_utils.note(shown(problem), found.reason if failed is None else failed.what)
+    launch_utils.note(shown(problem), result.reason if failed is None else failed.what)
     return False

@@ -30,7 +30,7 @@ def gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype = torch.float32,
     tf32: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
     """Computes `d[m, n] = sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n]`.
 
@@ -54,8 +54,8 @@ def gemm(
     Raises:
         PrecisionError: types that no product takes.
     """
-    found: Tensor = torch.ops.qsync.gemm.default(a, b, a_scale, b_scale, bias, out_dtype, tf32, turned)
-    return found
+    result: Tensor = torch.ops.qsync.gemm.default(a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed)
+    return result
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def _check(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tf32: bool,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> None:
     """Raise where the operator cannot compute a product.
 
@@ -109,7 +109,7 @@ def _check(
     check_types(a, b, out_dtype, where)
     require(a.dim() == 2 and b.dim() == 2, lambda: f"{where}: operands are matrices")
     rows, length = a.shape
-    columns, inner = b.shape if turned else reversed(b.shape)
+    columns, inner = b.shape if transposed else reversed(b.shape)
     if (fits := length == inner) is not True:
         require(fits, lambda: f"{where}: {list(a.shape)} and {[inner, columns]} cannot be multiplied")
     if a_scale is not None:
@@ -122,9 +122,9 @@ def _check(
 
 def _fake(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     # The schema's order: scales, bias, dtype of the output, tf32, turned.
-    *_, out_dtype, _, turned = others if len(others) == 6 else (*others, False)
+    *_, out_dtype, _, transposed = others if len(others) == 6 else (*others, False)
     _check(a, b, *others)
-    return a.new_empty((a.shape[0], b.shape[0 if turned else 1]), dtype=out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0 if transposed else 1]), dtype=out_dtype)
 
 
 def _on_cpu(
@@ -135,12 +135,12 @@ def _on_cpu(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tf32: bool,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
-    _check(a, b, a_scale, b_scale, bias, out_dtype, tf32, turned)
+    _check(a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed)
     if cpu_kernels.multiplies(a, b):
-        return cpu_kernels.gemm(a, b, a_scale, b_scale, bias, out_dtype, turned)
-    return reference_result.gemm(a, b.t() if turned else b, a_scale, b_scale, bias, out_dtype)
+        return cpu_kernels.gemm(a, b, a_scale, b_scale, bias, out_dtype, transposed)
+    return reference_result.gemm(a, b.t() if transposed else b, a_scale, b_scale, bias, out_dtype)
 
 
 def _kernel(
@@ -151,15 +151,15 @@ def _kernel(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tf32: bool,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
-    right = b.t() if turned and b.dim() == 2 else b
+    right = b.t() if transposed and b.dim() == 2 else b
     return launch.gemm(a, right, a_scale, b_scale, bias, out_dtype, tf32, check=_check)
 
 
 define(
     "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, ScalarType out_dtype, bool tf32, "
-    "bool turned=False) -> Tensor",
+    "bool transposed=False) -> Tensor",
     {"CPU": _on_cpu, "CUDA": _kernel},
     _fake,
     tags=(),  # See `qsync_fx.backend.inductor.inductor_config`.

@@ -56,17 +56,19 @@ def because(
     """
     if not fmt.scaled:
         return None
-    asked = _asked(node, row, fmt, context, emit, keep)
-    if asked is None:
+    requested = _asked(node, row, fmt, context, emit, keep)
+    if requested is None:
         return None
-    narrow = [p for p in asked if p.a in NARROW or p.b in NARROW]
+    narrow = [p for p in requested if p.a in NARROW or p.b in NARROW]
     if not narrow:
         # Torch has no convolution of narrow operands. What it does with stacks of matrices depends on more than their problem.
         return NONE_LIKE_IT if row.contracts is None else None
-    found = [decision(problem, context.device) for problem in narrow]
-    if any(one.config is not None or (one.integers and _by_cublas(p)) for p, one in zip(narrow, found, strict=True)):
+    result = [decision(problem, context.device) for problem in narrow]
+    if any(
+        item.config is not None or (item.integers and _by_cublas(p)) for p, item in zip(narrow, result, strict=True)
+    ):
         return None
-    return found[0].reason
+    return result[0].reason
 
 
 def _by_cublas(problem: Problem) -> bool:
@@ -92,16 +94,16 @@ def _asked(
         return placeholder
 
     seed = made(_seed())
-    given = tuple(arguments(layer).values())
+    inputs = tuple(arguments(layer).values())
     operands = []
-    for at, role in zip(row.scaled, Role, strict=True):
-        operand = argument_at(given, at)
+    for index, role in zip(row.scaled, Role, strict=True):
+        operand = argument_at(inputs, index)
         value = valueless(operand)
         if not isinstance(value, Tensor):
             return None
         with _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
-            how = context.options.rounding, keep(layer, role)
-            q, scale = quantize(value, seed.meta["val"], 0, fmt.name, *how)
+            settings = context.options.rounding, keep(layer, role)
+            q, scale = quantize(value, seed.meta["val"], 0, fmt.name, *settings)
         operands.append((operand, made(q), made(scale)))
     first, second = operands
     problems: dict[Problem, None] = {}

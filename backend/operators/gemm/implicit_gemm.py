@@ -70,9 +70,9 @@ def conv2d_product(
     Returns:
         y, the gradient of x, or that of the weight; its channels lie last in memory.
     """
-    how = (list(size), list(stride), list(padding), list(dilation), operation, out_dtype, tf32)
-    found: Tensor = torch.ops.qsync.conv2d_product.default(a, b, a_scale, b_scale, bias, *how)
-    return found
+    settings = (list(size), list(stride), list(padding), list(dilation), operation, out_dtype, tf32)
+    result: Tensor = torch.ops.qsync.conv2d_product.default(a, b, a_scale, b_scale, bias, *settings)
+    return result
 
 
 class _Conv2dArguments(NamedTuple):
@@ -131,47 +131,49 @@ def _shape(
 def _checked(x: _Conv2dArguments) -> tuple[ConvOperation, tuple[int, ...]]:
     """Returns the operation and the shape of the result; raises where the operator cannot compute this."""
     if x.operation not in get_args(ConvOperation):
-        known = get_args(ConvOperation)
+        available = get_args(ConvOperation)
         raise OptionError(
-            f"{x.operation!r} is no product of a convolution", where=_WHERE, do=nearest(x.operation, known)
+            f"{x.operation!r} is no product of a convolution", where=_WHERE, do=nearest(x.operation, available)
         )
-    which = cast(ConvOperation, x.operation)
+    selected = cast(ConvOperation, x.operation)
     check_types(x.a, x.b, x.out_dtype, _WHERE)
     require(x.a.dim() == 4 and x.b.dim() == 4, lambda: f"{_WHERE}: operands have four dimensions")
     require(all(len(part) == 2 for part in x.geometry), lambda: f"{_WHERE}: sizes are for height and width")
-    shape = _shape(x.a, x.b, *x.geometry, which)
+    shape = _shape(x.a, x.b, *x.geometry, selected)
     require(x.a_scale is None or x.a_scale.dim() == 0, lambda: f"{_WHERE}: a_scale is one number")
-    require(which == "fprop" or x.bias is None, lambda: f"{_WHERE}: only fprop has a bias")
-    require(which == "fprop" or x.b_scale is None or x.b_scale.dim() == 0, lambda: f"{_WHERE}: b_scale is one number")
+    require(selected == "fprop" or x.bias is None, lambda: f"{_WHERE}: only fprop has a bias")
+    require(
+        selected == "fprop" or x.b_scale is None or x.b_scale.dim() == 0, lambda: f"{_WHERE}: b_scale is one number"
+    )
     check_scale(x.a_scale, (), "a_scale", _WHERE)
     check_scale(x.b_scale, (1, shape[1], 1, 1), "b_scale", _WHERE)
     bias = x.bias
     if bias is not None:
         require(bias.dim() == 1 and bias.shape[0] == shape[1], lambda: f"{_WHERE}: bias is [{shape[1]}]")
-    return which, shape
+    return selected, shape
 
 
-def _implicit_gemm_fake(*given: Any) -> Tensor:
-    x = _Conv2dArguments(*given)
+def _implicit_gemm_fake(*value: Any) -> Tensor:
+    x = _Conv2dArguments(*value)
     _, shape = _checked(x)
     return torch.empty(shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last)
 
 
-def _on_cpu(*given: Any) -> Tensor:
-    x = _Conv2dArguments(*given)
+def _on_cpu(*value: Any) -> Tensor:
+    x = _Conv2dArguments(*value)
     operation, shape = _checked(x)
     native = cpu_kernels.multiplies_conv(x.a, x.b, x.stride, operation) and 0 not in (*x.a.shape, *x.b.shape, *shape)
     compute = cpu_kernels.conv2d_product if native else reference_result.conv2d_product
     return compute(*x.operands, *x.geometry, operation, x.out_dtype)
 
 
-def _kernel(*given: Any) -> Tensor:
+def _kernel(*value: Any) -> Tensor:
     # The order is the schema's. Whether there is such a product is asked once for operands that lie alike.
-    return launch.conv2d_product(*given, check=_check_given)
+    return launch.conv2d_product(*value, check=_check_given)
 
 
-def _check_given(*given: Any) -> None:
-    _checked(_Conv2dArguments(*given))
+def _check_given(*value: Any) -> None:
+    _checked(_Conv2dArguments(*value))
 
 
 define(
@@ -193,8 +195,8 @@ def sums(xq: Tensor, wq: Tensor, geometry: Geometry, row: Precision) -> Tensor |
     inner = math.prod(wq.shape[1:])
     if transposed or groups != 1 or xq.device.type != "cpu" or not int_mm.summed_exactly(xq.device, inner, (row, row)):
         return None
-    found: Tensor = torch.ops.qsync.integer_convolution.default(xq, wq, stride, padding, dilation)
-    return found
+    result: Tensor = torch.ops.qsync.integer_convolution.default(xq, wq, stride, padding, dilation)
+    return result
 
 
 def _size(
@@ -224,26 +226,26 @@ def _compute(
         ),
     )
     columns = int_mm.strided(weight.movedim(1, -1).reshape(weight.shape[0], -1))
-    found = torch.empty((x.shape[0], *size, weight.shape[0]), dtype=torch.int32)
-    for part, into in _parts(windows, found, columns.shape[1]):
+    result = torch.empty((x.shape[0], *size, weight.shape[0]), dtype=torch.int32)
+    for part, into in _parts(windows, result, columns.shape[1]):
         rows = int_mm.strided(part.reshape(-1, columns.shape[1]))
         torch._int_mm(rows, columns.t(), out=into.view(-1, columns.shape[0]))
-    return found.movedim(-1, 1)
+    return result.movedim(-1, 1)
 
 
-def _parts(windows: Tensor, found: Tensor, inner: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(windows: Tensor, result: Tensor, inner: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields windows and their results: samples, or rows of one."""
-    one = math.prod(found.shape[1:-1]) * inner
-    if one <= _WINDOWS:
-        yield from _split(windows, found, one)
+    item = math.prod(result.shape[1:-1]) * inner
+    if item <= _WINDOWS:
+        yield from _split(windows, result, item)
     else:
-        for sample, into in zip(windows, found, strict=True):
-            yield from _split(sample, into, one // found.shape[1])
+        for sample, into in zip(windows, result, strict=True):
+            yield from _split(sample, into, item // result.shape[1])
 
 
-def _split(windows: Tensor, found: Tensor, bytes_each: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _split(windows: Tensor, result: Tensor, bytes_each: int) -> Iterator[tuple[Tensor, Tensor]]:
     count = max(1, _WINDOWS // max(1, bytes_each))
-    yield from zip(torch.split(windows, count), torch.split(found, count), strict=True)
+    yield from zip(torch.split(windows, count), torch.split(result, count), strict=True)
 
 
 def _integer_convolution_fake(

@@ -42,8 +42,8 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
     if not summed_exactly(a.device, a.shape[-1], formats):
         return None
     if a.device.type == "cpu":
-        found: Tensor = torch.ops.qsync.integer_products.default(a, bt)
-        return found
+        result: Tensor = torch.ops.qsync.integer_products.default(a, bt)
+        return result
     if a.dim() == 3:
         return None
     if a.device.type != "cuda":
@@ -75,10 +75,10 @@ def strided(t: Tensor) -> Tensor:
 def _compute(a: Tensor, bt: Tensor) -> Tensor:
     if a.dim() == 2:
         return torch._int_mm(strided(a), strided(bt).t())
-    found = torch.empty((*a.shape[:-1], bt.shape[-2]), dtype=torch.int32)
-    for one, other, into in zip(a, bt, found, strict=True):
-        torch._int_mm(strided(one), strided(other).t(), out=into)
-    return found
+    result = torch.empty((*a.shape[:-1], bt.shape[-2]), dtype=torch.int32)
+    for item, other, into in zip(a, bt, result, strict=True):
+        torch._int_mm(strided(item), strided(other).t(), out=into)
+    return result
 
 
 def _fake(a: Tensor, bt: Tensor) -> Tensor:
@@ -90,9 +90,9 @@ define("integer_products(Tensor a, Tensor bt) -> Tensor", {"CPU": _compute}, _fa
 
 def _groups(offs: Tensor) -> Iterator[tuple[int, slice]]:
     start = 0
-    for at, end in enumerate(offs.tolist()):
+    for index, end in enumerate(offs.tolist()):
         if end > start:
-            yield at, slice(start, end)
+            yield index, slice(start, end)
         start = end
 
 
@@ -104,14 +104,14 @@ def _product(a: Tensor, b: Tensor, formats: tuple[Precision, Precision], dtype: 
 def _grouped_compute(a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype) -> Tensor:
     formats = precision(a_format), precision(b_format)
     if b.dim() == 3:
-        found = torch.zeros(a.shape[0], b.shape[2], dtype=dtype)
-        for at, rows in _groups(offs):
-            found[rows] = _product(a[rows], b[at], formats, dtype)
-        return found
-    found = torch.zeros(offs.shape[0], a.shape[0], b.shape[1], dtype=dtype)
-    for at, rows in _groups(offs):
-        found[at] = _product(a[:, rows], b[rows], formats, dtype)
-    return found
+        result = torch.zeros(a.shape[0], b.shape[2], dtype=dtype)
+        for index, rows in _groups(offs):
+            result[rows] = _product(a[rows], b[index], formats, dtype)
+        return result
+    result = torch.zeros(offs.shape[0], a.shape[0], b.shape[1], dtype=dtype)
+    for index, rows in _groups(offs):
+        result[index] = _product(a[:, rows], b[rows], formats, dtype)
+    return result
 
 
 def _grouped_fake(a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype) -> Tensor:

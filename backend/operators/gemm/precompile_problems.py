@@ -42,10 +42,10 @@ def problems_of(explanation: Explanation) -> list[Problem]:
 
     On devices without kernels too: they are what the model would be there.
     """
-    found: dict[Problem, None] = {}
+    result: dict[Problem, None] = {}
     for part in explanation.graphs:
-        found |= dict.fromkeys(_problems(part.graph))
-    return list(found)
+        result |= dict.fromkeys(_problems(part.graph))
+    return list(result)
 
 
 def _problems(graph: PrecisionGraph) -> list[Problem]:
@@ -53,8 +53,12 @@ def _problems(graph: PrecisionGraph) -> list[Problem]:
 
 
 def _asked(operator: Operator) -> list[Problem]:
-    known = operator.note.computed
-    return [product.problem for product in known.products] if known is not None else problems_of_layer(operator.node)
+    available = operator.note.computed
+    return (
+        [product.problem for product in available.products]
+        if available is not None
+        else problems_of_layer(operator.node)
+    )
 
 
 def _layers(graph: PrecisionGraph) -> list[Operator]:
@@ -78,20 +82,20 @@ def problems_of_layer(node: fx.Node) -> list[Problem]:
     arguments = [valueless(argument) for argument in node.args]
     if any(argument is _UNKNOWN for argument in arguments):
         return []
-    wanted = [at for at in (0, 1) if _trained(node.args[at])]
-    leaves = [arguments[at].requires_grad_() for at in wanted]
+    wanted = [index for index in (0, 1) if _trained(node.args[index])]
+    leaves = [arguments[index].requires_grad_() for index in wanted]
     # Whatever is tracing or faking at the moment has nothing to do with these.
     with (
         _disable_current_modes(),
         disable_proxy_modes_tracing(),
         torch.enable_grad(),
         standing_for(node.meta["val"].device),
-        collected() as found,
+        collected() as result,
     ):
         y = node.target(*arguments)  # type: ignore[operator]
         if leaves:
             torch.autograd.grad(y, leaves, torch.empty_like(y))
-    return found
+    return result
 
 
 _UNKNOWN = object()
@@ -100,8 +104,8 @@ _UNKNOWN = object()
 def valueless(argument: Any) -> Any:
     """Returns an argument of a node with numbers for symbolic sizes and meta tensors for tensors; neither where a size is not known."""
     if isinstance(argument, (list, tuple)):
-        found = [valueless(item) for item in argument]
-        return _UNKNOWN if any(item is _UNKNOWN for item in found) else found
+        result = [valueless(item) for item in argument]
+        return _UNKNOWN if any(item is _UNKNOWN for item in result) else result
     value = argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt):
         hint = value.node.hint
@@ -123,14 +127,14 @@ def _trained(argument: Any) -> bool:
 
 def computed(node: fx.Node, device: torch.device) -> Computed | None:
     """Returns what computes a layer on a device: its kernels, or torch and why; None for devices that never have kernels."""
-    found = known_of(device)
-    if found.arch is None:
-        return Computed(because=found.reason) if device.type == "cuda" else None
-    asked = problems_of_layer(node)
-    if not asked:
-        return Computed(found.arch, because=NONE_LIKE_IT)
-    named = zip(_products(node, asked), asked, strict=True)
-    return Computed(found.arch, tuple(Product(name, problem, decision(problem, device)) for name, problem in named))
+    result = known_of(device)
+    if result.arch is None:
+        return Computed(because=result.reason) if device.type == "cuda" else None
+    requested = problems_of_layer(node)
+    if not requested:
+        return Computed(result.arch, because=NONE_LIKE_IT)
+    named = zip(_products(node, requested), requested, strict=True)
+    return Computed(result.arch, tuple(Product(name, problem, decision(problem, device)) for name, problem in named))
 
 
 def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
@@ -140,7 +144,7 @@ def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
     was written by columns too.
     """
     gradients = ("input gradient", "weight gradient")
-    names = ["output", *(name for at, name in enumerate(gradients) if _trained(node.args[at]))]
+    names = ["output", *(name for index, name in enumerate(gradients) if _trained(node.args[index]))]
     return names if len(names) == len(problems) else [_product(problem) for problem in problems]
 
 
@@ -167,14 +171,14 @@ def prepare(graph: PrecisionGraph) -> str:
     while refused != kernel_registry.refusals():
         # What a compiler was refused for gives way to the next candidate.
         refused, decided = kernel_registry.refusals(), _decided(graph, device)
-        configs = dict.fromkeys(found.config for found in decided.values() if found.config is not None)
+        configs = dict.fromkeys(item.config for item in decided.values() if item.config is not None)
         copiers = kernel_registry.copiers(arch) if configs else []
         quantizers = _quantizers(graph, arch)
         kernel_registry.prepare_graph([*map(kernel_registry.unit_of, configs), *quantizers, *copiers])
     usable = {config for config in configs if kernel_registry.failure(kernel_registry.unit_of(config)) is None}
     lines = [
-        f"{problem} {found.config.name if found.config in usable and found.config else found.integers}"
-        for problem, found in decided.items()
+        f"{problem} {item.config.name if item.config in usable and item.config else item.integers}"
+        for problem, item in decided.items()
     ]
     # Those are written in operators in the compiled graph.
     lines += [f"no {unit.name}" for unit in quantizers if kernel_registry.failure(unit) is not None]
@@ -183,13 +187,13 @@ def prepare(graph: PrecisionGraph) -> str:
 
 def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, KernelDecision]:
     """Returns what computes each problem of a graph now, and notes it on its layers."""
-    found: dict[Problem, KernelDecision] = {}
+    result: dict[Problem, KernelDecision] = {}
     for operator in _layers(graph):
         if (before := operator.note.computed) is not None:
             products = tuple(replace(p, decision=decision(p.problem, device)) for p in before.products)
             operator.update(computed=replace(before, products=products))
-            found |= {product.problem: product.decision for product in products}
-    return found
+            result |= {product.problem: product.decision for product in products}
+    return result
 
 
 def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[TranslationUnit]:

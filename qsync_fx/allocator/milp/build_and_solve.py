@@ -50,14 +50,14 @@ class CommunicationTerms:
 
     def start(self, codecs: Codecs) -> dict[int, float]:
         """Returns values of whole variables under a choice."""
-        found = {
+        result = {
             variable: float(name == codec)
             for by, codec in zip(self.choices, codecs, strict=True)
             for name, variable in by.items()
         }
         if self.coded is not None:
-            found[self.coded] = float(any(codec != PLAIN.name for codec in codecs))
-        return found
+            result[self.coded] = float(any(codec != PLAIN.name for codec in codecs))
+        return result
 
     def chosen(self, values: Sequence[float]) -> Codecs:
         """Returns the codec of each bucket in a solution."""
@@ -68,30 +68,32 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
     """Adds what there is to choose of codecs to a program."""
     scale = THOUSANDTHS / unit
     if not options.open:
-        known = [[{CONSTANT: scale * seconds} for seconds in one] for one in (options.alone, options.alone_beside)]
-        return CommunicationTerms(known[0], known[1], {})
-    any_coded = program.variable(whole=True)
+        available = [
+            [{CONSTANT: scale * seconds} for seconds in item] for item in (options.alone, options.alone_beside)
+        ]
+        return CommunicationTerms(available[0], available[1], {})
+    any_coded = program.variable(full=True)
     choices: list[dict[str, int]] = []
     travel: list[Expression] = []
-    beside: list[Expression] = []
+    neighbours: list[Expression] = []
     variance: dict[int, float] = {}
     each = zip(options.alone, options.alone_beside, options.seconds, options.beside, options.variance, strict=True)
     for alone, alone_beside, seconds, later, adds in each:
-        by = {codec: program.variable(whole=True) for codec in seconds}
+        by = {codec: program.variable(full=True) for codec in seconds}
         program.row(dict.fromkeys(by.values(), 1.0), least=1.0, most=1.0)
         narrow = {codec: variable for codec, variable in by.items() if codec != PLAIN.name}
         program.row({**dict.fromkeys(narrow.values(), 1.0), any_coded: -1.0}, most=0.0)
-        for into, plain, coded in ((travel, alone, seconds), (beside, alone_beside, later)):
+        for into, plain, coded in ((travel, alone, seconds), (neighbours, alone_beside, later)):
             exchanged = coded[PLAIN.name]
             terms = {variable: scale * (coded[codec] - exchanged) for codec, variable in narrow.items()}
             into.append({CONSTANT: scale * plain, any_coded: scale * (exchanged - plain), **terms})
         variance |= {variable: adds[codec] for codec, variable in narrow.items()}
         choices.append(by)
     program.row({**dict.fromkeys(variance, -1.0), any_coded: 1.0}, most=0.0)
-    return CommunicationTerms(travel, beside, variance, choices, any_coded)
+    return CommunicationTerms(travel, neighbours, variance, choices, any_coded)
 
 
-def kept(problem: Problem, judge: PlanEvaluator, found: CommunicationTerms, unit: float) -> Iterator[Expression]:
+def kept(problem: Problem, judge: PlanEvaluator, result: CommunicationTerms, unit: float) -> Iterator[Expression]:
     """Yields what steps take by each bucket of the classes that are not open to choice, in thousandths of the unit."""
     scale = THOUSANDTHS / unit
     for name, part in problem.classes.items():
@@ -101,11 +103,11 @@ def kept(problem: Problem, judge: PlanEvaluator, found: CommunicationTerms, unit
         device = fleet.devices[name]
         slowdown = problem.cluster.devices[name].slowdown
         # What the device does beside buckets that travel follows their codecs; all else is the same under all of them.
-        known = slowdown * np.cumsum([0.0, *judge.computed_later])
-        ends = np.append(device.ready, device.computed) - known + fleet.after(name)
-        for at, end in enumerate(ends.tolist()):
-            sent = [(slowdown, one) for one in found.beside[:at]]
-            yield total((1.0, {CONSTANT: scale * end}), *sent, *((1.0, one) for one in found.travel[at:]))
+        available = slowdown * np.cumsum([0.0, *judge.computed_later])
+        ends = np.append(device.ready, device.computed) - available + fleet.after(name)
+        for index, end in enumerate(ends.tolist()):
+            sent = [(slowdown, item) for item in result.beside[:index]]
+            yield total((1.0, {CONSTANT: scale * end}), *sent, *((1.0, item) for item in result.travel[index:]))
 
 
 LARGE: Final = 4000
@@ -153,7 +155,7 @@ def find(
     problem: Problem,
     judge: PlanEvaluator,
     prices: Mapping[str, Priced],
-    held: Mapping[str, LowerBoundTerm],
+    live: Mapping[str, LowerBoundTerm],
     limits: Constraints,
     least: str,
     names: Sequence[str],
@@ -170,7 +172,7 @@ def find(
     """
     unit = max(judge.seconds, 1e-12)
     program = LinearProgram()
-    memory = {name: held[name] for name in names if least == "memory" or name in limits.memory}
+    memory = {name: live[name] for name in names if least == "memory" or name in limits.memory}
     sends = sending(program, judge.options, unit)
     devices = [
         device_program(program, problem, judge, name, prices[name], unit, memory.get(name), sends.travel, sends.beside)
@@ -182,23 +184,23 @@ def find(
             program.row(other, most=_most_seconds(limits.seconds, unit))
     scale = _minimised(program, devices, sends, others, least, unit)
     for device in devices:
-        for asked in limits.without.get(device.name, ()):
-            _excluded(program, device, asked)
-    found = None
+        for requested in limits.without.get(device.name, ()):
+            _excluded(program, device, requested)
+    result = None
     if least == "variance" and limits.variance is None and sum(program.whole) >= LARGE:
-        groups = {id(one): list(one.values()) for device in devices for one in device.formats.choices.values()}
+        groups = {id(item): list(item.values()) for device in devices for item in device.formats.choices.values()}
         every = [*groups.values(), *(list(by.values()) for by in sends.choices)]
-        found = LagrangianRelaxation(program, list(_coupling(devices, limits, unit)), every, seconds).solved(gap)
-    if found is None:
+        result = LagrangianRelaxation(program, list(_coupling(devices, limits, unit)), every, seconds).solved(gap)
+    if result is None:
         _limited(program, devices, sends, limits, unit)
-        first = {variable: one for device in devices for variable, one in _chosen(device, start[device.name]).items()}
-        found = lagrangian_relaxation.solve(program, gap, seconds, first | sends.start(judge.codecs))
-    if found.values is None:
-        return Solution(None, INFINITY, INFINITY, found.infeasible, found.stopped)
-    values = found.values.tolist()
+        first = {variable: item for device in devices for variable, item in _chosen(device, start[device.name]).items()}
+        result = lagrangian_relaxation.solve(program, gap, seconds, first | sends.start(judge.codecs))
+    if result.values is None:
+        return Solution(None, INFINITY, INFINITY, result.infeasible, result.stopped)
+    values = result.values.tolist()
     plans = {device.name: device.formats.asked(values) for device in devices}
     codecs = sends.chosen(values) if judge.options.open else None
-    return Solution(plans, found.objective / scale, found.bound / scale, False, found.stopped, codecs)
+    return Solution(plans, result.objective / scale, result.bound / scale, False, result.stopped, codecs)
 
 
 def _coupling(devices: Sequence[DeviceProgram], limits: Constraints, unit: float) -> Iterator[Coupling]:
@@ -208,8 +210,8 @@ def _coupling(devices: Sequence[DeviceProgram], limits: Constraints, unit: float
             most = _most_seconds(limits.seconds, unit) - device.after
             yield Coupling(device.stretches, [most] * len(device.stretches), running=True)
         if (limit := limits.memory.get(device.name)) is not None:
-            held = [total((THOUSANDTHS / limit, one)) for one in device.held]
-            yield Coupling(held, [_most_held()] * len(held), running=False)
+            live = [total((THOUSANDTHS / limit, item)) for item in device.held]
+            yield Coupling(live, [_most_held()] * len(live), running=False)
 
 
 def _most_seconds(seconds: float, unit: float) -> float:
@@ -233,8 +235,8 @@ def _limited(
             for variable in device.ready(program):
                 program.row({variable: 1.0}, most=most)
         if (limit := limits.memory.get(device.name)) is not None:
-            for held in device.held:
-                program.row(total((THOUSANDTHS / limit, held)), most=_most_held())
+            for live in device.held:
+                program.row(total((THOUSANDTHS / limit, live)), most=_most_held())
     if limits.variance is not None and limits.variance < INFINITY:
         variance = _variance(devices, sends)
         size = max([limits.variance, *variance.values()])
@@ -243,9 +245,9 @@ def _limited(
             program.row(total((THOUSANDTHS / size, variance)), most=THOUSANDTHS * most)
 
 
-def _excluded(program: LinearProgram, device: DeviceProgram, asked: Asked) -> None:
+def _excluded(program: LinearProgram, device: DeviceProgram, requested: Asked) -> None:
     """Rules one plan out: not all of its choices may be made at once."""
-    choices = [{known[asked[operator]]: 1.0} for operator, known in device.formats.choices.items()]
+    choices = [{entry[requested[operator]]: 1.0} for operator, entry in device.formats.choices.items()]
     program.row(total(*((1.0, choice) for choice in choices)), most=len(choices) - 1.0)
 
 
@@ -272,10 +274,10 @@ def _minimised(
         return THOUSANDTHS / unit
     if least == "memory":
         peak = program.variable(1.0, INFINITY)
-        known = [held for device in devices for held in device.held]
-        size = max((sum(map(abs, held.values())) for held in known), default=1.0) or 1.0
-        for held in known:
-            program.row(total((THOUSANDTHS / size, held), (-1.0, {peak: 1.0})), most=0.0)
+        available = [live for device in devices for live in device.held]
+        size = max((sum(map(abs, live.values())) for live in available), default=1.0) or 1.0
+        for live in available:
+            program.row(total((THOUSANDTHS / size, live), (-1.0, {peak: 1.0})), most=0.0)
         return THOUSANDTHS / size
     costs = _variance(devices, sends)
     size = max(costs.values(), default=0.0) or 1.0
@@ -286,24 +288,24 @@ def _minimised(
     return scale
 
 
-def _chosen(device: DeviceProgram, asked: Asked) -> dict[int, float]:
+def _chosen(device: DeviceProgram, requested: Asked) -> dict[int, float]:
     return {
-        variable: float(fmt == asked[operator])
-        for operator, known in device.formats.choices.items()
-        for fmt, variable in known.items()
+        variable: float(fmt == requested[operator])
+        for operator, entry in device.formats.choices.items()
+        for fmt, variable in entry.items()
     }
 
 
-def together(found: Sequence[Solution], more: float) -> Solution:
+def together(result: Sequence[Solution], more: float) -> Solution:
     """Returns what programs that nothing couples say as one; `more` is beside them."""
     plans: dict[str, Asked] | None = {}
-    for one in found:
-        plans = None if one.plans is None or plans is None else {**plans, **one.plans}
+    for item in result:
+        plans = None if item.plans is None or plans is None else {**plans, **item.plans}
     return Solution(
         plans,
-        sum(one.value for one in found) + more,
-        sum(one.bound for one in found) + more,
-        any(one.infeasible for one in found),
-        any(one.stopped for one in found),
-        next((one.codecs for one in found if one.codecs is not None), None),
+        sum(item.value for item in result) + more,
+        sum(item.bound for item in result) + more,
+        any(item.infeasible for item in result),
+        any(item.stopped for item in result),
+        next((item.codecs for item in result if item.codecs is not None), None),
     )

@@ -66,36 +66,36 @@ class Casting:
 
     def _change(self, change: IndexedChange) -> Iterator[CostTerm]:
         before, after = self._held(change.held), self.formats.outputs[change.operator]
-        for source, there in before.items():
-            for target, here in after.items():
+        for source, existing in before.items():
+            for target, current in after.items():
                 first, second = NUMBERS[source], NUMBERS[target]
                 same = source == target if change.wanted else not NEEDED[first][second]
                 if source is None or target is None or same:
                     continue
-                if (both := self._both(there, here)) is not None:
-                    taken = self._taken(change.operator, change.value, source, target)
-                    yield CostTerm.of(change.operator, both, taken)
+                if (both := self._both(existing, current)) is not None:
+                    used = self._taken(change.operator, change.value, source, target)
+                    yield CostTerm.of(change.operator, both, used)
 
     def _point(self, point: Point) -> Iterator[CostTerm]:
         before = self._held(point.held)
         wants: dict[int, list[_Want]] = {}
-        kept: dict[tuple[int, int], list[_Want]] = {}
+        saved: dict[tuple[int, int], list[_Want]] = {}
         behind: set[int] = set()
         partly: set[int] = set()
         for place, reader in enumerate(point.readers):
             owner = reader.operator if reader.operator >= 0 else point.held.operator
             spread: Spread = self.formats.precisions[reader.operator] if reader.operator >= 0 else {None: ONE}
-            found: dict[int, Expression] = {}
+            result: dict[int, Expression] = {}
             for name, where in spread.items():
                 number = NUMBERS[name]
                 after = reader.wanted[number]
                 if after and self._may_convert(point.held, before, reader, name):
-                    found[after] = total((1.0, found[after]), (1.0, where)) if after in found else where
+                    result[after] = total((1.0, result[after]), (1.0, where)) if after in result else where
                 else:
                     partly.add(place)
                 if reader.kept[number]:
-                    kept.setdefault((after, reader.kept[number]), []).append(_Want(place, owner, where))
-            for after, where in found.items():
+                    saved.setdefault((after, reader.kept[number]), []).append(_Want(place, owner, where))
+            for after, where in result.items():
                 used = self._held(reader.used) if reader.used is not None and PLAIN[after] else {}
                 already = used.get(NAMES[after])
                 if already is None or constant(already) != 1:
@@ -113,28 +113,28 @@ class Casting:
             reader = point.readers[place]
             owner = reader.operator if reader.operator >= 0 else point.held.operator
             names = self.formats.precisions[reader.operator] if reader.operator >= 0 else (None,)
-            whole = place not in partly and all(reader.wanted[NUMBERS[name]] in edge for name in names)
-            yield from self._edge(owner, point.value, before, edge, whole)
-        for (fmt, plain), readers in kept.items():
+            full = place not in partly and all(reader.wanted[NUMBERS[name]] in edge for name in names)
+            yield from self._edge(owner, point.value, before, edge, full)
+        for (fmt, plain), readers in saved.items():
             # Backward the last of the readers comes first, and there the conversion is.
-            taken = {
+            selected = {
                 want.owner: self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False) for want in readers
             }
-            costs = {owner: Seconds(0.0, seconds.forward) for owner, seconds in taken.items()}
+            costs = {owner: Seconds(0.0, seconds.forward) for owner, seconds in selected.items()}
             yield from self._first(readers[::-1], costs, None)
 
-    def _may_convert(self, held: IndexedFormat, before: Spread, reader: IndexedReader, name: Name) -> bool:
+    def _may_convert(self, live: IndexedFormat, before: Spread, reader: IndexedReader, name: Name) -> bool:
         """Whether a reader that computes in a format may find the value in one that has to be converted."""
         after = reader.wanted[NUMBERS[name]]
         sources = [source for source in before if source is not None and NEEDED[NUMBERS[source]][after]]
         decided = self.graph.operators[reader.operator].decided if reader.operator >= 0 else None
-        if isinstance(decided, Follows) and held.operator in decided.operators and followed(decided, name) == name:
+        if isinstance(decided, Follows) and live.operator in decided.operators and followed(decided, name) == name:
             # What follows the value is as wide as it is.
             return any(widest(source, name) == name for source in sources)
         return bool(sources)
 
     def _edge(
-        self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression], whole: bool
+        self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression], full: bool
     ) -> Iterator[CostTerm]:
         """Yields what the casts of one reader take that share nothing with others.
 
@@ -162,14 +162,14 @@ class Casting:
         rest = total((1.0, ONE), *((-1.0, where) for where in wants.values()))
         for name in sources[1:]:
             levels: dict[tuple[float, float], list[Expression]] = {}
-            if not whole:
+            if not full:
                 levels[0.0, 0.0] = [rest]
             for after, where in wants.items():
-                one, other = costs[name][after], base[after]
-                levels.setdefault((one.forward - other.forward, one.backward - other.backward), []).append(where)
+                item, other = costs[name][after], base[after]
+                levels.setdefault((item.forward - other.forward, item.backward - other.backward), []).append(where)
             ahead, back = 0.0, 0.0
             below: list[Expression] = []
-            for (forward, backward), there in sorted(levels.items(), key=lambda level: (sum(level[0]), level[0])):
+            for (forward, backward), existing in sorted(levels.items(), key=lambda level: (sum(level[0]), level[0])):
                 if below:
                     now = self.program.any_of([before[name]], total(*((1.0, where) for where in below)))
                     if (forward < ahead or backward < back) and constant(now) is None:
@@ -178,7 +178,7 @@ class Casting:
                     now = before[name]
                 yield CostTerm(owner, now, forward - ahead, backward - back)
                 ahead, back = forward, backward
-                below += there
+                below += existing
 
     def _converted(self, value: int, before: Spread, after: int, readers: Sequence[_Want]) -> Iterator[CostTerm]:
         sources = {name: where for name, where in before.items() if name is not None and NEEDED[NUMBERS[name]][after]}
@@ -190,7 +190,7 @@ class Casting:
         costs = {
             name: {want.owner: self._taken(want.owner, value, name, target) for want in readers} for name in sources
         }
-        least = min(costs, key=lambda name: sum(one.forward + one.backward for one in costs[name].values()))
+        least = min(costs, key=lambda name: sum(item.forward + item.backward for item in costs[name].values()))
         if len(self._groups(readers, costs[least])) > 1 and any(costs[name] != costs[least] for name in costs):
             for name, where in sources.items():
                 yield from self._first(readers, costs[name], total((1.0, ONE), (-1.0, where)))
@@ -200,9 +200,9 @@ class Casting:
             if costs[name] != costs[least]:
                 more = {
                     owner: Seconds(
-                        one.forward - costs[least][owner].forward, one.backward - costs[least][owner].backward
+                        item.forward - costs[least][owner].forward, item.backward - costs[least][owner].backward
                     )
-                    for owner, one in costs[name].items()
+                    for owner, item in costs[name].items()
                 }
                 yield from self._first(readers, more, total((1.0, ONE), (-1.0, where)))
 
@@ -210,10 +210,10 @@ class Casting:
         self, readers: Sequence[_Want], costs: dict[int, Seconds], unless: Expression | None
     ) -> Iterator[CostTerm]:
         """Yields what a cast takes that the first of its readers pays for."""
-        known = constant(unless) if unless is not None else 0.0
-        if known == 1:
+        available = constant(unless) if unless is not None else 0.0
+        if available == 1:
             return
-        unless = None if known == 0 else unless
+        unless = None if available == 0 else unless
         groups = self._groups(readers, costs)
         before: Expression | None = None
         wants: list[Expression] = []
@@ -230,34 +230,34 @@ class Casting:
             yield CostTerm.of(group[0].owner, where, cost)
             before = now
 
-    def _no_more_than(self, found: Expression, wants: Sequence[Expression], unless: Expression | None) -> None:
+    def _no_more_than(self, result: Expression, wants: Sequence[Expression], unless: Expression | None) -> None:
         """What is not wanted is not there, where its being there could win time later."""
-        self.program.row(total((1.0, found), *((-1.0, want) for want in wants)), most=0.0)
+        self.program.row(total((1.0, result), *((-1.0, want) for want in wants)), most=0.0)
         if unless is not None:
-            self.program.row(total((1.0, found), (1.0, unless)), most=1.0)
+            self.program.row(total((1.0, result), (1.0, unless)), most=1.0)
 
     def _groups(self, readers: Sequence[_Want], costs: dict[int, Seconds]) -> list[list[_Want]]:
-        def alike(want: _Want) -> tuple[int, Seconds]:
+        def equal(want: _Want) -> tuple[int, Seconds]:
             return self.stretch[want.owner], costs[want.owner]
 
-        return [list(group) for _, group in groupby(readers, key=alike)]
+        return [list(group) for _, group in groupby(readers, key=equal)]
 
     def _both(self, first: Expression, second: Expression) -> Expression | None:
         """Returns what is 1 where both are; None for nowhere."""
-        one, other = constant(first), constant(second)
-        if 0 in (one, other):
+        item, other = constant(first), constant(second)
+        if 0 in (item, other):
             return None
-        if one is not None:
+        if item is not None:
             return second
         return first if other is not None else self.program.any_of([second], total((1.0, ONE), (-1.0, first)))
 
-    def _held(self, held: IndexedFormat) -> Spread:
+    def _held(self, live: IndexedFormat) -> Spread:
         """The formats of a value: what its operator gives out, or its own."""
-        own = NAMES[held.own]
-        if held.operator < 0:
-            return {own: ONE}
-        given = self.formats.outputs[held.operator]
-        return renamed(given, {name: name or own for name in given})
+        owned = NAMES[live.own]
+        if live.operator < 0:
+            return {owned: ONE}
+        inputs = self.formats.outputs[live.operator]
+        return renamed(inputs, {name: name or owned for name in inputs})
 
     def _taken(self, owner: int, value: int, before: Name, after: Name, differentiated: bool = True) -> Seconds:
         return cast_seconds(self.graph, self.times, owner, value, before or "", after or "", differentiated)

@@ -47,21 +47,21 @@ class Stretches:
 def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
     """Returns how a class sends; it is the same under all plans."""
     schedule, graph = judge.schedules()[name], problem.classes[name].graph
-    device, how = problem.cluster.devices[name], problem.cluster.compression
+    device, settings = problem.cluster.devices[name], problem.cluster.compression
     paths = [parameter.path for parameter in schedule.parameters]
     first = len(graph.operators)
     ends: list[int] = []
     for bucket in judge.buckets:
-        at = [schedule.ready[paths[which]] for which in bucket if paths[which] in schedule.ready]
-        first = min([first, *(graph.places[schedule.backward[place].operator] for place in at)])
+        index = [schedule.ready[paths[selected]] for selected in bucket if paths[selected] in schedule.ready]
+        first = min([first, *(graph.places[schedule.backward[place].operator] for place in index)])
         ends.append(first)
     # The operators from the end of a bucket's stretch on are through when it is ready.
     of = (len(ends) - np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")).tolist()
     sizes = [
-        sum(schedule.parameters[which].numel * schedule.parameters[which].dtype_bytes for which in bucket)
+        sum(schedule.parameters[selected].numel * schedule.parameters[selected].dtype_bytes for selected in bucket)
         for bucket in judge.buckets
     ]
-    extra = [before_sending(device, how, size) * device.slowdown for size in sizes]
+    extra = [before_sending(device, settings, size) * device.slowdown for size in sizes]
     between = after(schedule.optimizer * device.slowdown, device, sum(sizes))
     return Stretches(of, between, device.slowdown, [*extra, 0.0])
 
@@ -88,12 +88,12 @@ class DeviceProgram:
 
     def ready(self, program: LinearProgram) -> list[int]:
         """Adds a variable for the sum until each stretch, and returns them."""
-        found: list[int] = []
+        result: list[int] = []
         for stretch in self.stretches:
-            before: Expression = {found[-1]: 1.0} if found else {}
-            found.append(program.variable(upper=INFINITY))
-            program.row(total((1.0, before), (1.0, stretch), (-1.0, {found[-1]: 1.0})), most=0.0)
-        return found
+            before: Expression = {result[-1]: 1.0} if result else {}
+            result.append(program.variable(upper=INFINITY))
+            program.row(total((1.0, before), (1.0, stretch), (-1.0, {result[-1]: 1.0})), most=0.0)
+        return result
 
 
 def device_program(
@@ -103,7 +103,7 @@ def device_program(
     name: str,
     prices: Priced,
     unit: float,
-    held: LowerBoundTerm | None,
+    live: LowerBoundTerm | None,
     travel: Sequence[Expression],
     later: Sequence[Expression],
 ) -> DeviceProgram:
@@ -121,8 +121,8 @@ def device_program(
                     into[variable] = into.get(variable, 0.0) + factor * seconds
 
     casts = Casting(program, formats, prices.times, sends.of).charges()
-    for one in itertools.chain(prices.charges(program, formats), casts):
-        charge(one.where, one.forward, one.backward, sends.of[one.owner])
+    for item in itertools.chain(prices.charges(program, formats), casts):
+        charge(item.where, item.forward, item.backward, sends.of[item.owner])
     outside = prices.times.outside()
     charge(ONE, outside.forward + outside.backward, 0.0, 0)
     scale = THOUSANDTHS / unit
@@ -132,12 +132,12 @@ def device_program(
         if number:
             ahead = [(sends.slowdown, later[number - 1]), (-1.0, travel[number - 1])]
         if number == 0:
-            ahead = [(sends.slowdown * scale, forward), *((1.0, one) for one in travel)]
+            ahead = [(sends.slowdown * scale, forward), *((1.0, item) for item in travel)]
         parts.append(total(*ahead, (sends.slowdown * scale, stretch), (scale * extra, ONE)))
     weight = problem.weight(name)
     variance: dict[int, float] = {}
-    for operator, known in formats.choices.items():
-        for fmt, variable in known.items():
+    for operator, available in formats.choices.items():
+        for fmt, variable in available.items():
             variance[variable] = variance.get(variable, 0.0) + weight * part.omega(operator, fmt)
-    at_peaks = tuple(held.expressions(formats)) if held is not None else ()
+    at_peaks = tuple(live.expressions(formats)) if live is not None else ()
     return DeviceProgram(name, formats, variance, parts, scale * sends.after, at_peaks)

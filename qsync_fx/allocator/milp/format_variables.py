@@ -64,8 +64,8 @@ class CostTerm:
     backward: float
 
     @classmethod
-    def of(cls, owner: int, where: Expression, taken: Seconds) -> CostTerm:
-        return cls(owner, where, taken.forward, taken.backward)
+    def of(cls, owner: int, where: Expression, used: Seconds) -> CostTerm:
+        return cls(owner, where, used.forward, used.backward)
 
 
 Spread = Mapping[Name, Expression]
@@ -96,32 +96,34 @@ class Formats:
         for operator in self.graph.operators:
             decided = operator.decided
             if isinstance(decided, Choices):
-                found: Spread = self._chosen(operator, shared.get(operator.id, operator.id))
-                given = renamed(found, {name: decided.outputs.get(name or "") for name in found})
+                result: Spread = self._chosen(operator, shared.get(operator.id, operator.id))
+                inputs = renamed(result, {name: decided.outputs.get(name or "") for name in result})
             else:
-                promotion = self._promoted([{decided.given: ONE}, *(self._narrow[at] for at in decided.operators)])
-                found = renamed(promotion, {name: followed(decided, name) for name in promotion})
-                given = {decided.named: ONE} if decided.named else found
-            self.precisions.append(found)
-            self._narrow.append(given)
+                promotion = self._promoted(
+                    [{decided.given: ONE}, *(self._narrow[index] for index in decided.operators)]
+                )
+                result = renamed(promotion, {name: followed(decided, name) for name in promotion})
+                inputs = {decided.named: ONE} if decided.named else result
+            self.precisions.append(result)
+            self._narrow.append(inputs)
         self.outputs: list[Spread] = list(self._narrow)
         self.states: list[Mapping[StateNames, Expression]] = []
-        for at, operator in enumerate(self.graph.operators):
-            self.states.append(self._states(at, operator))
+        for index, operator in enumerate(self.graph.operators):
+            self.states.append(self._states(index, operator))
 
     def asked(self, values: Sequence[float]) -> dict[str, str]:
         """Returns the plan that values of the variables make."""
-        return {operator: max(known, key=lambda fmt: values[known[fmt]]) for operator, known in self.choices.items()}
+        return {operator: max(entry, key=lambda fmt: values[entry[fmt]]) for operator, entry in self.choices.items()}
 
     def _chosen(self, operator: ModelOperator, like: str) -> Spread:
         """Gives an operator its choices: those of the one that it is tied to, where it can take the same."""
-        known = self.part.choices[operator.id]
-        if like not in self.choices or set(self.choices[like]) != set(known):
-            self.choices[operator.id] = {fmt: self.program.variable(whole=True) for fmt in known}
+        available = self.part.choices[operator.id]
+        if like not in self.choices or set(self.choices[like]) != set(available):
+            self.choices[operator.id] = {fmt: self.program.variable(full=True) for fmt in available}
             self.program.row(dict.fromkeys(self.choices[operator.id].values(), 1.0), 1.0, 1.0)
         else:
             self.choices[operator.id] = self.choices[like]
-        return {self.part.runs(operator.id, fmt): {at: 1.0} for fmt, at in self.choices[operator.id].items()}
+        return {self.part.runs(operator.id, fmt): {index: 1.0} for fmt, index in self.choices[operator.id].items()}
 
     def _promoted(self, inputs: Iterable[Spread]) -> Spread:
         """Returns the promotion of several formats."""
@@ -150,54 +152,54 @@ class Formats:
         for spread in inputs[1:]:
             names = {widest(first, second) for first in names for second in spread}
         top = next(name for name in names if all(_within(other, name) for other in names))
-        found: dict[Name, Expression] = {}
+        result: dict[Name, Expression] = {}
         for name in sorted(names - {top}, key=_rank):
-            found[name] = {self.program.variable(): 1.0}
-            below = total(*((1.0, found[other]) for other in found if _within(other, name)))
+            result[name] = {self.program.variable(): 1.0}
+            below = total(*((1.0, result[other]) for other in result if _within(other, name)))
             each = [
                 total(*((1.0, expression) for other, expression in spread.items() if _within(other, name)))
                 for spread in inputs
             ]
-            for one in each:
-                self.program.row(total((1.0, below), (-1.0, one)), most=0.0)
-            self.program.row(total((1.0, below), *((-1.0, one) for one in each)), least=1.0 - len(each))
-        found[top] = total((1.0, ONE), *((-1.0, expression) for expression in found.values()))
-        return found
+            for item in each:
+                self.program.row(total((1.0, below), (-1.0, item)), most=0.0)
+            self.program.row(total((1.0, below), *((-1.0, item) for item in each)), least=1.0 - len(each))
+        result[top] = total((1.0, ONE), *((-1.0, expression) for expression in result.values()))
+        return result
 
-    def _states(self, at: int, operator: ModelOperator) -> Mapping[StateNames, Expression]:
-        decided, precisions = operator.decided, self.precisions[at]
+    def _states(self, index: int, operator: ModelOperator) -> Mapping[StateNames, Expression]:
+        decided, precisions = operator.decided, self.precisions[index]
         if isinstance(decided, Follows):
             return {(name, decided.named or name): expression for name, expression in precisions.items()}
-        found: dict[StateNames, Expression] = {}
-        given: dict[Name, Expression] = dict(self._narrow[at])
+        result: dict[StateNames, Expression] = {}
+        inputs: dict[Name, Expression] = dict(self._narrow[index])
         for name, chosen in precisions.items():
             narrow = decided.outputs.get(name or "")
-            wide = self._wide(at, decided, chosen) if name is not None and FORMATS[name].scaled else None
+            wide = self._wide(index, decided, chosen) if name is not None and FORMATS[name].scaled else None
             if wide is None:
-                found[name, narrow] = chosen
+                result[name, narrow] = chosen
                 continue
-            found[name, decided.wide] = wide
-            found[name, narrow] = total((1.0, chosen), (-1.0, wide))
-            given[decided.wide] = total((1.0, given.get(decided.wide, {})), (1.0, wide))
-            given[narrow] = total((1.0, given[narrow]), (-1.0, wide))
-        if given != self._narrow[at]:
-            self.outputs[at] = given
-        return found
+            result[name, decided.wide] = wide
+            result[name, narrow] = total((1.0, chosen), (-1.0, wide))
+            inputs[decided.wide] = total((1.0, inputs.get(decided.wide, {})), (1.0, wide))
+            inputs[narrow] = total((1.0, inputs[narrow]), (-1.0, wide))
+        if inputs != self._narrow[index]:
+            self.outputs[index] = inputs
+        return result
 
-    def _wide(self, at: int, decided: Choices, chosen: Expression) -> Expression | None:
+    def _wide(self, index: int, decided: Choices, chosen: Expression) -> Expression | None:
         """Returns where a scaled operator gives out what is wide; None for nowhere."""
         if decided.wide is None:
             return None
-        own = {variable for expression in self.precisions[at].values() for variable in expression}
+        owned = {variable for expression in self.precisions[index].values() for variable in expression}
         wants: list[Expression] = []
         for reader in dict.fromkeys(decided.readers):
             kind = Kind(self.graph.operators[reader].kind)
             parts = [e for name, e in self.precisions[reader].items() if wants_wide(kind, format_named(name))]
             want = total(*((1.0, part) for part in parts))
-            known = constant(want)
-            if known == 0 or (known is None and {v for v in want if v != CONSTANT} <= own - chosen.keys()):
+            available = constant(want)
+            if available == 0 or (available is None and {v for v in want if v != CONSTANT} <= owned - chosen.keys()):
                 return None
-            if known is None:
+            if available is None:
                 wants.append(want)
         return self.program.all_of([chosen, *wants])
 
@@ -206,10 +208,12 @@ def renamed(spread: Spread, names: Mapping[Name, Name]) -> Spread:
     """Returns a spread under other names, the same where none is another."""
     if all(before == after for before, after in names.items()):
         return spread
-    found: dict[Name, Expression] = {}
+    result: dict[Name, Expression] = {}
     for before, after in names.items():
-        found[after] = total((1.0, found.get(after, {})), (1.0, spread[before])) if after in found else spread[before]
-    return {next(iter(found)): ONE} if len(found) == 1 else found
+        result[after] = (
+            total((1.0, result.get(after, {})), (1.0, spread[before])) if after in result else spread[before]
+        )
+    return {next(iter(result)): ONE} if len(result) == 1 else result
 
 
 def _within(narrow: Name, wide: Name) -> bool:
@@ -257,40 +261,40 @@ class StateCosts:
 
     def charges(self, program: LinearProgram, formats: Formats) -> Iterator[CostTerm]:
         """Yields what operators take in each state, whatever their neighbours."""
-        for at, spread in enumerate(formats.states):
+        for index, spread in enumerate(formats.states):
             for state, where in spread.items():
-                yield CostTerm.of(at, where, self.operator(at, state))
+                yield CostTerm.of(index, where, self.operator(index, state))
 
-    def operator(self, at: int, state: StateNames) -> Seconds:
+    def operator(self, index: int, state: StateNames) -> Seconds:
         """Returns the time of an operator in a state."""
-        key = at, state
+        key = index, state
         if key not in self._learned:
             # A state that no uniform plan has is like those that compute the same.
-            best = max(self._references, key=lambda names: (names[at] == state, names[at][0] == state[0]))
-            self._learned[key] = self._ask(at, state, best)
+            best = max(self._references, key=lambda names: (names[index] == state, names[index][0] == state[0]))
+            self._learned[key] = self._ask(index, state, best)
         return self._learned[key]
 
     def learn(self, names: Sequence[StateNames]) -> bool:
         """Takes from a plan what its states take there; returns whether anything is new."""
-        found = {(at, state): self._ask(at, state, names) for at, state in enumerate(names)}
-        new = any(self.operator(*key) != seconds for key, seconds in found.items())
-        self._learned |= found
+        result = {(index, state): self._ask(index, state, names) for index, state in enumerate(names)}
+        new = any(self.operator(*key) != seconds for key, seconds in result.items())
+        self._learned |= result
         return new
 
     def _told_apart(self) -> bool:
         """Whether times of any operator follow its neighbours."""
         graph = self.part.graph
         return any(
-            known is None or len(known) > 0
+            entry is None or len(entry) > 0
             for operator, reached in zip(graph.operators, reachable(graph.operators, self.part.formats), strict=True)
             for names in reached
-            for known in self.times.told_apart(operator.id, state_named(names))
+            for entry in self.times.told_apart(operator.id, state_named(names))
         )
 
-    def _ask(self, at: int, state: StateNames, names: Sequence[StateNames]) -> Seconds:
-        near = (at + by for by in NEIGHBOURS)
+    def _ask(self, index: int, state: StateNames, names: Sequence[StateNames]) -> Seconds:
+        near = (index + by for by in NEIGHBOURS)
         around = [self._state(names[n]) if 0 <= n < len(names) else None for n in near]
-        return self.times.operator(self.part.graph.operators[at].id, self._state(state), around)
+        return self.times.operator(self.part.graph.operators[index].id, self._state(state), around)
 
     def _state(self, names: StateNames) -> OperandState:
         """Returns a state by its names: there are few, of thousands of operators."""

@@ -86,25 +86,25 @@ class IndependentChoices:
     def values(self, count: int, more: Array | None = None) -> Array:
         """Returns values of all variables at which each choice costs least, with something more on each variable."""
         costs = self._costs if more is None else self._costs + more[self._groups]
-        found: Array = np.zeros(count)
-        found[self._groups[self._each, costs.argmin(axis=1)]] = 1.0
-        return found
+        result: Array = np.zeros(count)
+        result[self._groups[self._each, costs.argmin(axis=1)]] = 1.0
+        return result
 
     def curve(self, factors: Array) -> TradeoffCurve:
         """Returns what choices win of a row: the steps along the lower hull of what each costs and takes."""
         weights = factors[self._groups]
-        at = self._costs.argmin(axis=1)
+        index = self._costs.argmin(axis=1)
         prices, wins = [np.zeros(0)], [np.zeros(0)]
         for _ in range(weights.shape[1] - 1):
-            won = weights[self._each, at][:, None] - weights
-            dearer = self._costs - self._costs[self._each, at][:, None]
+            won = weights[self._each, index][:, None] - weights
+            dearer = self._costs - self._costs[self._each, index][:, None]
             slopes = np.where(won > 0, dearer / np.where(won > 0, won, 1.0), INFINITY)
             to = slopes.argmin(axis=1)
             slope, step = slopes[self._each, to], won[self._each, to]
-            there = slope < INFINITY
-            prices.append(slope[there])
-            wins.append(step[there])
-            at = np.where(there, to, at)
+            existing = slope < INFINITY
+            prices.append(slope[existing])
+            wins.append(step[existing])
+            index = np.where(existing, to, index)
         slope = np.concatenate(prices)
         order = np.argsort(slope, kind="stable")
         return TradeoffCurve(slope[order], np.cumsum(np.concatenate(wins)[order]))
@@ -136,9 +136,9 @@ class Coupling:
         self._rows = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         variables = np.array([variable for part in parts for variable in part], np.int64)
         factors = np.array([factor for part in parts for factor in part.values()], np.float64)
-        known = variables == CONSTANT
-        self.constants = self._summed(np.bincount(self._rows[known], factors[known], len(parts)))
-        self._rows, self.variables, self.factors = self._rows[~known], variables[~known], factors[~known]
+        available = variables == CONSTANT
+        self.constants = self._summed(np.bincount(self._rows[available], factors[available], len(parts)))
+        self._rows, self.variables, self.factors = self._rows[~available], variables[~available], factors[~available]
 
     def __len__(self) -> int:
         return len(self.most)
@@ -146,18 +146,18 @@ class Coupling:
     def beyond(self, values: Array) -> Array:
         """Returns by how much each is exceeded."""
         parts = np.bincount(self._rows, self.factors * values[self.variables], len(self))
-        found: Array = self._summed(parts) + self.constants - self.most
-        return found
+        result: Array = self._summed(parts) + self.constants - self.most
+        return result
 
-    def row(self, at: int, count: int) -> tuple[Array, float]:
+    def row(self, index: int, count: int) -> tuple[Array, float]:
         """Returns the factors of all variables in a row, and what it is at most."""
-        those = self._rows <= at if self.running else self._rows == at
+        those = self._rows <= index if self.running else self._rows == index
         factors: Array = np.bincount(self.variables[those], self.factors[those], count)
-        return factors, float(self.most[at] - self.constants[at])
+        return factors, float(self.most[index] - self.constants[index])
 
     def _summed(self, parts: Array) -> Array:
-        found: Array = np.cumsum(parts) if self.running else parts
-        return found
+        result: Array = np.cumsum(parts) if self.running else parts
+        return result
 
 
 @dataclass
@@ -212,9 +212,9 @@ class LagrangianRelaxation:
         margins = self._margins(values)
         free, best = _FREE, LpSolution(None, INFINITY, self.bound)
         while True:
-            found = self._whole(values, margins, free, gap)
-            if found is not None and (objective := float(self.costs @ found)) < best.objective:
-                best = LpSolution(found, objective, min(self.bound, objective))
+            result = self._whole(values, margins, free, gap)
+            if result is not None and (objective := float(self.costs @ result)) < best.objective:
+                best = LpSolution(result, objective, min(self.bound, objective))
             if best.values is not None and best.objective - self.bound <= gap * abs(best.objective):
                 return best
             if free >= len(self.groups) or self._late():
@@ -304,26 +304,30 @@ class LagrangianRelaxation:
 
     def _guessed(self) -> tuple[tuple[int, int] | None, float]:
         """Returns the limit that counts, and about its price, were there nothing but choices; None where all limits are kept."""
-        price, found = 0.0, self._worst(self._alone.values(self.count))
+        price, result = 0.0, self._worst(self._alone.values(self.count))
         tried: set[tuple[int, int]] = set()
-        worst = found
+        worst = result
         while worst is not None and worst not in tried and len(tried) < _SWITCHES:
             tried.add(worst)
-            found = worst
+            result = worst
             factors, _ = self.limits[worst[0]].row(worst[1], self.count)
             curve = self._alone.curve(factors)
             price = curve.price(float(self.limits[worst[0]].beyond(self._alone.values(self.count))[worst[1]]))
             worst = self._worst(self._alone.values(self.count, price * factors))
-        return found, price
+        return result, price
 
     def _activate(self, limit: tuple[int, int], free: bool) -> _Active:
         factors, most = self.limits[limit[0]].row(limit[1], self.count)
-        there = np.flatnonzero(factors).astype(np.int32)
+        existing = np.flatnonzero(factors).astype(np.int32)
         column = self._highs.getNumCol()
         nothing: tuple[Array, Array] = np.zeros(0, np.int32), np.zeros(0)
         self._highs.addCol(0.0, -INFINITY if free else 0.0, INFINITY, 0, *nothing)
         self._highs.addRow(
-            most, most, len(there) + 1, np.append(there, column).astype(np.int32), np.append(factors[there], 1.0)
+            most,
+            most,
+            len(existing) + 1,
+            np.append(existing, column).astype(np.int32),
+            np.append(factors[existing], 1.0),
         )
         self._active[limit] = _Active(column, factors, most)
         return self._active[limit]
@@ -337,21 +341,21 @@ class LagrangianRelaxation:
 
     def _worst(self, values: Array) -> tuple[int, int] | None:
         """Returns the limit that is missed most; None where none is."""
-        found, most = None, _MISSED
+        result, most = None, _MISSED
         for number, limits in enumerate(self.limits):
             if len(limits) and (beyond := limits.beyond(values)).max() > most:
-                found, most = (number, int(beyond.argmax())), float(beyond.max())
-        return found
+                result, most = (number, int(beyond.argmax())), float(beyond.max())
+        return result
 
     def _margins(self, values: Array) -> list[tuple[float, int]]:
         """Returns choices by what another would cost, those that are not made first."""
         reduced = np.abs(np.array(self._highs.getSolution().col_dual))
-        found = []
+        result = []
         for number, group in enumerate(self.groups):
             first = max(group, key=lambda variable: float(values[variable]))
             others = [float(reduced[variable]) for variable in group if variable != first]
-            found.append((0.0 if values[first] < 1 - _MISSED else min(others, default=INFINITY), number))
-        return sorted(found)
+            result.append((0.0 if values[first] < 1 - _MISSED else min(others, default=INFINITY), number))
+        return sorted(result)
 
     def _whole(self, values: Array, margins: Sequence[tuple[float, int]], free: int, gap: float) -> Array | None:
         """Returns a solution with some choices made anew, and all others as they are."""
@@ -363,23 +367,23 @@ class LagrangianRelaxation:
                 fixed[variable] = float(variable == first)
         while True:
             highs = self.program.highs(
-                relaxed=False, fixed={int(at): float(fixed[at]) for at in np.flatnonzero(fixed >= 0)}
+                relaxed=False, fixed={int(index): float(fixed[index]) for index in np.flatnonzero(fixed >= 0)}
             )
             for active in self._active.values():
-                there = np.flatnonzero(active.factors).astype(np.int32)
-                highs.addRow(-INFINITY, active.most, len(there), there, active.factors[there])
+                existing = np.flatnonzero(active.factors).astype(np.int32)
+                highs.addRow(-INFINITY, active.most, len(existing), existing, active.factors[existing])
             highs.setOptionValue("mip_rel_gap", gap / 4)
             highs.setOptionValue("objective_target", self.bound + gap / 2 * abs(self.bound))
             highs.setOptionValue("time_limit", max(self._until - time.monotonic(), 0.0))
             highs.run()
             if highs.getInfo().primal_solution_status != highspy.kSolutionStatusFeasible:
                 return None
-            found = np.array(highs.getSolution().col_value)
+            result = np.array(highs.getSolution().col_value)
             if free >= len(self.groups):
                 # All choices are made anew, and all rows are some of those that have to be kept.
                 self.bound = max(self.bound, float(highs.getInfo().mip_dual_bound))
-            if (worst := self._worst(found)) is None:
-                return found
+            if (worst := self._worst(result)) is None:
+                return result
             if worst in self._active:
                 return None
             factors, most = self.limits[worst[0]].row(worst[1], self.count)
@@ -397,33 +401,33 @@ _SLACK: Final = 1e-6
 def solve(program: LinearProgram, gap: float, seconds: float, start: Mapping[int, float]) -> LpSolution:
     """Solves a program; see `Program.solve`."""
     until = time.monotonic() + seconds
-    whole = program.choices
-    relaxed = program.solve(gap, seconds, relaxed=True) if len(whole) > _OPEN else None
+    full = program.choices
+    relaxed = program.solve(gap, seconds, relaxed=True) if len(full) > _OPEN else None
     if relaxed is None or relaxed.values is None or relaxed.reduced is None:
         return program.solve(gap, seconds, start)
-    values = relaxed.values[whole]
-    costs = np.where(relaxed.between(whole), 0.0, relaxed.reduced[whole])
+    values = relaxed.values[full]
+    costs = np.where(relaxed.between(full), 0.0, relaxed.reduced[full])
     floor = relaxed.objective - _SLACK * abs(relaxed.objective)
     margin = float(np.partition(costs, _OPEN)[_OPEN])
     best, bound = LpSolution(None, INFINITY, floor), floor
     for share in (0.25, 0.95):
-        given = costs > margin
-        if given.mean() < 1 - _MOST:
+        inputs = costs > margin
+        if inputs.mean() < 1 - _MOST:
             break
-        fixed = dict(zip(whole[given].tolist(), np.round(values[given]).tolist(), strict=True))
-        found = program.solve(share * gap, until - time.monotonic(), fixed=fixed)
-        if found.values is None:
+        fixed = dict(zip(full[inputs].tolist(), np.round(values[inputs]).tolist(), strict=True))
+        result = program.solve(share * gap, until - time.monotonic(), fixed=fixed)
+        if result.values is None:
             break
-        if found.objective < best.objective:
-            best = found
-        bound = max(bound, min(found.bound, floor + float(costs[given].min(initial=INFINITY))))
+        if result.objective < best.objective:
+            best = result
+        bound = max(bound, min(result.bound, floor + float(costs[inputs].min(initial=INFINITY))))
         if best.objective - bound <= gap * abs(best.objective):
             return replace(best, bound=min(bound, best.objective), stopped=False)
         # What costs more than this is not better than what was found by more than half of the gap.
         margin = max(best.objective - floor - gap / 2 * abs(best.objective), 0.0)
     if best.values is not None:
-        start = dict(zip(whole.tolist(), best.values[whole].tolist(), strict=True))
-    found = program.solve(gap, until - time.monotonic(), start)
-    bound = max(bound, found.bound) if found.values is not None else bound
-    better = found if found.objective <= best.objective else best
-    return replace(better, bound=min(bound, better.objective), infeasible=found.infeasible, stopped=found.stopped)
+        start = dict(zip(full.tolist(), best.values[full].tolist(), strict=True))
+    result = program.solve(gap, until - time.monotonic(), start)
+    bound = max(bound, result.bound) if result.values is not None else bound
+    better = result if result.objective <= best.objective else best
+    return replace(better, bound=min(bound, better.objective), infeasible=result.infeasible, stopped=result.stopped)

@@ -71,8 +71,8 @@ class LpSolution:
         """Returns of each of some variables whether it is not whole in it."""
         assert self.values is not None
         values = self.values[variables]
-        found: Array = np.abs(values - np.round(values)) > _BETWEEN
-        return found
+        result: Array = np.abs(values - np.round(values)) > _BETWEEN
+        return result
 
 
 class LinearProgram:
@@ -96,11 +96,11 @@ class LinearProgram:
         """The places of whole variables."""
         return np.flatnonzero(self.whole)
 
-    def variable(self, cost: float = 0.0, upper: float = 1.0, whole: bool = False) -> int:
+    def variable(self, cost: float = 0.0, upper: float = 1.0, full: bool = False) -> int:
         """Returns a new variable, from 0."""
         self.costs.append(cost)
         self.upper.append(upper)
-        self.whole.append(whole)
+        self.whole.append(full)
         return len(self.costs) - 1
 
     def row(self, terms: Expression, least: float = -INFINITY, most: float = INFINITY) -> int:
@@ -130,32 +130,32 @@ class LinearProgram:
             return next(iter(distinct.values()), {})
         key = frozenset(distinct), tuple(sorted((unless or {}).items()))
         if key not in self._any:
-            found = {self.variable(): 1.0}
+            result = {self.variable(): 1.0}
             for want in distinct.values():
-                self.row(total((1.0, want), (-1.0, unless or {}), (-1.0, found)), most=0.0)
-            self._any[key] = found
+                self.row(total((1.0, want), (-1.0, unless or {}), (-1.0, result)), most=0.0)
+            self._any[key] = result
         return self._any[key]
 
     def at_least(self, expression: Expression) -> Expression:
         """Returns what is no less than an expression that is 1 at most, nor than nothing; it may be more where that wins nothing."""
-        known = constant(expression)
-        if known is not None:
-            return {CONSTANT: max(0.0, known)}
+        available = constant(expression)
+        if available is not None:
+            return {CONSTANT: max(0.0, available)}
         key = frozenset([tuple(sorted(expression.items()))]), ()
         if key not in self._any:
-            found = {self.variable(): 1.0}
-            self.row(total((1.0, expression), (-1.0, found)), most=0.0)
-            self._any[key] = found
+            result = {self.variable(): 1.0}
+            self.row(total((1.0, expression), (-1.0, result)), most=0.0)
+            self._any[key] = result
         return self._any[key]
 
     def at_most(self, bounds: Iterable[Expression]) -> Expression:
         """Returns what is no more than any of several bounds, nor than 1; it may be less where that wins nothing."""
         distinct: dict[tuple[tuple[int, float], ...], Expression] = {}
         for bound in bounds:
-            known = constant(bound)
-            if known is None:
+            available = constant(bound)
+            if available is None:
                 distinct[tuple(sorted(bound.items()))] = bound
-            elif known <= 0:
+            elif available <= 0:
                 return {}
         if not distinct:
             return ONE
@@ -163,9 +163,9 @@ class LinearProgram:
             return only
         key = frozenset(distinct)
         if key not in self._least_of:
-            self._least_of[key] = found = {self.variable(): 1.0}
+            self._least_of[key] = result = {self.variable(): 1.0}
             for bound in distinct.values():
-                self.row(total((1.0, found), (-1.0, bound)), most=0.0)
+                self.row(total((1.0, result), (-1.0, bound)), most=0.0)
         return self._least_of[key]
 
     def most(self, expression: Expression) -> float:
@@ -184,11 +184,11 @@ class LinearProgram:
             return next(iter(distinct.values()), ONE)
         key = frozenset(distinct)
         if key not in self._all:
-            found = {self.variable(): 1.0}
+            result = {self.variable(): 1.0}
             for want in distinct.values():
-                self.row(total((1.0, found), (-1.0, want)), most=0.0)
-            self.row(total((1.0, found), *((-1.0, want) for want in distinct.values())), least=1.0 - len(distinct))
-            self._all[key] = found
+                self.row(total((1.0, result), (-1.0, want)), most=0.0)
+            self.row(total((1.0, result), *((-1.0, want) for want in distinct.values())), least=1.0 - len(distinct))
+            self._all[key] = result
         return self._all[key]
 
     def change_limit(self, row: int, most: float) -> None:
@@ -253,7 +253,7 @@ class LinearProgram:
         matrix.value_ = np.array(self._factors)
         if not relaxed:
             kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-            problem.integrality_ = [kinds[whole] for whole in self.whole]
+            problem.integrality_ = [kinds[full] for full in self.whole]
         highs.passModel(problem)
         return highs
 
@@ -264,11 +264,11 @@ TOLERANCE: Final = 1e-8
 
 def total(*terms: tuple[float, Expression]) -> dict[int, float]:
     """Returns a sum of expressions with factors."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for factor, expression in terms:
         for variable, value in expression.items():
-            found[variable] = found.get(variable, 0.0) + factor * value
-    return found
+            result[variable] = result.get(variable, 0.0) + factor * value
+    return result
 
 
 def constant(expression: Expression) -> float | None:
@@ -281,4 +281,4 @@ def constant(expression: Expression) -> float | None:
 
 def value(expression: Expression, values: Array) -> float:
     """Returns what an expression is where variables have values."""
-    return sum(factor * (1.0 if at == CONSTANT else float(values[at])) for at, factor in expression.items())
+    return sum(factor * (1.0 if index == CONSTANT else float(values[index])) for index, factor in expression.items())

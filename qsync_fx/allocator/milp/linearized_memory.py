@@ -67,14 +67,14 @@ class LinearizedMemory:
         """
         reference = _Reference(states.names, _held(states, step_tasks(states) if tasks is None else tasks))
         before = max((self._value(moment, states.names) for moment in self.moments), default=0.0)
-        if all(known.names != reference.names for known in self._references):
+        if all(entry.names != reference.names for entry in self._references):
             self._references.append(reference)
         if reference.peak not in self.moments:
             self.moments.append(reference.peak)
-        beside = passes - sum(reference.at(reference.peak).values())
+        neighbours = passes - sum(reference.at(reference.peak).values())
         for moment in self.moments:
             self._more[moment] = 0.0
-            self._more[moment] = beside + sum(reference.at(moment).values()) - self._value(moment, states.names)
+            self._more[moment] = neighbours + sum(reference.at(moment).values()) - self._value(moment, states.names)
         return abs(before - passes) / max(passes, 1.0)
 
     def places(self, graph: ModelGraph) -> Iterator[int]:
@@ -85,31 +85,31 @@ class LinearizedMemory:
     def expressions(self, formats: Formats) -> Iterator[Expression]:
         """Yields what is held at each of the moments, in bytes."""
         for moment in self.moments:
-            found: dict[int, float] = {CONSTANT: self._more[moment]}
-            for at, states in enumerate(formats.states):
+            result: dict[int, float] = {CONSTANT: self._more[moment]}
+            for index, states in enumerate(formats.states):
                 for names, where in states.items():
-                    if size := self._wrote(moment, at, names):
+                    if size := self._wrote(moment, index, names):
                         for variable, factor in where.items():
-                            found[variable] = found.get(variable, 0.0) + factor * size
-            yield found
+                            result[variable] = result.get(variable, 0.0) + factor * size
+            yield result
 
     def _value(self, moment: Moment, names: tuple[StateNames, ...]) -> float:
-        return self._more.get(moment, 0.0) + sum(self._wrote(moment, at, state) for at, state in enumerate(names))
+        return self._more.get(moment, 0.0) + sum(self._wrote(moment, index, state) for index, state in enumerate(names))
 
-    def _wrote(self, moment: Moment, at: int, state: StateNames) -> float:
+    def _wrote(self, moment: Moment, index: int, state: StateNames) -> float:
         """Returns what an operator in a state wrote of what is held, a mean over the plans that are most alike in that."""
-        likeness = [_alike(reference.names[at], state) for reference in self._references]
+        likeness = [_alike(reference.names[index], state) for reference in self._references]
         best = max(likeness)
         sizes = [
-            reference.at(moment).get(at, 0)
+            reference.at(moment).get(index, 0)
             for reference, like in zip(self._references, likeness, strict=True)
             if like == best
         ]
         return sum(sizes) / len(sizes)
 
 
-def _alike(one: StateNames, other: StateNames) -> tuple[bool, bool]:
-    return one == other, one[0] == other[0]
+def _alike(item: StateNames, other: StateNames) -> tuple[bool, bool]:
+    return item == other, item[0] == other[0]
 
 
 def _held(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int, int]]:
@@ -118,26 +118,26 @@ def _held(states: States, tasks: Sequence[Task]) -> Mapping[Moment, Mapping[int,
     for task in tasks:
         for buffer in task.writes:
             wrote.setdefault(buffer, graph.places.get(task.operator, -1))
-    found: dict[Moment, Mapping[int, int]] = {}
+    result: dict[Moment, Mapping[int, int]] = {}
     most: dict[Moment, int] = {}
     for live in lives(tasks, True, wrote.__getitem__, _WORKSPACE):
-        at = graph.places.get(live.operator, -1)
-        moment = _moment(graph, at, live.backward)
+        index = graph.places.get(live.operator, -1)
+        moment = _moment(graph, index, live.backward)
         size = live.bytes
         if size > most.get(moment, -1):
             most[moment] = size
-            held = dict(live.kinds)
-            if working := held.pop(_WORKSPACE, 0):
-                held[at] = held.get(at, 0) + working
-            found[moment] = held
-    return found
+            live_bytes = dict(live.kinds)
+            if working := live_bytes.pop(_WORKSPACE, 0):
+                live_bytes[index] = live_bytes.get(index, 0) + working
+            result[moment] = live_bytes
+    return result
 
 
 _WORKSPACE = -2
 
 
-def _moment(graph: ModelGraph, at: int, backward: bool) -> Moment:
+def _moment(graph: ModelGraph, index: int, backward: bool) -> Moment:
     count = len(graph.operators)
-    if at < 0:
+    if index < 0:
         return count
-    return 2 * count - at if backward else at
+    return 2 * count - index if backward else index

@@ -67,9 +67,9 @@ def widen(search: MilpSearch) -> None:
 def every(search: MilpSearch) -> bool:
     """Looks at all plans where they are few and the program only takes after the judge; returns whether it did."""
     choices = {
-        (name, operator): known
+        (name, operator): entry
         for name in search.problem.open
-        for operator, known in search.problem.classes[name].choices.items()
+        for operator, entry in search.problem.classes[name].choices.items()
     }
     codecs = [tuple(by) for by in search.judge.options.coded]
     many = math.prod(map(len, (*choices.values(), *codecs)))
@@ -135,20 +135,20 @@ class MilpAllocator:
             search.run(self.rounds)
         if search.approximate:
             search.sharpen()
-        whole = not search.approximate or (not search.near and every(search))
-        if not whole and not search.near:
+        full = not search.approximate or (not search.near and every(search))
+        if not full and not search.near:
             begin_elsewhere(search)
             widen(search)
             search.bounded()
         if search.best is None:
             raise why_not(search)
-        bound = search.bound if whole else search.proved
+        bound = search.bound if full else search.proved
         plans = search.best[0]
         judged = with_peaks(problem, *search.best)
         value = judged.value(problem)
         took = time.perf_counter() - began
-        notes = (
-            () if whole or search.near else (PlanNote(PlanNoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        notes = () if full or search.near else (PlanNote(PlanNoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        available = None if bound is None else min(bound, value)
+        return PlanResult(
+            problem, plans, judged, self.name, available, took, tuple(search.rounds), (*search.notes, *notes)
         )
-        known = None if bound is None else min(bound, value)
-        return PlanResult(problem, plans, judged, self.name, known, took, tuple(search.rounds), (*search.notes, *notes))

@@ -61,37 +61,41 @@ class NeighbourTerms:
 
     def charges(self, program: LinearProgram, formats: Formats) -> Iterator[CostTerm]:
         """Yields what all operators take, without their casts."""
-        around = [self._around(at, formats) for at in range(len(formats.states))]
-        ways = list(zip(formats.states, around, strict=True))
-        near = sum(len(states) * _combinations(kinds[:_NEAR]) for states, kinds in ways) <= COLUMNS
-        split = sum(len(states) * _combinations(kinds) for states, kinds in ways) <= SPLITS
-        for at, (states, kinds) in enumerate(ways):
+        around = [self._around(index, formats) for index in range(len(formats.states))]
+        methods = list(zip(formats.states, around, strict=True))
+        near = sum(len(states) * _combinations(kinds[:_NEAR]) for states, kinds in methods) <= COLUMNS
+        split = sum(len(states) * _combinations(kinds) for states, kinds in methods) <= SPLITS
+        for index, (states, kinds) in enumerate(methods):
             if near or _combinations(kinds) == 1:
-                yield from self._beside(program, at, states, kinds, split)
+                yield from self._beside(program, index, states, kinds, split)
             else:
                 for state, where in states.items():
-                    yield CostTerm.of(at, where, self.times.least(self.graph.operators[at].id, state_named(state)))
+                    yield CostTerm.of(
+                        index, where, self.times.least(self.graph.operators[index].id, state_named(state))
+                    )
 
-    def _around(self, at: int, formats: Formats) -> list[list[_Kind]]:
+    def _around(self, index: int, formats: Formats) -> list[list[_Kind]]:
         """Returns the kinds of states of each neighbour."""
-        name = self.graph.operators[at].id
-        told = [self.times.told_apart(name, state_named(state)) for state in formats.states[at]]
-        found: list[list[_Kind]] = []
+        name = self.graph.operators[index].id
+        reported = [self.times.told_apart(name, state_named(state)) for state in formats.states[index]]
+        result: list[list[_Kind]] = []
         for number, by in enumerate(NEIGHBOURS):
-            if not 0 <= at + by < len(formats.states):
-                found.append([_Kind(None, ONE)])
+            if not 0 <= index + by < len(formats.states):
+                result.append([_Kind(None, ONE)])
                 continue
-            states = formats.states[at + by]
-            apart = [one for one in states if any((each := known[number]) is None or one in each for known in told)]
-            rest = [one for one in states if one not in apart]
-            groups = [[one] for one in apart] + ([rest] if rest else [])
-            found.append([_Kind(state_named(one[0]), total(*((1.0, states[it]) for it in one))) for one in groups])
-        return found
+            states = formats.states[index + by]
+            apart = [
+                item for item in states if any((each := entry[number]) is None or item in each for entry in reported)
+            ]
+            rest = [item for item in states if item not in apart]
+            groups = [[item] for item in apart] + ([rest] if rest else [])
+            result.append([_Kind(state_named(item[0]), total(*((1.0, states[it]) for it in item))) for item in groups])
+        return result
 
     def _beside(
         self,
         program: LinearProgram,
-        at: int,
+        index: int,
         states: Mapping[StateNames, Expression],
         kinds: Sequence[Sequence[_Kind]],
         split: bool,
@@ -100,43 +104,47 @@ class NeighbourTerms:
         near, far = kinds[:_NEAR], kinds[_NEAR:]
         split = split or _combinations(far) == 1
         # The operator's own states, those of its nearest neighbours, and those of the others: what their combinations sum up to.
-        own, beside, further = _Sums(), _Sums(), _Sums()
-        for state, there in states.items():
+        owned, neighbours, further = _Sums(), _Sums(), _Sums()
+        for state, existing in states.items():
             for picked in itertools.product(*near):
-                both = there if _combinations(near) == 1 else own.part(program, there)
-                beside.add(both, picked)
+                both = existing if _combinations(near) == 1 else owned.part(program, existing)
+                neighbours.add(both, picked)
                 around = {by: kind.state for by, kind in zip(NEIGHBOURS, picked, strict=False)}
-                parts = self._parts(at, state, around, far) if split else []
+                parts = self._parts(index, state, around, far) if split else []
                 if not parts:
                     yield CostTerm.of(
-                        at, both, self.times.least(self.graph.operators[at].id, state_named(state), around)
+                        index, both, self.times.least(self.graph.operators[index].id, state_named(state), around)
                     )
                 elif len({seconds for _, seconds in parts}) == 1:
-                    yield CostTerm.of(at, both, parts[0][1])
+                    yield CostTerm.of(index, both, parts[0][1])
                 else:
                     pieces = _Sums()
                     for others, seconds in parts:
                         piece = pieces.part(program, both)
                         further.add(piece, others)
-                        yield CostTerm.of(at, piece, seconds)
+                        yield CostTerm.of(index, piece, seconds)
                     pieces.close(program)
-        own.close(program)
+        owned.close(program)
         if _combinations(near) > 1:
-            beside.close(program)
+            neighbours.close(program)
         # Combinations that are not split have a share in these, too.
-        further.close(program, whole=False)
+        further.close(program, full=False)
 
     def _parts(
-        self, at: int, state: StateNames, beside: Mapping[int, OperandState | None], far: Sequence[Sequence[_Kind]]
+        self,
+        index: int,
+        state: StateNames,
+        neighbours: Mapping[int, OperandState | None],
+        far: Sequence[Sequence[_Kind]],
     ) -> list[tuple[tuple[_Kind, ...], Seconds]]:
         """Returns what an operator takes beside each combination of the neighbours that are further away."""
-        found: list[tuple[tuple[_Kind, ...], Seconds]] = []
+        result: list[tuple[tuple[_Kind, ...], Seconds]] = []
         for picked in itertools.product(*far):
-            around = {**beside, **{by: kind.state for by, kind in zip(NEIGHBOURS[_NEAR:], picked, strict=True)}}
-            asked = [around[by] for by in NEIGHBOURS]
-            taken = self.times.operator(self.graph.operators[at].id, state_named(state), asked)
-            found.append((picked, Seconds(taken.forward, taken.backward)))
-        return found
+            around = {**neighbours, **{by: kind.state for by, kind in zip(NEIGHBOURS[_NEAR:], picked, strict=True)}}
+            requested = [around[by] for by in NEIGHBOURS]
+            used = self.times.operator(self.graph.operators[index].id, state_named(state), requested)
+            result.append((picked, Seconds(used.forward, used.backward)))
+        return result
 
 
 class _Sums:
@@ -145,25 +153,25 @@ class _Sums:
     def __init__(self) -> None:
         self._found: dict[int, tuple[Expression, dict[int, float]]] = {}
 
-    def part(self, program: LinearProgram, whole: Expression) -> Expression:
+    def part(self, program: LinearProgram, full: Expression) -> Expression:
         """Returns a new variable that is a part of an expression."""
-        found = {program.variable(): 1.0}
-        self._add(found, whole)
-        return found
+        result = {program.variable(): 1.0}
+        self._add(result, full)
+        return result
 
     def add(self, part: Expression, kinds: Iterable[_Kind]) -> None:
         """Takes what is known for a part of where neighbours are of some kinds."""
         for kind in kinds:
             self._add(part, kind.where)
 
-    def close(self, program: LinearProgram, whole: bool = True) -> None:
+    def close(self, program: LinearProgram, full: bool = True) -> None:
         """Lets parts sum up to no more than what they are of; `whole`, to no less."""
         for where, parts in self._found.values():
-            program.row(total((1.0, parts), (-1.0, where)), 0.0 if whole else -INFINITY, 0.0)
+            program.row(total((1.0, parts), (-1.0, where)), 0.0 if full else -INFINITY, 0.0)
 
-    def _add(self, part: Expression, whole: Expression) -> None:
+    def _add(self, part: Expression, full: Expression) -> None:
         # An expression is known by its place: it is held here, so that none gets another one's.
-        _, parts = self._found.setdefault(id(whole), (whole, {}))
+        _, parts = self._found.setdefault(id(full), (full, {}))
         for variable, factor in part.items():
             parts[variable] = parts.get(variable, 0.0) + factor
 

@@ -100,12 +100,12 @@ class SearchState:
             self.learn()
         self.look(self.best[0] if self.best is not None else self.problem.uniform())
 
-    def _better(self, one: Evaluation, other: Evaluation) -> bool:
+    def _better(self, item: Evaluation, other: Evaluation) -> bool:
         """Whether what is least is less, or something else where that is the same."""
-        first, second = one.value(self.problem), other.value(self.problem)
+        first, second = item.value(self.problem), other.value(self.problem)
         if abs(first - second) > TOLERANCE * max(first, second):
             return first < second
-        return (one.variance, one.seconds) < (other.variance, other.seconds)
+        return (item.variance, item.seconds) < (other.variance, other.seconds)
 
     def _passes(self, name: str) -> float:
         """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""
@@ -167,34 +167,34 @@ class MilpSearch(SearchState):
             self._settle(rounds)
 
     def _settle(self, rounds: int) -> None:
-        seen: list[tuple[Plans, Codecs]] = []
+        visited: list[tuple[Plans, Codecs]] = []
         for _ in range(rounds):
             if self.near or (solved := self._solve()) is None:
                 return
-            found, excess, new = solved
-            if found in seen or (not excess and not new):
+            result, excess, new = solved
+            if result in visited or (not excess and not new):
                 if not excess:
                     return
                 self._tighten(excess)
-            seen.append(found)
+            visited.append(result)
 
     def _solve(self) -> tuple[tuple[Plans, Codecs], dict[str, float], bool] | None:
         """Solves once; returns the plans and codecs, what of the limits they exceed, and whether anything was learned."""
-        found = self._found(self.best[0] if self.best else self.judge.plans)
-        if found.infeasible and self.best is not None:
+        result = self._found(self.best[0] if self.best else self.judge.plans)
+        if result.infeasible and self.best is not None:
             # What was learned of other plans may hide one that is known to keep the limits.
             self.look(self.best[0], self.best[1].codecs)
             self.learn()
-            found = self._found(self.best[0])
-        if found.stopped:
+            result = self._found(self.best[0])
+        if result.stopped:
             self.notes.append(PlanNote(PlanNoteKind.STOPPED, numbers={"seconds": self.seconds}))
-        if found.plans is None:
+        if result.plans is None:
             return None
-        plans = self.problem.completed(found.plans)
-        judged = self.look(plans, found.codecs)
+        plans = self.problem.completed(result.plans)
+        judged = self.look(plans, result.codecs)
         excess, new = judged.exceeds(self.problem), self.learn()
-        self.bound = found.bound
-        self.rounds.append(SolverIteration(judged, found.bound, not excess, new))
+        self.bound = result.bound
+        self.rounds.append(SolverIteration(judged, result.bound, not excess, new))
         return (plans, judged.codecs), excess, new
 
     def bounded(self) -> float | None:
@@ -202,20 +202,20 @@ class MilpSearch(SearchState):
         their neighbours."""
         prices = self._least_prices
         new = self.proved is None
-        for name, held in self.held.items():
+        for name, live in self.held.items():
             part, memory = self.problem.classes[name], self.judge.memory(name)
             if name not in self._certain and memory is not None:
                 self._certain[name] = MemoryLowerBound(part, memory.expected)
-            new |= self._certain[name].add(held.places(part.graph))
+            new |= self._certain[name].add(live.places(part.graph))
         if not (self._above() or new or self._within(_CLOSE)):
             return self.proved
         moments, plans = _MOMENTS, _EXCLUDED
         while moments and plans:
-            found = self._found(self.judge.plans, prices, self._certain, self._asked)
-            if found.plans is None:
+            result = self._found(self.judge.plans, prices, self._certain, self._asked)
+            if result.plans is None:
                 break
-            self.proved = max(found.bound, self.proved or 0.0)
-            judged = self.look(self.problem.completed(found.plans), found.codecs)
+            self.proved = max(result.bound, self.proved or 0.0)
+            judged = self.look(self.problem.completed(result.plans), result.codecs)
             self.learn()
             if self.near:
                 break
@@ -236,23 +236,23 @@ class MilpSearch(SearchState):
             return
         prices, gap = self._least_prices, self.gap
         self.gap = gap / _OWN**2
-        found = self._found(self.judge.plans, prices, self._certain, self._asked)
-        self.gap, self.proved = gap, max(found.bound, self.proved)
+        result = self._found(self.judge.plans, prices, self._certain, self._asked)
+        self.gap, self.proved = gap, max(result.bound, self.proved)
 
     @property
     def _least_prices(self) -> dict[str, Priced]:
         """What operators take at least, beside any neighbours."""
-        found = self.prices.items()
-        return {name: NeighbourTerms(self.problem.classes[name]) if known.differ else known for name, known in found}
+        result = self.prices.items()
+        return {name: NeighbourTerms(self.problem.classes[name]) if entry.differ else entry for name, entry in result}
 
     def _above(self) -> bool:
         """Adds moments at which the judge's plans certainly hold more than they may; returns whether there are any."""
-        found = []
+        result = []
         for name, certain in self._certain.items():
             memory = self.judge.memory(name)
             assert memory is not None, "it is limited"
-            found.append(certain.add_above(self.judge.states(name).names, self._asked.memory[name], memory.written))
-        return any(found)
+            result.append(certain.add_above(self.judge.states(name).names, self._asked.memory[name], memory.written))
+        return any(result)
 
     def _exclude(self, excess: Mapping[str, float]) -> bool:
         """Rules out the judge's plans of classes that hold too much under them; returns whether there are any."""
@@ -271,36 +271,36 @@ class MilpSearch(SearchState):
         What is beyond follows plans little, so that this leads to good ones in few rounds. Where a plan that holds too much and one that
         does not lead to one another, what is between them is halved. Returns whether one of them keeps all limits.
         """
-        seen: list[tuple[Plans, Codecs]] = []
+        visited: list[tuple[Plans, Codecs]] = []
         solved: list[dict[str, float]] = []
         inside: dict[str, float] | None = None
         outside: dict[str, float] | None = None
         for _ in range(rounds if self._certain and not self.near else 0):
             memory = {name: limit - self._beyond(name) for name, limit in self._asked.memory.items()}
-            if memory in solved or (seen and seen[-1] in seen[:-1]):
+            if memory in solved or (visited and visited[-1] in visited[:-1]):
                 if inside is None or outside is None or self._alike(inside, outside):
                     break
                 memory = {name: (inside[name] + outside[name]) / 2 for name in memory}
             solved.append(memory)
-            found = self._found(self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory))
-            if found.stopped:
+            result = self._found(self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory))
+            if result.stopped:
                 self.notes.append(PlanNote(PlanNoteKind.STOPPED, numbers={"seconds": self.seconds}))
-            if found.plans is None:
+            if result.plans is None:
                 break
-            plans = self.problem.completed(found.plans)
-            judged = self.look(plans, found.codecs)
+            plans = self.problem.completed(result.plans)
+            judged = self.look(plans, result.codecs)
             excess, new = judged.exceeds(self.problem), self.learn()
             inside, outside = (inside, memory) if excess else (memory, outside)
-            self.bound = found.bound
-            self.rounds.append(SolverIteration(judged, found.bound, not excess, new))
+            self.bound = result.bound
+            self.rounds.append(SolverIteration(judged, result.bound, not excess, new))
             if self.near:
                 break
-            seen.append((plans, judged.codecs))
+            visited.append((plans, judged.codecs))
         return inside is not None
 
-    def _alike(self, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    def _alike(self, item: Mapping[str, float], other: Mapping[str, float]) -> bool:
         """Whether limits of memory are so near one another that halving what is between them finds little."""
-        return all(abs(one[name] - other[name]) <= NEAR / 4 * limit for name, limit in self._asked.memory.items())
+        return all(abs(item[name] - other[name]) <= NEAR / 4 * limit for name, limit in self._asked.memory.items())
 
     def _beyond(self, name: str) -> float:
         """Returns what the judge says that the last plan holds beyond what is certain."""
@@ -309,10 +309,10 @@ class MilpSearch(SearchState):
     @property
     def excluded(self) -> bool:
         """Whether what is certain to be held under the judge's plans is beyond a limit, which is quicker to know than what is held."""
-        known = ((limit, self._certain.get(name), name) for name, limit in self._asked.memory.items())
+        available = ((limit, self._certain.get(name), name) for name, limit in self._asked.memory.items())
         return any(
             beyond(certain.of(self.judge.states(name).names, waiting=False), limit)
-            for limit, certain, name in known
+            for limit, certain, name in available
             if certain is not None
         )
 
@@ -332,15 +332,15 @@ class MilpSearch(SearchState):
         self,
         start: Plans,
         prices: Mapping[str, Priced] | None = None,
-        held: Mapping[str, LowerBoundTerm] | None = None,
+        live: Mapping[str, LowerBoundTerm] | None = None,
         limits: Constraints | None = None,
     ) -> Solution:
         """Solves the program of all classes, or one a class where nothing couples them."""
         problem, limits = self.problem, limits or self.limits
 
         def solved(limits: Constraints, least: str, names: Sequence[str], start: Plans) -> Solution:
-            known = prices or self.prices, held or self.held
-            return find(problem, self.judge, *known, limits, least, names, start, self.gap, self.seconds)
+            available = prices or self.prices, live or self.held
+            return find(problem, self.judge, *available, limits, least, names, start, self.gap, self.seconds)
 
         names = list(problem.open)
         # Codecs are the same on all classes.

@@ -32,10 +32,10 @@ def load(name: str) -> Command:
     """
     ours, entries = _ours().get(name), tuple(entry_points(group=_GROUP, name=name))
     if ours is None and len(entries) == 1:
-        found = installed.load(entries[0])
-        if not isinstance(found, Command):
-            raise installed.unfit(entries[0], found, "a qsync_fx.cli.Command")
-        return found
+        result = installed.load(entries[0])
+        if not isinstance(result, Command):
+            raise installed.unfit(entries[0], result, "a qsync_fx.cli.Command")
+        return result
     if entries:
         where = [*([] if ours is None else [ours]), *(f"the package {installed.package(entry)}" for entry in entries)]
         raise QSyncError(

@@ -47,15 +47,17 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         do="name it with --precision; qsync replay takes a plan, with the codecs that it has",
     )
     model_args.add(parser, needed=False, refused={"plan": one_format})
-    asked = parser.add_argument_group("what to predict", "By default all operators are in fp32.")
-    asked.add_argument("--gpus", "--ranks", dest="ranks", metavar="N", type=int, required=True, help="how many devices")
-    asked.add_argument(
+    requested = parser.add_argument_group("what to predict", "By default all operators are in fp32.")
+    requested.add_argument(
+        "--gpus", "--ranks", dest="ranks", metavar="N", type=int, required=True, help="how many devices"
+    )
+    requested.add_argument(
         "--bandwidth", metavar="RATE", required=True, help="of each link: 1gbit, 100mbit, or 12.5GB a second"
     )
-    asked.add_argument(
+    requested.add_argument(
         "--latency", metavar="SECONDS", type=float, default=5e-5, help="of the smallest all-reduce; %(default)s"
     )
-    asked.add_argument(
+    requested.add_argument(
         "--gpus-per-node",
         "--ranks-per-node",
         dest="size",
@@ -64,20 +66,22 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="how many share a node and its link to others; gradients then go in the codec between nodes alone",
     )
-    asked.add_argument("--inside", metavar="RATE", help="of each device inside its node, as --bandwidth")
-    asked.add_argument(
+    requested.add_argument("--inside", metavar="RATE", help="of each device inside its node, as --bandwidth")
+    requested.add_argument(
         "--inside-latency", metavar="SECONDS", type=float, default=1e-5, help="of the smallest one there; %(default)s"
     )
-    asked.add_argument(
+    requested.add_argument(
         "--device", metavar="NAME", help="of the catalog, which the model is reckoned for; t4 by default"
     )
-    asked.add_argument("--profile", metavar="FILE", help="of qsync measure, in place of the model and a device")
-    training_args.add_optimizer(asked)
-    asked.add_argument(
+    requested.add_argument("--profile", metavar="FILE", help="of qsync measure, in place of the model and a device")
+    training_args.add_optimizer(requested)
+    requested.add_argument(
         "--codec", action="append", metavar="NAME", help="this one, and others that are named so; by default all"
     )
-    asked.add_argument("--rates", metavar="FILE", help="how fast codecs are: what qsync comm bench --json has printed")
-    asked.add_argument("--json", action="store_true", help="one JSON object for other programs")
+    requested.add_argument(
+        "--rates", metavar="FILE", help="how fast codecs are: what qsync comm bench --json has printed"
+    )
+    requested.add_argument("--json", action="store_true", help="one JSON object for other programs")
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -115,11 +119,11 @@ def _predict(arguments: argparse.Namespace) -> None:
             raise OptionError("it has the speed of no codec that can be foreseen", where=arguments.rates, do=do)
         if missing:
             output.note(f"{arguments.rates} has no speed of {', '.join(missing)}")
-    without, found = paying(schedules, fleet, codecs, how_fast)
+    without, result = paying(schedules, fleet, codecs, how_fast)
     if arguments.json:
-        output.as_json(_as_json(profile, fleet, how_fast, without, found))
+        output.as_json(_as_json(profile, fleet, how_fast, without, result))
     else:
-        _show(profile, fmt, fleet, how_fast, without, found)
+        _show(profile, fmt, fleet, how_fast, without, result)
 
 
 def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
@@ -148,32 +152,32 @@ def _read(path: str) -> Rates:
 
     try:
         rows = json.loads(pathlib.Path(path).read_text())
-        found = {str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows}
+        result = {str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows}
     except (OSError, ValueError, TypeError, KeyError) as error:
         do = "write it with qsync comm bench --json"
         raise OptionError(f"the speeds of codecs cannot be read: {error}", where=path, do=do) from error
-    if any(not (rate.encode > 0 and rate.decode > 0) for rate in found.values()):
+    if any(not (rate.encode > 0 and rate.decode > 0) for rate in result.values()):
         raise OptionError(
             "a codec has a speed that is not above 0", where=path, do="write it with qsync comm bench --json"
         )
-    return Rates(f"measured, {path}", found)
+    return Rates(f"measured, {path}", result)
 
 
 def _inside(arguments: argparse.Namespace) -> float | None:
     """Returns the bytes a second of links inside nodes; None where each device is a node of its own."""
     size, ranks = arguments.size, arguments.ranks
     if size < 1 or ranks % size or (size > 1 and ranks == size):
-        what = f"{ranks} devices do not make several nodes of {size}"
-        raise OptionError(what, where="--gpus-per-node", do="give a number that divides --gpus, and is less")
+        message = f"{ranks} devices do not make several nodes of {size}"
+        raise OptionError(message, where="--gpus-per-node", do="give a number that divides --gpus, and is less")
     if (size > 1) != (arguments.inside is not None):
-        what = "links inside a node are of devices that share one: --gpus-per-node and --inside belong together"
-        raise OptionError(what, where="--inside", do="give both, as --gpus-per-node 4 --inside 100gbit, or neither")
+        message = "links inside a node are of devices that share one: --gpus-per-node and --inside belong together"
+        raise OptionError(message, where="--inside", do="give both, as --gpus-per-node 4 --inside 100gbit, or neither")
     return None if arguments.inside is None else _bytes_a_second(arguments.inside, "--inside")
 
 
 def _bytes_a_second(text: str, where: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
-    size = float(found[1]) * _POWERS[found[2].lower()] * _UNITS[found[3].lower()] if found else 0.0
+    result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
+    size = float(result[1]) * _POWERS[result[2].lower()] * _UNITS[result[3].lower()] if result else 0.0
     if not size:
         raise OptionError(f"{text[:40]!r} is no bandwidth", where=where, do="write 1gbit, 100mbit or 12.5GB")
     return size
@@ -185,7 +189,7 @@ def _rate(bytes_a_second: float) -> str:
     return f"{bits / _POWERS[power]:.3g} {power.upper() if power != 'k' else power}bit/s"
 
 
-def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Paying, found: list[Paying]) -> None:
+def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Paying, result: list[Paying]) -> None:
     from rich.text import Text
 
     from qsync_fx.formatting import duration, short
@@ -200,38 +204,38 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     print(f"links of {_rate(bandwidth)}{several}; how fast codecs are is {rates.source}\n")
     rows = [
         (
-            one.codec,
-            short(one.sent, "B"),
-            *([short(one.inside, "B")] if several else []),
-            duration(one.seconds),
-            f"{without.seconds / one.seconds:.2f}" if one is not without else "-",
-            duration(one.coding) if one is not without else "-",
-            duration(one.communicating),
-            f"{one.hidden:.0%}",
-            _below(one.until) if one is not without else "-",
+            item.codec,
+            short(item.sent, "B"),
+            *([short(item.inside, "B")] if several else []),
+            duration(item.seconds),
+            f"{without.seconds / item.seconds:.2f}" if item is not without else "-",
+            duration(item.coding) if item is not without else "-",
+            duration(item.communicating),
+            f"{item.hidden:.0%}",
+            _below(item.until) if item is not without else "-",
         )
-        for one in (without, *found)
+        for item in (without, *result)
     ]
     sent = ("a node sends", "a rank inside") if several else ("a rank sends",)
     columns = ("codec", *sent, "a step", "faster", "coding", "communicating", "hidden", "pays below")
     output.show(output.table(columns, rows, right=columns[1:]))
-    chosen = best(without, found)
-    quickest = min(found, key=lambda one: one.seconds)
+    chosen = best(without, result)
+    quickest = min(result, key=lambda item: item.seconds)
     won = 1 - quickest.seconds / without.seconds
-    limit = max((one.until for one in found if one.until is not None), default=0.0)
+    limit = max((item.until for item in result if item.until is not None), default=0.0)
     hidden = f"computing hides {without.hidden:.0%} of {duration(without.communicating)} of communication"
     if chosen is without:
         limit_said = f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
         why = f"{quickest.codec} makes a step {won:.1%} shorter, which is less than steps are foreseen to"
-        told = f"\nDo not compress: {why if won > 0 else 'no codec makes a step shorter'}. Without one {hidden}; {limit_said}."
+        reported = f"\nDo not compress: {why if won > 0 else 'no codec makes a step shorter'}. Without one {hidden}; {limit_said}."
     else:
-        told = (
+        reported = (
             f"\n{chosen.codec} pays: {duration(chosen.seconds)} a step in place of {duration(without.seconds)}, {won:.0%} less. "
             f"Without a codec {hidden}. What it does to the loss is for find_plan to weigh, and for a run to show."
         )
     if several:
-        told += " Codecs are those of what goes between nodes: compress(..., hierarchical=True)."
-    output.show(Text(told))
+        reported += " Codecs are those of what goes between nodes: compress(..., hierarchical=True)."
+    output.show(Text(reported))
     if profile.graph.device != "cpu":
         print(
             "On these devices gradients are coded by the GPU, and go by way of its host, over gloo; what goes without one is foreseen as "
@@ -249,19 +253,19 @@ def _below(until: float | None) -> str:
     return _rate(until) if until else "never"
 
 
-def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, found: list[Paying]) -> dict[str, Any]:
+def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, result: list[Paying]) -> dict[str, Any]:
     from qsync_fx.timeline.codec_costs import best
 
-    def row(one: Paying) -> dict[str, Any]:
+    def row(item: Paying) -> dict[str, Any]:
         return {
-            "codec": one.codec,
-            "bytes": one.sent,
-            "bytes_inside": one.inside,
-            "seconds": one.seconds,
-            "coding": one.coding,
-            "communicating": one.communicating,
-            "hidden": one.hidden,
-            "pays_below": None if one.until is None else 8 * one.until,
+            "codec": item.codec,
+            "bytes": item.sent,
+            "bytes_inside": item.inside,
+            "seconds": item.seconds,
+            "coding": item.coding,
+            "communicating": item.communicating,
+            "hidden": item.hidden,
+            "pays_below": None if item.until is None else 8 * item.until,
         }
 
     network = fleet.network
@@ -274,8 +278,8 @@ def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, fo
         "bits_a_second": 8 * network.bandwidth,
         "bits_a_second_inside": None if fleet.nodes.bandwidth is None else 8 * fleet.nodes.bandwidth,
         "rates": rates.source,
-        "best": best(without, found).codec,
-        "codecs": [row(one) for one in (without, *found)],
+        "best": best(without, result).codec,
+        "codecs": [row(item) for item in (without, *result)],
     }
 
 
@@ -350,9 +354,9 @@ def _bench(arguments: argparse.Namespace) -> None:
     if (environment.launcher_number("WORLD_SIZE") or 1) > 1:
         _between_ranks([codec.name for codec in codecs], values, arguments)
         return
-    found = measured(codecs, values, arguments.repeats)
+    result = measured(codecs, values, arguments.repeats)
     if arguments.json:
-        output.as_json([dataclasses.asdict(speed) for speed in found])
+        output.as_json([dataclasses.asdict(speed) for speed in result])
         return
     rows = (
         (
@@ -365,14 +369,19 @@ def _bench(arguments: argparse.Namespace) -> None:
             f"{speed.read_to_copy:.2f}",
             f"{speed.decode_to_copy:.2f}",
         )
-        for speed in found
+        for speed in result
     )
-    print(f"{_what(values, arguments)}; memcpy {statistics.median(speed.copy for speed in found) / 1e9:.1f} GB/s\n")
-    what = ("encode", "decode", "decode and add")
-    columns = ("codec", "bits a value", *(f"{one} GB/s" for one in what), *(f"{one} to memcpy" for one in what))
+    print(f"{_what(values, arguments)}; memcpy {statistics.median(speed.copy for speed in result) / 1e9:.1f} GB/s\n")
+    subject = ("encode", "decode", "decode and add")
+    columns = (
+        "codec",
+        "bits a value",
+        *(f"{item} GB/s" for item in subject),
+        *(f"{item} to memcpy" for item in subject),
+    )
     output.show(output.table(columns, rows, right=columns[1:]))
-    if told := [_ALONE[speed.codec] for speed in found if speed.codec in _ALONE]:
-        print("\n" + "\n".join(told))
+    if reported := [_ALONE[speed.codec] for speed in result if speed.codec in _ALONE]:
+        print("\n" + "\n".join(reported))
 
 
 def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Namespace) -> None:
@@ -383,25 +392,25 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
     from qsync_fx.communication.codec_benchmarks import reductions
 
     distributed.init_process_group("gloo")
-    found, rank = reductions(codecs, values, arguments.repeats), distributed.get_rank()
+    result, rank = reductions(codecs, values, arguments.repeats), distributed.get_rank()
     world = distributed.get_world_size()
     distributed.barrier()
     distributed.destroy_process_group()
     if rank != 0:
         return
     if arguments.json:
-        output.as_json([dataclasses.asdict(one) for one in found])
+        output.as_json([dataclasses.asdict(item) for item in result])
         return
     rows = (
         (
-            one.way,
-            f"{1e3 * one.seconds:.2f}",
-            f"{one.to_plain:.2f}",
-            f"{one.to_half:.2f}",
-            "" if one.coding is None else f"{1e3 * one.coding:.2f}",
-            "" if one.wire is None else f"{one.wire / 1e6:.3f}",
+            item.way,
+            f"{1e3 * item.seconds:.2f}",
+            f"{item.to_plain:.2f}",
+            f"{item.to_half:.2f}",
+            "" if item.coding is None else f"{1e3 * item.coding:.2f}",
+            "" if item.wire is None else f"{item.wire / 1e6:.3f}",
         )
-        for one in found
+        for item in result
     )
     print(f"{_what(values, arguments)}; {world} ranks, of which the slowest counts\n")
     columns = ("gradients by", "ms", "times torch fp32", "times torch fp16", "of it coding, ms", "MB sent by a rank")
@@ -412,8 +421,8 @@ def _what(values: int, arguments: argparse.Namespace) -> str:
     from qsync_fx import _C
     from qsync_fx.formatting import many
 
-    how = f"{many(arguments.threads, 'thread')}, {_C.isa()} kernels, medians of {many(arguments.repeats, 'turn')}"
-    return f"{values / 2**18:.3g} MiB of FP32 gradients, {how}"
+    settings = f"{many(arguments.threads, 'thread')}, {_C.isa()} kernels, medians of {many(arguments.repeats, 'turn')}"
+    return f"{values / 2**18:.3g} MiB of FP32 gradients, {settings}"
 
 
 COMMAND = Command(

@@ -152,21 +152,21 @@ def _quantizer() -> Quantizer:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    found = []
+    result = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
-        found.append(Gpu(torch.device("cuda", index), properties.name, capability, properties.total_memory))
-    return tuple(found)
+        result.append(Gpu(torch.device("cuda", index), properties.name, capability, properties.total_memory))
+    return tuple(result)
 
 
 def _tool(find: Callable[[], toolchain.ToolProgram | toolchain.Headers]) -> Tool | QSyncError:
     try:
-        found = find()
+        result = find()
     except QSyncError as error:
         return error
-    path = found.path if isinstance(found, toolchain.ToolProgram) else found.folders[0]
-    return Tool(toolchain.dotted(found.version), path)
+    path = result.path if isinstance(result, toolchain.ToolProgram) else result.folders[0]
+    return Tool(toolchain.dotted(result.version), path)
 
 
 def _kernels() -> tuple[Kernels, ...]:
@@ -175,11 +175,11 @@ def _kernels() -> tuple[Kernels, ...]:
         folders += kernel_cache.ahead_of_time()
     except QSyncError as error:
         reason = str(error)
-    found = []
+    result = []
     for folder in folders:
         entries = [entry for entry in kernel_cache.entries(folder) if isinstance(entry, kernel_cache.CacheEntry)]
-        found.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
-    return (*found, *([Kernels(Path(), 0, reason)] if reason else ()))
+        result.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
+    return (*result, *([Kernels(Path(), 0, reason)] if reason else ()))
 
 
 _ABOUT = "Says what this machine offers (torch, CPU, CUDA, compilers, CUTLASS) and how each precision runs on it."
@@ -262,8 +262,8 @@ def _formats(report: Report) -> Table:
     styles = {"native": "green", "simulated": "yellow", "substituted": "magenta"}
     rows = []
     for row in report.formats:
-        how = Text(row.support.how, styles[row.support.how])
-        rows.append((row.precision.name, str(row.device), how, row.support.runs_as.name, row.support.reason))
+        settings = Text(row.support.how, styles[row.support.how])
+        rows.append((row.precision.name, str(row.device), settings, row.support.runs_as.name, row.support.reason))
     return output.table(("precision", "device", "how", "runs as", "why"), rows)
 
 

@@ -105,8 +105,8 @@ def operator_as_json(operator: Operator) -> Mapping[str, object]:
 
 def _number(size: Any) -> object:
     """Returns a size as a number, or as the text of its formula where it depends on symbolic shapes."""
-    known = number(size)
-    return str(size) if known is None and size is not None else known
+    available = number(size)
+    return str(size) if available is None and size is not None else available
 
 
 COMMAND = Command("what the backend does to a model", _inspect, _arguments, _ABOUT, _EXAMPLES)

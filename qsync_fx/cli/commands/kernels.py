@@ -53,16 +53,16 @@ def _list(arguments: argparse.Namespace) -> None:
         raise OptionError(
             "there is no such folder", where=str(arguments.folder), do="qsync kernels path tells the cache's"
         )
-    found = [entry for folder in folders for entry in kernel_cache.entries(folder)]
-    whole = [entry for entry in found if isinstance(entry, kernel_cache.CacheEntry)]
+    result = [entry for folder in folders for entry in kernel_cache.entries(folder)]
+    full = [entry for entry in result if isinstance(entry, kernel_cache.CacheEntry)]
     if arguments.json:
-        rows = [{"folder": str(entry.folder)} | dataclasses.asdict(entry.manifest) for entry in whole]
+        rows = [{"folder": str(entry.folder)} | dataclasses.asdict(entry.manifest) for entry in full]
         output.as_json(rows)
-    elif whole:
-        output.show(table_of(whole))
+    elif full:
+        output.show(table_of(full))
     else:
         output.note(f"no kernels in {', '.join(map(str, folders))}")
-    if damaged := len(found) - len(whole):
+    if damaged := len(result) - len(full):
         output.note(f"{damaged} damaged ones besides, which will be compiled anew")
 
 
@@ -199,15 +199,15 @@ def _own_architectures() -> list[Arch]:
 
     from qsync_fx.backend.cuda.runtime.device_state import known_of
 
-    found = [known_of(torch.device("cuda", index)).arch for index in range(torch.cuda.device_count())]
-    known = [arch for arch in dict.fromkeys(found) if arch is not None]
-    if not known:
+    result = [known_of(torch.device("cuda", index)).arch for index in range(torch.cuda.device_count())]
+    available = [arch for arch in dict.fromkeys(result) if arch is not None]
+    if not available:
         raise OptionError(
             "this machine has no GPU that there are kernels for",
             where="--arch",
             do="say what to compile for, as in --arch sm_80",
         )
-    return known
+    return available
 
 
 def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
@@ -224,10 +224,10 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
     from qsync_fx.backend.cuda.runtime.device_state import assumed
     from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
-    given = model_args.read(arguments)
+    inputs = model_args.read(arguments)
     # Wherever the model lies, what decides is the device that the kernels are for.
-    with assumed(arch, on=given.device.type):
-        return candidates.of_problems(problems_of(given.explain()), arch, arguments.every_candidate)
+    with assumed(arch, on=inputs.device.type):
+        return candidates.of_problems(problems_of(inputs.explain()), arch, arguments.every_candidate)
 
 
 BUILD = Command("compile kernels", _build, _arguments, _BUILD_ABOUT)

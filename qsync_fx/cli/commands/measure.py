@@ -76,10 +76,10 @@ def _measure(arguments: argparse.Namespace) -> None:
         _of_catalog(arguments)
         return
     trained = training_args.read(arguments)
-    given = trained.given
+    inputs = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
-        what = "a profile that is corrected keeps its sensitivity"
-        raise OptionError(what, where="--sensitivity", do="leave it out, or leave --profile out to measure anew")
+        message = "a profile that is corrected keeps its sensitivity"
+        raise OptionError(message, where="--sensitivity", do="leave it out, or leave --profile out to measure anew")
     path = arguments.output or arguments.profile
     options = {name: value for name, value in model_args.given(arguments).items() if name != "plan"}
     profile = measure(
@@ -88,7 +88,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         trained.batches,
         trained.precisions,
         optimizer=training_args.optimizer(arguments.optimizer, trained.module),
-        plan=() if given.options.plan is None else given.options.plan,
+        plan=() if inputs.options.plan is None else inputs.options.plan,
         profile=arguments.profile,
         rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
         sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity or "exact",
@@ -112,9 +112,9 @@ def _of_catalog(arguments: argparse.Namespace) -> None:
     measuring |= {
         f"--{name}": getattr(arguments, name) or None for name in ("profile", "sensitivity", "rounds", "cache")
     }
-    if said := [name for name, value in measuring.items() if value is not None]:
-        what = f"a device of the catalog is reckoned, and {', '.join(said)} {'is' if len(said) == 1 else 'are'} of what is measured here"
-        raise OptionError(what, where="--device", do="leave one or the other out")
+    if text := [name for name, value in measuring.items() if value is not None]:
+        message = f"a device of the catalog is reckoned, and {', '.join(text)} {'is' if len(text) == 1 else 'are'} of what is measured here"
+        raise OptionError(message, where="--device", do="leave one or the other out")
     device = get(arguments.device)
     trained = training_args.read(arguments)
     optimizer = training_args.optimizer(arguments.optimizer, trained.module)

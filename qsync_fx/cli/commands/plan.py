@@ -132,11 +132,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="time against variance; FILE.svg or FILE.html gets a picture",
     )
     looked.add_argument("--points", metavar="N", type=int, default=9, help="of --pareto; %(default)s by default")
-    kept = parser.add_argument_group("what to write")
-    kept.add_argument(
+    saved = parser.add_argument_group("what to write")
+    saved.add_argument(
         "-o", "--output", metavar="FILE", type=output.to_write, help="the plan, for all ranks; with --set as changed"
     )
-    kept.add_argument("--json", action="store_true", help="all of it as one JSON object")
+    saved.add_argument("--json", action="store_true", help="all of it as one JSON object")
 
 
 def _picture(path: str) -> Path | str:

@@ -101,8 +101,8 @@ def _of_traces(arguments: argparse.Namespace) -> Timeline:
     traces = named(arguments.trace, "--trace", "rank {}")
     executions = arguments.execution_trace
     if executions and len(executions) != len(traces):
-        what = f"{len(executions)} execution traces for {len(traces)} traces"
-        raise OptionError(what, where="--execution-trace", do="give one for each trace, in the same order")
+        message = f"{len(executions)} execution traces for {len(traces)} traces"
+        raise OptionError(message, where="--execution-trace", do="give one for each trace, in the same order")
     cluster = _cluster(arguments)
 
     from qsync_fx.timeline.replay_plans import replay_traces
@@ -153,14 +153,14 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
         ],
         "operators": [
             {
-                "device": one.device,
-                "operator": one.operator,
-                "forward": one.forward,
-                "backward": one.backward,
-                "casts": one.casts,
-                "other": one.other,
+                "device": item.device,
+                "operator": item.operator,
+                "forward": item.forward,
+                "backward": item.backward,
+                "casts": item.casts,
+                "other": item.other,
             }
-            for one in timeline.by_operator()[:shown]
+            for item in timeline.by_operator()[:shown]
         ],
     }
 

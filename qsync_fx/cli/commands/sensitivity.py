@@ -39,19 +39,21 @@ _TRUTH = "monte_carlo"
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     alone = OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
-    how = training_args.add(
+    settings = training_args.add(
         parser,
         "what to find, and how",
         "with commas between them; by default narrow ones that the device has units for",
         "a sensitivity",
         refused={"plan": alone},
     )
-    how.add_argument(
+    settings.add_argument(
         "--method", metavar="NAME", default="exact", help="how: exact (default), injected, paper and others"
     )
-    how.add_argument("--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)")
-    how.add_argument("--fraction", metavar="F", type=float, default=0.5, help="how much of the batch (%(default)s)")
-    how.add_argument("--check", action="store_true", help="compare methods with real quantized passes")
+    settings.add_argument("--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)")
+    settings.add_argument(
+        "--fraction", metavar="F", type=float, default=0.5, help="how much of the batch (%(default)s)"
+    )
+    settings.add_argument("--check", action="store_true", help="compare methods with real quantized passes")
     training_args.add_output(
         parser, "the sensitivity, for programs", "the same to standard output, in place of the table"
     )
@@ -66,7 +68,7 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     trained = training_args.read(arguments)
     partial = None if arguments.output is None else pathlib.Path(f"{arguments.output}.partial")
     methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH])) if arguments.check else [arguments.method]
-    found = several(
+    result = several(
         trained.module,
         trained.step,
         trained.batches,
@@ -78,36 +80,36 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
         partial=partial,
     )
     if partial is not None:
-        found[0].save(arguments.output)
+        result[0].save(arguments.output)
         partial.unlink(missing_ok=True)
         output.wrote(arguments.output)
     if arguments.json:
-        output.as_json(SENSITIVITY.plain(found[0].finite()))
+        output.as_json(SENSITIVITY.plain(result[0].finite()))
         return
-    _show(found[0])
+    _show(result[0])
     if arguments.check:
-        _show_agreement(found)
+        _show_agreement(result)
 
 
-def _show(found: Sensitivity) -> None:
+def _show(result: Sensitivity) -> None:
     from qsync_fx.predictor.indicator.sensitivity_map import rows, summary
 
-    heading, *body = rows(found)
+    heading, *body = rows(result)
     output.show(output.table(heading, body, heading[1:]))
-    print(f"\n{summary(found)}")
+    print(f"\n{summary(result)}")
 
 
-def _show_agreement(found: Sequence[Sensitivity]) -> None:
+def _show_agreement(result: Sequence[Sensitivity]) -> None:
     from qsync_fx.predictor.indicator.rank_correlation import agreement
 
-    *methods, truth = found
+    *methods, truth = result
     heading = ("method", "precision", "operators", "Spearman", "times the truth", "spread of the truth", "seconds")
     body = []
     for name in truth.precisions:
-        for one in methods:
-            a = agreement(one, truth, name)
-            numbers = f"{a.operators}", f"{a.spearman:.2f}", f"{a.ratio:.2g}", f"{a.spread:.2g}", f"{one.seconds:.1f}"
-            body.append((one.method, name, *numbers))
+        for item in methods:
+            a = agreement(item, truth, name)
+            numbers = f"{a.operators}", f"{a.spearman:.2f}", f"{a.ratio:.2g}", f"{a.spread:.2g}", f"{item.seconds:.1f}"
+            body.append((item.method, name, *numbers))
     print(f"\nheld to real quantized passes, mean square error of the gradients, {truth.seconds:.0f} s")
     output.show(output.table(heading, body, heading[2:]))
 

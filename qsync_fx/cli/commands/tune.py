@@ -48,12 +48,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--recorded", metavar="FILE", type=Path, help="take timings from this file, in place of a GPU"
     )
-    kept = parser.add_argument_group("what to write")
-    kept.add_argument("--record", metavar="FILE", type=output.to_write, help="also write every timing to this file")
-    kept.add_argument(
+    saved = parser.add_argument_group("what to write")
+    saved.add_argument("--record", metavar="FILE", type=output.to_write, help="also write every timing to this file")
+    saved.add_argument(
         "--output", metavar="FILE", type=Path, help="table to keep results in, in place of the user's own"
     )
-    kept.add_argument("--json", action="store_true", help="every choice and median, as one JSON object")
+    saved.add_argument("--json", action="store_true", help="every choice and median, as one JSON object")
 
 
 def _tune(arguments: argparse.Namespace) -> None:
@@ -74,11 +74,11 @@ def _tune(arguments: argparse.Namespace) -> None:
     keepers: dict[Problem, TableWriter] = {}
     if arguments.recorded is not None:
         recording = tuning.load_recording(arguments.recorded)
-        here, arch, make = recording.environment, recording.arch, recording.timer
+        current, arch, make = recording.environment, recording.arch, recording.timer
         problems = buckets(_problems(arguments, None), wide(arch))
     else:
         gpu, arch = _gpu(arguments.device)
-        here = device_state.environment(gpu)
+        current = device_state.environment(gpu)
         problems = buckets(_problems(arguments, gpu), wide(arch))
         _compile(problems, arch)
         make, keepers = _measuring(gpu, arch)
@@ -90,8 +90,8 @@ def _tune(arguments: argparse.Namespace) -> None:
         )
 
     def candidates(problem: Problem) -> Sequence[Any]:
-        found = way(problem, arch, known)
-        return () if isinstance(found, str) else found.configs
+        result = way(problem, arch, known)
+        return () if isinstance(result, str) else result.configs
 
     skipped: dict[Problem, str] = {}
     with output.progress("tuning", len(problems)) as advance:
@@ -103,13 +103,13 @@ def _tune(arguments: argparse.Namespace) -> None:
 
         choices = tune_all(problems, candidates, make, rounds, report, wide(arch))
     if arguments.record is not None:
-        _record(arguments.record, here, arch, keepers)
-    path = arguments.output or (None if arguments.recorded else tuning.path_in(device_state.folder(), here))
+        _record(arguments.record, current, arch, keepers)
+    path = arguments.output or (None if arguments.recorded else tuning.path_in(device_state.folder(), current))
     if path is not None and choices:
-        tuning.save_table(path, here, choices)
+        tuning.save_table(path, current, choices)
         device_state.forget()
         output.wrote(path)
-    _show(arguments, here, arch, choices, skipped)
+    _show(arguments, current, arch, choices, skipped)
 
 
 def _gpu(name: str) -> tuple[torch.device, Arch]:
@@ -132,18 +132,18 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
             do="run it on a machine that has one; --recorded FILE decides by timings from there",
         )
     gpu = torch.device("cuda", gpu.index or 0)
-    found = device_state.known_of(gpu)
-    if found.arch is None:
-        raise DeviceError(f"there are no kernels to tune: {found.reason}", where=str(gpu), do="see qsync doctor")
-    return gpu, found.arch
+    result = device_state.known_of(gpu)
+    if result.arch is None:
+        raise DeviceError(f"there are no kernels to tune: {result.reason}", where=str(gpu), do="see qsync doctor")
+    return gpu, result.arch
 
 
 def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
     """Returns the problems of the model named, which is taken to the GPU if there is one."""
     from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
-    given = model_args.read(arguments)
-    return problems_of((given if gpu is None else given.on(gpu)).explain())
+    inputs = model_args.read(arguments)
+    return problems_of((inputs if gpu is None else inputs.on(gpu)).explain())
 
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
@@ -151,9 +151,9 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
     from qsync_fx.backend.cuda.selection.select import known, way
 
-    ways = [way(problem, arch, known) for problem in problems]
+    methods = [way(problem, arch, known) for problem in problems]
     kernel_registry.prepare(
-        kernel_registry.unit_of(config) for found in ways if not isinstance(found, str) for config in found.configs
+        kernel_registry.unit_of(config) for item in methods if not isinstance(item, str) for config in item.configs
     )
 
 
@@ -166,27 +166,27 @@ def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Table
     keepers: dict[Problem, TableWriter] = {}
 
     def make(problem: Problem) -> TableWriter:
-        found = way(problem, arch, known)
+        result = way(problem, arch, known)
         # Timings are kept, the tensors that they were measured with are not.
         for keeper in keepers.values():
             keeper.timer = None
-        keepers[problem] = TableWriter(EventTimer(problem, problem if isinstance(found, str) else found.taken, gpu))
+        keepers[problem] = TableWriter(EventTimer(problem, problem if isinstance(result, str) else result.taken, gpu))
         return keepers[problem]
 
     return make, keepers
 
 
-def _record(path: Path, here: Environment, arch: Arch, keepers: dict[Problem, TableWriter]) -> None:
+def _record(path: Path, current: Environment, arch: Arch, keepers: dict[Problem, TableWriter]) -> None:
     from qsync_fx.backend.cuda import tuning
 
     timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
-    tuning.save_recording(path, tuning.TimingRecording(here, arch, timings))
+    tuning.save_recording(path, tuning.TimingRecording(current, arch, timings))
     output.wrote(path)
 
 
 def _show(
     arguments: argparse.Namespace,
-    here: Environment,
+    current: Environment,
     arch: Arch,
     choices: list[TunedChoice],
     skipped: dict[Problem, str],
@@ -199,7 +199,7 @@ def _show(
     if arguments.json:
         left = [{"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()]
         rows = [choice_as_json(choice) for choice in choices]
-        output.as_json({"environment": asdict(here), "arch": arch, "choices": rows, "skipped": left})
+        output.as_json({"environment": asdict(current), "arch": arch, "choices": rows, "skipped": left})
         return
     output.show(_table(choices, wide(arch)))
     for problem, why in skipped.items():

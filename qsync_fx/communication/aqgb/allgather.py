@@ -110,7 +110,7 @@ class Gatherer:
         bucket.values.div_(self.reducer.state.world)
         tally.transfer += time.perf_counter() - started - (tally.coding - coding)
         others = len(self._others)
-        theory = sum(one.bits * (one.end - one.begin) for segment in segments for one in segment.runs) / 8
+        theory = sum(item.bits * (item.end - item.begin) for segment in segments for item in segment.runs) / 8
         self.reducer.end(bucket, others * PLAIN.nbytes(size), others * theory)
 
     @property
@@ -125,25 +125,25 @@ class Gatherer:
             rank: torch.split(self._bytes(f"heads of {rank}", len(cuts) * _HEADS), _HEADS)
             for rank in range(self.reducer.state.world)
         }
-        found = []
+        result = []
         for number, begin in enumerate(cuts):
-            own = {rank: memory[number] for rank, memory in heads.items()}
-            found.append(_Segment(number, begin, min(begin + step, size), own))
+            owned = {rank: memory[number] for rank, memory in heads.items()}
+            result.append(_Segment(number, begin, min(begin + step, size), owned))
             for peer in self._others:
-                flight.expect(peer, own[peer], found[-1].tags[0])
-        return found
+                flight.expect(peer, owned[peer], result[-1].tags[0])
+        return result
 
     def _announce(self, flight: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
         """Chooses levels, encodes, and sends a head, which says how long the message will be."""
         reducer, values = self.reducer, bucket.values[segment.begin : segment.end]
         started = time.perf_counter()
         segment.runs = self._runs(bucket, segment.begin, segment.end)
-        given = _given(values, segment.runs, segment.begin) if bucket.measured else None
+        inputs = _given(values, segment.runs, segment.begin) if bucket.measured else None
         # One is taken, one is under way, and this one.
         memory = self._bytes(f"message {segment.number % 3}", _most(values.numel(), len(bucket.pieces)))
         message = segment.messages[reducer.state.rank] = self._encoded(bucket.values, segment.runs, memory)
-        if given is not None:
-            reducer.tally.measure(given, self.codec, message)
+        if inputs is not None:
+            reducer.tally.measure(inputs, self.codec, message)
         head = segment.heads[reducer.state.rank]
         for half in torch.split(head, HEADER):
             self._head(bucket, segment, reducer.state.rank, message.numel()).write(half)
@@ -157,9 +157,9 @@ class Gatherer:
         reducer, most = self.reducer, _most(segment.end - segment.begin, len(bucket.pieces))
         for peer in self._others:
             flight.arrived(peer, segment.tags[0])
-            found = segment.heads[peer]
-            length = point_to_point.length_of(found[HEADER:])
-            fault = self._head(bucket, segment, peer, length).fault(found[:HEADER])
+            result = segment.heads[peer]
+            length = point_to_point.length_of(result[HEADER:])
+            fault = self._head(bucket, segment, peer, length).fault(result[:HEADER])
             if fault is None and length > most:
                 fault = f"its length is {length}, and can be {most}"
             if fault is not None:
@@ -189,15 +189,15 @@ class Gatherer:
         self._decode(bucket, segment.messages, bucket.values[segment.begin : segment.end])
 
     def _head(self, bucket: Bucket, segment: _Segment, sender: int, length: int) -> MessageHeader:
-        what = point_to_point.hash_of(self.reducer.state.codec)
-        return MessageHeader(what, sender, bucket.index * _SEGMENTS + segment.number, bucket.step, length)
+        subject = point_to_point.hash_of(self.reducer.state.codec)
+        return MessageHeader(subject, sender, bucket.index * _SEGMENTS + segment.number, bucket.step, length)
 
     def _runs(self, bucket: Bucket, begin: int, end: int) -> list[ByteRun]:
         """Returns in which level which values go, in their order."""
         shares = mixed(self.controller.ratio)
         above = max(shares)
         cut = begin + (round(shares[above] * (end - begin)) if len(shares) > 1 else 0)
-        found: list[ByteRun] = []
+        result: list[ByteRun] = []
         for piece, start in _placed(bucket):
             for first, last, bits in ((begin, cut, above), (cut, end, min(shares))):
                 a, b = max(first, start), min(last, start + piece.size)
@@ -205,20 +205,20 @@ class Gatherer:
                     continue
                 residual = self.reducer.state.residual(piece, slice(a - start, b - start), summed=False)
                 bits = bits if isinstance(piece.codec, Adaptive) else LEVELS[-1]
-                if residual is None and found and found[-1].residual is None and found[-1].bits == bits:
-                    found[-1] = replace(found[-1], end=b)
+                if residual is None and result and result[-1].residual is None and result[-1].bits == bits:
+                    result[-1] = replace(result[-1], end=b)
                 else:
-                    found.append(ByteRun(a, b, bits, residual))
-        return found
+                    result.append(ByteRun(a, b, bits, residual))
+        return result
 
     def _encoded(self, values: Tensor, runs: Sequence[ByteRun], message: Tensor) -> Tensor:
-        at = 0
+        index = 0
         for run in runs:
             codec = Truncated(run.bits, self.codec.partition)
             nbytes = codec.nbytes(run.end - run.begin)
-            codec.encode(values[run.begin : run.end], message[at : at + nbytes], Draw(), run.residual)
-            at += nbytes
-        return message[:at]
+            codec.encode(values[run.begin : run.end], message[index : index + nbytes], Draw(), run.residual)
+            index += nbytes
+        return message[:index]
 
     def _decode(self, bucket: Bucket, received: Mapping[int, Tensor], values: Tensor) -> None:
         """Sums messages in the order of ranks into these values."""
@@ -232,10 +232,10 @@ class Gatherer:
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:
         """Returns bytes that stay: new memory costs more than it takes to fill it."""
-        found = self._memory.get(name)
-        if found is None or found.numel() < nbytes:
-            found = self._memory[name] = torch.zeros(nbytes, dtype=torch.uint8)
-        return found[:nbytes]
+        result = self._memory.get(name)
+        if result is None or result.numel() < nbytes:
+            result = self._memory[name] = torch.zeros(nbytes, dtype=torch.uint8)
+        return result[:nbytes]
 
 
 def _placed(bucket: Bucket) -> Iterator[tuple[ParameterSlice, int]]:
@@ -246,11 +246,11 @@ def _placed(bucket: Bucket) -> Iterator[tuple[ParameterSlice, int]]:
 
 def _given(values: Tensor, runs: Sequence[ByteRun], begin: int) -> Tensor:
     """Returns what is to be sent: values, and what was left of them before."""
-    given = values.clone()
+    inputs = values.clone()
     for run in runs:
         if run.residual is not None:
-            given[run.begin - begin : run.end - begin] += run.residual
-    return given
+            inputs[run.begin - begin : run.end - begin] += run.residual
+    return inputs
 
 
 def _most(values: int, pieces: int) -> int:

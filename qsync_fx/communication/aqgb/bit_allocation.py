@@ -117,9 +117,9 @@ def broadcast(
     later = sorted({*comings, *(change for change in changes if change > first)})
     while True:
         if now in comings:
-            at = comings.index(now)
-            undelivered += blocks[at].size
-            until = comings[at + 1] if at + 1 < len(blocks) else deadline
+            index = comings.index(now)
+            undelivered += blocks[index].size
+            until = comings[index + 1] if index + 1 < len(blocks) else deadline
             drained = sent / (now - first) if now > first else rate(first)
             decisions.append(decide(now, undelivered, until - now, drained))
             ratio = decisions[-1].ratio if adaptive else 1.0

@@ -57,12 +57,12 @@ def finished(values: Tensor) -> None:
         torch.cuda.current_stream(values.device).synchronize()
 
 
-def put(found: Tensor, values: Tensor, add: bool) -> None:
+def put(result: Tensor, values: Tensor, add: bool) -> None:
     """Writes what operators have decoded, or adds it to what is there."""
     if add:
-        values += found
+        values += result
     else:
-        values.copy_(found)
+        values.copy_(result)
 
 
 def floats(values: Tensor) -> int:

@@ -86,10 +86,10 @@ class Codec(ABC):
         Where there is a residual it is what is left for the next gradient, and nothing is lost.
         """
         wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-        found = torch.empty_like(values)
+        result = torch.empty_like(values)
         self.encode(values, wire, Draw(), torch.zeros_like(values) if self.residual else None)
-        self.decode(wire, found)
-        return float((found - values).double().square().sum())
+        self.decode(wire, result)
+        return float((result - values).double().square().sum())
 
     def prepare(self, device: torch.device) -> None:
         """Has compiled what codes values on a device, so that no step waits for that; on the CPU nothing is."""

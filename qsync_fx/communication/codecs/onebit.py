@@ -33,8 +33,8 @@ class Reshaped(Codec):
         return self.size
 
     def nbytes(self, n: int) -> int:
-        found: int = buffers.kernels().onebit_bytes(n, self.size)
-        return found
+        result: int = buffers.kernels().onebit_bytes(n, self.size)
+        return result
 
     def theory(self, n: int) -> float:
         return n * (1 + 64 / self.size) / 8
@@ -42,8 +42,8 @@ class Reshaped(Codec):
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
         if not buffers.native(values):
-            kept = torch.zeros_like(values) if residual is None else residual
-            made, left = torch_kernels.onebit_encode(values, kept, self.size)
+            saved = torch.zeros_like(values) if residual is None else residual
+            made, left = torch_kernels.onebit_encode(values, saved, self.size)
             wire[: made.numel()].copy_(made)
             if residual is not None:
                 residual.copy_(left)

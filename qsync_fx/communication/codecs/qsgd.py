@@ -44,8 +44,8 @@ class Qsgd(Codec):
         return (1 << (self.bits - 1)) - 1 if self.layout == "sign" else (1 << self.bits) - 1
 
     def nbytes(self, n: int) -> int:
-        found: int = buffers.kernels().qsgd_bytes(n, self.bits, self.size)
-        return found
+        result: int = buffers.kernels().qsgd_bytes(n, self.bits, self.size)
+        return result
 
     def theory(self, n: int) -> float:
         return n * (self.bits + 32 / self.size) / 8
@@ -55,9 +55,9 @@ class Qsgd(Codec):
         scale = padded.norm(dim=1) if self.norm == "two" else padded.abs().amax(1)
         scale = scale.unsqueeze(1).expand_as(padded).flatten()[: values.numel()]
         # Of what lies between two levels, u of a step above the lower one, stochastic rounding makes a variance of u(1 - u) steps squared.
-        span, given = (2 * scale, values + scale) if self.layout == "endpoints" else (scale, values.abs())
+        span, inputs = (2 * scale, values + scale) if self.layout == "endpoints" else (scale, values.abs())
         step = span / self.levels
-        u = torch.where(step > 0, given / step, 0.0).frac()
+        u = torch.where(step > 0, inputs / step, 0.0).frac()
         return float((step.square() * u * (1 - u)).sum())
 
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:

@@ -38,21 +38,21 @@ def fused(function: Callable[..., Any], rows: Tensor, wanted: bool = True) -> Ca
     return functools.partial(run, function)
 
 
-def run(function: Callable[..., Any], *given: Any) -> Any:
+def run(function: Callable[..., Any], *value: Any) -> Any:
     """Returns what a function of tensors, and behind them other arguments, returns: fused, if that is possible."""
-    tensors = [value for value in given if isinstance(value, Tensor)]
+    tensors = [value for value in value if isinstance(value, Tensor)]
     try:
-        return _compiled(function, given[len(tensors) :])(*tensors)
+        return _compiled(function, value[len(tensors) :])(*tensors)
     except Exception as error:  # noqa: BLE001  whatever a compiler ends with: the operators are there
         if not _failed:
-            said = next(iter(str(error).splitlines()), "")
-            _failed.append(said)
+            text = next(iter(str(error).splitlines()), "")
+            _failed.append(text)
             warnings.warn(
                 "gradients on a GPU are coded operator by operator, with the same bytes, in several times as long, as Inductor could not "
-                f"fuse that ({type(error).__name__}: {said}): install the Triton that belongs to this torch",
+                f"fuse that ({type(error).__name__}: {text}): install the Triton that belongs to this torch",
                 stacklevel=2,
             )
-        return function(*given)
+        return function(*value)
 
 
 @functools.cache
@@ -60,8 +60,8 @@ def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
     """Returns a function of tensors that is compiled for any number of rows, and for these other arguments alone."""
     # What Dynamo has seen of a code, by its name, makes numbers that differ between calls symbols, and there are too many soon.
     name = f"{function.__name__} of {others}"
-    own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-    inner: Any = torch.compile(own, fullgraph=True)
+    owned = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    inner: Any = torch.compile(owned, fullgraph=True)
 
     def called(*tensors: Tensor) -> Any:
         for tensor in tensors:
@@ -89,8 +89,8 @@ def qsgd_encode(
         return _bytes(values)
     rows = _rows(values, size)
     heads, packed = fused(qsgd_rows, rows)(rows, _start(draw, values.device), bits, norm, layout)
-    whole, rest = n // size, n % size
-    sent = (whole * _groups(size, bits) + _groups(rest, bits)) * bits // 8
+    full, rest = n // size, n % size
+    sent = (full * _groups(size, bits) + _groups(rest, bits)) * bits // 8
     return torch.cat([_bytes(heads), packed.reshape(-1)[:sent]])
 
 
@@ -122,8 +122,8 @@ def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Literal["sig
     if missing := units * wide - packed.numel():
         packed = torch.nn.functional.pad(packed, (0, missing))
     packed = packed.view(units, wide)
-    found: Tensor = fused(qsgd_values, packed)(scale, packed, bits, size, layout)
-    return found.reshape(-1)[:n]
+    result: Tensor = fused(qsgd_values, packed)(scale, packed, bits, size, layout)
+    return result.reshape(-1)[:n]
 
 
 def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]) -> Tensor:
@@ -137,8 +137,8 @@ def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Lit
     step = torch.where(beyond, (step.view(torch.int32) - 1).view(torch.float32), step)[:, None]
     if layout == "endpoints":
         return (2 * code - last).float() * step * after[:, None]
-    found = (code & last).float() * step * after[:, None]
-    return torch.where(code >> (bits - 1) != 0, -found, found)
+    result = (code & last).float() * step * after[:, None]
+    return torch.where(code >> (bits - 1) != 0, -result, result)
 
 
 def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -153,9 +153,9 @@ def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, 
     return torch.cat([_bytes(means.view(-1)), packed.reshape(-1)[:sent]]), left.reshape(-1)[:n]
 
 
-def onebit_rows(given: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns two means of each unit, one a row, the bytes of its signs, and what they leave of n values."""
-    rows = given + old
+    rows = value + old
     valid = (torch.arange(rows.numel(), device=rows.device) < n).view(rows.shape)
     up = (rows >= 0) & valid
     count = up.sum(1)
@@ -180,8 +180,8 @@ def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
     if missing := units * words - packed.numel():
         packed = torch.nn.functional.pad(packed, (0, missing))
     packed = packed.view(units, words)
-    found: Tensor = fused(onebit_values, packed, size <= _FOLDED)(means, packed, size)
-    return found.reshape(-1)[:n]
+    result: Tensor = fused(onebit_values, packed, size <= _FOLDED)(means, packed, size)
+    return result.reshape(-1)[:n]
 
 
 def onebit_values(means: Tensor, packed: Tensor, size: int) -> Tensor:
@@ -193,28 +193,28 @@ def onebit_values(means: Tensor, packed: Tensor, size: int) -> Tensor:
 def truncated(values: Tensor, bits: int) -> Tensor:
     """Returns the highest bits of FP32 values as values: what `truncate_encode` sends of them."""
     word = values.view(torch.int32)
-    kept = word & -(1 << (32 - bits))
-    return torch.where((word & 0x7FFFFFFF) > _EXPONENT, kept | _QUIET, kept).view(torch.float32)
+    saved = word & -(1 << (32 - bits))
+    return torch.where((word & 0x7FFFFFFF) > _EXPONENT, saved | _QUIET, saved).view(torch.float32)
 
 
 def truncate_encode(values: Tensor, bits: int, partition: int) -> Tensor:
     """Returns the bytes of FP32 values at one level, in partitions of so many bytes."""
     per = partition * 8 // bits
-    whole = values.numel() // per * per
-    parts = [values[:whole].view(-1, per)] if whole else []
-    parts += [values[whole:].view(1, -1)] if whole < values.numel() else []
+    full = values.numel() // per * per
+    parts = [values[:full].view(-1, per)] if full else []
+    parts += [values[full:].view(1, -1)] if full < values.numel() else []
     return torch.cat([_planes(truncated(part, bits).view(torch.int32), bits) for part in parts] or [_bytes(values)])
 
 
 def truncate_decode(wire: Tensor, n: int, bits: int, partition: int) -> Tensor:
     """Returns n FP32 values that were all sent at one level."""
-    per, found = partition * 8 // bits, [wire.new_empty(0).view(torch.float32)]
-    at = n // per * _partition_bytes(per, bits)
-    if at:
-        found.append(_joined(wire[:at].view(n // per, -1), per, bits))
+    per, result = partition * 8 // bits, [wire.new_empty(0).view(torch.float32)]
+    index = n // per * _partition_bytes(per, bits)
+    if index:
+        result.append(_joined(wire[:index].view(n // per, -1), per, bits))
     if n % per:
-        found.append(_joined(wire[at:].view(1, -1), n % per, bits))
-    return torch.cat(found)
+        result.append(_joined(wire[index:].view(1, -1), n % per, bits))
+    return torch.cat(result)
 
 
 def _rows(values: Tensor, size: int) -> Tensor:
@@ -246,8 +246,8 @@ def _folded(rows: Tensor) -> Tensor:
     """Returns sums of rows as sixteen lanes make them: each from its first value to its last, then halves onto halves."""
     lanes = _fill(rows, _LANES).view(rows.shape[0], -1, _LANES)
     total = torch.zeros_like(lanes[:, 0])
-    for at in range(lanes.shape[1]):
-        total = total + lanes[:, at]
+    for index in range(lanes.shape[1]):
+        total = total + lanes[:, index]
     while total.shape[1] > 1:
         low, high = total.chunk(2, 1)
         total = low + high

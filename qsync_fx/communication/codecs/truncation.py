@@ -89,8 +89,8 @@ class Truncated(Codec):
         return self.partition * 8 // self.bits
 
     def nbytes(self, n: int) -> int:
-        found: int = buffers.kernels().truncate_bytes(n, self.bits, self.partition)
-        return found
+        result: int = buffers.kernels().truncate_bytes(n, self.bits, self.partition)
+        return result
 
     def theory(self, n: int) -> float:
         return n * self.bits / 8
@@ -98,13 +98,11 @@ class Truncated(Codec):
     def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
         n = values.numel()
         if not buffers.native(values):
-            whole = values if residual is None else values + residual
-            made = torch_kernels.truncate_encode(whole, self.bits, self.partition)
+            full = values if residual is None else values + residual
+            made = torch_kernels.truncate_encode(full, self.bits, self.partition)
             wire[: made.numel()].copy_(made)
             if residual is not None:
-                residual.copy_(
-                    torch.where(whole.isfinite(), whole - torch_kernels.truncated(whole, self.bits), residual)
-                )
+                residual.copy_(torch.where(full.isfinite(), full - torch_kernels.truncated(full, self.bits), residual))
             return
         where = buffers.floats(values), buffers.same_size(values, residual), buffers.bytes_of(wire, self.nbytes(n))
         buffers.kernels().truncate_encode(*where, n, self.bits, self.partition, buffers.threads())

@@ -135,13 +135,13 @@ class DuoCompressor(DdpCompressor):
     def state_dict(self) -> dict[str, Any]:
         """Returns what it takes to go on with the same bits, beside the states of the model and of the optimizer: parameters before the
         look ahead, and the gradients that they have not had in full yet. Nothing changes by it; each rank saves its own."""
-        found = super().state_dict()
+        result = super().state_dict()
         self._steps.drop_unused()
         pending = self._steps.pending
         if pending is None or pending.use is None:
-            return {**found, _SAVED: None}
+            return {**result, _SAVED: None}
         self._outstanding.step = None
-        return {**found, _SAVED: pending_step.saved(pending, pending.use, self._held.kept, self.pieces)}
+        return {**result, _SAVED: pending_step.saved(pending, pending.use, self._held.kept, self.pieces)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned, after the model and the optimizer have loaded theirs.
@@ -210,9 +210,9 @@ class DuoCompressor(DdpCompressor):
         views = geometry.views(values, buffer, gradients)
         places = [self._places[id(p)] for p in bucket.parameters()]
         fresh.buckets.append(SavedBucket(index, values, [self._plain[place] for place in places], views))
-        own = self._held.own
-        fresh.gradients |= {place: own(place, view) for place, view in zip(places, views, strict=True)}
-        fresh.means |= {place: own(place, gradient) for place, gradient in zip(places, gradients, strict=True)}
+        owned = self._held.own
+        fresh.gradients |= {place: owned(place, view) for place, view in zip(places, views, strict=True)}
+        fresh.means |= {place: owned(place, gradient) for place, gradient in zip(places, gradients, strict=True)}
 
     def _close(self, fresh: PendingStep) -> Tensor:
         scales = self._scaler is not None and self._scaler.is_enabled()
@@ -254,8 +254,8 @@ class DuoCompressor(DdpCompressor):
     def _now(self, work: Callable[[], Tensor]) -> Tensor:
         done = self._worker.submit(work)
         self._worker.wait()
-        found: Tensor = done.value()
-        return found
+        result: Tensor = done.value()
+        return result
 
 
 def _unit(named: Sequence[tuple[str, nn.Parameter]], assigned: Assigned, weights: Sequence[Codec]) -> int:

@@ -42,33 +42,33 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
         raise OptionError(
             "DUO commits and looks ahead with the optimizer, so it has to know it", where=where, do="give the optimizer"
         )
-    what = type(optimizer).__name__
+    subject = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
         raise OptionError(
-            f"DUO steps an optimizer of torch, and {what} is none",
+            f"DUO steps an optimizer of torch, and {subject} is none",
             where=where,
             do="give the torch.optim.Optimizer itself, without what is around it",
         )
     if type(optimizer).__module__.startswith("torch.distributed"):
         raise OptionError(
-            f"{what} talks to other ranks in its step, which DUO takes twice",
+            f"{subject} talks to other ranks in its step, which DUO takes twice",
             where=where,
             do="give the optimizer that it is made of, over all parameters",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
-            f"a step of {what} runs the model again (a closure), so it does not follow from parameters, state and gradients",
+            f"a step of {subject} runs the model again (a closure), so it does not follow from parameters, state and gradients",
             where=where,
             do="train with SGD, Adam, AdamW or another optimizer without closure, or with a codec in place of DUO",
         )
-    own = {id(p): f"parameter {index} of group {at}" for at, index, p in _parameters(optimizer)}
+    owned = {id(p): f"parameter {index} of group {position}" for position, index, p in _parameters(optimizer)}
     theirs = {id(p): name for name, p in named}
-    for here, there, whose in (
-        (own, theirs, "the optimizer has parameters that the model does not train"),
-        (theirs, own, "the model trains parameters that the optimizer does not have"),
+    for current, existing, whose in (
+        (owned, theirs, "the optimizer has parameters that the model does not train"),
+        (theirs, owned, "the model trains parameters that the optimizer does not have"),
     ):
-        if missing := [name for key, name in here.items() if key not in there]:
+        if missing := [name for key, name in current.items() if key not in existing]:
             more = f", ... ({len(missing)} in all)" if len(missing) > _SHOWN else ""
             raise OptionError(
                 f"{whose}: their gradients would stay in few bits, or have none",
@@ -81,9 +81,9 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
 def described(optimizer: Optimizer) -> list[str]:
     """Returns lines that are the same on ranks whose optimizers do the same."""
     groups = [
-        f"group {at} of {len(group[_PARAMETERS])}: "
+        f"group {index} of {len(group[_PARAMETERS])}: "
         + ", ".join(f"{name}={value!r}" for name, value in group.items() if name not in (_PARAMETERS, "param_names"))
-        for at, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(optimizer.param_groups)
     ]
     return [type(optimizer).__name__, *groups]
 
@@ -113,8 +113,8 @@ def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
 def scaled_by(optimizer: Optimizer, scale: Tensor | None) -> Iterator[None]:
     """Has an optimizer that unscales gradients itself take them as scaled so; None for as they are."""
     present = {name: getattr(optimizer, name) for name in _SCALING if hasattr(optimizer, name)}
-    given = {} if scale is None else dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True))
-    _set(optimizer, given)
+    inputs = {} if scale is None else dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True))
+    _set(optimizer, inputs)
     try:
         yield
     finally:
@@ -147,14 +147,14 @@ def copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {name: copied(found) for name, found in value.items()}
+        return {name: copied(item) for name, item in value.items()}
     return copy.deepcopy(value)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
-    for at, group in enumerate(optimizer.param_groups):
+    for position, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group[_PARAMETERS]):
-            yield at, index, parameter
+            yield position, index, parameter
 
 
 def _put(optimizer: Optimizer, groups: Settings) -> None:
@@ -204,12 +204,12 @@ _STEPS: Final = 3
 def check(optimizer: Optimizer) -> None:
     """Raises `OptionError` where parts of parameters cannot be stepped alone."""
     generator = torch.Generator().manual_seed(0)
-    for at, group in enumerate(settings(optimizer)):
+    for index, group in enumerate(settings(optimizer)):
         weights = torch.randn(_SHAPE, generator=generator)
         gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(_STEPS)]
         cuts = range(0, weights.numel(), ALIGNED)
         try:
-            (whole,) = _stepped(optimizer, group, [weights], [[gradient] for gradient in gradients])
+            (full,) = _stepped(optimizer, group, [weights], [[gradient] for gradient in gradients])
             parts = _stepped(
                 optimizer,
                 group,
@@ -217,9 +217,9 @@ def check(optimizer: Optimizer) -> None:
                 [[gradient.flatten()[cut : cut + ALIGNED] for cut in cuts] for gradient in gradients],
             )
         except Exception as error:
-            raise _no(optimizer, at, f"it takes no step of a part ({type(error).__name__}: {error})") from error
-        if not torch.equal(whole.flatten(), torch.cat(parts)):
-            raise _no(optimizer, at, "its step of a part of a parameter is not that part of its step of the whole")
+            raise _no(optimizer, index, f"it takes no step of a part ({type(error).__name__}: {error})") from error
+        if not torch.equal(full.flatten(), torch.cat(parts)):
+            raise _no(optimizer, index, "its step of a part of a parameter is not that part of its step of the whole")
 
 
 def _no(optimizer: Optimizer, group: int, why: str) -> OptionError:

@@ -76,13 +76,13 @@ class Steps:
     def __init__(
         self,
         optimizer: Optimizer,
-        held: ReplicatedParameters,
+        live: ReplicatedParameters,
         looks_ahead: bool,
         outstanding: Outstanding,
         wait: Callable[[], None],
         looked: Callable[[PendingStep], None],
     ) -> None:
-        self._optimizer, self._held, self._looks_ahead = optimizer, held, looks_ahead
+        self._optimizer, self._held, self._looks_ahead = optimizer, live, looks_ahead
         self._outstanding, self._wait, self._looked = outstanding, wait, looked
         self.fresh: PendingStep | None = None
         self.pending: PendingStep | None = None
@@ -118,14 +118,14 @@ class Steps:
         pending = self.pending
         if pending is None or pending.use is None:
             return False
-        use, held = pending.use, self._held
+        use, live = pending.use, self._held
         self.told.waited += max(0.0, pending.known - since)
-        present = [p.grad for p in held.stepped]
+        present = [p.grad for p in live.stepped]
         with torch.no_grad():
-            for place, (p, kept) in enumerate(zip(held.stepped, held.kept, strict=True)):
-                p.copy_(kept)
+            for place, (p, saved) in enumerate(zip(live.stepped, live.kept, strict=True)):
+                p.copy_(saved)
                 p.grad = _gradient(p, pending.gradients[place], use.factor) if use.used[place] else None
-        if use.scaled and not held.finite(pending.step):
+        if use.scaled and not live.finite(pending.step):
             self.told.skipped += 1
             warnings.warn(
                 f"the gradients of step {pending.step} in full precision are not finite, though they were in few bits: "
@@ -140,7 +140,7 @@ class Steps:
             ):
                 functional_optimizer.step(self._optimizer)
             self.told.committed += 1
-        for p, gradient in zip(held.stepped, present, strict=True):
+        for p, gradient in zip(live.stepped, present, strict=True):
             p.grad = gradient
         self.memory.give(pending)
         self.pending, self._outstanding.step = None, None
@@ -156,9 +156,9 @@ class Steps:
                 do="call the backward pass before, and optimizer.step() without arguments",
             )
         self._wait()
-        fresh, held = self.fresh, self._held
+        fresh, live = self.fresh, self._held
         if fresh is None:
-            if any(p.grad is not None for p in held.stepped):
+            if any(p.grad is not None for p in live.stepped):
                 raise OptionError(
                     "the optimizer steps with gradients that were not averaged since it did so last",
                     where="optimizer.step()",
@@ -171,14 +171,14 @@ class Steps:
             self.drop_unused()
             return
         self.commit(fresh.begun)
-        for kept, p in zip(held.kept, held.stepped, strict=True):
-            kept.copy_(p.detach())
+        for saved, p in zip(live.kept, live.stepped, strict=True):
+            saved.copy_(p.detach())
         fresh.use, self.fresh, self.pending = use, None, fresh
         self._outstanding.step = fresh.step
         self._saved = functional_optimizer.state(optimizer)
         if not self._looks_ahead:
-            self._put_aside = [p.grad for p in held.stepped]
-            for p in held.stepped:
+            self._put_aside = [p.grad for p in live.stepped]
+            for p in live.stepped:
                 p.grad = None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -221,5 +221,5 @@ class Steps:
 
 
 def _gradient(p: Tensor, mean: Tensor, factor: float) -> Tensor:
-    found = mean if p.dtype == mean.dtype else mean.to(p.dtype)
-    return found if factor == 1.0 else found.mul_(factor)
+    result = mean if p.dtype == mean.dtype else mean.to(p.dtype)
+    return result if factor == 1.0 else result.mul_(factor)

@@ -102,11 +102,11 @@ class PendingStep:
             return 1.0
         if versions(aside) != self.aside:
             return None
-        found = digest(g for g in gradients if g is not None)
+        result = digest(g for g in gradients if g is not None)
         if self.factor is not None:
-            return self.factor if found == self.unscaled else 1.0 if found == self.plain else None
+            return self.factor if result == self.unscaled else 1.0 if result == self.plain else None
         # A gradient that is written to without effect, as clipping does below its limit, may be changed by the next step's.
-        return 1.0 if found == self.plain and versions(gradients) == self.versions else None
+        return 1.0 if result == self.plain and versions(gradients) == self.versions else None
 
 
 def versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int] | None]:
@@ -142,11 +142,11 @@ class BufferPool:
         replica.buckets, replica.gradients = [], {}
 
 
-def saved(pending: PendingStep, use: Use, kept: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> dict[str, Any]:
+def saved(pending: PendingStep, use: Use, saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> dict[str, Any]:
     """Returns what `load` takes: a copy."""
     return {
         "step": pending.step,
-        "weights": {piece.name: weight.clone() for piece, weight in zip(pieces, kept, strict=True)},
+        "weights": {piece.name: weight.clone() for piece, weight in zip(pieces, saved, strict=True)},
         "gradients": {pieces[place].name: gradient.clone() for place, gradient in pending.gradients.items()},
         "groups": copied(use.groups),
         "used": list(use.used),
@@ -168,24 +168,26 @@ def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
         )
 
 
-def load(found: Mapping[str, Any], kept: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> PendingStep:
+def load(result: Mapping[str, Any], saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> PendingStep:
     """Writes the parameters before the look ahead into `kept`, and returns the gradients.
 
     Raises:
         OptionError: it is of another model.
     """
-    weights, gradients = found["weights"], found["gradients"]
-    for piece, weight in zip(pieces, kept, strict=True):
+    weights, gradients = result["weights"], result["gradients"]
+    for piece, weight in zip(pieces, saved, strict=True):
         if piece.name not in weights or weights[piece.name].shape != weight.shape:
             raise OptionError(
                 "the state of DUO is of another model",
                 where=f"{piece.name}, {list(weight.shape)}",
                 do="load it into the same model",
             )
-    for piece, weight in zip(pieces, kept, strict=True):
+    for piece, weight in zip(pieces, saved, strict=True):
         weight.copy_(weights[piece.name])
     places = {piece.name: place for place, piece in enumerate(pieces)}
-    pending = PendingStep(found["step"])
+    pending = PendingStep(result["step"])
     pending.gradients = {places[name]: gradient.clone() for name, gradient in gradients.items()}
-    pending.use = Use(copied(found["groups"]), list(found["used"]), found["factor"], found["scale"], found["scaled"])
+    pending.use = Use(
+        copied(result["groups"]), list(result["used"]), result["factor"], result["scale"], result["scaled"]
+    )
     return pending

@@ -67,7 +67,7 @@ class ShardedParameters(ReplicatedParameters):
                 )
         self._reducer = Reducer(group, state)
         self.tally: CommunicationStatistics | None = self._reducer.tally
-        self.stepped = [nn.Parameter(self.own(at, p.detach()).clone()) for at, p in enumerate(parameters)]
+        self.stepped = [nn.Parameter(self.own(index, p.detach()).clone()) for index, p in enumerate(parameters)]
         self.kept = [p.detach().clone() for p in self.stepped]
 
     def take(self, optimizer: Optimizer) -> None:
@@ -149,35 +149,35 @@ class ShardedParameters(ReplicatedParameters):
         self._show(exact, [replace(piece, codec=PLAIN) for piece in self._pieces], step, compared=True)
 
     def whole_state(self, optimizer: Optimizer, step: int) -> dict[str, Any]:
-        found = super().whole_state(optimizer, step)
-        found["state"] = {
-            index: dict(values) for index, values in found["state"].items()
+        result = super().whole_state(optimizer, step)
+        result["state"] = {
+            index: dict(values) for index, values in result["state"].items()
         }  # it holds those of the optimizer
         order = [p for group in optimizer.param_groups for p in group["params"]]
         places = {id(part): place for place, part in enumerate(self.stepped)}
         cut = [
             (values, name, places[id(order[index])])
-            for index, values in found["state"].items()
+            for index, values in result["state"].items()
             for name, value in values.items()
             if isinstance(value, Tensor) and name not in _COUNTERS and value.dim()
         ]
         pieces = [replace(self._pieces[place], codec=PLAIN) for _, _, place in cut]
-        whole = [
+        full = [
             torch.zeros(piece.size, dtype=torch.float32, device=values[name].device)
             for piece, (values, name, _) in zip(pieces, cut, strict=True)
         ]
-        own = [values[name].detach().float() for values, name, _ in cut]
+        owned = [values[name].detach().float() for values, name, _ in cut]
 
         def work() -> Tensor:
-            self._reducer.give(Bucket(_STATE, step, torch.empty(0), pieces, ()), own, whole, [False] * len(cut))
+            self._reducer.give(Bucket(_STATE, step, torch.empty(0), pieces, ()), owned, full, [False] * len(cut))
             return torch.empty(0)
 
         self._now(work)
-        for (values, name, place), flat in zip(cut, whole, strict=True):
+        for (values, name, place), flat in zip(cut, full, strict=True):
             like = torch.empty_like(self._parameters[place], dtype=values[name].dtype)
             geometry.flat(self._pieces[place], like).copy_(flat)
             values[name] = like.detach()
-        return found
+        return result
 
     def reload(self) -> None:
         for place, (p, part) in enumerate(zip(self._parameters, self.stepped, strict=True)):
@@ -189,17 +189,17 @@ class ShardedParameters(ReplicatedParameters):
                 flats = [geometry.flat(piece, p.detach()) for piece, p in zip(pieces, self._parameters, strict=True)]
                 shown = [flat.float() for flat in flats]
                 onto = [piece.codec != PLAIN for piece in pieces]
-                own = [
+                owned = [
                     part.float() - flat[piece.part(self._state.rank)] if is_added else part.float()
                     for part, flat, piece, is_added in zip(self.stepped, shown, pieces, onto, strict=True)
                 ]
-                reducer.give(Bucket(_PARAMETERS, step, torch.empty(0), pieces, ()), own, shown, onto)
-                for p, flat, found in zip(self._parameters, flats, shown, strict=True):
-                    if found is not flat:
-                        flat.copy_(found)
+                reducer.give(Bucket(_PARAMETERS, step, torch.empty(0), pieces, ()), owned, shown, onto)
+                for p, flat, result in zip(self._parameters, flats, shown, strict=True):
+                    if result is not flat:
+                        flat.copy_(result)
                     torch.autograd.graph.increment_version(p)
                     if compared:
-                        made = torch.where(found.isnan(), torch.nan, found)
+                        made = torch.where(result.isnan(), torch.nan, result)
                         reducer.digest = zlib.crc32(made.cpu().numpy().tobytes(), reducer.digest)
             reducer.settle(step, compared, _TOLD)
             return torch.empty(0)
@@ -222,11 +222,11 @@ class ShardedParameters(ReplicatedParameters):
         """Returns the sum over ranks, in their order."""
         world = self._state.world
         place = ParameterSlice("a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2)))
-        own, every = torch.tensor([value], dtype=torch.float64), torch.zeros(world, dtype=torch.float64)
+        owned, every = torch.tensor([value], dtype=torch.float64), torch.zeros(world, dtype=torch.float64)
         bucket = Bucket(_SUM, step, torch.empty(0), [place], ())
 
         def work() -> Tensor:
-            self._reducer.give(bucket, [own.view(torch.float32)], [every.view(torch.float32)], [False])
+            self._reducer.give(bucket, [owned.view(torch.float32)], [every.view(torch.float32)], [False])
             return every
 
         return float(sum(self._now(work).tolist()))

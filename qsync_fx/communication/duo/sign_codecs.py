@@ -88,8 +88,8 @@ class Duo:
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
         """Returns what each parameter's gradient goes in at once. With nothing sent all are treated alike, small ones, too."""
-        found = to_all(self.fast, sizes, 0 if least is None and isinstance(self.fast, ZeroBit) else least)
-        return replace(found, name=self.name, said=repr(self), text=repr(self))
+        result = to_all(self.fast, sizes, 0 if least is None and isinstance(self.fast, ZeroBit) else least)
+        return replace(result, name=self.name, said=repr(self), text=repr(self))
 
 
 DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
@@ -106,24 +106,24 @@ DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
 """By name. With 32 bits the fast mean is the slow one, and training is that without DUO, to the last bit."""
 
 
-def weights_codec(duo: Duo, asked: str | Codec | None) -> Codec:
+def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
     """Returns what differences of sharded parameters are sent in: what is asked for, or 4 bits, 8 beside gradients of 8, and FP32, which
     loses nothing, where gradients go so.
 
     Raises:
         OptionError: it cannot be that.
     """
-    if asked is None:
+    if requested is None:
         bits = max(duo.fast.bits, 4) if isinstance(duo.fast, Qsgd) else 4
         return PLAIN if duo.fast == PLAIN else Qsgd(bits, UNITS[bits])
-    found = codec_named(asked) if isinstance(asked, str) else asked
-    if found.residual or isinstance(found, Adaptive | ZeroBit):
+    result = codec_named(requested) if isinstance(requested, str) else requested
+    if result.residual or isinstance(result, Adaptive | ZeroBit):
         raise OptionError(
-            f"differences of parameters cannot be sent in {found.name}: what a codec leaves of one is in the next, and has to come then",
+            f"differences of parameters cannot be sent in {result.name}: what a codec leaves of one is in the next, and has to come then",
             where="compress(..., sharded=...)",
             do='give a codec without a residual whose bits are known before, such as "qsgd4", or True',
         )
-    return found
+    return result
 
 
 def way_named(name: str) -> Codec | Duo:

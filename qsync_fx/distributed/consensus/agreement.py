@@ -63,8 +63,8 @@ def agree(channel: Channel, watcher: Watcher, about: str, mine: Statement, limit
             for rank in range(channel.world):
                 text = awaited(channel, watcher, f"{about}/digests/{rank}", rank, until - time.monotonic(), about)
                 stated[rank] = json.loads(text)
-            found = _difference(channel, about, stated, do)
-            channel.put(f"{about}/verdict", _GOOD if found is None else json.dumps(asdict(found)))
+            result = _difference(channel, about, stated, do)
+            channel.put(f"{about}/verdict", _GOOD if result is None else json.dumps(asdict(result)))
         # Rank 0 waits for the others in turn, and is the one to tell who does not come.
         verdict = awaited(channel, watcher, f"{about}/verdict", 0, limit + 5, about)
     except StoreLost:
@@ -85,9 +85,9 @@ def awaited(channel: Channel, watcher: Watcher, key: str, rank: int, limit: floa
         if watcher.failure is not None:
             raise watcher.failure.error()
         if (waited := time.monotonic() - began) > limit:
-            what = f"rank {rank} has not come to where the ranks compare their {about}, in {waited:.0f} s"
+            message = f"rank {rank} has not come to where the ranks compare their {about}, in {waited:.0f} s"
             do = "see in its log what it does instead; every rank stands in the same guard, around the same training"
-            watcher.tell(Failure(rank, what, None, do, lives=False))
+            watcher.tell(Failure(rank, message, None, do, lives=False))
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return text
@@ -97,25 +97,25 @@ def _difference(
     channel: Channel, about: str, stated: Mapping[int, Mapping[str, str]], do: Mapping[str, str]
 ) -> Failure | None:
     for section in dict.fromkeys(name for digests in stated.values() for name in digests):
-        digests = {rank: found[section] for rank, found in stated.items() if section in found}
+        digests = {rank: item[section] for rank, item in stated.items() if section in item}
         most, count = Counter(digests.values()).most_common(1)[0]
         if count == len(digests):
             continue
         usual = next(rank for rank, digest in digests.items() if digest == most)
         others = [rank for rank, digest in digests.items() if digest != most]
-        here, there = (_lines(channel, about, section, rank) for rank in (usual, others[0]))
-        only_there = [line for line in there if line not in set(here)] or ["the same in another order"]
-        only_here = [line for line in here if line not in set(there)] or ["the same in another order"]
+        current, existing = (_lines(channel, about, section, rank) for rank in (usual, others[0]))
+        only_there = [line for line in existing if line not in set(current)] or ["the same in another order"]
+        only_here = [line for line in current if line not in set(existing)] or ["the same in another order"]
         more = f" ({len(others)} ranks differ from rank {usual})" if len(others) > 1 else ""
         where = f"rank {others[0]}: {_some(only_there)}; rank {usual}: {_some(only_here)}{more}"
-        what = f"rank {others[0]} has another {section} than rank {usual}"
-        return Failure(others[0], what, where, do.get(section, "start all ranks with the same one"))
+        message = f"rank {others[0]} has another {section} than rank {usual}"
+        return Failure(others[0], message, where, do.get(section, "start all ranks with the same one"))
     return None
 
 
 def _lines(channel: Channel, about: str, section: str, rank: int) -> list[str]:
-    found: list[str] = json.loads(channel.get(f"{about}/lines/{rank}") or "{}").get(section, [])
-    return found
+    result: list[str] = json.loads(channel.get(f"{about}/lines/{rank}") or "{}").get(section, [])
+    return result
 
 
 def _some(lines: Sequence[str]) -> str:
@@ -160,9 +160,9 @@ def of_model(model: nn.Module) -> Statement:
     return {**stated, "plan for the cluster": sorted(clusters)} if clusters else stated
 
 
-def of_replanning(how: object) -> Statement:
+def of_replanning(settings: object) -> Statement:
     """Returns whether, and by which numbers, the ranks plan anew, which they do together."""
-    return {"replanning": ["none" if how is None else str(getattr(how, "hysteresis", how))]}
+    return {"replanning": ["none" if settings is None else str(getattr(settings, "hysteresis", settings))]}
 
 
 def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> Statement:
@@ -185,8 +185,8 @@ def parallel_in(model: nn.Module) -> DistributedDataParallel | None:
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a hook that Dynamo calls and does not look into."""
     disable: Any = torch.compiler.disable
-    found: Callable[..., Any] = disable(hook)
-    return found
+    result: Callable[..., Any] = disable(hook)
+    return result
 
 
 def _buckets(parallel: DistributedDataParallel) -> Iterator[str]:

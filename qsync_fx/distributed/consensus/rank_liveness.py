@@ -44,12 +44,12 @@ def gone(other: str) -> bool:
     if len(mine) != 4 or len(theirs) != 4 or mine[:2] != theirs[:2]:
         return False
     try:
-        found = _stat(int(theirs[2]))
+        result = _stat(int(theirs[2]))
     except FileNotFoundError:
         return True
     except OSError:
         return False
-    return found[_STATE] in "ZX" or found[_STARTED] != theirs[3]
+    return result[_STATE] in "ZX" or result[_STARTED] != theirs[3]
 
 
 def _stat(pid: int) -> list[str]:
@@ -155,7 +155,7 @@ class Watcher:
             beats += 1
             now = time.monotonic()
             if (stood := now - before) > 4 * period:
-                self._seen = {rank: (said, at + stood) for rank, (said, at) in self._seen.items()}
+                self._seen = {rank: (text, index + stood) for rank, (text, index) in self._seen.items()}
             try:
                 self._turn(beats, now)
             except StoreLost:
@@ -167,8 +167,8 @@ class Watcher:
         state = "compiles" if self._compiles.is_set() else "runs"
         self.channel.put(f"beat/{self.channel.rank}", f"{state} {beats}")
         if self.failure is None:
-            if (told := self.channel.told()) is not None:
-                self.learn(told)
+            if (reported := self.channel.told()) is not None:
+                self.learn(reported)
             else:
                 self._look(now)
         elif self.ends is not None and now - self._at > self.ends:
@@ -179,26 +179,31 @@ class Watcher:
     def _look(self, now: float) -> None:
         for rank in {(self.channel.rank + 1) % self.channel.world, (self.channel.rank - 1) % self.channel.world}:
             # A rank that has come to its end says so before it ends.
-            known = self.channel.get(f"process/{rank}")
-            if known and gone(known) and self.channel.get(f"beat/{rank}") != _GONE and self.channel.told() is None:
-                what = f"rank {rank} has ended without a word"
-                self.tell(Failure(rank, what, None, _WHY, lives=False))
+            available = self.channel.get(f"process/{rank}")
+            if (
+                available
+                and gone(available)
+                and self.channel.get(f"beat/{rank}") != _GONE
+                and self.channel.told() is None
+            ):
+                message = f"rank {rank} has ended without a word"
+                self.tell(Failure(rank, message, None, _WHY, lives=False))
                 return
         limit = min(self.silence, _HURRIED) if self.channel.count("hurry") else self.silence
         for rank in range(self.channel.world) if self.channel.rank == 0 else (0,):
-            said = self.channel.get(f"beat/{rank}")
-            if said is None or said == _GONE or rank == self.channel.rank:
+            text = self.channel.get(f"beat/{rank}")
+            if text is None or text == _GONE or rank == self.channel.rank:
                 continue
-            if self._seen.get(rank, ("", 0.0))[0] != said:
-                self._seen[rank] = said, now
+            if self._seen.get(rank, ("", 0.0))[0] != text:
+                self._seen[rank] = text, now
             silent = now - self._seen[rank][1]
             if silent > limit:
-                what = f"rank {rank} has said nothing for {silent:.0f} s"
-                self.tell(Failure(rank, what, f"limit: {limit:g} s", _WHY, lives=False))
+                message = f"rank {rank} has said nothing for {silent:.0f} s"
+                self.tell(Failure(rank, message, f"limit: {limit:g} s", _WHY, lives=False))
                 return
-            since = self._since.setdefault(rank, now) if said.startswith("compiles") else self._since.pop(rank, now)
-            if now - since > self.compiling and said.startswith("compiles"):
+            since = self._since.setdefault(rank, now) if text.startswith("compiles") else self._since.pop(rank, now)
+            if now - since > self.compiling and text.startswith("compiles"):
                 do = "give guard(..., compiling=SECONDS) more time, or see in its log what takes so long"
-                what = f"rank {rank} has been compiling for {now - since:.0f} s"
-                self.tell(Failure(rank, what, f"limit: {self.compiling:g} s", do))
+                message = f"rank {rank} has been compiling for {now - since:.0f} s"
+                self.tell(Failure(rank, message, f"limit: {self.compiling:g} s", do))
                 return

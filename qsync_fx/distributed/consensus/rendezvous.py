@@ -36,8 +36,8 @@ _PATIENCE: Final = 1800.0
 
 def limit_of_group() -> float | None:
     """Returns the seconds that collectives of the default group may take; None where it does not say."""
-    found = [seconds for backend in _backends() if (seconds := _limit(backend)) is not None]
-    return min(found, default=None)
+    result = [seconds for backend in _backends() if (seconds := _limit(backend)) is not None]
+    return min(result, default=None)
 
 
 @contextlib.contextmanager
@@ -55,13 +55,13 @@ def at_least(seconds: float) -> Iterator[None]:
 
 def _backends(every: bool = False) -> list[Any]:
     groups: list[Any] = list(distributed_c10d._world.pg_map) if every else [distributed_c10d._get_default_group()]
-    found = {}
+    result = {}
     for group in groups:
         for device in group._device_types:
             backend = group._get_backend(torch.device(device))
             if hasattr(backend, "_set_default_timeout"):
-                found[id(backend)] = backend
-    return list(found.values())
+                result[id(backend)] = backend
+    return list(result.values())
 
 
 def _limit(backend: Any) -> float | None:

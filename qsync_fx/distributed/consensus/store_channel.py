@@ -45,15 +45,15 @@ class Failure:
         """Returns what the others are told of an error that ends training on `rank`."""
         if isinstance(error, QSyncError):
             return cls(rank, f"rank {rank} has failed: {type(error).__name__}: {error.what}", error.where, error.do)
-        said = str(error).strip()[:_LONGEST]
-        return cls(rank, f"rank {rank} has failed: {type(error).__name__}{': ' + said if said else ''}")
+        text = str(error).strip()[:_LONGEST]
+        return cls(rank, f"rank {rank} has failed: {type(error).__name__}{': ' + text if text else ''}")
 
     def error(self) -> RankError:
-        found = RankError(
+        result = RankError(
             self.what, where=self.where, do=self.do or "mend what failed there, and start all ranks again"
         )
-        found.rank = self.rank
-        return found
+        result.rank = self.rank
+        return result
 
 
 class Channel:
@@ -92,8 +92,8 @@ class Channel:
 
     def tell(self, failure: Failure) -> None:
         """Tells all ranks."""
-        at = self.count("failures", 1)
-        self.put(f"failure/{at}", json.dumps(asdict(failure)))
+        index = self.count("failures", 1)
+        self.put(f"failure/{index}", json.dumps(asdict(failure)))
 
     def told(self) -> Failure | None:
         """Returns what was told first; None where nothing was."""

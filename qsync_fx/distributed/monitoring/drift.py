@@ -183,26 +183,27 @@ class Drift:
     links: float | None = None
 
 
-def after_step(seen: StepWindow, pace: float, room: Room | None, how: Hysteresis) -> StepWindow:
+def after_step(observed: StepWindow, pace: float, room: Room | None, settings: Hysteresis) -> StepWindow:
     """Returns what a rank has seen after one more step."""
-    if seen.resting:
-        return replace(seen, resting=seen.resting - 1)
-    return StepWindow((*seen.paces, pace)[-how.patience :], (*seen.rooms, room)[-how.patience :])
+    if observed.resting:
+        return replace(observed, resting=observed.resting - 1)
+    return StepWindow((*observed.paces, pace)[-settings.patience :], (*observed.rooms, room)[-settings.patience :])
 
 
-def stated(seen: StepWindow, how: Hysteresis) -> Stated:
+def stated(observed: StepWindow, settings: Hysteresis) -> Stated:
     """Returns what a rank tells the others of it."""
-    if len(seen.paces) < how.patience:
+    if len(observed.paces) < settings.patience:
         return Stated()
-    rooms = [room for room in seen.rooms if room is not None]
-    known = len(rooms) == len(seen.rooms)
+    rooms = [room for room in observed.rooms if room is not None]
+    available = len(rooms) == len(observed.rooms)
     return Stated(
-        statistics.median(seen.paces),
-        all(pace > 1 + how.tolerance for pace in seen.paces),
-        all(pace < 1 / (1 + how.tolerance) for pace in seen.paces),
-        min(room.allowed for room in rooms) if known else None,
-        known and all(room.allowed < room.needed for room in rooms),
-        known and all(room.planned is not None and room.allowed > room.planned * (1 + how.tolerance) for room in rooms),
+        statistics.median(observed.paces),
+        all(pace > 1 + settings.tolerance for pace in observed.paces),
+        all(pace < 1 / (1 + settings.tolerance) for pace in observed.paces),
+        min(room.allowed for room in rooms) if available else None,
+        available and all(room.allowed < room.needed for room in rooms),
+        available
+        and all(room.planned is not None and room.allowed > room.planned * (1 + settings.tolerance) for room in rooms),
     )
 
 
@@ -223,26 +224,28 @@ def drift(everyones: Sequence[Stated], classes: Sequence[str]) -> Drift | None:
         return tuple(sorted(rank for ranks in asking for rank in ranks))
 
     def of_any(ask: str) -> tuple[int, ...]:
-        return tuple(rank for rank, one in enumerate(everyones) if getattr(one, ask))
+        return tuple(rank for rank, item in enumerate(everyones) if getattr(item, ask))
 
-    found = Drift(
-        _known(of, [one.pace for one in everyones], max),
-        _known(of, [one.allowed for one in everyones], min),
+    result = Drift(
+        _known(of, [item.pace for item in everyones], max),
+        _known(of, [item.allowed for item in everyones], min),
         of_any("slower"),
         of_all("faster"),
         of_any("tight"),
         of_all("roomy"),
     )
-    return found if found.slower or found.faster or found.tight or found.roomy else None
+    return result if result.slower or result.faster or result.tight or result.roomy else None
 
 
-def link_drift(ratios: Sequence[float], how: Hysteresis) -> float | None:
+def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
     """Returns what links take, over what was foreseen, where they have changed; None where they have not.
 
     Args:
         ratios: measured over foreseen seconds, the last ones: once is chance, and as often as there are of these it is not.
     """
-    changed = all(ratio > 1 + how.links for ratio in ratios) or all(ratio < 1 / (1 + how.links) for ratio in ratios)
+    changed = all(ratio > 1 + settings.links for ratio in ratios) or all(
+        ratio < 1 / (1 + settings.links) for ratio in ratios
+    )
     return statistics.median(ratios) if ratios and changed else None
 
 
@@ -264,5 +267,5 @@ def _known(
     of: Mapping[str, Sequence[int]], values: Sequence[float | None], choose: Callable[[list[float]], float]
 ) -> Mapping[str, float]:
     """Returns for each class what is the worst of its ranks, as far as any of them knows."""
-    known = {name: [value for rank in ranks if (value := values[rank]) is not None] for name, ranks in of.items()}
-    return MappingProxyType({name: choose(found) for name, found in known.items() if found})
+    available = {name: [value for rank in ranks if (value := values[rank]) is not None] for name, ranks in of.items()}
+    return MappingProxyType({name: choose(item) for name, item in available.items() if item})

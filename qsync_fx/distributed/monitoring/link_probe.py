@@ -44,11 +44,11 @@ class LinkProbe:
         """Returns one that tells the links of a cluster."""
         if cluster.ranks == 1:
             return cls()
-        taken = cluster.all_reduce.seconds([float(size) for size in _SIZES], cluster.ranks).tolist()
-        long = max(_OUGHT, _LATENCIES * taken[0])
+        used = cluster.all_reduce.seconds([float(size) for size in _SIZES], cluster.ranks).tolist()
+        long = max(_OUGHT, _LATENCIES * used[0])
         return next(
-            (cls(size, time) for size, time in zip(_SIZES, taken, strict=True) if time >= long),
-            cls(_SIZES[-1], taken[-1]),
+            (cls(size, time) for size, time in zip(_SIZES, used, strict=True) if time >= long),
+            cls(_SIZES[-1], used[-1]),
         )
 
     @classmethod
@@ -75,8 +75,8 @@ class ProbedLinks:
         probe: what is foreseen; None where nothing is known.
     """
 
-    def __init__(self, notes: Mapping[str, str], how: Hysteresis, device: torch.device = CPU) -> None:
-        self._how, self._device = how, device
+    def __init__(self, notes: Mapping[str, str], settings: Hysteresis, device: torch.device = CPU) -> None:
+        self._how, self._device = settings, device
         self._resting, self._ratios = 0, list[float]()
         self.probe = LinkProbe.noted(notes)
 
@@ -95,10 +95,10 @@ class ProbedLinks:
         """Goes on from a decision, and from what links were found to take, if they were why."""
         self._resting, self._ratios = self._how.cooldown, []
         if self.probe is not None and ratio is not None:
-            found = replace(self.probe, seconds=self.probe.seconds * ratio)
-            while found.seconds > _LONGEST and found.nbytes > _SIZES[0]:
-                found = LinkProbe(found.nbytes // 4, found.seconds / 4)
-            self.probe = found
+            result = replace(self.probe, seconds=self.probe.seconds * ratio)
+            while result.seconds > _LONGEST and result.nbytes > _SIZES[0]:
+                result = LinkProbe(result.nbytes // 4, result.seconds / 4)
+            self.probe = result
 
     def table(self) -> list[tuple[int, float]]:
         """Measures, on all ranks at once, how long all-reduces take, up to the size that is looked at."""

@@ -44,7 +44,7 @@ def parallel_around(model: nn.Module) -> DistributedDataParallel | None:
 
 def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer], parallel: DistributedDataParallel | None) -> int:
     """Returns what is held throughout: parameters, buffers, the optimizers' state, and the buckets of DistributedDataParallel."""
-    state = (value for optimizer in optimizers for kept in optimizer.state.values() for value in kept.values())
+    state = (value for optimizer in optimizers for saved in optimizer.state.values() for value in saved.values())
     tensors = [*model.parameters(), *model.buffers(), *(value for value in state if isinstance(value, Tensor))]
     buckets = () if parallel is None else (p for p in parallel.parameters() if p.requires_grad)
     return sum(_storages(tensors).values()) + sum(p.numel() * p.element_size() for p in buckets)
@@ -79,11 +79,11 @@ def _of_system() -> Iterator[float]:
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
     """Returns the bytes of each storage by its address: tensors may share one."""
-    found = {}
+    result = {}
     for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return found
+        result[storage.data_ptr()] = storage.nbytes()
+    return result
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -150,9 +150,9 @@ class PeakCheck:
             first, second = self._recording.stop()
             self._recording = None
             # Gradients that are zeroed in place were there before the recording, which has seen all others come and go.
-            kept = (tensor for before in self._before if (tensor := before()) is not None)
-            held = held_bytes(self._model, self._optimizers(), self.parallel) + sum(tensor.nbytes for tensor in kept)
-            self._tell(held + max(accumulate(second, initial=max(0, sum(first)))), self._foreseen.memory)
+            saved = (tensor for before in self._before if (tensor := before()) is not None)
+            live = held_bytes(self._model, self._optimizers(), self.parallel) + sum(tensor.nbytes for tensor in saved)
+            self._tell(live + max(accumulate(second, initial=max(0, sum(first)))), self._foreseen.memory)
 
     def close(self) -> None:
         """Ends a recording that is under way."""

@@ -46,11 +46,11 @@ def cast_seconds(
     Raises:
         ProfileError: the time is not known, or the size is an expression.
     """
-    held, operator = graph.values[value], graph.operators[owner]
-    if not isinstance(held.numel, int):
-        what = f"the time of a cast of {held.numel} elements is not known"
-        raise ProfileError(what, where=operator.where, do="give sizes first: graph.at(batch=...)")
-    return times.cast(operator.id, before, after, held.numel, differentiated and held.differentiated)
+    live, operator = graph.values[value], graph.operators[owner]
+    if not isinstance(live.numel, int):
+        message = f"the time of a cast of {live.numel} elements is not known"
+        raise ProfileError(message, where=operator.where, do="give sizes first: graph.at(batch=...)")
+    return times.cast(operator.id, before, after, live.numel, differentiated and live.differentiated)
 
 
 FEMTO = 10**15
@@ -78,22 +78,22 @@ class CostCache:
             self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
         return self._states[code]
 
-    def operator(self, at: int, codes: list[int], precisions: list[int], outputs: list[int]) -> Price:
+    def operator(self, index: int, codes: list[int], precisions: list[int], outputs: list[int]) -> Price:
         """Returns the time of an operator, and of the casts that follow from nothing but what it computes in."""
         operators = self.tables.graph.operators
-        near = [at + by for by in NEIGHBOURS]
+        near = [index + by for by in NEIGHBOURS]
         around = [self.state(codes[n + REACH]) if 0 <= n < len(operators) else None for n in near]
-        found = self.times.operator(operators[at].id, self.state(codes[at + REACH]), around)
-        forward, backward = self._checked(found, operators[at].where)
-        alone = [self.point(number, precisions, outputs) for number in self.tables.alone[at]]
+        result = self.times.operator(operators[index].id, self.state(codes[index + REACH]), around)
+        forward, backward = self._checked(result, operators[index].where)
+        alone = [self.point(number, precisions, outputs) for number in self.tables.alone[index]]
         casts, casts_backward, unpacking = (sum(price[part] for price in alone) for part in (2, 3, 4))
         return forward, backward, casts, casts_backward, unpacking
 
     def cast(self, owner: int, value: int, before: int, after: int, differentiated: bool = True) -> tuple[int, int]:
         """Returns the time of a cast, forward and backward."""
         graph, names = self.tables.graph, (NAMES[before] or "", NAMES[after] or "")
-        found = cast_seconds(graph, self.times, owner, value, *names, differentiated)
-        return self._checked(found, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}")
+        result = cast_seconds(graph, self.times, owner, value, *names, differentiated)
+        return self._checked(result, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}")
 
     def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
         """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""
@@ -107,31 +107,31 @@ class CostCache:
             return 0, 0, *self.cast(point.operator, point.value, before, after), 0
         forward = backward = unpacking = 0
         made: set[int] = set()
-        kept: dict[int, tuple[int, int]] = {}
+        saved: dict[int, tuple[int, int]] = {}
         for reader in point.readers:
             precision = precisions[reader.operator]
             after = reader.wanted[precision]
             if reader.kept[precision]:
-                kept[after] = reader.operator, reader.kept[precision]
+                saved[after] = reader.operator, reader.kept[precision]
             if not NEEDED[before][after] or after in made:
                 continue
             if reader.used is not None and PLAIN[after] and _now(reader.used, outputs) == after:
                 continue
             made.add(after)
             owner = reader.operator if reader.operator >= 0 else point.held.operator
-            there, back = self.cast(owner, point.value, before, after)
-            forward, backward = forward + there, backward + back
-        for fmt, (owner, plain) in kept.items():
+            existing, back = self.cast(owner, point.value, before, after)
+            forward, backward = forward + existing, backward + back
+        for fmt, (owner, plain) in saved.items():
             unpacking += self.cast(owner, point.value, fmt, plain, differentiated=False)[0]
         return 0, 0, forward, backward, unpacking
 
-    def _checked(self, found: Seconds, where: str) -> tuple[int, int]:
-        return femtoseconds(found.forward, where), femtoseconds(found.backward, where)
+    def _checked(self, result: Seconds, where: str) -> tuple[int, int]:
+        return femtoseconds(result.forward, where), femtoseconds(result.backward, where)
 
 
-def _now(held: IndexedFormat, outputs: list[int]) -> int:
+def _now(live: IndexedFormat, outputs: list[int]) -> int:
     """The format of a value: what its operator gives out, or its own."""
-    return outputs[held.operator] or held.own
+    return outputs[live.operator] or live.own
 
 
 def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Schedule:
@@ -145,21 +145,21 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
         ProfileError: a time or a size is not known.
     """
     graph = states.graph
-    own = list(_operators(states, times))
+    owned = list(_operators(states, times))
     casts = _by_owner(graph, states.casts, times)
     unpacked = _by_owner(graph, states.unpacked, times, differentiated=False)
     outside = times.outside()
     forward = [Entry("", Part.OUTSIDE, outside.forward)]
     backward = [Entry("", Part.OUTSIDE, outside.backward)]
-    for at, operator in enumerate(graph.operators):
-        forward += [Entry(operator.id, Part.CAST, cast.forward) for cast in casts.get(at, ())]
-        forward.append(Entry(operator.id, Part.FORWARD, own[at].forward))
+    for index, operator in enumerate(graph.operators):
+        forward += [Entry(operator.id, Part.CAST, cast.forward) for cast in casts.get(index, ())]
+        forward.append(Entry(operator.id, Part.FORWARD, owned[index].forward))
     ends: dict[int, int] = {}
-    for at, operator in reversed(list(enumerate(graph.operators))):
-        backward += [Entry(operator.id, Part.CAST, cast.forward) for cast in unpacked.get(at, ())]
-        backward.append(Entry(operator.id, Part.BACKWARD, own[at].backward))
-        backward += [Entry(operator.id, Part.CAST, cast.backward) for cast in reversed(casts.get(at, ()))]
-        ends[at] = len(backward) - 1
+    for index, operator in reversed(list(enumerate(graph.operators))):
+        backward += [Entry(operator.id, Part.CAST, cast.forward) for cast in unpacked.get(index, ())]
+        backward.append(Entry(operator.id, Part.BACKWARD, owned[index].backward))
+        backward += [Entry(operator.id, Part.CAST, cast.backward) for cast in reversed(casts.get(index, ()))]
+        ends[index] = len(backward) - 1
     parameters = [parameter for parameter in graph.parameters if parameter.trained]
     last = [_last(graph, parameter.readers, whole_graphs) for parameter in parameters]
     return Schedule(
@@ -167,7 +167,7 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
         tuple(backward),
         times.optimizer(),
         tuple(Parameter(p.path, p.numel, p.dtype_bytes) for p in parameters),
-        {p.path: ends.get(at, len(backward) - 1) for p, at in zip(parameters, last, strict=True)},
+        {p.path: ends.get(index, len(backward) - 1) for p, index in zip(parameters, last, strict=True)},
     )
 
 
@@ -176,22 +176,22 @@ def _last(graph: ModelGraph, readers: Sequence[int], whole_graphs: bool) -> int:
     if not readers or not whole_graphs:
         return min(readers, default=-1)
     part = graph.operators[min(readers)].graph
-    return next(at for at, operator in enumerate(graph.operators) if operator.graph == part)
+    return next(index for index, operator in enumerate(graph.operators) if operator.graph == part)
 
 
 def _operators(states: States, times: Times) -> Iterator[Seconds]:
-    found = list(map(state_named, states.names))
-    there: dict[int, OperandState] = dict(enumerate(found))
-    for at, operator in enumerate(states.graph.operators):
-        around = [there.get(at + by) for by in NEIGHBOURS]
-        yield times.operator(operator.id, found[at], around)
+    result = list(map(state_named, states.names))
+    existing: dict[int, OperandState] = dict(enumerate(result))
+    for index, operator in enumerate(states.graph.operators):
+        around = [existing.get(index + by) for by in NEIGHBOURS]
+        yield times.operator(operator.id, result[index], around)
 
 
 def _by_owner(
     graph: ModelGraph, casts: Sequence[PlannedCast], times: Times, differentiated: bool = True
 ) -> Mapping[int, list[Seconds]]:
-    found: dict[int, list[Seconds]] = {}
+    result: dict[int, list[Seconds]] = {}
     for cast in casts:
-        taken = cast_seconds(graph, times, cast.owner, cast.value, cast.before, cast.after, differentiated)
-        found.setdefault(cast.owner, []).append(taken)
-    return found
+        used = cast_seconds(graph, times, cast.owner, cast.value, cast.before, cast.after, differentiated)
+        result.setdefault(cast.owner, []).append(used)
+    return result

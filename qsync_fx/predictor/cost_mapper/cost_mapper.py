@@ -39,27 +39,27 @@ class IncrementalCascade:
         self.precisions, self.outputs, self.codes = [0] * (count + 1), [0] * (count + 1), [0] * (count + 2 * REACH)
         self._narrow, self._narrow_out = [0] * (count + 1), [0] * (count + 1)
         self._wide = [False] * count
-        for at, outputs in enumerate(tables.outputs):
+        for index, outputs in enumerate(tables.outputs):
             if outputs is not None:
-                found = chosen[at], outputs[chosen[at]]
+                result = chosen[index], outputs[chosen[index]]
             else:
-                found = self._followed(at, self._narrow_out)
-            self._narrow[at], self._narrow_out[at] = found
-        for at in range(count):
-            self._wide[at] = self._is_wide(at)
-            self._settle(at)
+                result = self._followed(index, self._narrow_out)
+            self._narrow[index], self._narrow_out[index] = result
+        for index in range(count):
+            self._wide[index] = self._is_wide(index)
+            self._settle(index)
 
-    def chosen(self, at: int) -> int:
+    def chosen(self, index: int) -> int:
         """Returns what an adjustable operator computes in."""
-        return self._narrow[at]
+        return self._narrow[index]
 
-    def change(self, at: int, precision: int) -> list[int]:
+    def change(self, index: int, precision: int) -> list[int]:
         """Gives an adjustable operator another format; returns the operators whose formats have changed."""
         changed: list[int] = []
-        if self._narrow[at] == precision:
+        if self._narrow[index] == precision:
             return changed
         outputs, followers = self.outputs, self.tables.followers
-        todo = self._spread(at, precision)
+        todo = self._spread(index, precision)
         while todo:
             now = heapq.heappop(todo)
             before = outputs[now]
@@ -76,54 +76,54 @@ class IncrementalCascade:
         outputs = tables.outputs[first]
         assert outputs is not None, "adjustable operators have outputs"
         narrow[first] = precision
-        looked, asked = [first], [first, *tables.widens[first]]
+        looked, requested = [first], [first, *tables.widens[first]]
         todo: list[int] = []
         if out[first] != outputs[precision]:
             out[first] = outputs[precision]
             todo += tables.followers[first]
         while todo:
-            at = heapq.heappop(todo)
-            found, result = self._followed(at, out)
-            if found == narrow[at] and result == out[at]:
+            index = heapq.heappop(todo)
+            matches, result = self._followed(index, out)
+            if matches == narrow[index] and result == out[index]:
                 continue
-            looked.append(at)
-            if found != narrow[at]:
-                narrow[at] = found
-                asked += tables.widens[at]
-            if result != out[at]:
-                out[at] = result
-                for follower in tables.followers[at]:
+            looked.append(index)
+            if matches != narrow[index]:
+                narrow[index] = matches
+                requested += tables.widens[index]
+            if result != out[index]:
+                out[index] = result
+                for follower in tables.followers[index]:
                     heapq.heappush(todo, follower)
-        for at in asked:
-            if tables.wide[at] and self._is_wide(at) != self._wide[at]:
-                self._wide[at] = not self._wide[at]
-                looked.append(at)
+        for index in requested:
+            if tables.wide[index] and self._is_wide(index) != self._wide[index]:
+                self._wide[index] = not self._wide[index]
+                looked.append(index)
         heapq.heapify(looked)
         return looked
 
-    def _settle(self, at: int) -> bool:
+    def _settle(self, index: int) -> bool:
         """Gives an operator its formats; returns whether they are others than before."""
-        if self.tables.outputs[at] is None:
-            precision, output = self._followed(at, self.outputs)
+        if self.tables.outputs[index] is None:
+            precision, output = self._followed(index, self.outputs)
         else:
-            precision = self._narrow[at]
-            output = self.tables.wide[at] if self._wide[at] else self._narrow_out[at]
+            precision = self._narrow[index]
+            output = self.tables.wide[index] if self._wide[index] else self._narrow_out[index]
         code = precision + BASE * output
-        if code == self.codes[at + REACH]:
+        if code == self.codes[index + REACH]:
             return False
-        self.codes[at + REACH], self.precisions[at], self.outputs[at] = code, precision, output
+        self.codes[index + REACH], self.precisions[index], self.outputs[index] = code, precision, output
         return True
 
-    def _followed(self, at: int, outputs: list[int]) -> tuple[int, int]:
-        known, key = self.tables.follow[at], 0
-        assert known is not None, "others are chosen"
-        for used in self.tables.inputs[at]:
+    def _followed(self, index: int, outputs: list[int]) -> tuple[int, int]:
+        available, key = self.tables.follow[index], 0
+        assert available is not None, "others are chosen"
+        for used in self.tables.inputs[index]:
             key = key * BASE + outputs[used]
-        return known[key]
+        return available[key]
 
-    def _is_wide(self, at: int) -> bool:
-        wide, narrow = self.tables.wide[at], self._narrow
-        return bool(wide) and SCALED[narrow[at]] and all(w[narrow[r]] for r, w in self.tables.wide_readers[at])
+    def _is_wide(self, index: int) -> bool:
+        wide, narrow = self.tables.wide[index], self._narrow
+        return bool(wide) and SCALED[narrow[index]] and all(w[narrow[r]] for r, w in self.tables.wide_readers[index])
 
 
 STATES = BASE * BASE
@@ -152,9 +152,9 @@ class Totals:
     @property
     def seconds(self) -> float:
         """All of it."""
-        there = self.forward + self.casts
+        existing = self.forward + self.casts
         back = self.backward + self.casts_backward + self.unpacking
-        return there + back + self.outside + self.optimizer
+        return existing + back + self.outside + self.optimizer
 
 
 class CostMapper:
@@ -169,12 +169,14 @@ class CostMapper:
         ProfileError: a time is not known, or is none.
     """
 
-    def __init__(self, graph: ModelGraph, times: Times, asked: Asked) -> None:
+    def __init__(self, graph: ModelGraph, times: Times, requested: Asked) -> None:
         self.graph, self.times = graph, times
         self._tables = tables = Tables(graph)
         self._prices = CostCache(tables, times)
         self._outside, self._optimizer = times.outside(), times.optimizer()
-        self._following = IncrementalCascade(tables, {at: NUMBERS[name] for at, name in planned(graph, asked).items()})
+        self._following = IncrementalCascade(
+            tables, {index: NUMBERS[name] for index, name in planned(graph, requested).items()}
+        )
         self._undo: list[tuple[int, int]] = []
         count, points = len(graph.operators), len(tables.points)
         self._operator_prices: list[Price] = [(0, 0, 0, 0, 0)] * count
@@ -191,20 +193,20 @@ class CostMapper:
             PlanError: the operator is not adjustable, or the graph was not made for the format.
             ProfileError: a time is not known, or is none; all is as before.
         """
-        at = self.graph.places.get(operator)
-        takes = self._tables.chosen[at] if at is not None else None
-        if at is None or takes is None:
+        index = self.graph.places.get(operator)
+        takes = self._tables.chosen[index] if index is not None else None
+        if index is None or takes is None:
             do = "name one of kind adjustable in graph.operators; the others follow"
             raise PlanError("no plan decides on this operator", where=f"operator {operator}", do=do)
         if precision not in takes:
-            check_format(self.graph, precision, self.graph.operators[at].where)
-        before = self._following.chosen(at)
+            check_format(self.graph, precision, self.graph.operators[index].where)
+        before = self._following.chosen(index)
         try:
-            self._change(at, takes[precision])
+            self._change(index, takes[precision])
         except ProfileError:
-            self._change(at, before)
+            self._change(index, before)
             raise
-        self._undo.append((at, before))
+        self._undo.append((index, before))
 
     def undo(self) -> None:
         """Takes back the last change that was not taken back yet; raises `PlanError` where there is none."""
@@ -232,43 +234,45 @@ class CostMapper:
         """Returns the step as what runs after what; see `scheduled`."""
         return scheduled(self.states(), self.times, whole_graphs)
 
-    def _change(self, at: int, precision: int) -> None:
-        changed, tables = self._following.change(at, precision), self._tables
+    def _change(self, index: int, precision: int) -> None:
+        changed, tables = self._following.change(index, precision), self._tables
         if changed:
             near, touched = tables.near, tables.touched
-            self._reprice(set().union(*[near[at] for at in changed]), set().union(*[touched[at] for at in changed]))
+            self._reprice(
+                set().union(*[near[index] for index in changed]), set().union(*[touched[index] for index in changed])
+            )
 
     def _reprice(self, operators: Iterable[int], points: Iterable[int]) -> None:
         """Asks for the times of operators and of casts at places; where one is not known, sums are of what was asked before."""
         forward, backward, casts, casts_backward, unpacking = self._sums
         codes, precisions, outputs = self._following.codes, self._following.precisions, self._following.outputs
-        known, prices, keys = self._known_operators, self._operator_prices, self._tables.keys
+        available, prices, keys = self._known_operators, self._operator_prices, self._tables.keys
         try:
-            for at in operators:
-                first, second, own, fourth, fifth = codes[at : at + 2 * REACH + 1]
-                key = (((first * STATES + second) * STATES + own) * STATES + fourth) * STATES + fifth
-                price = known[at].get(key)
+            for index in operators:
+                first, second, owned, fourth, fifth = codes[index : index + 2 * REACH + 1]
+                key = (((first * STATES + second) * STATES + owned) * STATES + fourth) * STATES + fifth
+                price = available[index].get(key)
                 if price is None:
-                    price = known[at][key] = self._prices.operator(at, codes, precisions, outputs)
-                old = prices[at]
+                    price = available[index][key] = self._prices.operator(index, codes, precisions, outputs)
+                old = prices[index]
                 if price is not old:
-                    prices[at] = price
+                    prices[index] = price
                     forward += price[0] - old[0]
                     backward += price[1] - old[1]
                     casts += price[2] - old[2]
                     casts_backward += price[3] - old[3]
                     unpacking += price[4] - old[4]
-            known, prices = self._known_points, self._point_prices
+            available, prices = self._known_points, self._point_prices
             for number in points:
-                held, readers, others = keys[number]
-                key = outputs[held]
-                for at in readers:
-                    key = key * BASE + precisions[at]
-                for at in others:
-                    key = key * BASE + outputs[at]
-                price = known[number].get(key)
+                live, readers, others = keys[number]
+                key = outputs[live]
+                for index in readers:
+                    key = key * BASE + precisions[index]
+                for index in others:
+                    key = key * BASE + outputs[index]
+                price = available[number].get(key)
                 if price is None:
-                    price = known[number][key] = self._prices.point(number, precisions, outputs)
+                    price = available[number][key] = self._prices.point(number, precisions, outputs)
                 old = prices[number]
                 if price is not old:
                     prices[number] = price

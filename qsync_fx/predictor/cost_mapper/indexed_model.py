@@ -134,37 +134,37 @@ class Tables:
         self.wide = [0] * count
         self.wide_readers: list[tuple[tuple[int, tuple[bool, ...]], ...]] = [()] * count
         self.widens: list[list[int]] = [[] for _ in range(count)]
-        for at, operator in enumerate(graph.operators):
-            self._decided(at, operator)
+        for index, operator in enumerate(graph.operators):
+            self._decided(index, operator)
         self.chosen = [_chosen(operator, graph.formats) for operator in graph.operators]
         self.points: list[Point | IndexedChange] = _points(graph)
         self.keys = [_key(point) for point in self.points]
         self.alone: list[list[int]] = [[] for _ in range(count)]
         self.touched: list[list[int]] = [[] for _ in range(count)]
-        for number, (held, readers, others) in enumerate(self.keys):
-            found = {at for at in (held, *readers, *others) if at >= 0}
-            single = found == set(readers) and len(found) == 1
-            for at in found:
-                (self.alone if single else self.touched)[at].append(number)
-        self.near = [range(max(at - REACH, 0), min(at + REACH + 1, count)) for at in range(count)]
+        for number, (live, readers, others) in enumerate(self.keys):
+            result = {index for index in (live, *readers, *others) if index >= 0}
+            single = result == set(readers) and len(result) == 1
+            for index in result:
+                (self.alone if single else self.touched)[index].append(number)
+        self.near = [range(max(index - REACH, 0), min(index + REACH + 1, count)) for index in range(count)]
 
-    def _decided(self, at: int, operator: ModelOperator) -> None:
+    def _decided(self, index: int, operator: ModelOperator) -> None:
         decided = operator.decided
         if isinstance(decided, Follows):
             self.follow.append(Followed(decided))
             self.inputs.append(decided.operators)
             self.outputs.append(None)
             for used in decided.operators:
-                self.followers[used].append(at)
+                self.followers[used].append(index)
             return
         self.follow.append(None)
         self.inputs.append(())
         self.outputs.append(tuple(NUMBERS[decided.outputs.get(name or "")] for name in NAMES))
-        self.wide[at] = NUMBERS[decided.wide]
+        self.wide[index] = NUMBERS[decided.wide]
         kinds = self.graph.operators
-        self.wide_readers[at] = tuple((reader, WIDE[Kind(kinds[reader].kind)]) for reader in decided.readers)
+        self.wide_readers[index] = tuple((reader, WIDE[Kind(kinds[reader].kind)]) for reader in decided.readers)
         for reader in set(decided.readers) if decided.wide is not None else ():
-            self.widens[reader].append(at)
+            self.widens[reader].append(index)
 
 
 def _chosen(operator: ModelOperator, formats: Iterable[str]) -> dict[str, int] | None:
@@ -199,41 +199,41 @@ def _key(point: Point | IndexedChange) -> Key:
 
 def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
     readers: list[list[tuple[ModelRead, IndexedReader]]] = [[] for _ in range(graph.points)]
-    found: list[Point | IndexedChange] = []
-    for at, operator in enumerate(graph.operators):
+    result: list[Point | IndexedChange] = []
+    for index, operator in enumerate(graph.operators):
         if operator.converts:
             value = operator.reads[0].value
-            found.append(IndexedChange(at, value, _held(graph, value), wanted=True))
+            result.append(IndexedChange(index, value, _held(graph, value), wanted=True))
             continue
         for read in operator.reads:
             if read.point is not None:
-                readers[read.point].append((read, _reader(graph, at, operator, read)))
-        own = graph.values[operator.result].own
-        if operator.converted and own is not None:
-            found.append(IndexedChange(at, operator.result, IndexedFormat(-1, NUMBERS[own]), wanted=False))
+                readers[read.point].append((read, _reader(graph, index, operator, read)))
+        owned = graph.values[operator.result].own
+        if operator.converted and owned is not None:
+            result.append(IndexedChange(index, operator.result, IndexedFormat(-1, NUMBERS[owned]), wanted=False))
     for read in graph.outputs:
         if read.point is not None:
             readers[read.point].append((read, _reader(graph, -1, None, read)))
     for at_point in readers:
         if at_point:
             origin = at_point[0][0].origin
-            found.append(Point(origin, _held(graph, origin), tuple(reader for _, reader in at_point)))
-    return found
+            result.append(Point(origin, _held(graph, origin), tuple(reader for _, reader in at_point)))
+    return result
 
 
-def _held(graph: ModelGraph, at: int) -> IndexedFormat:
-    value = graph.values[at]
+def _held(graph: ModelGraph, index: int) -> IndexedFormat:
+    value = graph.values[index]
     return IndexedFormat(-1 if value.operator is None else value.operator, NUMBERS[value.own])
 
 
-def _reader(graph: ModelGraph, at: int, operator: ModelOperator | None, read: ModelRead) -> IndexedReader:
+def _reader(graph: ModelGraph, index: int, operator: ModelOperator | None, read: ModelRead) -> IndexedReader:
     wanted = tuple(NUMBERS[read.wanted[name or ""]] for name in NAMES)
-    kept = [0] * len(NAMES)
+    saved = [0] * len(NAMES)
     if operator is not None and isinstance(operator.decided, Choices):
         for name, unpacked in operator.decided.unpacked.items():
             # A factor is kept for the gradient of the other one.
             others = (other for other in operator.reads if other is not read and other.wanted.get(name) == name)
             if read.wanted[name] == name and any(other.gradient for other in others):
-                kept[NUMBERS[name]] = NUMBERS[unpacked]
+                saved[NUMBERS[name]] = NUMBERS[unpacked]
     used = _held(graph, read.value) if read.value != read.origin else None
-    return IndexedReader(at, wanted, used, tuple(kept))
+    return IndexedReader(index, wanted, used, tuple(saved))

@@ -78,16 +78,16 @@ class States:
 
     def cost(self, operator: str) -> Cost:
         """Returns what an operator costs, its casts included."""
-        at = self.graph.place(operator)
-        own = self.graph.operators[at].costs[self.names[at]]
-        return sum((self._cast_cost(cast) for cast in self.casts if cast.owner == at), start=own)
+        index = self.graph.place(operator)
+        owned = self.graph.operators[index].costs[self.names[index]]
+        return sum((self._cast_cost(cast) for cast in self.casts if cast.owner == index), start=owned)
 
     def saved(self) -> dict[Kept, Size]:
         """Returns what is kept for the backward pass, by value and format; what several operators keep of one value counts once."""
-        found: dict[Kept, Size] = {}
+        result: dict[Kept, Size] = {}
         for operator, names in zip(self.graph.operators, self.names, strict=True):
-            found |= operator.costs[names].saved
-        return found
+            result |= operator.costs[names].saved
+        return result
 
     def _cast_cost(self, cast: PlannedCast) -> Cost:
         value, before, after = self.graph.values[cast.value], FORMATS[cast.before], FORMATS[cast.after]
@@ -95,56 +95,58 @@ class States:
         return cast_cost(read, written, after, value.differentiated)
 
 
-def states(graph: ModelGraph, asked: Asked) -> States:
+def states(graph: ModelGraph, requested: Asked) -> States:
     """Returns what a plan makes of a model.
 
     Raises:
         PlanError: the plan does not fit the model, or asks for a format that the graph was not made for.
     """
-    return settled(graph, state_names(graph, asked))
+    return settled(graph, state_names(graph, requested))
 
 
-def state_names(graph: ModelGraph, asked: Asked) -> list[StateNames]:
+def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
     """Returns the formats that each operator computes in and gives out under a plan, without its casts; raises as `states` does."""
-    precisions = planned(graph, asked)
+    precisions = planned(graph, requested)
     # What scaled operators give out depends on who reads it, and widens none of those.
     narrow = _swept(graph, precisions, frozenset())
     wide = frozenset(
-        at
-        for at in precisions
-        if wants_all_wide(graph, at, [narrow[reader][0] for reader in _choices(graph, at).readers], precisions[at])
+        index
+        for index in precisions
+        if wants_all_wide(
+            graph, index, [narrow[reader][0] for reader in _choices(graph, index).readers], precisions[index]
+        )
     )
     return _swept(graph, precisions, wide) if wide else narrow
 
 
-def settled(graph: ModelGraph, found: Sequence[StateNames]) -> States:
+def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
     """Returns states that are known already, with the casts that they take."""
-    return States(graph, tuple(found), tuple(_casts(graph, found)), tuple(_unpacked(graph, found)))
+    return States(graph, tuple(result), tuple(_casts(graph, result)), tuple(_unpacked(graph, result)))
 
 
-def planned(graph: ModelGraph, asked: Asked) -> dict[int, str]:
+def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
     """Returns the format that each adjustable operator computes in under a plan, by its place; raises as `states` does."""
-    adjustable = [at for at, op in enumerate(graph.operators) if isinstance(op.decided, Choices)]
-    there = set(adjustable)
-    if isinstance(asked, Plan):
-        asked.check([OpId.parse(graph.operators[at].id) for at in adjustable], complete=True)
-    elif unknown := next((name for name in asked if graph.places.get(name) not in there), None):
-        known = [graph.operators[at].id for at in adjustable]
-        raise PlanError(f"no adjustable operator of the model is called {unknown!r}", do=nearest(unknown, known))
-    found: dict[int, str] = {}
-    for at in adjustable:
-        operator, explicit = graph.operators[at], True
-        if isinstance(asked, Plan):
-            choice = asked.precision_for(OpId.parse(operator.id))
+    adjustable = [index for index, op in enumerate(graph.operators) if isinstance(op.decided, Choices)]
+    existing = set(adjustable)
+    if isinstance(requested, Plan):
+        requested.check([OpId.parse(graph.operators[index].id) for index in adjustable], complete=True)
+    elif unknown := next((name for name in requested if graph.places.get(name) not in existing), None):
+        available = [graph.operators[index].id for index in adjustable]
+        raise PlanError(f"no adjustable operator of the model is called {unknown!r}", do=nearest(unknown, available))
+    result: dict[int, str] = {}
+    for index in adjustable:
+        operator, explicit = graph.operators[index], True
+        if isinstance(requested, Plan):
+            choice = requested.precision_for(OpId.parse(operator.id))
             assert choice is not None, "a plan that was checked names all"
             name, explicit = choice.precision.name, choice.explicit
-        elif operator.id in asked:
-            name = asked[operator.id]
+        elif operator.id in requested:
+            name = requested[operator.id]
         else:
             raise PlanError("nothing is asked for an operator", where=operator.where, do="give each a format")
         check_format(graph, name, operator.where)
-        found[at] = chosen(_choices(graph, at), name, explicit)
-    return found
+        result[index] = chosen(_choices(graph, index), name, explicit)
+    return result
 
 
 def check_format(graph: ModelGraph, name: str, where: str) -> None:
@@ -157,93 +159,93 @@ def check_format(graph: ModelGraph, name: str, where: str) -> None:
         raise PlanError(f"the model graph was not made for plans with {name!r}", where=where, do=do)
 
 
-def wants_all_wide(graph: ModelGraph, at: int, readers: Sequence[Name], precision: str) -> bool:
+def wants_all_wide(graph: ModelGraph, index: int, readers: Sequence[Name], precision: str) -> bool:
     """Whether an operator in `precision` gives out what its readers, that compute in these formats, all want wide."""
-    choices = _choices(graph, at)
+    choices = _choices(graph, index)
     if choices.wide is None or not FORMATS[precision].scaled:
         return False
     kinds = (graph.operators[reader].kind for reader in choices.readers)
     return all(wants_wide(Kind(kind), format_named(name)) for kind, name in zip(kinds, readers, strict=True))
 
 
-def _choices(graph: ModelGraph, at: int) -> Choices:
-    found = graph.operators[at].decided
-    assert isinstance(found, Choices)
-    return found
+def _choices(graph: ModelGraph, index: int) -> Choices:
+    result = graph.operators[index].decided
+    assert isinstance(result, Choices)
+    return result
 
 
 def _swept(graph: ModelGraph, precisions: Mapping[int, str], wide: frozenset[int]) -> list[StateNames]:
-    found: list[StateNames] = []
-    for at, operator in enumerate(graph.operators):
+    result: list[StateNames] = []
+    for index, operator in enumerate(graph.operators):
         decided = operator.decided
         if isinstance(decided, Choices):
-            precision = precisions[at]
-            found.append((precision, decided.wide if at in wide else decided.outputs.get(precision)))
+            precision = precisions[index]
+            result.append((precision, decided.wide if index in wide else decided.outputs.get(precision)))
         else:
-            name = _followed(decided, found)
-            found.append((name, decided.named or name))
-    return found
+            name = _followed(decided, result)
+            result.append((name, decided.named or name))
+    return result
 
 
-def _followed(follows: Follows, found: Sequence[StateNames]) -> Name:
+def _followed(follows: Follows, result: Sequence[StateNames]) -> Name:
     promotion = follows.given
-    for at in follows.operators:
-        promotion = widest(promotion, found[at][1])
+    for index in follows.operators:
+        promotion = widest(promotion, result[index][1])
     return followed(follows, promotion)
 
 
-def _casts(graph: ModelGraph, found: Sequence[StateNames]) -> Iterator[PlannedCast]:
+def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedCast]:
     """Yields the casts that states take; one is there for all that read a value in one format, for the first of them."""
     made: set[tuple[int | None, Name]] = set()
-    for at, operator in enumerate(graph.operators):
-        precision, output = found[at]
+    for index, operator in enumerate(graph.operators):
+        precision, output = result[index]
         if operator.converts:
             value = operator.reads[0].value
-            before = _held(graph, found, value)
+            before = _held(graph, result, value)
             if before is not None and output is not None and before != output:
-                yield PlannedCast(at, value, before, output, wanted=True)
+                yield PlannedCast(index, value, before, output, wanted=True)
             continue
         for read in operator.reads:
-            before, after = _cast_of(graph, found, read, precision)
+            before, after = _cast_of(graph, result, read, precision)
             if before is not None and after is not None and (read.point, after) not in made:
                 made.add((read.point, after))
-                yield PlannedCast(at, read.origin, before, after)
-        own = graph.values[operator.result].own
-        if operator.converted and own and output and FORMATS[own].dtype is not FORMATS[output].dtype:
-            yield PlannedCast(at, operator.result, own, output)
+                yield PlannedCast(index, read.origin, before, after)
+        owned = graph.values[operator.result].own
+        if operator.converted and owned and output and FORMATS[owned].dtype is not FORMATS[output].dtype:
+            yield PlannedCast(index, operator.result, owned, output)
     for read in graph.outputs:
-        before, after = _cast_of(graph, found, read, None)
+        before, after = _cast_of(graph, result, read, None)
         maker = graph.values[read.origin].operator
         if before is not None and after is not None and (read.point, after) not in made and maker is not None:
             made.add((read.point, after))
             yield PlannedCast(maker, read.origin, before, after)
 
 
-def _unpacked(graph: ModelGraph, found: Sequence[StateNames]) -> list[PlannedCast]:
-    kept: dict[tuple[int | None, str], PlannedCast] = {}
-    for at, operator in enumerate(graph.operators):
-        precision, decided = found[at][0], operator.decided
+def _unpacked(graph: ModelGraph, result: Sequence[StateNames]) -> list[PlannedCast]:
+    saved: dict[tuple[int | None, str], PlannedCast] = {}
+    for index, operator in enumerate(graph.operators):
+        precision, decided = result[index][0], operator.decided
         if precision is None or not isinstance(decided, Choices) or precision not in decided.unpacked:
             continue
         factors = [read for read in operator.reads if read.wanted.get(precision) == precision]
         for read in factors:
             # A factor is kept for the gradient of the other one. Backward the last of its readers comes first.
             if any(other.gradient for other in factors if other is not read):
-                kept[read.point, precision] = PlannedCast(at, read.origin, precision, decided.unpacked[precision])
-    return list(kept.values())
+                saved[read.point, precision] = PlannedCast(index, read.origin, precision, decided.unpacked[precision])
+    return list(saved.values())
 
 
-def _cast_of(graph: ModelGraph, found: Sequence[StateNames], read: ModelRead, precision: Name) -> tuple[Name, Name]:
+def _cast_of(graph: ModelGraph, result: Sequence[StateNames], read: ModelRead, precision: Name) -> tuple[Name, Name]:
     """The formats of the cast that a reading takes; (None, None) for none."""
     if read.point is None:
         return None, None
-    before, used = (format_named(_held(graph, found, value)) for value in (read.origin, read.value))
+    before, used = (format_named(_held(graph, result, value)) for value in (read.origin, read.value))
     wanted = format_named(read.wanted[precision or ""])
     if wanted is None or before is None or not needs_cast(before, used, wanted):
         return None, None
     return before.name, wanted.name
 
 
-def _held(graph: ModelGraph, found: Sequence[StateNames], at: int) -> Name:
-    value = graph.values[at]
-    return value.own if value.operator is None else found[value.operator][1] or value.own
+def _held(graph: ModelGraph, result: Sequence[StateNames], index: int) -> Name:
+    value = graph.values[index]
+    return value.own if value.operator is None else result[value.operator][1] or value.own

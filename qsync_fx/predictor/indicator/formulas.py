@@ -35,10 +35,10 @@ def depths(inputs: Mapping[Node, Iterable[Node]], counted: Iterable[Node]) -> di
     Args:
         inputs: what each node reads, in an order in which these come first.
     """
-    own, found = set(counted), dict[Node, int]()
+    owned, result = set(counted), dict[Node, int]()
     for node, before in inputs.items():
-        found[node] = max((found.get(one, 0) for one in before), default=0) + (node in own)
-    return found
+        result[node] = max((result.get(item, 0) for item in before), default=0) + (node in owned)
+    return result
 
 
 def omega(

@@ -32,19 +32,19 @@ class Agreement:
     spread: float
 
 
-def agreement(found: Sensitivity, truth: Sensitivity, precision: str) -> Agreement:
+def agreement(result: Sensitivity, truth: Sensitivity, precision: str) -> Agreement:
     """Returns how well `found` tells `truth` in a precision."""
     pairs = [
-        (found.variance[name][precision], by[precision])
+        (result.variance[name][precision], by[precision])
         for name, by in truth.variance.items()
-        if precision in by and precision in found.variance.get(name, {})
+        if precision in by and precision in result.variance.get(name, {})
     ]
     pairs = [pair for pair in pairs if any(pair)]
     ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     logs = [math.log(a / b) if a > 0 and b > 0 and math.isfinite(a / b) else math.nan for a, b in pairs]
     ratio = math.exp(sum(logs) / len(logs)) if logs else math.nan
     spread = max(theirs) / min(theirs) if theirs and min(theirs) > 0 else math.nan
-    return Agreement(found.method, precision, len(pairs), spearman(ours, theirs), ratio, spread)
+    return Agreement(result.method, precision, len(pairs), spearman(ours, theirs), ratio, spread)
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -59,14 +59,14 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda at: values[at])
+    order = sorted(range(len(values)), key=lambda index: values[index])
     ranks = [0.0] * len(values)
     start = 0
     while start < len(order):
         end = start
         while end < len(order) and values[order[end]] == values[order[start]]:
             end += 1
-        for at in order[start:end]:
-            ranks[at] = (start + end - 1) / 2
+        for index in order[start:end]:
+            ranks[index] = (start + end - 1) / 2
         start = end
     return ranks

@@ -47,14 +47,14 @@ def scale(x: Tensor, fmt: Precision, keep: Sequence[int] = ()) -> Tensor:
     """
     if not fmt.scaled or not x.numel():
         return x.new_ones((), dtype=torch.float64)
-    kept = {dim % x.dim() for dim in keep}
-    shared = [dim for dim in range(x.dim()) if dim not in kept]
+    saved = {dim % x.dim() for dim in keep}
+    shared = [dim for dim in range(x.dim()) if dim not in saved]
     magnitude = x.detach().abs()
     largest = (magnitude.amax(shared, keepdim=True) if shared else magnitude).float()
     # In FP32, as the quantizer divides: the last bit of a scale moves every element.
-    found = (largest / fmt.max).clamp(min=SMALLEST_SCALE).double()
-    found = torch.where(largest == 0, torch.ones_like(found), found)
-    return torch.where(largest.isfinite(), found, torch.full_like(found, torch.nan))
+    result = (largest / fmt.max).clamp(min=SMALLEST_SCALE).double()
+    result = torch.where(largest == 0, torch.ones_like(result), result)
+    return torch.where(largest.isfinite(), result, torch.full_like(result, torch.nan))
 
 
 def step(x: Tensor, fmt: Precision) -> Tensor:
@@ -66,8 +66,8 @@ def step(x: Tensor, fmt: Precision) -> Tensor:
         return torch.ones_like(x, dtype=torch.float64)
     _, exponent = torch.frexp(x.detach().double())
     # `frexp` gives a mantissa in [1/2, 1); zeros and what is not finite have no exponent and get the smallest.
-    own = torch.where(x.isfinite() & (x != 0), exponent - 1, torch.full_like(exponent, fmt.e_min))
-    return torch.exp2((own.clamp(min=fmt.e_min) - fmt.mantissa).double())
+    owned = torch.where(x.isfinite() & (x != 0), exponent - 1, torch.full_like(exponent, fmt.e_min))
+    return torch.exp2((owned.clamp(min=fmt.e_min) - fmt.mantissa).double())
 
 
 MEAN_SQUARE: dict[Rounding, float] = {"stochastic": 1 / 6, "nearest": 1 / 12, "floor": 1 / 3}
@@ -113,9 +113,9 @@ def _fractions(x: Tensor, fmt: Precision, keep: Sequence[int]) -> tuple[Tensor, 
     factor = scale(x, fmt, keep)
     units = x.detach().double() / factor
     size = step(units, fmt)
-    whole = (units.clamp(-fmt.max, fmt.max) if fmt.scaled else units) / size
-    fraction = whole - whole.floor()
-    return torch.where(whole.isfinite() | factor.isnan(), fraction, torch.zeros_like(fraction)), size * factor
+    full = (units.clamp(-fmt.max, fmt.max) if fmt.scaled else units) / size
+    fraction = full - full.floor()
+    return torch.where(full.isfinite() | factor.isnan(), fraction, torch.zeros_like(fraction)), size * factor
 
 
 def expected_noise(x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Sequence[int] = ()) -> Tensor:

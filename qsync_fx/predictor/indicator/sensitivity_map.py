@@ -20,31 +20,31 @@ from qsync_fx.plan.operator_id import OpId
 from qsync_fx.serialization.schema import Path, Schema
 
 
-def table(found: Sensitivity) -> str:
+def table(result: Sensitivity) -> str:
     """Returns the rows as text, one line an operator, and how it was found."""
-    cells = rows(found)
-    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
+    cells = rows(result)
+    widths = [max(len(row[index]) for row in cells) for index in range(len(cells[0]))]
     lines = []
     for first, *others in cells:
         numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join((first.ljust(widths[0]), *numbers)).rstrip())
-    return "\n".join([*lines, "", summary(found)])
+    return "\n".join([*lines, "", summary(result)])
 
 
-def rows(found: Sensitivity) -> list[list[str]]:
+def rows(result: Sensitivity) -> list[list[str]]:
     """Returns a heading, and for each operator its variance in each precision and its share of the sum of that precision."""
-    names = found.precisions
-    sums = {name: sum(by.get(name, 0.0) for by in found.variance.values()) for name in names}
+    names = result.precisions
+    sums = {name: sum(by.get(name, 0.0) for by in result.variance.values()) for name in names}
     cells = [["operator", *(cell for name in names for cell in (name, f"of {name}"))]]
-    for operator, by in found.variance.items():
+    for operator, by in result.variance.items():
         cells.append([operator, *(cell for name in names for cell in _cells(by.get(name), sums[name]))])
     return cells
 
 
-def summary(found: Sensitivity) -> str:
+def summary(result: Sensitivity) -> str:
     """Returns one line on how it was found."""
-    steps = f", mean over {found.steps} steps" if found.steps else ""
-    return f"variance added to the gradients of {found.model}, method {found.method}{steps}, {found.seconds:.0f} s"
+    steps = f", mean over {result.steps} steps" if result.steps else ""
+    return f"variance added to the gradients of {result.model}, method {result.method}{steps}, {result.seconds:.0f} s"
 
 
 def _cells(value: float | None, total: float) -> tuple[str, str]:
@@ -123,12 +123,12 @@ class Sensitivity:
 
     def ranks(self, precision: str) -> list[dict[str, int]]:
         """Returns the rank of each operator in each step, 0 for the most sensitive: QSync's Fig. 8."""
-        found = []
+        result = []
         for values in self.trace:
-            known = [(by[precision], name) for name, by in values.items() if precision in by]
-            order = sorted(known, key=lambda pair: -pair[0])
-            found.append({name: rank for rank, (_, name) in enumerate(order)})
-        return found
+            available = [(by[precision], name) for name, by in values.items() if precision in by]
+            order = sorted(available, key=lambda pair: -pair[0])
+            result.append({name: rank for rank, (_, name) in enumerate(order)})
+        return result
 
     def to_json(self) -> str:
         """Returns it as JSON text."""
@@ -173,11 +173,11 @@ def _finite(values: Values) -> dict[str, dict[str, float]]:
     return {op: {name: min(v, sys.float_info.max) for name, v in by.items()} for op, by in values.items()}
 
 
-def check(found: Sensitivity) -> str | None:
+def check(result: Sensitivity) -> str | None:
     """Returns why what a file says cannot be; None where it can."""
-    if found.steps < 0 or found.seconds < 0:
+    if result.steps < 0 or result.seconds < 0:
         return "neither steps nor seconds are negative"
-    for table in (found.variance, *found.trace):
+    for table in (result.variance, *result.trace):
         for operator, by in table.items():
             try:
                 OpId.parse(operator)
@@ -187,7 +187,7 @@ def check(found: Sensitivity) -> str | None:
                 return f"{shown(unknown)} is not a precision"
             if not all(v >= 0 and math.isfinite(v) for v in by.values()):
                 return f"a variance of {shown(operator)} is negative"
-    for parameter, by in found.gradients.items():
+    for parameter, by in result.gradients.items():
         if not all(v >= 0 and math.isfinite(v) for v in by.values()):
             return f"a variance of the gradient of {shown(parameter)} is negative"
     return None

@@ -32,9 +32,9 @@ def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name
         return False
     if graph.device != "cpu" or any(output is None for _, output in operator.costs):
         return True
-    kept = operator.costs[state].saved
+    saved = operator.costs[state].saved
     name = graph.values[operator.result].name
-    return not kept or any(key == name and not how.startswith("extra") for key, how in kept)
+    return not saved or any(key == name and not settings.startswith("extra") for key, settings in saved)
 
 
 def _kept_whole(values: Values, operator: ModelOperator, state: tuple[Name, Name], drops: bool) -> bool:
@@ -43,8 +43,8 @@ def _kept_whole(values: Values, operator: ModelOperator, state: tuple[Name, Name
     root, name = values.root(read), values.graph.values[values.root(read)].name
     # A cost of an operator is of operands that are converted for it where they are of another format in the model as it is written.
     costs = operator.costs.values() if drops else [operator.costs[state]]
-    whole = any(key == name for cost in costs for key, _ in cost.saved)
-    return values.is_part(read) and whole and values.states.held(root) == (state[0] or state[1])
+    full = any(key == name for cost in costs for key, _ in cost.saved)
+    return values.is_part(read) and full and values.states.held(root) == (state[0] or state[1])
 
 
 def _width(operator: ModelOperator) -> int:
@@ -97,9 +97,9 @@ class Matrices:
     numbers: Buffer | None
 
     @classmethod
-    def of(cls, values: Values, at: int, operator: ModelOperator) -> Matrices:
+    def of(cls, values: Values, index: int, operator: ModelOperator) -> Matrices:
         """Returns those of the operator at a place, under the states of the values."""
-        graph, state = values.graph, values.states.names[at]
+        graph, state = values.graph, values.states.names[index]
         fmt = state[0] or state[1]
         assert fmt is not None, "attention without a format is not taken apart"
         result, size = graph.values[operator.result], FORMATS[fmt].dtype.itemsize
@@ -152,50 +152,50 @@ class Matrices:
 
     def copied(self, name: str) -> list[Task]:
         """Returns what is written when the pass is about to end."""
-        kept = () if self.copies is None else zip(self.operands, self.copies, strict=False)
-        return [Task(name, False, False, frozenset({one}), (copy,), anew=True, apart=True) for one, copy in kept]
+        saved = () if self.copies is None else zip(self.operands, self.copies, strict=False)
+        return [Task(name, False, False, frozenset({item}), (copy,), anew=True, apart=True) for item, copy in saved]
 
     def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
         """Returns the tasks that compute the result; `sources` are what query, key, value and a mask are computed from."""
         query, key, value = self.operands
-        turned = frozenset(sources[QUERY] | sources[KEY])
+        transposed = frozenset(sources[QUERY] | sources[KEY])
         rest = frozenset[Buffer]().union(*sources[VALUE + 1 :])
         first = self.numbers or self.mask
         drawn = () if first is None else (first,)
-        written = (*(one for one in self.kept if one not in drawn), self.weights, *self.passing)
+        written = (*(item for item in self.kept if item not in drawn), self.weights, *self.passing)
         return [
-            Task(name, False, False, turned, (query, key), anew=True),
+            Task(name, False, False, transposed, (query, key), anew=True),
             Task(name, False, True, frozenset({query, key}), (self.scores,)),
-            *(Task(name, False, True, writes=(one,)) for one in drawn),
+            *(Task(name, False, True, writes=(item,)) for item in drawn),
             Task(name, False, False, frozenset({self.scores, *drawn}) | rest, written, anew=True),
             Task(name, False, False, frozenset(sources[VALUE]), (value,), anew=True),
             Task(name, False, True, frozenset({self.weights, value}), (result,)),
         ]
 
-    def backward(self, name: str, given: Buffer, made: Mapping[int, Buffer]) -> list[Task]:
+    def backward(self, name: str, argument: Buffer, made: Mapping[int, Buffer]) -> list[Task]:
         """Returns the tasks that compute gradients, by place, from the one that the operator is given."""
         query, key, value = self.factors
         changed = Buffer(f"gradient of {self.weights.name}", self.weights.format, self.weights.bytes)
-        turned = Buffer(f"gradient of {self.scores.name}", self.scores.format, self.scores.bytes)
-        found: list[Task] = []
+        transposed = Buffer(f"gradient of {self.scores.name}", self.scores.format, self.scores.bytes)
+        matches: list[Task] = []
 
-        def product(one: Buffer, other: Buffer, result: Buffer) -> None:
-            found.append(Task(name, True, True, frozenset({one, other}), (result,)))
+        def product(item: Buffer, other: Buffer, result: Buffer) -> None:
+            matches.append(Task(name, True, True, frozenset({item, other}), (result,)))
 
         if VALUE in made:
-            product(self.weights, given, made[VALUE])
+            product(self.weights, argument, made[VALUE])
         if QUERY in made or KEY in made:
-            scores, kept = (self.weights if self.mask is None else self.scores), frozenset(self.kept)
+            scores, saved = (self.weights if self.mask is None else self.scores), frozenset(self.kept)
             if self.mask is not None and not self.passing:
                 # In FP32 weights are computed again from scores, whenever that is best.
                 again = Buffer(f"{self.weights.name} again", self.weights.format, self.weights.bytes)
-                found.append(Task(name, True, False, frozenset({scores, self.statistics}), (again,)))
-                scores, kept = again, kept - {self.statistics}
-            product(given, value, changed)
+                matches.append(Task(name, True, False, frozenset({scores, self.statistics}), (again,)))
+                scores, saved = again, saved - {self.statistics}
+            product(argument, value, changed)
             # It sums over rows first, so that no kernel of elements before it takes it in.
-            found.append(Task(name, True, False, frozenset({changed, scores}) | kept, (turned,), sums=True))
+            matches.append(Task(name, True, False, frozenset({changed, scores}) | saved, (transposed,), sums=True))
         if KEY in made:
-            product(query, turned, made[KEY])
+            product(query, transposed, made[KEY])
         if QUERY in made:
-            product(turned, key, made[QUERY])
-        return found
+            product(transposed, key, made[QUERY])
+        return matches

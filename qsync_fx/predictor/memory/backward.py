@@ -59,11 +59,11 @@ class Backward:
                 tangent = Buffer(_of(value.name), value.own, forward.bytes(read.value, value.own))
                 self.incoming.append(Task("", True, True, writes=(tangent,)))
                 self._arrive("", read.value, frozenset({tangent}))
-        for at in reversed(range(len(self.graph.operators))):
-            operator = self.graph.operators[at]
+        for index in reversed(range(len(self.graph.operators))):
+            operator = self.graph.operators[index]
             if operator.result in self._gradients and forward.root(operator.result) == operator.result:
-                self._repeat(at)
-                self._operator(at, operator)
+                self._repeat(index)
+                self._operator(index, operator)
 
     def _task(self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0) -> None:
         self.tasks.append(Task(operator, True, library, reads, writes, workspace))
@@ -71,17 +71,17 @@ class Backward:
     def _arrive(self, operator: str, value: int, sources: Sources) -> None:
         root = self.forward.root(value)
         if self.graph.values[root].differentiated:
-            found = self._gradients.get(root, frozenset()) | sources
-            self._gradients[root] = self._bounded(operator, root, found, self.forward.states.held(root))
+            result = self._gradients.get(root, frozenset()) | sources
+            self._gradients[root] = self._bounded(operator, root, result, self.forward.states.held(root))
 
-    def _repeat(self, at: int) -> None:
+    def _repeat(self, index: int) -> None:
         """Has what was not kept computed again: the operators of a checkpointed body, all at once."""
-        if not self.graph.operators[at].repeated or at >= self._repeated_from:
+        if not self.graph.operators[index].repeated or index >= self._repeated_from:
             return
-        first = at
+        first = index
         while first and self.graph.operators[first - 1].repeated:
             first -= 1
-        for place in range(first, at + 1):
+        for place in range(first, index + 1):
             for task in self.forward.tasks_of(place):
                 writes = tuple(dataclasses.replace(buffer) for buffer in task.writes)
                 self._repeated |= dict(zip(task.writes, writes, strict=True))
@@ -91,33 +91,33 @@ class Backward:
     def _now(self, buffers: Sources) -> Sources:
         return frozenset(self._repeated.get(buffer, buffer) for buffer in buffers)
 
-    def _operator(self, at: int, operator: ModelOperator) -> None:
+    def _operator(self, index: int, operator: ModelOperator) -> None:
         incoming = self._gradients[operator.result]
         if self.forward.multiplies(operator):
-            self._product(at, operator, incoming)
+            self._product(index, operator, incoming)
             return
-        kept = self._now(self.forward.kept.get(at, frozenset()))
-        for buffer in kept & (self.forward.again.keys() - self._there_again):
+        saved = self._now(self.forward.kept.get(index, frozenset()))
+        for buffer in saved & (self.forward.again.keys() - self._there_again):
             self._there_again.add(buffer)
             self._task(operator.id, False, self.forward.again[buffer], buffer)
         if dear_gradient(operator):
-            kept |= {self._dear(operator, kept)}
-        outgoing = incoming | kept
+            saved |= {self._dear(operator, saved)}
+        outgoing = incoming | saved
         if pools(operator) and operator.reads[0].gradient:
-            outgoing = self._pooled(at, operator, incoming, kept)
+            outgoing = self._pooled(index, operator, incoming, saved)
         elif "norm" in operator.row:
-            outgoing = self._normed(operator, incoming, kept)
+            outgoing = self._normed(operator, incoming, saved)
         for read in operator.reads:
             if read.gradient and self._is_parameter(read.value):
-                self._parameter(operator, read.value, incoming | kept)
+                self._parameter(operator, read.value, incoming | saved)
             elif read.gradient:
                 self._arrive(operator.id, read.value, self._spread(operator, read.value, outgoing))
 
-    def _dear(self, operator: ModelOperator, kept: Sources) -> Buffer:
+    def _dear(self, operator: ModelOperator, saved: Sources) -> Buffer:
         """What is dear of a gradient and read several times, in FP32; in memory only if two kernels share it."""
         size = self.forward.bytes(operator.result, FP32.name)
         buffer = Buffer(f"within {self._name(operator.result)}", FP32.name, size, passing=True)
-        self._task(operator.id, False, kept, buffer)
+        self._task(operator.id, False, saved, buffer)
         return buffer
 
     def _spread(self, operator: ModelOperator, value: int, outgoing: Sources) -> Sources:
@@ -144,7 +144,7 @@ class Backward:
     def _name(self, value: int) -> str:
         return _of(self.graph.values[self.forward.root(value)].name)
 
-    def _normed(self, operator: ModelOperator, incoming: Sources, kept: Sources) -> Sources:
+    def _normed(self, operator: ModelOperator, incoming: Sources, saved: Sources) -> Sources:
         """What the gradient of a norm's operand is computed from, once the sums in it, and the gradients of its parameters, are there."""
         operand, weights = operator.reads[0].value, [read for read in operator.reads[1:] if read.gradient]
         scales = frozenset[Buffer]().union(*(self.forward.read_of(r.value) for r in weights if r.role == "weight"))
@@ -154,17 +154,17 @@ class Backward:
         last = frozenset(extras[-1:])
         gradients = self._of_parameters(weights)
         if not operator.row.startswith(_OF_ROWS):
-            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | kept), *sums, *gradients)
-            return self._wide(operator, operand, incoming | kept | frozenset(sums)) | last | scales
+            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | saved), *sums, *gradients)
+            return self._wide(operator, operand, incoming | saved | frozenset(sums)) | last | scales
         if self.forward.states.names[self.graph.places[operator.id]][1] == FP32.name:
             # The operand is kept with its mean taken off and divided, which takes no more there.
-            kept -= frozenset(extras)
+            saved -= frozenset(extras)
         weighed = self._wide(operator, operand, incoming | scales)
-        self._task(operator.id, False, weighed | self._wide(operator, operand, weighed | kept), *sums)
-        found = self._wide(operator, operand, weighed | kept | frozenset(sums)) | last
+        self._task(operator.id, False, weighed | self._wide(operator, operand, weighed | saved), *sums)
+        result = self._wide(operator, operand, weighed | saved | frozenset(sums)) | last
         if gradients:
-            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | kept), *gradients)
-        return found
+            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | saved), *gradients)
+        return result
 
     def _sum(self, operator: str, reads: Sources, *writes: Buffer) -> None:
         """Sums over the batch."""
@@ -178,11 +178,11 @@ class Backward:
         roots = dict.fromkeys(self.forward.root(read.value) for read in reads if self._is_parameter(read.value))
         return [self._gradient(root) for root in roots if root not in self._arrived]
 
-    def _pooled(self, at: int, operator: ModelOperator, incoming: Sources, kept: Sources) -> Sources:
-        fmt, value = self.forward.states.names[at][1], operator.reads[0].value
+    def _pooled(self, index: int, operator: ModelOperator, incoming: Sources, saved: Sources) -> Sources:
+        fmt, value = self.forward.states.names[index][1], operator.reads[0].value
         gradient = self._lying(operator, incoming, fmt)
         places = Buffer(f"places of {self._name(value)}", None, INDEX * whole(self.graph.values[operator.result].numel))
-        self._task(operator.id, False, kept, places)
+        self._task(operator.id, False, saved, places)
         buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
         self._task(operator.id, True, frozenset({gradient, places}), buffer)
         return frozenset({buffer})
@@ -199,23 +199,25 @@ class Backward:
         self._task(operator.id, False, incoming, buffer)
         return buffer
 
-    def _product(self, at: int, operator: ModelOperator, incoming: Sources) -> None:
-        precision, output = self.forward.states.names[at]
+    def _product(self, index: int, operator: ModelOperator, incoming: Sources) -> None:
+        precision, output = self.forward.states.names[index]
         narrow, carrier = computed_in(precision)
         gradient = self._lying(operator, incoming, narrow)
         at_once = convolves(operator) or attends(operator)
         # A convolution's kernel gives the gradient of the bias, too.
-        given = (0, 1, 2) if at_once else self.forward.multiplied(operator)
-        places = [place for place, read in enumerate(operator.reads) if place in given and read.gradient]
+        inputs = (0, 1, 2) if at_once else self.forward.multiplied(operator)
+        places = [place for place, read in enumerate(operator.reads) if place in inputs and read.gradient]
         made = {place: self._made(operator, place, carrier) for place in places}
-        if at in self.forward.matrices:
-            self.tasks += self.forward.matrices[at].backward(operator.id, gradient, made)
+        if index in self.forward.matrices:
+            self.tasks += self.forward.matrices[index].backward(operator.id, gradient, made)
         elif at_once:
-            factors = [self._factor(at, operator, place, carrier) for place in (given if attends(operator) else (0, 1))]
+            factors = [
+                self._factor(index, operator, place, carrier) for place in (inputs if attends(operator) else (0, 1))
+            ]
             reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
             if attends(operator):
-                reads |= self._now(self.forward.kept.get(at, frozenset()))
-                workspace = scratch(self.graph, operator, self.forward.states.names[at])[1]
+                reads |= self._now(self.forward.kept.get(index, frozenset()))
+                workspace = scratch(self.graph, operator, self.forward.states.names[index])[1]
             else:
                 # oneDNN lays weights out anew, and sums their gradient in FP32.
                 workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier)
@@ -225,18 +227,18 @@ class Backward:
             self.tasks += [Task(operator.id, True, True, writes=(result,), holds=results) for result in results]
         for place, buffer in made.items():
             if not at_once:
-                factor = self._factor(at, operator, self.forward.other(operator, place), carrier)
+                factor = self._factor(index, operator, self.forward.other(operator, place), carrier)
                 self._task(operator.id, True, frozenset({gradient} if factor is None else {gradient, factor}), buffer)
             if self._is_parameter(operator.reads[place].value) and not buffer.stays:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
         for place, read in enumerate(operator.reads):
-            if place not in given and read.gradient and self._is_parameter(read.value):
+            if place not in inputs and read.gradient and self._is_parameter(read.value):
                 # That of a bias is summed in the format that the gradient comes in.
                 summed = frozenset({gradient}) if narrow in (precision, output) else incoming
                 self._parameter(operator, read.value, summed, sums=True)
         for place, buffer in made.items():
             if not self._is_parameter(operator.reads[place].value):
-                scale = self._scale(at, self.forward.other(operator, place))
+                scale = self._scale(index, self.forward.other(operator, place))
                 self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *scale}))
 
     def _made(self, operator: ModelOperator, place: int, carrier: Name) -> Buffer:
@@ -247,31 +249,31 @@ class Backward:
             return self._gradient(root)
         return Buffer(self._name(value), carrier, self.forward.bytes(value, carrier))
 
-    def _factor(self, at: int, operator: ModelOperator, place: int, carrier: Name) -> Buffer | None:
+    def _factor(self, index: int, operator: ModelOperator, place: int, carrier: Name) -> Buffer | None:
         """A factor of a product as its gradients read it: one that is kept in a scaled format, in the carrier."""
-        kept = self.forward.factors.get((at, place))
-        if kept is None:
+        saved = self.forward.factors.get((index, place))
+        if saved is None:
             return None
-        kept = self._repeated.get(kept, kept)
-        if kept.format is None or not FORMATS[kept.format].scaled:
-            return kept
-        if kept not in self._carried:
+        saved = self._repeated.get(saved, saved)
+        if saved.format is None or not FORMATS[saved.format].scaled:
+            return saved
+        if saved not in self._carried:
             size = self.forward.bytes(operator.reads[place].value, carrier)
-            self._carried[kept] = Buffer(kept.name, carrier, size, Category.CASTS)
-            self._task(operator.id, False, frozenset({kept}), self._carried[kept])
-        return self._carried[kept]
+            self._carried[saved] = Buffer(saved.name, carrier, size, Category.CASTS)
+            self._task(operator.id, False, frozenset({saved}), self._carried[saved])
+        return self._carried[saved]
 
-    def _scale(self, at: int, place: int) -> Sources:
+    def _scale(self, index: int, place: int) -> Sources:
         """The scale of a factor that is kept in a scaled format, as what a product with it is multiplied with."""
-        kept = self.forward.factors.get((at, place))
-        if kept is None or kept.format is None or not FORMATS[kept.format].scaled:
+        saved = self.forward.factors.get((index, place))
+        if saved is None or saved.format is None or not FORMATS[saved.format].scaled:
             return frozenset()
-        return frozenset({self._scales.setdefault(kept, Buffer(f"scale of {kept.name}", None, 0))})
+        return frozenset({self._scales.setdefault(saved, Buffer(f"scale of {saved.name}", None, 0))})
 
     def _gradient(self, root: int) -> Buffer:
         self._arrived.add(root)
-        own = self.graph.values[root].own
-        return Buffer(self._name(root), own, self.forward.bytes(root, own), Category.GRADIENTS, stays=True)
+        owned = self.graph.values[root].own
+        return Buffer(self._name(root), owned, self.forward.bytes(root, owned), Category.GRADIENTS, stays=True)
 
     def _parameter(self, operator: ModelOperator, value: int, sources: Sources, sums: bool = False) -> None:
         root = self.forward.root(value)

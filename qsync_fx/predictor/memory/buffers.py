@@ -83,8 +83,8 @@ class Values:
         values = [self.graph.values[root] for root in self._roots]
         self._given = [value.source != "operator" for value in values]
         self._makers = [
-            None if given or value.operator is None else self.graph.operators[value.operator]
-            for value, given in zip(values, self._given, strict=True)
+            None if argument or value.operator is None else self.graph.operators[value.operator]
+            for value, argument in zip(values, self._given, strict=True)
         ]
 
     def root(self, value: int) -> int:
@@ -93,9 +93,9 @@ class Values:
 
     def bytes(self, value: int, fmt: Name) -> int:
         """Returns the bytes of a value in a format."""
-        held = self.graph.values[value]
-        floats = FORMATS[fmt].dtype.itemsize * whole(held.numel) if fmt is not None else 0
-        return floats + whole(held.fixed)
+        live = self.graph.values[value]
+        floats = FORMATS[fmt].dtype.itemsize * whole(live.numel) if fmt is not None else 0
+        return floats + whole(live.fixed)
 
     def multiplies(self, operator: ModelOperator) -> bool:
         """Whether it is a product, which a kernel of a library computes."""
@@ -217,46 +217,46 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
         kind: what a buffer counts as.
         workspace: what bytes count as that are taken while a task runs.
     """
-    ends = {buffer: at for at, task in enumerate(tasks) for buffer in (*task.reads, *task.writes, *task.holds)}
+    ends = {buffer: index for index, task in enumerate(tasks) for buffer in (*task.reads, *task.writes, *task.holds)}
     dying: defaultdict[int, list[Buffer]] = defaultdict(list)
-    for buffer, at in ends.items():
+    for buffer, index in ends.items():
         if not buffer.stays:
-            dying[at].append(buffer)
-    held: set[Buffer] = set()
+            dying[index].append(buffer)
+    live: set[Buffer] = set()
     kinds: dict[K, int] = {}
-    found: list[Live[K]] = []
-    at = 0
-    while at < len(tasks):
-        end = at + 1
-        while grouped and not tasks[at].library and end < len(tasks) and not tasks[end].library:
+    result: list[Live[K]] = []
+    index = 0
+    while index < len(tasks):
+        end = index + 1
+        while grouped and not tasks[index].library and end < len(tasks) and not tasks[end].library:
             end += 1
-        gone = [buffer for place in range(at, end) for buffer in dying[place]]
-        for task in tasks[at:end]:
+        gone = [buffer for place in range(index, end) for buffer in dying[place]]
+        for task in tasks[index:end]:
             for buffer in task.writes:
-                if buffer in held or (buffer.passing and ends[buffer] < end):
+                if buffer in live or (buffer.passing and ends[buffer] < end):
                     continue
-                under = _under(task, buffer, gone, held)
+                under = _under(task, buffer, gone, live)
                 if under is not None:
-                    held.remove(under)
+                    live.remove(under)
                     kinds[kind(under)] -= under.bytes
-                held.add(buffer)
-                what = kind(buffer)
-                kinds[what] = kinds.get(what, 0) + buffer.bytes
-        last, working = tasks[end - 1], max(task.workspace for task in tasks[at:end])
-        now = {what: size for what, size in kinds.items() if size > 0}
+                live.add(buffer)
+                subject = kind(buffer)
+                kinds[subject] = kinds.get(subject, 0) + buffer.bytes
+        last, working = tasks[end - 1], max(task.workspace for task in tasks[index:end])
+        now = {subject: size for subject, size in kinds.items() if size > 0}
         if working:
             now[workspace] = now.get(workspace, 0) + working
-        found.append(Live(last.operator, last.backward, now))
+        result.append(Live(last.operator, last.backward, now))
         for buffer in gone:
-            if buffer in held:
-                held.remove(buffer)
+            if buffer in live:
+                live.remove(buffer)
                 kinds[kind(buffer)] -= buffer.bytes
-        at = end
-    return found
+        index = end
+    return result
 
 
-def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], held: set[Buffer]) -> Buffer | None:
+def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], live: set[Buffer]) -> Buffer | None:
     """What a task writes a buffer over: something as large that nothing else reads any more."""
     if task.library or task.anew:
         return None
-    return next((b for b in gone if b in held and b in task.reads and b.bytes == buffer.bytes), None)
+    return next((b for b in gone if b in live and b in task.reads and b.bytes == buffer.bytes), None)

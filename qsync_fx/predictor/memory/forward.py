@@ -52,23 +52,23 @@ class Forward(Values):
         self._tasks: list[list[Task]] = [[] for _ in range(len(self.graph.operators) + 1)]
         # What is there before the step takes nothing more, but counts as read.
         self._sources: dict[int, Sources] = {
-            at: frozenset({Buffer(value.name, value.own, 0)})
-            for at, value in enumerate(self.graph.values)
-            if value.source != "operator" and value.tensor == at
+            index: frozenset({Buffer(value.name, value.own, 0)})
+            for index, value in enumerate(self.graph.values)
+            if value.source != "operator" and value.tensor == index
         }
         self._extras: dict[int, list[Buffer]] = {}
         self.again: dict[Buffer, Sources] = {}
         self._made_at: dict[Buffer, int] = {}
         self._there: dict[tuple[int, Name], Buffer] = {}
-        self._by_name = {value.name: at for at, value in enumerate(self.graph.values)}
-        for at, operator in enumerate(self.graph.operators):
+        self._by_name = {value.name: index for index, value in enumerate(self.graph.values)}
+        for index, operator in enumerate(self.graph.operators):
             if self.root(operator.result) == operator.result:
-                self._operator(at, operator)
-        given = [
+                self._operator(index, operator)
+        inputs = [
             self._lie(read.value, self.graph.values[read.value].own, len(self.graph.operators))
             for read in self.graph.outputs
         ]
-        self.outputs = frozenset(buffer for buffer in given if buffer is not None)
+        self.outputs = frozenset(buffer for buffer in inputs if buffer is not None)
         self._keep()
 
     @property
@@ -76,37 +76,37 @@ class Forward(Values):
         """In the order in which they run."""
         return [task for tasks in self._tasks for task in tasks]
 
-    def tasks_of(self, at: int) -> list[Task]:
+    def tasks_of(self, index: int) -> list[Task]:
         """Returns the tasks of the operator at a place."""
-        return self._tasks[at]
+        return self._tasks[index]
 
     def read_of(self, value: int) -> Sources:
         """Returns what a value is computed from; of one that is there before the step, itself."""
         return self._sources.get(self.root(value), frozenset())
 
-    def extras(self, at: int) -> Sources:
+    def extras(self, index: int) -> Sources:
         """Returns what the operator at a place keeps beside values: statistics, masks, places."""
-        return frozenset(self._extras.get(at, ()))
+        return frozenset(self._extras.get(index, ()))
 
     def _wanted(self, read: ModelRead, precision: Name) -> Name:
         return read.wanted.get(precision or "") or self.states.held(read.value)
 
-    def _operator(self, at: int, operator: ModelOperator) -> None:
-        result, (precision, output) = operator.result, self.states.names[at]
+    def _operator(self, index: int, operator: ModelOperator) -> None:
+        result, (precision, output) = operator.result, self.states.names[index]
         if not self.multiplies(operator):
-            self._sources[result] = self._elementwise(at, operator, output)
+            self._sources[result] = self._elementwise(index, operator, output)
             return
         if attends(operator) and not is_fused(self.graph, operator, (precision, output)):
-            self._attention(at, operator)
+            self._attention(index, operator)
             return
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
             wanted = self._wanted(read, precision)
             lies = self._part if self.is_part(read.value) and not self._strides(operator, read, wanted) else self._lie
-            buffer = self.factors[at, place] = lies(read.value, wanted, at)
+            buffer = self.factors[index, place] = lies(read.value, wanted, index)
             reads += [] if buffer is None else [buffer]
-        workspace = scratch(self.graph, operator, self.states.names[at])[0] if attends(operator) else 0
-        extras = self._extras[at] = self._extras_of(at, operator) if attends(operator) else []
+        workspace = scratch(self.graph, operator, self.states.names[index])[0] if attends(operator) else 0
+        extras = self._extras[index] = self._extras_of(index, operator) if attends(operator) else []
         fmt = format_named(precision)
         if fmt is not None and fmt.scaled and convolves(operator):
             workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
@@ -114,7 +114,7 @@ class Forward(Values):
             # oneDNN lays the weights out anew.
             workspace += self.bytes(operator.reads[1].value, fmt.carrier.name if fmt is not None else None)
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
-        self._task(at, True, reads, buffer, *extras, workspace=workspace)
+        self._task(index, True, reads, buffer, *extras, workspace=workspace)
         self._sources[result] = frozenset({buffer})
         self._there[result, output] = buffer
 
@@ -128,65 +128,65 @@ class Forward(Values):
             and fmt == self.states.held(read.value)
         )
 
-    def _attention(self, at: int, operator: ModelOperator) -> None:
+    def _attention(self, index: int, operator: ModelOperator) -> None:
         """Has attention that no fused kernel computes written, with all that it stands for."""
-        result, (_, output) = operator.result, self.states.names[at]
+        result, (_, output) = operator.result, self.states.names[index]
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
-        matrices = self.matrices[at] = Matrices.of(self, at, operator)
+        matrices = self.matrices[index] = Matrices.of(self, index, operator)
         sources = tuple(self.read_of(read.value) for read in operator.reads)
-        self._tasks[at] += matrices.forward(operator.id, sources, buffer)
+        self._tasks[index] += matrices.forward(operator.id, sources, buffer)
         self._tasks[-1] += matrices.copied(operator.id)
-        self.factors |= {(at, place): one for place, one in enumerate(matrices.factors)}
-        self._made_at |= {one: at for task in self._tasks[at] for one in task.writes}
+        self.factors |= {(index, place): item for place, item in enumerate(matrices.factors)}
+        self._made_at |= {item: index for task in self._tasks[index] for item in task.writes}
         self._sources[result] = frozenset({buffer})
         self._there[result, output] = buffer
 
-    def _elementwise(self, at: int, operator: ModelOperator, output: Name) -> Sources:
+    def _elementwise(self, index: int, operator: ModelOperator, output: Name) -> Sources:
         """Returns what the result of an operator that is no product is computed from, and has what it keeps beside it written."""
         if pools(operator):
             # What windows read lies in memory, and so does what they give.
-            self._lie(operator.reads[0].value, self.states.held(operator.reads[0].value), at)
+            self._lie(operator.reads[0].value, self.states.held(operator.reads[0].value), index)
         sources = frozenset[Buffer]().union(*(self.read_of(read.value) for read in operator.reads))
-        extras = self._extras[at] = self._extras_of(at, operator)
+        extras = self._extras[index] = self._extras_of(index, operator)
         if pools(operator):
             pooled = Buffer(self.graph.values[operator.result].name, output, self.bytes(operator.result, output))
-            self._task(at, False, sources, pooled, *extras)
+            self._task(index, False, sources, pooled, *extras)
             self._there[operator.result, output] = pooled
             return frozenset({pooled})
         if "dropout" in operator.row and extras and draws_alone(operator):
-            self._task(at, True, (), *extras)
+            self._task(index, True, (), *extras)
         elif "dropout" in operator.row and extras:
             drawn = Buffer(f"numbers of {extras[0].name}", output, self.bytes(operator.result, output))
-            self._task(at, True, (), drawn)
-            self._task(at, False, {drawn}, *extras)
+            self._task(index, True, (), drawn)
+            self._task(index, False, {drawn}, *extras)
         elif extras:
-            self._task(at, False, sources, *extras)
+            self._task(index, False, sources, *extras)
         return sources | frozenset(extras)
 
-    def _extras_of(self, at: int, operator: ModelOperator) -> list[Buffer]:
+    def _extras_of(self, index: int, operator: ModelOperator) -> list[Buffer]:
         """What an operator keeps beside values, as it is written."""
         return [
-            Buffer(f"{name} {how}", None, self._extra_bytes(operator, whole(size)))
-            for (name, how), size in operator.costs[self.states.names[at]].saved.items()
-            if how.startswith("extra")
+            Buffer(f"{name} {settings}", None, self._extra_bytes(operator, whole(size)))
+            for (name, settings), size in operator.costs[self.states.names[index]].saved.items()
+            if settings.startswith("extra")
         ]
 
     def _extra_bytes(self, operator: ModelOperator, size: int) -> int:
         # A place within a window takes a byte.
         return whole(self.graph.values[operator.result].numel) if pools(operator) else size
 
-    def _part(self, value: int, fmt: Name, at: int) -> Buffer:
+    def _part(self, value: int, fmt: Name, index: int) -> Buffer:
         if (value, fmt) not in self._there:
             buffer = Buffer(self.graph.values[value].name, fmt, self.bytes(value, fmt))
-            self._task(at, False, self.read_of(value), buffer)
+            self._task(index, False, self.read_of(value), buffer)
             self._there[value, fmt] = buffer
         return self._there[value, fmt]
 
-    def _lie(self, value: int, fmt: Name, at: int) -> Buffer | None:
+    def _lie(self, value: int, fmt: Name, index: int) -> Buffer | None:
         """Has a value lie in memory in a format, for the operator at a place; None where it is there from before the step."""
         root = self.root(value)
-        held = self.graph.values[root].own if self.given(root) else self.states.held(value)
-        if self.given(root) and fmt == held:
+        live = self.graph.values[root].own if self.given(root) else self.states.held(value)
+        if self.given(root) and fmt == live:
             return None
         if (root, fmt) in self._there:
             return self._there[root, fmt]
@@ -194,57 +194,57 @@ class Forward(Values):
         scaled = fmt is not None and FORMATS[fmt].scaled
         if scaled:
             # A quantizer reads twice what lies in memory.
-            source = self._lie(value, held, at)
+            source = self._lie(value, live, index)
             reads = frozenset() if source is None else frozenset({source})
-        category = Category.TEMPORARY if fmt == held else Category.CASTS
+        category = Category.TEMPORARY if fmt == live else Category.CASTS
         buffer = Buffer(self.graph.values[root].name, fmt, self.bytes(root, fmt), category)
-        self._task(at, scaled, reads, buffer)
+        self._task(index, scaled, reads, buffer)
         self._there[root, fmt] = buffer
-        if fmt == held:
+        if fmt == live:
             self._sources[root] = frozenset({buffer})
         return buffer
 
-    def _task(self, at: int, library: bool, reads: Iterable[Buffer], *writes: Buffer, workspace: int = 0) -> None:
-        name = self.graph.operators[at].id if at < len(self.graph.operators) else ""
-        self._tasks[at].append(Task(name, False, library, frozenset(reads), writes, workspace))
+    def _task(self, index: int, library: bool, reads: Iterable[Buffer], *writes: Buffer, workspace: int = 0) -> None:
+        name = self.graph.operators[index].id if index < len(self.graph.operators) else ""
+        self._tasks[index].append(Task(name, False, library, frozenset(reads), writes, workspace))
         for buffer in writes:
-            self._made_at[buffer] = at
+            self._made_at[buffer] = index
 
     # What is kept.
 
     def _keep(self) -> None:
         """Settles what is kept: factors and results of products, and of other values what is not computed again."""
         late: list[tuple[int, int, Name]] = []
-        for at, operator in enumerate(self.graph.operators):
-            self._add(at, self._extras.get(at, ()))
-            if at in self.matrices:
-                self._add(at, self.matrices[at].saved)
+        for index, operator in enumerate(self.graph.operators):
+            self._add(index, self._extras.get(index, ()))
+            if index in self.matrices:
+                self._add(index, self.matrices[index].saved)
                 continue
-            for name, how in operator.costs[self.states.names[at]].saved:
-                if how.startswith("extra") or pools(operator):
+            for name, settings in operator.costs[self.states.names[index]].saved:
+                if settings.startswith("extra") or pools(operator):
                     continue  # the gradient of a pooling asks for places alone
-                root, fmt = self.root(self._by_name[name]), how or None
+                root, fmt = self.root(self._by_name[name]), settings or None
                 if self.multiplies(operator):
                     if not any(self.root(read.value) == root and self.is_part(read.value) for read in operator.reads):
-                        self._hold(at, root, fmt)
+                        self._hold(index, root, fmt)
                 elif self._is_product(root):
                     # A copy that is wider than what it is made from is made again.
-                    self._hold(at, root, min((fmt, self.states.held(root)), key=lambda name: self.bytes(root, name)))
+                    self._hold(index, root, min((fmt, self.states.held(root)), key=lambda name: self.bytes(root, name)))
                 elif not self.given(root):
-                    late.append((at, root, fmt))
+                    late.append((index, root, fmt))
         certain = frozenset[Buffer]().union(*self.kept.values())
-        for at, root, fmt in late:
-            operator, again = self.graph.operators[at], self._again(root, certain)
+        for index, root, fmt in late:
+            operator, again = self.graph.operators[index], self._again(root, certain)
             if self._there.get((root, fmt)) in certain:
-                self._hold(at, root, fmt)
+                self._hold(index, root, fmt)
             elif again is not None and self._heavy(root):
-                self._add(at, (self._made_again(root, again),))
+                self._add(index, (self._made_again(root, again),))
             elif fmt is None or again is not None:
-                self._add(at, again or ())
+                self._add(index, again or ())
             elif operator.row in GATES and operator.result == root:
-                self._gate(at, root)
+                self._gate(index, root)
             else:
-                self._hold(at, root, fmt)
+                self._hold(index, root, fmt)
 
     def _heavy(self, root: int) -> bool:
         maker = self.made_by(root)
@@ -252,11 +252,11 @@ class Forward(Values):
 
     def _made_again(self, root: int, sources: Sources) -> Buffer:
         """What several operators read of the backward pass, and a compiler has computed once for all."""
-        found = next((buffer for buffer in self.again if buffer.name == self.graph.values[root].name), None)
-        if found is None:
-            found = Buffer(self.graph.values[root].name, FP32.name, self.bytes(root, FP32.name), passing=True)
-            self.again[found] = sources
-        return found
+        result = next((buffer for buffer in self.again if buffer.name == self.graph.values[root].name), None)
+        if result is None:
+            result = Buffer(self.graph.values[root].name, FP32.name, self.bytes(root, FP32.name), passing=True)
+            self.again[result] = sources
+        return result
 
     def _is_product(self, root: int) -> bool:
         maker = self.made_by(root)
@@ -267,32 +267,34 @@ class Forward(Values):
         operator = self.made_by(root)
         if operator is None or operator.row in GATHERS or self.multiplies(operator):
             return None
-        at = self.graph.places[operator.id]
-        found = self.kept.get(at, frozenset())
-        for used, fmt in self._read_by(at, operator):
-            there = {self._there[used, name] for name in (fmt, self.states.held(used)) if (used, name) in self._there}
+        index = self.graph.places[operator.id]
+        result = self.kept.get(index, frozenset())
+        for used, fmt in self._read_by(index, operator):
+            existing = {
+                self._there[used, name] for name in (fmt, self.states.held(used)) if (used, name) in self._there
+            }
             # What lay in memory and is not kept would lie there again.
-            more = there & certain or (None if there else self._again(used, certain))
+            more = existing & certain or (None if existing else self._again(used, certain))
             if more is None:
                 return None
-            found |= more
-        return found
+            result |= more
+        return result
 
-    def _read_by(self, at: int, operator: ModelOperator) -> Iterator[tuple[int, Name]]:
+    def _read_by(self, index: int, operator: ModelOperator) -> Iterator[tuple[int, Name]]:
         for read in operator.reads:
             if not self.given(read.value):
-                yield self.root(read.value), self._wanted(read, self.states.names[at][0])
+                yield self.root(read.value), self._wanted(read, self.states.names[index][0])
 
-    def _hold(self, at: int, root: int, fmt: Name) -> None:
-        buffer = self._lie(root, fmt, at)
-        self._add(at, () if buffer is None else (buffer,))
+    def _hold(self, index: int, root: int, fmt: Name) -> None:
+        buffer = self._lie(root, fmt, index)
+        self._add(index, () if buffer is None else (buffer,))
 
-    def _add(self, at: int, buffers: Iterable[Buffer]) -> None:
-        self.kept[at] = self.kept.get(at, frozenset()) | frozenset(buffers)
+    def _add(self, index: int, buffers: Iterable[Buffer]) -> None:
+        self.kept[index] = self.kept.get(index, frozenset()) | frozenset(buffers)
 
-    def _gate(self, at: int, root: int) -> None:
+    def _gate(self, index: int, root: int) -> None:
         """What a ReLU keeps whose result nobody keeps: a byte an element."""
         value, sources = self.graph.values[root], self.read_of(root)
         buffer = Buffer(value.name, None, whole(value.numel))
-        self._task(max([at, *(self._made_at.get(source, 0) for source in sources)]), False, sources, buffer)
-        self._add(at, (buffer,))
+        self._task(max([index, *(self._made_at.get(source, 0) for source in sources)]), False, sources, buffer)
+        self._add(index, (buffer,))

@@ -20,7 +20,7 @@ _WORTH = 32
 """Inductor fuses what holds this many times the bytes that it need not read twice, and no more."""
 
 
-def ordered(tasks: Sequence[Task], kept: Collection[Buffer]) -> list[Task]:
+def ordered(tasks: Sequence[Task], saved: Collection[Buffer]) -> list[Task]:
     """Returns the tasks of a pass in the order in which they run.
 
     Args:
@@ -28,10 +28,10 @@ def ordered(tasks: Sequence[Task], kept: Collection[Buffer]) -> list[Task]:
         kept: what is there when the pass has ended; what stays need not be named.
     """
     groups = fused(tasks)
-    pass_ = _pass(groups, frozenset(kept))
+    pass_ = _pass(groups, frozenset(saved))
     written = list(range(len(groups)))
-    found = min((written, _least_growing(pass_), _first_read_first(pass_), _smallest_first(pass_)), key=pass_.expected)
-    return [task for at in found for task in groups[at]]
+    result = min((written, _least_growing(pass_), _first_read_first(pass_), _smallest_first(pass_)), key=pass_.expected)
+    return [task for index in result for task in groups[index]]
 
 
 def fused(tasks: Sequence[Task]) -> list[list[Task]]:
@@ -47,31 +47,31 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
     touching: defaultdict[Buffer, set[int]] = defaultdict(set)
     for task in tasks:
         needed = {place[buffer] for buffer in (*task.reads, *task.writes) if buffer in place}
-        found = len(groups)
+        result = len(groups)
         if not task.library and not task.apart:
             # What it joins has some of its reads in common with it, and waits for nothing that the task needs.
             near = sorted(set().union(*(touching[buffer] for buffer in task.reads)), reverse=True)
-            for at in near:
-                if groups[at].takes(task) and not _waits(needed_by, at, needed):
-                    found = at
+            for index in near:
+                if groups[index].takes(task) and not _waits(needed_by, index, needed):
+                    result = index
                     break
-        if found == len(groups):
+        if result == len(groups):
             groups.append(_Kernel())
             needs.append(set())
             needed_by.append(set())
-        groups[found].add(task)
-        needs[found] |= needed - {found}
-        for at in needed - {found}:
-            needed_by[at].add(found)
+        groups[result].add(task)
+        needs[result] |= needed - {result}
+        for index in needed - {result}:
+            needed_by[index].add(result)
         for buffer in task.writes:
-            place[buffer] = found
-            touching[buffer].add(found)
+            place[buffer] = result
+            touching[buffer].add(result)
         for buffer in task.reads:
-            touching[buffer].add(found)
+            touching[buffer].add(result)
     order: dict[int, None] = {}
-    for at in range(len(groups)):
-        visit(at, needs, int, order)
-    return [groups[at].tasks for at in order]
+    for index in range(len(groups)):
+        visit(index, needs, int, order)
+    return [groups[index].tasks for index in order]
 
 
 class _Kernel:
@@ -102,15 +102,15 @@ class _Kernel:
         return bool(common) and _WORTH * common >= sum(buffer.bytes for buffer in task.reads)
 
 
-def _waits(needed_by: Sequence[Set[int]], at: int, needed: Set[int]) -> bool:
+def _waits(needed_by: Sequence[Set[int]], index: int, needed: Set[int]) -> bool:
     """Whether any of the needed ones waits for one place: what waits for a late one is little."""
-    found: set[int] = set()
-    left = [at]
+    result: set[int] = set()
+    left = [index]
     while left:
-        new = needed_by[left.pop()] - found
+        new = needed_by[left.pop()] - result
         if not needed.isdisjoint(new):
             return True
-        found |= new
+        result |= new
         left += new
     return False
 
@@ -121,7 +121,7 @@ def visit(
     """Adds a place to an order, behind what it needs."""
     stack = [first]
     while stack:
-        missing = [at for at in needs[stack[-1]] if at not in order]
+        missing = [index for index in needs[stack[-1]] if index not in order]
         if missing:
             stack.append(min(missing, key=key))
         else:
@@ -153,54 +153,54 @@ class _Pass:
     def expected(self, order: Sequence[int]) -> int:
         """The peak that the compiler expects of an order."""
         steps = [0] * len(order)
-        for step, at in enumerate(order):
-            steps[at] = step
+        for step, index in enumerate(order):
+            steps[index] = step
         freed = [0] * len(order)
         for buffer, readers in self.readers.items():
             freed[max(map(steps.__getitem__, readers))] += buffer.bytes
-        held = most = self.given
-        for step, at in enumerate(order):
-            held += self.sizes[at]
-            most = max(most, held)
-            held -= freed[step]
+        live = most = self.given
+        for step, index in enumerate(order):
+            live += self.sizes[index]
+            most = max(most, live)
+            live -= freed[step]
         return most
 
 
-def _pass(groups: Sequence[Sequence[Task]], kept: frozenset[Buffer]) -> _Pass:
+def _pass(groups: Sequence[Sequence[Task]], saved: frozenset[Buffer]) -> _Pass:
     writer: dict[Buffer, int] = {}
     sizes, before = [0] * len(groups), [set[int]() for _ in groups]
     reads: list[list[Buffer]] = [[] for _ in groups]
-    given: dict[Buffer, None] = {}
-    for at, group in enumerate(groups):
+    inputs: dict[Buffer, None] = {}
+    for index, group in enumerate(groups):
         for task in group:
             for buffer in task.reads:
                 if buffer not in writer:
-                    given[buffer] = None
-                elif writer[buffer] != at:
-                    before[at].add(writer[buffer])
-                if writer.get(buffer) != at:
-                    reads[at].append(buffer)
+                    inputs[buffer] = None
+                elif writer[buffer] != index:
+                    before[index].add(writer[buffer])
+                if writer.get(buffer) != index:
+                    reads[index].append(buffer)
             for buffer in task.writes:
                 if buffer not in writer:
-                    sizes[at] += buffer.bytes
-                elif writer[buffer] != at:
-                    before[at].add(writer[buffer])
-                writer[buffer] = at
-        reads[at] = list(dict.fromkeys(reads[at]))
+                    sizes[index] += buffer.bytes
+                elif writer[buffer] != index:
+                    before[index].add(writer[buffer])
+                writer[buffer] = index
+        reads[index] = list(dict.fromkeys(reads[index]))
     readers: defaultdict[Buffer, list[int]] = defaultdict(list)
-    for at, found in enumerate(reads):
-        for buffer in found:
-            readers[buffer].append(at)
-    for buffer, at in writer.items():
+    for index, result in enumerate(reads):
+        for buffer in result:
+            readers[buffer].append(index)
+    for buffer, index in writer.items():
         if buffer not in readers:
-            readers[buffer] = [at]
-            reads[at].append(buffer)
-    released = {buffer: found for buffer, found in readers.items() if not buffer.stays and buffer not in kept}
+            readers[buffer] = [index]
+            reads[index].append(buffer)
+    released = {buffer: item for buffer, item in readers.items() if not buffer.stays and buffer not in saved}
     after = [list[int]() for _ in groups]
-    for at, places in enumerate(before):
+    for index, places in enumerate(before):
         for place in sorted(places):
-            after[place].append(at)
-    output = sum(buffer.bytes for buffer in {**writer, **given} if buffer.stays or buffer in kept)
+            after[place].append(index)
+    output = sum(buffer.bytes for buffer in {**writer, **inputs} if buffer.stays or buffer in saved)
     return _Pass(
         sizes,
         reads,
@@ -208,7 +208,7 @@ def _pass(groups: Sequence[Sequence[Task]], kept: frozenset[Buffer]) -> _Pass:
         [sorted(places) for places in before],
         after,
         released,
-        sum(buffer.bytes for buffer in given),
+        sum(buffer.bytes for buffer in inputs),
         output,
     )
 
@@ -218,55 +218,59 @@ def _least_growing(pass_: _Pass) -> list[int]:
     waits = [len(places) for places in pass_.before]
     left = {buffer: len(readers) for buffer, readers in pass_.readers.items()}
     frees = [sum(buffer.bytes for buffer in reads if left.get(buffer) == 1) for reads in pass_.reads]
-    ready = [at for at, count in enumerate(waits) if not count]
+    ready = [index for index, count in enumerate(waits) if not count]
     live = pass_.given
     gap = max(live, pass_.output) - live
-    found: list[int] = []
+    result: list[int] = []
     while ready:
         sizes = pass_.sizes
-        at = min(ready, key=lambda at: (sizes[at] if sizes[at] > gap else 0, sizes[at] - frees[at], at))
-        ready.remove(at)
-        found.append(at)
-        live += sizes[at]
-        gap = max(gap - sizes[at], 0) + frees[at]
-        live -= frees[at]
-        for place in pass_.after[at]:
+        index = min(
+            ready, key=lambda index: (sizes[index] if sizes[index] > gap else 0, sizes[index] - frees[index], index)
+        )
+        ready.remove(index)
+        result.append(index)
+        live += sizes[index]
+        gap = max(gap - sizes[index], 0) + frees[index]
+        live -= frees[index]
+        for place in pass_.after[index]:
             waits[place] -= 1
             if not waits[place]:
                 ready.append(place)
-        for buffer in pass_.reads[at]:
+        for buffer in pass_.reads[index]:
             if buffer in left:
                 left[buffer] -= 1
                 if left[buffer] == 1:
                     for place in pass_.readers[buffer]:
                         frees[place] += buffer.bytes
-    return found
+    return result
 
 
 def _first_read_first(pass_: _Pass) -> list[int]:
     """The next is what reads what ran earliest."""
     waits = [len(places) for places in pass_.before]
-    ready: list[tuple[list[int], int]] = [([], at) for at, count in enumerate(waits) if not count]
+    ready: list[tuple[list[int], int]] = [([], index) for index, count in enumerate(waits) if not count]
     heapq.heapify(ready)
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     while ready:
-        at = heapq.heappop(ready)[1]
-        found[at] = len(found)
-        for place in pass_.after[at]:
+        index = heapq.heappop(ready)[1]
+        result[index] = len(result)
+        for place in pass_.after[index]:
             waits[place] -= 1
             if not waits[place]:
-                heapq.heappush(ready, (sorted(found[one] for one in pass_.before[place]), place))
-    return list(found)
+                heapq.heappush(ready, (sorted(result[item] for item in pass_.before[place]), place))
+    return list(result)
 
 
 def _smallest_first(pass_: _Pass) -> list[int]:
     """What reads and writes least, each behind what it needs."""
 
-    def size(at: int) -> tuple[int, int]:
-        return pass_.sizes[at] + sum(buffer.bytes for buffer in pass_.reads[at] if buffer not in pass_.writes[at]), at
+    def size(index: int) -> tuple[int, int]:
+        return pass_.sizes[index] + sum(
+            buffer.bytes for buffer in pass_.reads[index] if buffer not in pass_.writes[index]
+        ), index
 
-    keys = [size(at) for at in range(len(pass_.sizes))]
-    found: dict[int, None] = {}
+    keys = [size(index) for index in range(len(pass_.sizes))]
+    result: dict[int, None] = {}
     for first in sorted(range(len(keys)), key=keys.__getitem__):
-        visit(first, pass_.before, keys.__getitem__, found)
-    return list(found)
+        visit(first, pass_.before, keys.__getitem__, result)
+    return list(result)

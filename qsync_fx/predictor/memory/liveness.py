@@ -41,12 +41,12 @@ class LiveBuffers:
 def live_buffers(states: States, training: TrainingMemory | None = None) -> list[LiveBuffers]:
     """Returns what both passes of a step hold at each moment, in order, where operators are in these states."""
 
-    def held(buffer: Buffer) -> Held:
+    def live(buffer: Buffer) -> Held:
         return buffer.name, buffer.format
 
     working: Held = "", None
-    found = lives(step_tasks(states, training), True, held, working)
-    return [LiveBuffers(live.operator, live.backward, live.kinds) for live in found]
+    result = lives(step_tasks(states, training), True, live, working)
+    return [LiveBuffers(live.operator, live.backward, live.kinds) for live in result]
 
 
 @dataclass(frozen=True)
@@ -90,32 +90,32 @@ def saved_terms(graph: ModelGraph) -> list[SavedTerm]:
     Raises:
         ProfileError: the model is known in symbolic sizes only.
     """
-    places = {value.name: at for at, value in enumerate(graph.values)}
+    places = {value.name: index for index, value in enumerate(graph.values)}
     until = _until(graph)
     sizes: dict[Held, int] = {}
     keepers: defaultdict[Held, list[SavingOperator]] = defaultdict(list)
-    for at, operator in enumerate(graph.operators):
+    for index, operator in enumerate(graph.operators):
         for state, cost in operator.costs.items():
-            for (name, how), size in cost.saved.items():
-                key: Held = (f"{name} {how}", None)
-                if not how.startswith("extra"):
+            for (name, settings), size in cost.saved.items():
+                key: Held = (f"{name} {settings}", None)
+                if not settings.startswith("extra"):
                     root = graph.values[graph.values[places[name]].tensor]
-                    if root.source != "operator" and root.own == (how or None):
+                    if root.source != "operator" and root.own == (settings or None):
                         continue
-                    key = root.name, how or None
+                    key = root.name, settings or None
                 sizes[key] = max(sizes.get(key, 0), whole(size))
-                keepers[key].append(SavingOperator(at, state, until[at]))
-    return [SavedTerm(name, how, sizes[name, how], tuple(found)) for (name, how), found in keepers.items()]
+                keepers[key].append(SavingOperator(index, state, until[index]))
+    return [SavedTerm(name, settings, sizes[name, settings], tuple(item)) for (name, settings), item in keepers.items()]
 
 
 def _until(graph: ModelGraph) -> list[int]:
     """The place, for each operator, of itself if it is a product, and else of the last product that it computes from."""
     products = frozenset(row.name for row in table().values() if row.products)
-    found: list[int] = []
+    result: list[int] = []
     before: list[int] = []
-    for at, operator in enumerate(graph.operators):
+    for index, operator in enumerate(graph.operators):
         makers = [graph.values[graph.values[read.value].tensor].operator for read in operator.reads]
-        last = max((before[maker] for maker in makers if maker is not None and maker < at), default=-1)
-        before.append(at if operator.row in products else last)
-        found.append(before[at] if before[at] >= 0 else at)
-    return found
+        last = max((before[maker] for maker in makers if maker is not None and maker < index), default=-1)
+        before.append(index if operator.row in products else last)
+        result.append(before[index] if before[index] >= 0 else index)
+    return result

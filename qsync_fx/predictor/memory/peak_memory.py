@@ -49,7 +49,7 @@ class Moment:
 
     def of(self, category: Category) -> int:
         """Returns the bytes of a category."""
-        return sum(size for (found, _), size in self.kinds.items() if found is category)
+        return sum(size for (item, _), size in self.kinds.items() if item is category)
 
     def __str__(self) -> str:
         where = f"{self.place}, {self.operator}" if self.operator else self.place
@@ -104,9 +104,9 @@ def step_memory(
         category = Category.SAVED if buffer in saved else buffer.category
         return category, buffer.format if category in (Category.SAVED, Category.CASTS) else None
 
-    held, working = _held(states.graph, training), kind(Buffer("", None, 0))
-    found = [_moment(live, held) for live in lives(tasks, True, kind, working)]
-    return StepMemory((*found, _optimizer(states.graph, training, held)))
+    live_bytes, working = _held(states.graph, training), kind(Buffer("", None, 0))
+    result = [_moment(live, live_bytes) for live in lives(tasks, True, kind, working)]
+    return StepMemory((*result, _optimizer(states.graph, training, live_bytes)))
 
 
 def step_tasks(states: States, training: TrainingMemory | None = None) -> list[Task]:
@@ -132,18 +132,18 @@ class Orders:
         loss = None if training is None else training.loss
         forward = Forward(states)
         backward = Backward(forward)
-        there, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
-        kept, written, expected = set[Buffer](), list[Task](), list[Task]()
-        made = {buffer for part in there for task in part for buffer in task.writes}
+        existing, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
+        saved, written, expected = set[Buffer](), list[Task](), list[Task]()
+        made = {buffer for part in existing for task in part for buffer in task.writes}
         # A compiler reckons with what its graph is called with as there throughout: of a backward pass, the gradients it begins with.
-        given = {buffer for task in backward.incoming for buffer in task.writes}
-        for part in reversed([*there, backward.incoming, *back]):
-            orders = list(part), ordered(part, kept | forward.outputs | given)
+        inputs = {buffer for task in backward.incoming for buffer in task.writes}
+        for part in reversed([*existing, backward.incoming, *back]):
+            orders = list(part), ordered(part, saved | forward.outputs | inputs)
             now, then = orders if loss is not None else (_held_throughout(tasks, made) for tasks in orders)
             written, expected = [*now, *written], [*then, *expected]
-            kept |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
+            saved |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
         if loss is not None:
-            written, expected = (_with_loss(tasks, loss, given) for tasks in (written, expected))
+            written, expected = (_with_loss(tasks, loss, inputs) for tasks in (written, expected))
         return cls(written, expected)
 
 
@@ -155,12 +155,12 @@ def most_bytes(states: States, training: TrainingMemory | None = None) -> int:
 
 def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
     """Returns the tasks of each of several graphs: a compiler sorts those of one."""
-    found: dict[int, list[Task]] = {}
-    at = -1
+    result: dict[int, list[Task]] = {}
+    index = -1
     for task in tasks:
-        at = graph.operators[graph.places[task.operator]].graph if task.operator else at
-        found.setdefault(at, []).append(task)
-    return list(found.values())
+        index = graph.operators[graph.places[task.operator]].graph if task.operator else index
+        result.setdefault(index, []).append(task)
+    return list(result.values())
 
 
 def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
@@ -169,24 +169,24 @@ def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
     Autograd holds none of them (torch 2.13). But a loss behind the model may keep as much (`LossMemory`), and this is for one that is not
     known.
     """
-    there = made | {buffer for task in tasks for buffer in task.writes}
-    given = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in there}
-    if given:
-        tasks[-1] = replace(tasks[-1], holds=(*tasks[-1].holds, *given))
+    existing = made | {buffer for task in tasks for buffer in task.writes}
+    inputs = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in existing}
+    if inputs:
+        tasks[-1] = replace(tasks[-1], holds=(*tasks[-1].holds, *inputs))
     return tasks
 
 
-def _with_loss(tasks: list[Task], loss: LossMemory, given: Set[Buffer]) -> list[Task]:
+def _with_loss(tasks: list[Task], loss: LossMemory, value: Set[Buffer]) -> list[Task]:
     """Returns the tasks with what the loss takes: beside the gradients that it gives while it runs, and till the pass has ended."""
-    ends = [at for at, task in enumerate(tasks) if not given.isdisjoint(task.writes)]
+    ends = [index for index, task in enumerate(tasks) if not value.isdisjoint(task.writes)]
     if not ends:
         return tasks
-    found, begun = list(tasks), ends[-1]
-    more = max(0, loss.most - loss.held - sum(buffer.bytes for buffer in given))
-    kept = Buffer("loss", None, loss.held, Category.LOSS)
-    found[begun] = replace(found[begun], writes=(*found[begun].writes, kept), workspace=more)
-    found[-1] = replace(found[-1], holds=(*found[-1].holds, kept))
-    return found
+    result, begun = list(tasks), ends[-1]
+    more = max(0, loss.most - loss.held - sum(buffer.bytes for buffer in value))
+    saved = Buffer("loss", None, loss.held, Category.LOSS)
+    result[begun] = replace(result[begun], writes=(*result[begun].writes, saved), workspace=more)
+    result[-1] = replace(result[-1], holds=(*result[-1].holds, saved))
+    return result
 
 
 def peak_bytes(states: States, training: TrainingMemory | None = None) -> int:
@@ -196,17 +196,17 @@ def peak_bytes(states: States, training: TrainingMemory | None = None) -> int:
 
 def _held(graph: ModelGraph, training: TrainingMemory) -> Mapping[Kind, int]:
     parameters = sum(whole(p.numel) * p.dtype_bytes for p in graph.parameters)
-    found: dict[Kind, int] = {(Category.PARAMETERS, None): parameters + sum(_given(graph))}
+    result: dict[Kind, int] = {(Category.PARAMETERS, None): parameters + sum(_given(graph))}
     if state := training.optimizer.state_bytes(_trained(graph)):
-        found[Category.OPTIMIZER, None] = state
+        result[Category.OPTIMIZER, None] = state
     if training.buckets:
-        found[Category.BUCKETS, None] = _gradients(graph)
-    return MappingProxyType(found)
+        result[Category.BUCKETS, None] = _gradients(graph)
+    return MappingProxyType(result)
 
 
 def _given(graph: ModelGraph) -> Iterator[int]:
-    for at, value in enumerate(graph.values):
-        if value.source in ("buffer", "input") and value.tensor == at:
+    for index, value in enumerate(graph.values):
+        if value.source in ("buffer", "input") and value.tensor == index:
             itemsize = FORMATS[value.own].dtype.itemsize if value.own is not None else 0
             yield whole(value.numel) * itemsize + whole(value.fixed)
 
@@ -219,12 +219,14 @@ def _gradients(graph: ModelGraph) -> int:
     return sum(whole(parameter.numel) * parameter.dtype_bytes for parameter in graph.parameters if parameter.trained)
 
 
-def _moment(live: Live[Kind], held: Mapping[Kind, int]) -> Moment:
-    return Moment("backward" if live.backward else "forward", live.operator, MappingProxyType({**held, **live.kinds}))
+def _moment(live: Live[Kind], live_bytes: Mapping[Kind, int]) -> Moment:
+    return Moment(
+        "backward" if live.backward else "forward", live.operator, MappingProxyType({**live_bytes, **live.kinds})
+    )
 
 
-def _optimizer(graph: ModelGraph, training: TrainingMemory, held: Mapping[Kind, int]) -> Moment:
-    kinds = {**held, (Category.GRADIENTS, None): _gradients(graph)}
+def _optimizer(graph: ModelGraph, training: TrainingMemory, live: Mapping[Kind, int]) -> Moment:
+    kinds = {**live, (Category.GRADIENTS, None): _gradients(graph)}
     if temporary := training.optimizer.step_bytes(_trained(graph)):
         kinds[Category.TEMPORARY, None] = temporary
     return Moment(_STEP, "", MappingProxyType(kinds))
@@ -272,13 +274,13 @@ def anchored_bytes(
         raise ProfileError(f"a step is said to have taken {wrong[0]} bytes", do="measure it again")
     pure = (memory or step_memory(states, training)).step_bytes
     errors = [anchor.error(training) for anchor in anchors]
-    alike = [_alike(states, anchor.states) for anchor in anchors]
-    if 1.0 in alike:
-        return pure + errors[alike.index(1.0)]
-    total = sum(alike)
+    equal = [_alike(states, anchor.states) for anchor in anchors]
+    if 1.0 in equal:
+        return pure + errors[equal.index(1.0)]
+    total = sum(equal)
     if not total:
         return pure
-    return pure + round(sum(error * share for error, share in zip(errors, alike, strict=True)) / total)
+    return pure + round(sum(error * share for error, share in zip(errors, equal, strict=True)) / total)
 
 
 def _alike(first: States, second: States) -> float:
@@ -287,4 +289,4 @@ def _alike(first: States, second: States) -> float:
     same = [mine == theirs for mine, theirs in zip(first.names, second.names, strict=True)]
     if all(same):
         return 1.0
-    return min(sum(size for size, one in zip(sizes, same, strict=True) if one) / max(sum(sizes), 1), 1 - 1e-9)
+    return min(sum(size for size, item in zip(sizes, same, strict=True) if item) / max(sum(sizes), 1), 1 - 1e-9)

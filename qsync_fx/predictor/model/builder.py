@@ -76,16 +76,16 @@ class GraphReading:
     ) -> None:
         self.costing, self.flow = costing, costing.flow
         self.number, self.values, self.pinned = graph, values, pinned
-        self.index = {site.node: first + at for at, site in enumerate(self.flow.sites)}
+        self.index = {site.node: first + index for index, site in enumerate(self.flow.sites)}
         self._numbers: dict[fx.Node, int] = {}
         self._given: dict[fx.Node, fx.Node] = {}
         self._points: dict[Hashable, int] = {}
         self._first_point = points
         self._tables: dict[Hashable, Mapping[str, Name]] = {}
         self._in_vectors = drawn(self.flow.graph)
-        found = [place for place in costing.places if isinstance(place, CastSite)]
-        self._places = {(p.reader.node, p.operand): p for p in found if p.reader is not None}
-        self._returned = {place.used: place for place in found if place.reader is None}
+        result = [place for place in costing.places if isinstance(place, CastSite)]
+        self._places = {(p.reader.node, p.operand): p for p in result if p.reader is not None}
+        self._returned = {place.used: place for place in result if place.reader is None}
         self._enter(self.flow.graph)
         self.operators = [self._operator(site) for site in self.flow.sites]
         self.outputs = [self._output(node) for node in self.flow.outputs if self._tensors(node)]
@@ -102,7 +102,7 @@ class GraphReading:
     def _enter(self, graph: PrecisionGraph) -> None:
         for node in graph.nodes:
             for body in node_metadata.bodies(node):
-                self._given |= {p: given for p, given in handed_in(node, body) if isinstance(given, fx.Node)}
+                self._given |= {p: value for p, value in handed_in(node, body) if isinstance(value, fx.Node)}
                 self._enter(body)
 
     # Values.
@@ -113,13 +113,13 @@ class GraphReading:
     def _value(self, node: fx.Node) -> int:
         if node not in self._numbers:
             root = self.flow.tensor(node)
-            at = self._value(root) if root is not node else None
+            index = self._value(root) if root is not node else None
             self._numbers[node] = len(self.values)
-            self.values.append(self._described(node, len(self.values) if at is None else at))
+            self.values.append(self._described(node, len(self.values) if index is None else index))
         return self._numbers[node]
 
     def _described(self, node: fx.Node, tensor: int) -> Value:
-        found = self._tensors(node)
+        result = self._tensors(node)
         fmt = format_of(self.flow.graph.value(node))
         return Value(
             name=self.name(node.name),
@@ -127,9 +127,9 @@ class GraphReading:
             operator=self.index.get(self.flow.source(node)),
             source=self._source(node),
             own=name_of(fmt),
-            numel=self._size(sum((expression(t.numel()) for t in found if is_float(t)), start=0)),
+            numel=self._size(sum((expression(t.numel()) for t in result if is_float(t)), start=0)),
             fixed=self._size(
-                sum((expression(t.numel()) * t.element_size() for t in found if not is_float(t)), start=0)
+                sum((expression(t.numel()) * t.element_size() for t in result if not is_float(t)), start=0)
             ),
             differentiated=self.flow.needs(node),
         )
@@ -143,8 +143,8 @@ class GraphReading:
             return "operator"
         if isinstance(source.meta.get("val"), torch.nn.Parameter):
             return "parameter"
-        held = node_metadata.PATH.get(source) or source.op == "get_attr"
-        return "buffer" if held else "input" if source.op == "placeholder" else "constant"
+        live = node_metadata.PATH.get(source) or source.op == "get_attr"
+        return "buffer" if live else "input" if source.op == "placeholder" else "constant"
 
     # Operators.
 
@@ -192,8 +192,8 @@ class GraphReading:
 
     def _wanted(self, place: CastSite) -> Mapping[str, Name]:
         """What a place wants, by what its reader computes in; places that want alike share the answer."""
-        found = {name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())}
-        return self._tables.setdefault(tuple(found.items()), found)
+        result = {name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())}
+        return self._tables.setdefault(tuple(result.items()), result)
 
     def _point(self, place: CastSite) -> int:
         return self._first_point + self._points.setdefault(place.shared, len(self._points))
@@ -201,23 +201,23 @@ class GraphReading:
     def _choices(self, site: OperandSite, note: OperatorInfo) -> Choices:
         context, handle, row = site.graph.context, Handle(site.graph, site.node), note.row
         assert row is not None, "adjustable operators have rows"
-        own = format_of(site.graph.value(site.node))
-        held, region = own or FP32, isinstance(note.autocast, Precision)
-        here = {fmt: row_on(context.device, fmt) for fmt in FORMATS.values()}
-        kept = [fmt for fmt in here if note.autocast == "off" or (not region and stays(held, here[fmt], False))]
-        refused, given = handle.refused, None if region else own
-        runs = {fmt: resolve(row, fmt, context.device, context.options.exact, given, refused)[0] for fmt in here}
-        scaled = own is not None and own.bits < 32
-        readers = wide_readers(site.node) if own is not None and not scaled else None
-        gradients = {fmt: here[fmt].gradient for fmt in runs.values() if fmt.scaled}
+        owned = format_of(site.graph.value(site.node))
+        live, region = owned or FP32, isinstance(note.autocast, Precision)
+        current = {fmt: row_on(context.device, fmt) for fmt in FORMATS.values()}
+        saved = [fmt for fmt in current if note.autocast == "off" or (not region and stays(live, current[fmt], False))]
+        refused, inputs = handle.refused, None if region else owned
+        runs = {fmt: resolve(row, fmt, context.device, context.options.exact, inputs, refused)[0] for fmt in current}
+        scaled = owned is not None and owned.bits < 32
+        readers = wide_readers(site.node) if owned is not None and not scaled else None
+        gradients = {fmt: current[fmt].gradient for fmt in runs.values() if fmt.scaled}
         return Choices(
-            runs={fmt.name: found.name for fmt, found in runs.items()},
-            held=held.name,
-            keeps=tuple(fmt.name for fmt in kept),
+            runs={fmt.name: item.name for fmt, item in runs.items()},
+            held=live.name,
+            keeps=tuple(fmt.name for fmt in saved),
             outputs={}
-            if own is None
-            else {fmt.name: (own if fmt.scaled and scaled else here[fmt].output).name for fmt in runs.values()},
-            wide=own.name if own is not None and readers is not None else None,
+            if owned is None
+            else {fmt.name: (owned if fmt.scaled and scaled else current[fmt].output).name for fmt in runs.values()},
+            wide=owned.name if owned is not None and readers is not None else None,
             readers=tuple(self.index[user] for user in readers or ()),
             pinned=self.pinned.get(str(note.id)),
             unpacked={fmt.name: gradient.name for fmt, gradient in gradients.items() if gradient.plain},
@@ -226,10 +226,10 @@ class GraphReading:
     def _follows(self, site: OperandSite) -> Follows:
         rule = rule_of(site.graph, site.node, automatic=False)
         sources = [self._decider(site.graph, used) for used in rule.inputs]
-        given = [found for found in sources if isinstance(found, Precision)]
-        widest = rule.promotion(given)
+        inputs = [item for item in sources if isinstance(item, Precision)]
+        widest = rule.promotion(inputs)
         return Follows(
-            operators=tuple(dict.fromkeys(found for found in sources if isinstance(found, int))),
+            operators=tuple(dict.fromkeys(item for item in sources if isinstance(item, int))),
             given=name_of(widest),
             own=name_of(rule.own),
             promotes=rule.promotes,
@@ -251,18 +251,18 @@ class GraphReading:
         for site in self.flow.sites:
             for source in {self.flow.source(operand.node) for operand in site.operands}:
                 readers.setdefault(source, []).append(self.index[site.node])
-        found: dict[str, tuple[torch.nn.Parameter, list[int]]] = {}
+        result: dict[str, tuple[torch.nn.Parameter, list[int]]] = {}
         for node in self.flow.graph.nodes:
             value = self.flow.graph.value(node)
             if node.op == "placeholder" and isinstance(value, torch.nn.Parameter):
-                found[node_metadata.PATH.get(node) or node.name] = (value, readers.get(node, []))
-        return found
+                result[node_metadata.PATH.get(node) or node.name] = (value, readers.get(node, []))
+        return result
 
 
 def _method(node: fx.Node) -> str:
     """How an operator computes, of several ways: what a gelu approximates by."""
-    found = node.kwargs.get("approximate", "none")
-    return "" if found == "none" else str(found)
+    result = node.kwargs.get("approximate", "none")
+    return "" if result == "none" else str(result)
 
 
 def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = None) -> ModelGraph:
@@ -306,40 +306,42 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
 
 def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[ModelOperator]:
     operators = [operator for graph in graphs for operator in graph.operators]
-    found = [(graph, site) for graph in graphs for site in graph.flow.sites]
+    result = [(graph, site) for graph in graphs for site in graph.flow.sites]
     states = reachable(operators, formats)
-    known: dict[Size, Size] = {}
+    available: dict[Size, Size] = {}
 
-    def size(given: Size) -> Size:
-        if given not in known:
-            known[given] = canonical(given)
-        return known[given]
+    def size(value: Size) -> Size:
+        if value not in available:
+            available[value] = canonical(value)
+        return available[value]
 
     def cost(graph: GraphReading, node: fx.Node, state: StateNames) -> Cost:
-        own = graph.costing.own(node, state_named(state)).each(size)
-        return dataclasses.replace(own, saved={(graph.name(tensor), how): n for (tensor, how), n in own.saved.items()})
+        owned = graph.costing.own(node, state_named(state)).each(size)
+        return dataclasses.replace(
+            owned, saved={(graph.name(tensor), settings): n for (tensor, settings), n in owned.saved.items()}
+        )
 
     return [
         dataclasses.replace(operator, costs={state: cost(graph, site.node, state) for state in can})
-        for operator, (graph, site), can in zip(operators, found, states, strict=True)
+        for operator, (graph, site), can in zip(operators, result, states, strict=True)
     ]
 
 
 def _parameters(graphs: Sequence[GraphReading], explanation: Explanation) -> list[ModelParameter]:
     """Those that the model registers, in its order; then those that graphs read and that it does not know by that path."""
     readers: dict[str, list[int]] = {}
-    seen: dict[str, torch.nn.Parameter] = {}
+    visited: dict[str, torch.nn.Parameter] = {}
     for graph in graphs:
         for path, (parameter, read) in graph.parameters.items():
-            seen.setdefault(path, parameter)
+            visited.setdefault(path, parameter)
             readers.setdefault(path, []).extend(read)
-    found = [
+    result = [
         ModelParameter(entry.path, entry.numel, entry.dtype_bytes, entry.trained, tuple(readers.get(entry.path, ())))
         for entry in explanation.parameters
     ]
-    known = {parameter.path for parameter in found}
-    for path, held in seen.items():
-        if path not in known:
-            numel, itemsize = int(held.numel()), held.element_size()
-            found.append(ModelParameter(path, numel, itemsize, held.requires_grad, tuple(readers[path])))
-    return found
+    available = {parameter.path for parameter in result}
+    for path, live in visited.items():
+        if path not in available:
+            numel, itemsize = int(live.numel()), live.element_size()
+            result.append(ModelParameter(path, numel, itemsize, live.requires_grad, tuple(readers[path])))
+    return result

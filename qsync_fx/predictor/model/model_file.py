@@ -90,9 +90,9 @@ def _places(graph: ModelGraph, reads: Iterable[ModelRead]) -> None:
             _in(other, range(number), f"an operator before {operator.id}")
 
 
-def _in(place: int, there: range, what: str) -> None:
-    if place not in there:
-        raise Malformed(f" names the {place}th of {len(there)} as {what[:120]}")
+def _in(place: int, existing: range, description: str) -> None:
+    if place not in existing:
+        raise Malformed(f" names the {place}th of {len(existing)} as {description[:120]}")
 
 
 def _formats(graph: ModelGraph, reads: Iterable[ModelRead]) -> Iterator[Name]:
@@ -237,24 +237,24 @@ def stored(graph: ModelGraph) -> StoredGraph:
     """Returns a model graph as a file, or part of a file, holds it."""
     sizes, tables, works = _Once(), _Once(), _Once()
 
-    def size(given: Size) -> int:
-        return sizes.place(given, written(given))
+    def size(value: Size) -> int:
+        return sizes.place(value, written(value))
 
-    def reads(given: Iterable[ModelRead]) -> list[StoredRead]:
-        tabled = ((read, tables.place(tuple(read.wanted.items()), dict(read.wanted))) for read in given)
+    def reads(value: Iterable[ModelRead]) -> list[StoredRead]:
+        tabled = ((read, tables.place(tuple(read.wanted.items()), dict(read.wanted))) for read in value)
         return [StoredRead(r.value, r.role, table, r.point, r.origin, r.gradient) for r, table in tabled]
 
-    def cost(state: tuple[Name, Name], given: Cost) -> StoredCost:
-        all_works: Iterator[Work] = (getattr(given, name) for name in WORKS)
-        places = [at for work in all_works for at in (size(work.flops), size(work.bytes))]
-        saved = [(tensor, how, size(n)) for (tensor, how), n in given.saved.items()]
+    def cost(state: tuple[Name, Name], value: Cost) -> StoredCost:
+        all_works: Iterator[Work] = (getattr(value, name) for name in WORKS)
+        places = [index for work in all_works for index in (size(work.flops), size(work.bytes))]
+        saved = [(tensor, settings, size(n)) for (tensor, settings), n in value.saved.items()]
         return StoredCost(*state, works.place(tuple(places), places), saved)
 
     operators = [
         StoredOperator(
             **{name: getattr(op, name) for name in _SAME},
             reads=reads(op.reads),
-            costs=[cost(state, given) for state, given in op.costs.items()],
+            costs=[cost(state, value) for state, value in op.costs.items()],
         )
         for op in graph.operators
     ]
@@ -277,53 +277,55 @@ def stored(graph: ModelGraph) -> StoredGraph:
     )
 
 
-def restored(found: StoredGraph) -> ModelGraph:
+def restored(result: StoredGraph) -> ModelGraph:
     """Returns the model graph that a file holds; raises `ProfileError` where its parts do not fit together."""
     try:
-        graph = _restored(found)
+        graph = _restored(result)
         check(graph)
     except (Malformed, PlanError, IndexError, KeyError) as wrong:
-        what = (
+        message = (
             wrong.what if isinstance(wrong, (Malformed, PlanError)) else f" refers to {wrong}, which it does not hold"
         )
-        raise ProfileError(f"the model graph{what}" if what.startswith(" ") else what, do=FILE.remedy) from None
+        raise ProfileError(
+            f"the model graph{message}" if message.startswith(" ") else message, do=FILE.remedy
+        ) from None
     return graph
 
 
-def _restored(found: StoredGraph) -> ModelGraph:
-    sizes = list(map(read_file, found.sizes))
-    works = [[_at(sizes, at) for at in places] for places in found.works]
+def _restored(result: StoredGraph) -> ModelGraph:
+    sizes = list(map(read_file, result.sizes))
+    works = [[_at(sizes, index) for index in places] for places in result.works]
     if any(len(places) != 2 * len(WORKS) for places in works):
         raise Malformed(f" has works that are not {2 * len(WORKS)} sizes")
 
-    def cost(given: StoredCost) -> Cost:
-        pairs = iter(_at(works, given.works))
+    def cost(value: StoredCost) -> Cost:
+        pairs = iter(_at(works, value.works))
         parts = {name: Work(flops, moved) for name, flops, moved in zip(WORKS, pairs, pairs, strict=True)}
-        return Cost(**parts, saved={(tensor, how): _at(sizes, at) for tensor, how, at in given.saved})
+        return Cost(**parts, saved={(tensor, settings): _at(sizes, index) for tensor, settings, index in value.saved})
 
-    def reads(given: Iterable[StoredRead]) -> tuple[ModelRead, ...]:
+    def reads(value: Iterable[StoredRead]) -> tuple[ModelRead, ...]:
         return tuple(
-            ModelRead(r.value, r.role, _at(found.tables, r.wanted), r.point, r.origin, r.gradient) for r in given
+            ModelRead(r.value, r.role, _at(result.tables, r.wanted), r.point, r.origin, r.gradient) for r in value
         )
 
     return ModelGraph(
-        found.device,
+        result.device,
         tuple(
             ModelOperator(
                 **{name: getattr(op, name) for name in _SAME},
                 reads=reads(op.reads),
-                costs={(given.precision, given.output): cost(given) for given in op.costs},
+                costs={(value.precision, value.output): cost(value) for value in op.costs},
             )
-            for op in found.operators
+            for op in result.operators
         ),
         tuple(
             Value(**{**_fields(value), "numel": _at(sizes, value.numel), "fixed": _at(sizes, value.fixed)})
-            for value in found.values
+            for value in result.values
         ),
-        reads(found.outputs),
-        tuple(found.parameters),
-        found.points,
-        tuple(found.formats),
+        reads(result.outputs),
+        tuple(result.parameters),
+        result.points,
+        tuple(result.formats),
     )
 
 
@@ -334,7 +336,7 @@ def _fields(value: Any) -> dict[str, Any]:
 _SAME: Final = [field.name for field in dataclasses.fields(StoredOperator) if field.name not in ("reads", "costs")]
 
 
-def _at(things: list[Any], at: int) -> Any:
-    if not 0 <= at < len(things):
-        raise Malformed(f" refers to the {at}th of {len(things)} things")
-    return things[at]
+def _at(things: list[Any], index: int) -> Any:
+    if not 0 <= index < len(things):
+        raise Malformed(f" refers to the {index}th of {len(things)} things")
+    return things[index]

@@ -215,7 +215,7 @@ class ModelGraph:
     @functools.cached_property
     def places(self) -> Mapping[str, int]:
         """The place of each operator, by its id."""
-        return {operator.id: at for at, operator in enumerate(self.operators)}
+        return {operator.id: index for index, operator in enumerate(self.operators)}
 
     def operator(self, name: str) -> ModelOperator:
         """Returns an operator by its id; raises `ProfileError` where there is none."""
@@ -278,13 +278,13 @@ def reachable(operators: Sequence[ModelOperator], formats: Iterable[str]) -> lis
     """Returns the states that each operator can take."""
     wanted = tuple(formats)
     outputs: list[set[Name]] = []
-    found: list[tuple[StateNames, ...]] = []
+    result: list[tuple[StateNames, ...]] = []
     for operator in operators:
         decided = operator.decided
         states = _chosen(decided, wanted) if isinstance(decided, Choices) else _followed(decided, outputs)
-        found.append(tuple(dict.fromkeys(states)))
+        result.append(tuple(dict.fromkeys(states)))
         outputs.append({output for _, output in states})
-    return found
+    return result
 
 
 def chosen(choices: Choices, planned: str, explicit: bool) -> str:
@@ -296,20 +296,20 @@ def chosen(choices: Choices, planned: str, explicit: bool) -> str:
 
 def _chosen(choices: Choices, formats: Sequence[str]) -> list[StateNames]:
     runs = dict.fromkeys(chosen(choices, fmt, explicit) for fmt in formats for explicit in (True, False))
-    found: list[StateNames] = []
+    result: list[StateNames] = []
     for run in runs:
-        found.append((run, choices.outputs.get(run)))
+        result.append((run, choices.outputs.get(run)))
         if choices.wide is not None and FORMATS[run].scaled:
-            found.append((run, choices.wide))
-    return found
+            result.append((run, choices.wide))
+    return result
 
 
 def _followed(follows: Follows, outputs: Sequence[set[Name]]) -> list[StateNames]:
-    known: set[Name] = {follows.given}
-    for at in follows.operators:
-        known = {widest(a, b) for a in known for b in outputs[at]}
-    found = [followed(follows, fmt) for fmt in sorted(known, key=str)]
-    return [(fmt, follows.named or fmt) for fmt in found]
+    available: set[Name] = {follows.given}
+    for index in follows.operators:
+        available = {widest(a, b) for a in available for b in outputs[index]}
+    result = [followed(follows, fmt) for fmt in sorted(available, key=str)]
+    return [(fmt, follows.named or fmt) for fmt in result]
 
 
 @functools.cache

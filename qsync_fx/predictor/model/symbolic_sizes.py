@@ -74,13 +74,13 @@ def read(text: str) -> Size:
         raise Malformed(f" has a size of {len(text)} characters")
     reader = _Reader(text)
     try:
-        found, _ = reader.sum(0)
+        result, _ = reader.sum(0)
     except Malformed:
         raise
     except Exception as error:  # noqa: BLE001 - what torch's functions of sizes say of arguments that they do not take
         raise Malformed(f" has a size that is none: {text[:120]!r}: {error}") from None
     reader.end()
-    return int(found) if found.is_Integer else found
+    return int(result) if result.is_Integer else result
 
 
 def _product(size: sympy.Mul) -> str:
@@ -108,8 +108,8 @@ class _Reader:
         if depth > _DEEPEST:
             raise self._wrong("is nested too deeply")
         negative = self._take("-")
-        found, degree = self._product(depth)
-        terms = [-found if negative else found]
+        result, degree = self._product(depth)
+        terms = [-result if negative else result]
         while self.token in ("+", "-") and self.token:
             negative = self._take("-") or not self._take("+")
             term, other = self._product(depth)
@@ -122,8 +122,8 @@ class _Reader:
             raise self._wrong(f"has {self.token!r} behind its end")
 
     def _product(self, depth: int) -> tuple[Any, int]:
-        found, degree = self._power(depth)
-        factors = [found]
+        result, degree = self._power(depth)
+        factors = [result]
         while self.token in ("*", "/") and self.token:
             if self._take("/"):
                 number = self._number()
@@ -140,22 +140,22 @@ class _Reader:
         return sympy.Mul(*factors), degree
 
     def _power(self, depth: int) -> tuple[Any, int]:
-        found, degree = self._atom(depth)
+        result, degree = self._atom(depth)
         if self._take("**"):
             exponent = self._number()
             degree = max(degree, 1) * exponent
             if degree > _DEGREE:
                 raise self._wrong(f"is of a degree above {_DEGREE}")
-            found = sympy.Pow(found, exponent)
-        return found, degree
+            result = sympy.Pow(result, exponent)
+        return result, degree
 
     def _atom(self, depth: int) -> tuple[Any, int]:
         if self.token.isdecimal():
             return sympy.Integer(self._number()), 0
         if self._take("("):
-            found = self.sum(depth + 1)
+            result = self.sum(depth + 1)
             self._expect(")")
-            return found
+            return result
         name = self.token
         if not name.isidentifier():
             raise self._wrong(f"has {name!r} in place of a number or name" if name else "ends too early")
@@ -173,9 +173,9 @@ class _Reader:
     def _number(self) -> int:
         if not self.token.isdecimal() or len(self.token) > _DIGITS:
             raise self._wrong("has no whole number, or a very long one, where it needs one")
-        found = int(self.token)
+        result = int(self.token)
         self._next()
-        return found
+        return result
 
     def _take(self, token: str) -> bool:
         if self.token != token:
@@ -206,25 +206,25 @@ _SIDES = re.compile(r"(?<=\[)[^\[\]]+(?=\])")
 
 def symbols(graph: ModelGraph) -> frozenset[str]:
     """Returns the names of a model's symbolic sizes."""
-    found = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
-    return frozenset(symbol.name for size in found for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol))
+    result = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
+    return frozenset(symbol.name for size in result for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol))
 
 
-def sized(graph: ModelGraph, given: Mapping[str, int]) -> ModelGraph:
+def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
     """Returns the model with numbers for the sizes that are named."""
-    known = symbols(graph)
-    for name, number in given.items():
-        if name not in known:
+    available = symbols(graph)
+    for name, number in value.items():
+        if name not in available:
             do = (
-                nearest(name, known)
-                if known
+                nearest(name, available)
+                if available
                 else "explain it with symbolic shapes: torch._dynamo.mark_dynamic(input, 0)"
             )
             raise ProfileError(f"the model has no symbolic size {name!r}", do=do)
         if type(number) is not int or number < 1:
             raise ProfileError(f"a size is a whole number from 1, not {number!r}", where=name)
     distinct = [size for size in dict.fromkeys(sizes_of(graph)) if isinstance(size, sympy.Basic)]
-    now: dict[Size, Size] = dict(zip(distinct, numbers(distinct, given), strict=True))
+    now: dict[Size, Size] = dict(zip(distinct, numbers(distinct, value), strict=True))
 
     def size(before: Size) -> Size:
         return now.get(before, before) if isinstance(before, sympy.Basic) else before
@@ -233,7 +233,7 @@ def sized(graph: ModelGraph, given: Mapping[str, int]) -> ModelGraph:
     operators = [
         dataclasses.replace(
             op,
-            shape=_shaped(op.shape, given),
+            shape=_shaped(op.shape, value),
             costs={state: before.each(size) for state, before in op.costs.items()},
         )
         for op in graph.operators
@@ -241,16 +241,16 @@ def sized(graph: ModelGraph, given: Mapping[str, int]) -> ModelGraph:
     return dataclasses.replace(graph, values=tuple(values), operators=tuple(operators))
 
 
-def _shaped(text: str, given: Mapping[str, int]) -> str:
+def _shaped(text: str, value: Mapping[str, int]) -> str:
     """Returns the description of a shape with numbers for the sizes that are named; what cannot be read stays as it is."""
 
     def side(before: str) -> str:
         try:
-            return written(numbers([read(before)], given)[0])
+            return written(numbers([read(before)], value)[0])
         except Malformed:
             return before
 
-    return _SIDES.sub(lambda found: ", ".join(map(side, found[0].split(", "))), text)
+    return _SIDES.sub(lambda result: ", ".join(map(side, result[0].split(", "))), text)
 
 
 def sizes_of(graph: ModelGraph) -> Iterator[Size]:

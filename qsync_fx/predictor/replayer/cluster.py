@@ -71,12 +71,12 @@ def memory_size(memory: Memory) -> Size | None:
     """Returns how much that is; None where it is no memory."""
     if not isinstance(memory, str):
         return Size(float(memory)) if memory > 0 and math.isfinite(memory) else None
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[KMG]?i?B)\s*", memory, flags=re.IGNORECASE)
-    if found is None or found[2].upper() == "IB" or not math.isfinite(float(found[1])) or not float(found[1]):
+    result = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[KMG]?i?B)\s*", memory, flags=re.IGNORECASE)
+    if result is None or result[2].upper() == "IB" or not math.isfinite(float(result[1])) or not float(result[1]):
         return None
-    if found[2] == "%":
-        return Size(float(found[1]) / 100, share=True)
-    return Size(float(found[1]) * _UNITS[found[2].upper()])
+    if result[2] == "%":
+        return Size(float(result[1]) / 100, share=True)
+    return Size(float(result[1]) * _UNITS[result[2].upper()])
 
 
 @dataclass(frozen=True)
@@ -297,12 +297,12 @@ class Cluster:
         Raises:
             ProfileError: the file cannot be read, is not a cluster, or names a device that does not exist.
         """
-        found = CLUSTER.load(path)
-        for name, device in found.devices.items():
+        result = CLUSTER.load(path)
+        for name, device in result.devices.items():
             if device.device is not None:
                 _check_device(path, name, device.device)
         folder = pathlib.Path(os.fspath(path)).parent
-        return replace(found, devices={name: _beside(folder, device) for name, device in found.devices.items()})
+        return replace(result, devices={name: _beside(folder, device) for name, device in result.devices.items()})
 
     @property
     def ranks(self) -> int:
@@ -316,9 +316,9 @@ class Cluster:
         if size is None or not size.share:
             return None if size is None else size.amount
         device = self.devices[name]
-        known = memory_size(device.memory or 0)
-        if known is not None and not known.share:
-            return known.amount * size.amount
+        available = memory_size(device.memory or 0)
+        if available is not None and not available.share:
+            return available.amount * size.amount
         called = device.device or name
         return get(called).memory.bytes * size.amount if device.device or called in names() else None
 
@@ -371,10 +371,10 @@ class Cluster:
         bandwidths = []
         for name, device in self.devices.items():
             if (bandwidth := device.bandwidth or network.bandwidth) is None:
-                what = f"the cluster says of the link of {shown(name)} no bandwidth, and has no [network] with one"
-                raise ProfileError(what, do=_REMEDY)
+                message = f"the cluster says of the link of {shown(name)} no bandwidth, and has no [network] with one"
+                raise ProfileError(message, do=_REMEDY)
             bandwidths.append(bandwidth)
-        latencies = [network.latency if one.latency is None else one.latency for one in self.devices.values()]
+        latencies = [network.latency if item.latency is None else item.latency for item in self.devices.values()]
         return CollectiveLink(min(bandwidths), max(latencies))
 
     def _uneven(self) -> str | None:
@@ -382,8 +382,8 @@ class Cluster:
         size = self.nodes.ranks
         if self.nodes.across:
             # What was measured is of nodes as they are, whatever devices share one.
-            whole = self.ranks % size == 0
-            return None if whole else f" has {self.ranks} devices, which do not make nodes of {size}"
+            full = self.ranks % size == 0
+            return None if full else f" has {self.ranks} devices, which do not make nodes of {size}"
         for name, device in self.devices.items():
             if device.count % size:
                 return f" has {device.count} devices {shown(name)}, which do not make nodes of {size}"
@@ -403,8 +403,8 @@ class Cluster:
     def check_names(self, names: Mapping[str, object], of: str) -> None:
         """Raises `ProfileError` where something is given for other classes of devices than there are."""
         if unknown := [name for name in names if name not in self.devices]:
-            what = f"the cluster has no devices {shown(unknown[0])}"
-            raise ProfileError(what, where=of, do=nearest(unknown[0][:40], self.devices))
+            message = f"the cluster has no devices {shown(unknown[0])}"
+            raise ProfileError(message, where=of, do=nearest(unknown[0][:40], self.devices))
         if missing := [name for name in self.devices if name not in names]:
             raise ProfileError(
                 f"there is none for the devices {shown(missing[0])}", where=of, do="give one for each class"

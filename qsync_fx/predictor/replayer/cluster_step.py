@@ -128,62 +128,62 @@ def simulate(
     parameters = _same_parameters(schedules)
     if indices is None:
         indices = buckets_of(schedules, cluster)
-    how: list[Compression | CompressedTransfer | None] = (
+    settings: list[Compression | CompressedTransfer | None] = (
         [cluster.compression] * len(indices) if compression is None else list(compression)
     )
-    if len(how) != len(indices):
-        what = f"compression of {len(how)} buckets for {len(indices)}"
-        raise ProfileError(what, where="compression", do="give one for each bucket, or None")
-    buckets = tuple(_bucket(parameters, which, one) for which, one in zip(indices, how, strict=True))
-    taken = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
-    beside = _entries(dict(enumerate(beside_computing(cluster, buckets, taken) if later is None else later)))
+    if len(settings) != len(indices):
+        message = f"compression of {len(settings)} buckets for {len(indices)}"
+        raise ProfileError(message, where="compression", do="give one for each bucket, or None")
+    buckets = tuple(_bucket(parameters, selected, item) for selected, item in zip(indices, settings, strict=True))
+    used = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
+    neighbours = _entries(dict(enumerate(beside_computing(cluster, buckets, used) if later is None else later)))
     devices = {
         name: local(
             schedules[name],
             indices,
-            slowdown=one.slowdown,
-            launch=one.launch,
-            extra=_sending(one, how, buckets),
-            beside=beside,
+            slowdown=item.slowdown,
+            launch=item.launch,
+            extra=_sending(item, settings, buckets),
+            neighbours=neighbours,
         )
-        for name, one in cluster.devices.items()
+        for name, item in cluster.devices.items()
     }
-    return SimulatedStep(cluster, devices, buckets, _steady(devices, cluster, buckets, taken))
+    return SimulatedStep(cluster, devices, buckets, _steady(devices, cluster, buckets, used))
 
 
 def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
     """Returns the seconds that communication spends on each bucket: what the cluster's links make of its bytes, and coding."""
-    taken = np.zeros(len(buckets))
-    plain = [at for at, bucket in enumerate(buckets) if bucket.coded is None]
+    used = np.zeros(len(buckets))
+    plain = [index for index, bucket in enumerate(buckets) if bucket.coded is None]
     if plain:
-        taken[plain] = cluster.all_reduce.seconds([buckets[at].travelling for at in plain], cluster.ranks)
-    for at, seconds in _links(cluster, buckets).items():
-        how = buckets[at].coded
-        assert how is not None, "only what is coded is in it"
-        taken[at] = how.with_travel(*seconds)
-    return taken
+        used[plain] = cluster.all_reduce.seconds([buckets[index].travelling for index in plain], cluster.ranks)
+    for index, seconds in _links(cluster, buckets).items():
+        settings = buckets[index].coded
+        assert settings is not None, "only what is coded is in it"
+        used[index] = settings.with_travel(*seconds)
+    return used
 
 
 def _links(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> dict[int, tuple[float, float]]:
     """Returns the seconds that what a codec makes of a bucket travels between ranks, or nodes, and inside these, of each that is coded."""
-    coded = [(at, bucket, bucket.coded) for at, bucket in enumerate(buckets) if bucket.coded is not None]
+    coded = [(index, bucket, bucket.coded) for index, bucket in enumerate(buckets) if bucket.coded is not None]
     if not coded:
         return {}
-    levels, found = cluster.exchange, {}
-    for at, bucket, how in coded:
-        (within,) = levels.inside.seconds([how.inside], levels.size)
-        (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, how.phases)
-        found[at] = float(between), float(within)
-    return found
+    levels, result = cluster.exchange, {}
+    for index, bucket, settings in coded:
+        (within,) = levels.inside.seconds([settings.inside], levels.size)
+        (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, settings.phases)
+        result[index] = float(between), float(within)
+    return result
 
 
 def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
     """Returns the bytes of a bucket that a node sends over its link, and those that a rank sends inside its node."""
-    size, how = cluster.nodes.ranks, bucket.coded
-    if how is None and cluster.nodes.ring:
-        whole = share(cluster.ranks) * bucket.travelling
-        return whole if size < cluster.ranks else 0.0, whole if size > 1 else 0.0
-    inside = bucket.travelling if how is None else how.inside
+    size, settings = cluster.nodes.ranks, bucket.coded
+    if settings is None and cluster.nodes.ring:
+        full = share(cluster.ranks) * bucket.travelling
+        return full if size < cluster.ranks else 0.0, full if size > 1 else 0.0
+    inside = bucket.travelling if settings is None else settings.inside
     return share(cluster.ranks // size) * bucket.travelling, share(size) * inside
 
 
@@ -210,14 +210,14 @@ def returned(device: ClusterDevice, nbytes: int) -> float:
     return _copied(device, nbytes) * device.slowdown
 
 
-def before_sending(device: ClusterDevice, how: Compression | CompressedTransfer | None, nbytes: int) -> float:
+def before_sending(device: ClusterDevice, settings: Compression | CompressedTransfer | None, nbytes: int) -> float:
     """Returns the seconds that a device spends on a bucket before it is sent, where it is as fast as its profile says."""
-    compressing = how.fixed + how.each * nbytes if isinstance(how, Compression) else 0.0
+    compressing = settings.fixed + settings.each * nbytes if isinstance(settings, Compression) else 0.0
     return compressing + _copied(device, nbytes)
 
 
 def beside_computing(
-    cluster: Cluster, buckets: Sequence[SimulatedBucket], taken: Sequence[float] | Array
+    cluster: Cluster, buckets: Sequence[SimulatedBucket], used: Sequence[float] | Array
 ) -> list[float]:
     """Returns the seconds that each device, as fast as its profile says, computes later for each bucket: of those that it travels what
     sending keeps a core for, and of those in which it is coded what that does, which goes on while another part of it travels.
@@ -233,9 +233,9 @@ def beside_computing(
     coding /= max(device.slowdown for device in cluster.devices.values())
 
     links = _links(cluster, buckets)
-    travelling = [sum(links[at]) if at in links else float(seconds) for at, seconds in enumerate(taken)]
+    travelling = [sum(links[index]) if index in links else float(seconds) for index, seconds in enumerate(used)]
     coded = [0.0 if bucket.coded is None else bucket.coded.coding for bucket in buckets]
-    return [network.busy * sent + coding * own for sent, own in zip(travelling, coded, strict=True)]
+    return [network.busy * sent + coding * owned for sent, owned in zip(travelling, coded, strict=True)]
 
 
 def _copied(device: ClusterDevice, nbytes: int) -> float:
@@ -244,16 +244,18 @@ def _copied(device: ClusterDevice, nbytes: int) -> float:
 
 
 def _sending(
-    device: ClusterDevice, how: Sequence[Compression | CompressedTransfer | None], buckets: Sequence[SimulatedBucket]
+    device: ClusterDevice,
+    settings: Sequence[Compression | CompressedTransfer | None],
+    buckets: Sequence[SimulatedBucket],
 ) -> dict[int, Entry]:
     """Returns by bucket what the device does to send it."""
-    each = enumerate(zip(how, buckets, strict=True))
-    seconds = {at: before_sending(device, one, bucket.nbytes) for at, (one, bucket) in each}
+    each = enumerate(zip(settings, buckets, strict=True))
+    seconds = {index: before_sending(device, item, bucket.nbytes) for index, (item, bucket) in each}
     return _entries(seconds)
 
 
 def _entries(seconds: Mapping[int, float]) -> dict[int, Entry]:
-    return {at: Entry("", Part.OUTSIDE, one) for at, one in seconds.items() if one}
+    return {index: Entry("", Part.OUTSIDE, item) for index, item in seconds.items() if item}
 
 
 def _whole(buckets: Sequence[SimulatedBucket]) -> int:
@@ -263,10 +265,10 @@ def _whole(buckets: Sequence[SimulatedBucket]) -> int:
 def _steady(
     devices: Mapping[str, Local], cluster: Cluster, buckets: Sequence[SimulatedBucket], transfer: Array
 ) -> DeviceStep:
-    between = [after(devices[name].optimizer, one, _whole(buckets)) for name, one in cluster.devices.items()]
+    between = [after(devices[name].optimizer, item, _whole(buckets)) for name, item in cluster.devices.items()]
     return steady(
-        np.stack([one.ready for one in devices.values()]),
-        np.array([one.computed for one in devices.values()]),
+        np.stack([item.ready for item in devices.values()]),
+        np.array([item.computed for item in devices.values()]),
         np.array(between),
         transfer,
         cluster.overlap,
@@ -274,14 +276,14 @@ def _steady(
 
 
 def _bucket(
-    parameters: Sequence[Parameter], which: Sequence[int], how: Compression | CompressedTransfer | None
+    parameters: Sequence[Parameter], selected: Sequence[int], settings: Compression | CompressedTransfer | None
 ) -> SimulatedBucket:
-    chosen = [parameters[at] for at in which]
+    chosen = [parameters[index] for index in selected]
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in chosen)
     paths = tuple(parameter.path for parameter in chosen)
-    if isinstance(how, CompressedTransfer):
-        return SimulatedBucket(paths, nbytes, how.nbytes, how)
-    return SimulatedBucket(paths, nbytes, nbytes * (1.0 if how is None else how.ratio))
+    if isinstance(settings, CompressedTransfer):
+        return SimulatedBucket(paths, nbytes, settings.nbytes, settings)
+    return SimulatedBucket(paths, nbytes, nbytes * (1.0 if settings is None else settings.ratio))
 
 
 def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]:
@@ -289,7 +291,7 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
     (first, schedule), *others = schedules.items()
     for name, other in others:
         if other.parameters != schedule.parameters:
-            ours, theirs = ({one.path: one for one in step.parameters} for step in (schedule, other))
+            ours, theirs = ({item.path: item for item in step.parameters} for step in (schedule, other))
             differs = next((path for path in (ours | theirs) if ours.get(path) != theirs.get(path)), "their order")
             raise ProfileError(
                 f"the devices {shown(first)} and {shown(name)} train different parameters: {shown(differs)}",
@@ -328,12 +330,12 @@ class Incremental:
         """Lets an entry of a device take longer, or shorter, and returns the seconds of a step."""
         late = self._late[device]
         late[self._first[entry] :] += by
-        own = self._latest[device] = np.maximum.reduce(late)
+        owned = self._latest[device] = np.maximum.reduce(late)
         if device != self._device:
             # A search stays with a device for long, and there may be thousands of others.
             others = np.delete(self._latest, device)
             self._device, self._others = device, others.max(initial=-np.inf)
-        return float(max(own, self._others))
+        return float(max(owned, self._others))
 
 
 def whole(seconds: Array, done_after: Sequence[int] | Array) -> Array:
@@ -343,10 +345,10 @@ def whole(seconds: Array, done_after: Sequence[int] | Array) -> Array:
         seconds: (..., entries). Of thousands of devices half as fast again in single precision.
         done_after: for each bucket, how many entries those are; never falling.
     """
-    edges, at = np.unique(np.concatenate([[0], done_after]), return_inverse=True)
+    edges, index = np.unique(np.concatenate([[0], done_after]), return_inverse=True)
     total = np.zeros((*seconds.shape[:-1], len(edges)))
     if len(edges) > 1:
         # reduceat sums from each edge to the next one, and the last of them to the end.
         parts = np.add.reduceat(seconds[..., : edges[-1]], edges[:-1], axis=-1)
         np.cumsum(parts, axis=-1, dtype=np.float64, out=total[..., 1:])
-    return total[..., at[1:]]
+    return total[..., index[1:]]

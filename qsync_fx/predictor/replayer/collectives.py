@@ -55,8 +55,8 @@ class CollectiveLink:
     def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
         sizes = np.asarray(nbytes, dtype=float)
         latency = self.latency * phases / _PHASES
-        taken: Array = np.where(sizes > 0, latency + share(ranks) * sizes / self.bandwidth, 0.0)
-        return taken if ranks > 1 else np.zeros_like(sizes)
+        used: Array = np.where(sizes > 0, latency + share(ranks) * sizes / self.bandwidth, 0.0)
+        return used if ranks > 1 else np.zeros_like(sizes)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class MeasuredCollectives:
         points = np.array(sorted(self.table), dtype=float)
         points[:, 1] = np.maximum.accumulate(points[:, 1])
         within = np.clip(sizes, points[0, 0], points[-1, 0])
-        taken = np.exp(np.interp(np.log(within), np.log(points[:, 0]), np.log(points[:, 1])))
+        used = np.exp(np.interp(np.log(within), np.log(points[:, 0]), np.log(points[:, 1])))
         beyond = np.maximum(sizes / points[-1, 0], 1)
-        scaled: Array = np.where(sizes > 0, taken * beyond * share(ranks) / share(self.ranks), 0.0)
+        scaled: Array = np.where(sizes > 0, used * beyond * share(ranks) / share(self.ranks), 0.0)
         return scaled
 
 
@@ -110,8 +110,8 @@ class Levels:
     def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
         """Returns the seconds where each rank gives so many bytes. Phases are those between nodes: inside there are two."""
         within = self.inside.seconds(nbytes, self.size)
-        found: Array = within + self.across.seconds(nbytes, ranks // self.size, phases)
-        return found
+        result: Array = within + self.across.seconds(nbytes, ranks // self.size, phases)
+        return result
 
 
 def share(ranks: int) -> float:
@@ -159,11 +159,11 @@ class Exchange:
     @classmethod
     def fit(cls, samples: Sequence[CollectiveSample]) -> Exchange:
         """Returns the numbers that fit samples of several networks or widths best; raises `ProfileError` where there are too few."""
-        elements = np.array([one.elements for one in samples])
-        saved = elements * (FULL - np.array([one.element_bytes for one in samples]))
-        weights = 1 / np.array([one.seconds for one in samples])
+        elements = np.array([item.elements for item in samples])
+        saved = elements * (FULL - np.array([item.element_bytes for item in samples]))
+        weights = 1 / np.array([item.seconds for item in samples])
         unknowns = np.stack([-saved, elements], axis=-1) * weights[:, None]
-        gained = np.array([one.seconds - one.without for one in samples]) * weights
+        gained = np.array([item.seconds - item.without for item in samples]) * weights
         scale = np.abs(unknowns).max(axis=0, initial=0.0)
         if len(samples) < 2 or np.linalg.matrix_rank(unknowns / np.where(scale > 0, scale, 1)) < 2:
             do = "give steps with gradients of several widths"
@@ -191,8 +191,8 @@ _SMALLEST: Final = 1e-6
 
 def _least_deviations(unknowns: Array, wanted: Array) -> Array:
     """Returns the least sum of absolute deviations, by least squares that trust what is far off less each time."""
-    found: Array = np.linalg.lstsq(unknowns, wanted, rcond=None)[0]
+    result: Array = np.linalg.lstsq(unknowns, wanted, rcond=None)[0]
     for _ in range(_TURNS):
-        trust = 1 / np.sqrt(np.abs(wanted - unknowns @ found) + _SMALLEST)
-        found = np.linalg.lstsq(unknowns * trust[:, None], wanted * trust, rcond=None)[0]
-    return found
+        trust = 1 / np.sqrt(np.abs(wanted - unknowns @ result) + _SMALLEST)
+        result = np.linalg.lstsq(unknowns * trust[:, None], wanted * trust, rcond=None)[0]
+    return result

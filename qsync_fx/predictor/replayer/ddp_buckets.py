@@ -47,10 +47,10 @@ def ddp_buckets(
     """
     sizes, kinds = _checked(numels, dtype_bytes, types, limits)
     order = range(len(sizes))[::-1] if arrival is None else arrival
-    unknown = next((at for at in (*order, *sparse) if at not in range(len(sizes))), None)
+    unknown = next((index for index in (*order, *sparse) if index not in range(len(sizes))), None)
     if unknown is not None or len(set(order)) != len(order):
-        what = "a gradient arrives twice" if unknown is None else f"there is no parameter {unknown}"
-        raise ProfileError(what, where="arrival", do=f"name each of the {len(sizes)} parameters at most once")
+        message = "a gradient arrives twice" if unknown is None else f"there is no parameter {unknown}"
+        raise ProfileError(message, where="arrival", do=f"name each of the {len(sizes)} parameters at most once")
     full, rest = _filled(order, sizes, kinds, limits, sparse)
     return full + rest
 
@@ -93,16 +93,16 @@ def _filled(
     """Returns the buckets that are full, in the order in which they were, and what is left."""
     filling: dict[Hashable, _Filling] = {}
     full: list[list[int]] = []
-    for at in order:
-        if at in sparse:
-            full.append([at])
+    for index in order:
+        if index in sparse:
+            full.append([index])
             continue
-        bucket = filling.setdefault(kinds[at], _Filling())
-        bucket.indices.append(at)
-        bucket.size += sizes[at]
+        bucket = filling.setdefault(kinds[index], _Filling())
+        bucket.indices.append(index)
+        bucket.size += sizes[index]
         if bucket.size >= limits[min(bucket.done, len(limits) - 1)]:
             full.append(bucket.indices)
-            filling[kinds[at]] = _Filling(done=bucket.done + 1)
+            filling[kinds[index]] = _Filling(done=bucket.done + 1)
     # Torch keeps them in a hash table, whose order is that of the last type first, for the few types that there are.
     return full, [bucket.indices for bucket in reversed(filling.values()) if bucket.indices]
 
@@ -118,8 +118,8 @@ def _checked(
     kinds = widths if types is None else types
     for name, values in (("dtype_bytes", widths), ("types", kinds)):
         if len(values) != len(numels):
-            what = f"{len(values)} {name} for {len(numels)} parameters"
-            raise ProfileError(what, where=name, do="give one for each parameter")
+            message = f"{len(values)} {name} for {len(numels)} parameters"
+            raise ProfileError(message, where=name, do="give one for each parameter")
     for name, least, values in (("numels", 0, numels), ("dtype_bytes", 1, widths), ("limits", 1, limits)):
         if (wrong := next((value for value in values if value < least), None)) is not None:
             raise ProfileError(f"{wrong} is less than {least}", where=name, do="give sizes as whole numbers")

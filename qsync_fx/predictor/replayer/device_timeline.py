@@ -122,9 +122,9 @@ class DeviceStep:
 
     def moments(self, device: int, clock: Array) -> Array:
         """Returns when the own clock of a device shows these times, of one plan."""
-        begins, taken = self.begins[device : device + 1], self.arrived - self.sent
-        clocks = _clocks(self.sent, taken, begins, self.slowed)
-        moments: Array = _moments(clock[None], begins, clocks, taken, self.slowed)[0]
+        begins, used = self.begins[device : device + 1], self.arrived - self.sent
+        clocks = _clocks(self.sent, used, begins, self.slowed)
+        moments: Array = _moments(clock[None], begins, clocks, used, self.slowed)[0]
         return moments
 
 
@@ -159,12 +159,12 @@ def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array, ove
     """
     begins = optimizer - optimizer.min(axis=-1, keepdims=True)
     for _ in range(_TURNS):
-        found = step(ready, computed, optimizer, transfer, begins, overlap)
-        following = found.done - found.done.min(axis=-1, keepdims=True)
-        if not transfer.shape[-1] or np.abs(following - begins).max() <= _SAME * np.abs(found.seconds).max():
+        result = step(ready, computed, optimizer, transfer, begins, overlap)
+        following = result.done - result.done.min(axis=-1, keepdims=True)
+        if not transfer.shape[-1] or np.abs(following - begins).max() <= _SAME * np.abs(result.seconds).max():
             break
         begins = following
-    return found
+    return result
 
 
 _TURNS: Final = 64
@@ -176,38 +176,38 @@ def _slowed(
 ) -> tuple[Array, Array, Array, Array]:
     """Returns when buckets are ready, are sent and arrive, and when devices have computed."""
     transfer = np.broadcast_to(transfer, (*ready.shape[:-2], ready.shape[-1]))
-    moments, sent, taken = np.empty_like(ready), np.zeros_like(transfer), np.zeros_like(transfer)
+    moments, sent, used = np.empty_like(ready), np.zeros_like(transfer), np.zeros_like(transfer)
     free = np.zeros(transfer.shape[:-1])
-    for at in range(transfer.shape[-1]):
-        before = slice(0, at)
-        clocks = _clocks(sent[..., before], taken[..., before], begins, overlap.compute)
-        one = ready[..., at : at + 1]
-        moments[..., at] = _moments(one, begins, clocks, taken[..., before], overlap.compute)[..., 0]
-        sent[..., at] = np.maximum(moments[..., at].max(axis=-1), free)
-        clock = _clocks(sent[..., : at + 1], taken[..., : at + 1], begins, overlap.compute)[..., -1]
+    for index in range(transfer.shape[-1]):
+        before = slice(0, index)
+        clocks = _clocks(sent[..., before], used[..., before], begins, overlap.compute)
+        item = ready[..., index : index + 1]
+        moments[..., index] = _moments(item, begins, clocks, used[..., before], overlap.compute)[..., 0]
+        sent[..., index] = np.maximum(moments[..., index].max(axis=-1), free)
+        clock = _clocks(sent[..., : index + 1], used[..., : index + 1], begins, overlap.compute)[..., -1]
         left = np.maximum(computed - clock, 0).max(axis=-1) * (1 + overlap.compute)
-        beside = np.minimum(left, transfer[..., at] * (1 + overlap.transfer))
-        taken[..., at] = transfer[..., at] + beside * overlap.transfer / (1 + overlap.transfer)
-        free = sent[..., at] + taken[..., at]
-    clocks = _clocks(sent, taken, begins, overlap.compute)
-    computed = _moments(computed[..., None], begins, clocks, taken, overlap.compute)[..., 0]
-    return moments, sent, sent + taken, computed
+        neighbours = np.minimum(left, transfer[..., index] * (1 + overlap.transfer))
+        used[..., index] = transfer[..., index] + neighbours * overlap.transfer / (1 + overlap.transfer)
+        free = sent[..., index] + used[..., index]
+    clocks = _clocks(sent, used, begins, overlap.compute)
+    computed = _moments(computed[..., None], begins, clocks, used, overlap.compute)[..., 0]
+    return moments, sent, sent + used, computed
 
 
-def _clocks(sent: Array, taken: Array, begins: Array, slowed: float) -> Array:
+def _clocks(sent: Array, used: Array, begins: Array, slowed: float) -> Array:
     """Returns what each device's own clock shows when each bucket is sent (..., devices, buckets)."""
-    lost = (np.cumsum(taken, axis=-1) - taken) * slowed / (1 + slowed)
+    lost = (np.cumsum(used, axis=-1) - used) * slowed / (1 + slowed)
     return (sent - lost)[..., None, :] - begins[..., None]
 
 
-def _moments(clock: Array, begins: Array, clocks: Array, taken: Array, slowed: float) -> Array:
+def _moments(clock: Array, begins: Array, clocks: Array, used: Array, slowed: float) -> Array:
     """Returns when own clocks show times (..., devices, times), of devices whose clocks show `clocks` when buckets are sent."""
     plain: Array = begins[..., None] + clock
     if not slowed:
         return plain
-    shown = (taken / (1 + slowed))[..., None, None, :]
-    beside = np.clip(clock[..., :, None] - clocks[..., None, :], 0, shown)
-    plain += slowed * beside.sum(axis=-1)
+    shown = (used / (1 + slowed))[..., None, None, :]
+    neighbours = np.clip(clock[..., :, None] - clocks[..., None, :], 0, shown)
+    plain += slowed * neighbours.sum(axis=-1)
     return plain
 
 
@@ -236,22 +236,22 @@ class Local:
 
 def arrival(schedule: Schedule) -> list[int]:
     """Returns the parameters in the order in which their gradients are whole; of those at once, the last registered first."""
-    at = {parameter.path: number for number, parameter in enumerate(schedule.parameters)}
+    index = {parameter.path: number for number, parameter in enumerate(schedule.parameters)}
     return sorted(
-        (at[path] for path in schedule.ready), key=lambda n: (schedule.ready[schedule.parameters[n].path], -n)
+        (index[path] for path in schedule.ready), key=lambda n: (schedule.ready[schedule.parameters[n].path], -n)
     )
 
 
 def done_after(schedule: Schedule, buckets: Sequence[Sequence[int]]) -> list[int]:
     """Returns for each bucket how many entries of forward and backward pass are done once it and those before it are whole."""
     paths = [parameter.path for parameter in schedule.parameters]
-    done, found = 0, []
+    done, result = 0, []
     for bucket in buckets:
         # What gets no gradient travels as zeros, which are there from the start.
-        whole = (schedule.ready.get(paths[at], -1) for at in bucket)
-        done = max(done, len(schedule.forward) + 1 + max(whole, default=-1))
-        found.append(done)
-    return found
+        full = (schedule.ready.get(paths[index], -1) for index in bucket)
+        done = max(done, len(schedule.forward) + 1 + max(full, default=-1))
+        result.append(done)
+    return result
 
 
 def local(
@@ -261,7 +261,7 @@ def local(
     slowdown: float = 1.0,
     launch: float = 0.0,
     extra: Mapping[int, Entry] = MappingProxyType({}),
-    beside: Mapping[int, Entry] = MappingProxyType({}),
+    neighbours: Mapping[int, Entry] = MappingProxyType({}),
 ) -> Local:
     """Returns a device's step.
 
@@ -274,11 +274,11 @@ def local(
         beside: by bucket, what it does while that travels, before it goes on to compute.
     """
     entries, done = [*schedule.forward, *schedule.backward], done_after(schedule, buckets)
-    for at in sorted({*extra, *beside}, reverse=True):
-        before, behind = ([found[at]] if at in found else [] for found in (extra, beside))
-        entries[done[at] : done[at]] = [*before, *behind]
-        done[at:] = [count + len(before) for count in done[at:]]
-        done[at + 1 :] = [count + len(behind) for count in done[at + 1 :]]
+    for index in sorted({*extra, *neighbours}, reverse=True):
+        before, behind = ([item[index]] if index in item else [] for item in (extra, neighbours))
+        entries[done[index] : done[index]] = [*before, *behind]
+        done[index:] = [count + len(before) for count in done[index:]]
+        done[index + 1 :] = [count + len(behind) for count in done[index + 1 :]]
     seconds = np.array([entry.seconds for entry in entries]) * slowdown
     handed_over = np.arange(1, len(entries) + 1) * launch
     all_ends = ends(handed_over, seconds)

@@ -47,9 +47,9 @@ def read(path: Path, noun: str) -> Mapping[str, Any]:
         tree = json.loads(data)
     except json.JSONDecodeError as error:
         ends = error.pos >= len(data.rstrip()) - 1 or error.msg.startswith("Unterminated")
-        what = "ends in the middle" if ends else f"is no JSON: {error.msg}"
+        message = "ends in the middle" if ends else f"is no JSON: {error.msg}"
         place = f"{where}, line {error.lineno}, column {error.colno}"
-        raise ProfileError(f"the {noun} {what}", where=place, do=_CUT) from None
+        raise ProfileError(f"the {noun} {message}", where=place, do=_CUT) from None
     except (UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ProfileError(f"the {noun} is no JSON: {error}", where=where, do=_CUT) from None
     if not isinstance(tree, dict):
@@ -62,10 +62,10 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        found = float(value)
+        result = float(value)
     except (ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
 
 
 _HOW_TO_EXPORT: Final = "export the trace with torch.profiler.profile(...).export_chrome_trace once profiling has ended"
@@ -92,8 +92,8 @@ class Event:
 
     def number(self, name: str) -> int | None:
         """Returns a whole number that is known of it; None where there is none."""
-        found = number(self.args.get(name))
-        return None if found is None else int(found)
+        result = number(self.args.get(name))
+        return None if result is None else int(result)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def kineto(path: Path) -> Kineto:
     entries = tree.get("traceEvents")
     if not isinstance(entries, list):
         raise ProfileError("the trace has no list of traceEvents", where=where, do=_HOW_TO_EXPORT)
-    events = [_event(entry, f"{where}, traceEvents[{at}]") for at, entry in enumerate(entries) if _lasts(entry)]
+    events = [_event(entry, f"{where}, traceEvents[{index}]") for index, entry in enumerate(entries) if _lasts(entry)]
     if not events:
         raise ProfileError(
             "the trace has no event that lasts",
@@ -140,12 +140,12 @@ def kineto(path: Path) -> Kineto:
 def outermost(events: Sequence[Event]) -> list[Event]:
     """Returns those events that lie within no other of the same track."""
     until: dict[tuple[str, str], float] = {}
-    found = []
+    result = []
     for event in events:
         if event.begin >= until.get(event.track, float("-inf")):
             until[event.track] = event.end
-            found.append(event)
-    return found
+            result.append(event)
+    return result
 
 
 def _lasts(entry: object) -> bool:
@@ -159,8 +159,8 @@ def _event(entry: Mapping[str, Any], where: str) -> Event:
         raise ProfileError("the event has no name", where=where, do=_HOW_TO_EXPORT)
     if begin is None or duration is None or duration < 0:
         wrong = "ts" if begin is None else "dur"
-        what = f"the event {shown(name)} has {wrong} {shown(str(entry.get(wrong)))}, which is no time"
-        raise ProfileError(what, where=where, do=_HOW_TO_EXPORT)
+        message = f"the event {shown(name)} has {wrong} {shown(str(entry.get(wrong)))}, which is no time"
+        raise ProfileError(message, where=where, do=_HOW_TO_EXPORT)
     track = (str(entry.get("pid")), str(entry.get("tid")))
     return Event(name, str(entry.get("cat", "")), track, begin, begin + duration, args)
 
@@ -170,16 +170,16 @@ def _forwards(entries: Sequence[Any], where: str) -> None:
     begun: dict[object, float] = {}
     arrows = [entry for entry in entries if isinstance(entry, dict) and entry.get("cat") == "fwdbwd"]
     for entry in sorted(arrows, key=lambda entry: entry.get("ph") != "s"):
-        at, name = number(entry.get("ts")), str(entry.get("id"))
-        if at is None:
+        index, name = number(entry.get("ts")), str(entry.get("id"))
+        if index is None:
             raise ProfileError(f"the arrow {shown(name)} has no time", where=where, do=_HOW_TO_EXPORT)
         if entry.get("ph") == "s":
-            begun[name] = at
-        elif at < begun.get(name, at):
-            what = (
+            begun[name] = index
+        elif index < begun.get(name, index):
+            message = (
                 f"the trace runs in a circle: backward work {shown(name)} is before the forward work that it belongs to"
             )
-            raise ProfileError(what, where=where, do=_HOW_TO_EXPORT)
+            raise ProfileError(message, where=where, do=_HOW_TO_EXPORT)
 
 
 _HOW_TO_RECORD: Final = (
@@ -211,10 +211,10 @@ def execution_trace(path: Path) -> Mapping[int, Node]:
     if not isinstance(entries, list) or not entries:
         raise ProfileError("the execution trace has no nodes", where=where, do=_HOW_TO_RECORD)
     nodes: dict[int, Node] = {}
-    for at, entry in enumerate(entries):
-        identity, node = _node(entry, f"{where}, nodes[{at}]")
+    for index, entry in enumerate(entries):
+        identity, node = _node(entry, f"{where}, nodes[{index}]")
         if identity in nodes:
-            raise ProfileError(f"two nodes have the id {identity}", where=f"{where}, nodes[{at}]", do=_HOW_TO_RECORD)
+            raise ProfileError(f"two nodes have the id {identity}", where=f"{where}, nodes[{index}]", do=_HOW_TO_RECORD)
         nodes[identity] = node
     _check_tree(nodes, where)
     return nodes
@@ -229,8 +229,8 @@ def sizes(nodes: Mapping[int, Node], traced: Kineto) -> Mapping[int, tuple[int, 
     by_function = {node.function: node for node in nodes.values() if node.function is not None}
     functions = {event.number("Record function id") for event in traced.events if event.category == "cpu_op"} - {None}
     if missing := functions - by_function.keys():
-        what = f"{len(missing)} of {len(functions)} recorded functions are not in the execution trace"
-        raise ProfileError(what, where=shown(traced.path), do="give the two traces of one run, over the same steps")
+        message = f"{len(missing)} of {len(functions)} recorded functions are not in the execution trace"
+        raise ProfileError(message, where=shown(traced.path), do="give the two traces of one run, over the same steps")
     return {function: node.tensors[0] for function, node in by_function.items() if node.tensors}
 
 
@@ -243,41 +243,41 @@ def _node(entry: object, where: str) -> tuple[int, Node]:
     attributes = entry.get("attrs", [])
     attributes = attributes if isinstance(attributes, list) else []
     function = next(
-        (one.get("value") for one in attributes if isinstance(one, dict) and one.get("name") == "rf_id"), None
+        (item.get("value") for item in attributes if isinstance(item, dict) and item.get("name") == "rf_id"), None
     )
-    given = entry.get("inputs")
-    values = given.get("values") if isinstance(given, dict) else None
+    inputs = entry.get("inputs")
+    values = inputs.get("values") if isinstance(inputs, dict) else None
     tensors = tuple(_tensors(values if isinstance(values, list) else []))
     return identity, Node(name, parent, function if type(function) is int else None, tensors)
 
 
 def _tensors(values: Sequence[Any]) -> list[tuple[int, int]]:
     """Returns elements and bytes of tensors, which are written as [tensor, storage, offset, elements, bytes, device]."""
-    found = []
+    result = []
     for value in values:
         if not isinstance(value, list):
             continue
         if len(value) == 6 and isinstance(value[5], str) and all(type(part) is int for part in value[:5]):
-            found.append((value[3], value[4]))
+            result.append((value[3], value[4]))
         elif value and isinstance(value[0], list):
-            found += _tensors(value)
-    return found
+            result += _tensors(value)
+    return result
 
 
 def _check_tree(nodes: Mapping[int, Node], where: str) -> None:
     # The process is the root: it is its own caller, and named in brackets.
-    settled = {at for at, node in nodes.items() if node.parent == at and node.name.startswith("[")}
+    settled = {index for index, node in nodes.items() if node.parent == index and node.name.startswith("[")}
     for start in nodes:
         path: dict[int, None] = {}
-        at = start
-        while at not in settled and at not in path:
-            path[at] = None
-            before, at = at, nodes[at].parent
-            if at not in nodes:
-                what = f"the execution trace is cut off: {shown(nodes[before].name)} was called by {at}, which is not in it"
-                raise ProfileError(what, where=f"{where}, node {before}", do=_HOW_TO_RECORD)
-        if at in path:
-            circle = list(path)[list(path).index(at) :]
-            names = " by ".join(shown(nodes[one].name) for one in [*circle[:5], at])
-            raise ProfileError(f"calls run in a circle: {names}", where=f"{where}, node {at}", do=_HOW_TO_RECORD)
+        index = start
+        while index not in settled and index not in path:
+            path[index] = None
+            before, index = index, nodes[index].parent
+            if index not in nodes:
+                message = f"the execution trace is cut off: {shown(nodes[before].name)} was called by {index}, which is not in it"
+                raise ProfileError(message, where=f"{where}, node {before}", do=_HOW_TO_RECORD)
+        if index in path:
+            circle = list(path)[list(path).index(index) :]
+            names = " by ".join(shown(nodes[item].name) for item in [*circle[:5], index])
+            raise ProfileError(f"calls run in a circle: {names}", where=f"{where}, node {index}", do=_HOW_TO_RECORD)
         settled |= path.keys()

@@ -87,20 +87,20 @@ def _of_host(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWork]
 
 
 def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWork]:
-    optimizer, names, asked = _optimizers(events), _names(events, calls), _launches(events)
+    optimizer, names, requested = _optimizers(events), _names(events, calls), _launches(events)
     within = _Within(calls)
     work = []
     for event in events:
         if event.category not in _ON_DEVICE or _is_collective(event):
             continue
-        launch = asked.get(event.number("correlation"))
+        launch = requested.get(event.number("correlation"))
         # The profiler may miss the begin of a trace: what nobody asked for is asked for when it runs.
         asker = event if launch is None else launch
         caller = within.of(asker)
         name = event.name if caller is None else names.get(id(caller), caller.name)
         part = _part(asker.name if caller is None else caller.name, asker.begin, optimizer)
         work.append(TraceWork(name, part, asker.begin, event.begin, event.end))
-    return sorted(work, key=lambda one: one.begin)
+    return sorted(work, key=lambda item: item.begin)
 
 
 class _Within:
@@ -113,8 +113,8 @@ class _Within:
 
     def of(self, event: Event) -> Event | None:
         calls = self._calls.get(event.track, [])
-        at = bisect.bisect_right(calls, event.begin, key=lambda call: call.begin) - 1
-        return calls[at] if at >= 0 and event.begin <= calls[at].end else None
+        index = bisect.bisect_right(calls, event.begin, key=lambda call: call.begin) - 1
+        return calls[index] if index >= 0 and event.begin <= calls[index].end else None
 
 
 def _launches(events: Sequence[Event]) -> dict[int | None, Event]:
@@ -129,7 +129,7 @@ def _part(name: str, begin: float, optimizers: Sequence[Event]) -> Part | None:
     """Returns the pass that a call belongs to; None for the optimizer."""
     if name.startswith(_BACKWARD):
         return Part.BACKWARD
-    return None if any(one.begin <= begin < one.end for one in optimizers) else Part.FORWARD
+    return None if any(item.begin <= begin < item.end for item in optimizers) else Part.FORWARD
 
 
 def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
@@ -149,15 +149,15 @@ def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
             number_of = counts[call.name] = counts.get(call.name, -1) + 1
             names[id(call)] = f"{call.name}#{number_of}"
     for event in events:
-        at = event.number("Sequence number")
-        if event.category == "cpu_op" and at is not None and "Backward" not in event.name:
+        index = event.number("Sequence number")
+        if event.category == "cpu_op" and index is not None and "Backward" not in event.name:
             caller = within.of(event)
             if caller is not None and id(caller) in names:
-                numbered[at] = names[id(caller)]
+                numbered[index] = names[id(caller)]
     for call in calls:
         if call.name.startswith(_BACKWARD):
-            own = call.name.removeprefix(_BACKWARD)
-            names[id(call)] = numbered.get(call.number("Sequence number"), own)
+            owned = call.name.removeprefix(_BACKWARD)
+            names[id(call)] = numbered.get(call.number("Sequence number"), owned)
     return names
 
 
@@ -166,22 +166,22 @@ def _is_collective(event: Event) -> bool:
 
 
 def _sent_by_device(events: Sequence[Event]) -> list[Travel]:
-    asked = _launches(events)
-    found = []
+    requested = _launches(events)
+    result = []
     for event in events:
         kind = str(event.args.get("Collective name", event.name)).lower().replace("_", "")
         if event.category == "kernel" and _is_collective(event) and "allreduce" in kind:
-            launch = asked.get(event.number("correlation"), event)
-            found.append(Travel(launch.begin, event.begin, event.end, (event,)))
-    return found
+            launch = requested.get(event.number("correlation"), event)
+            result.append(Travel(launch.begin, event.begin, event.end, (event,)))
+    return result
 
 
 def _sent_by_host(events: Sequence[Event]) -> list[Travel]:
     """On a CPU a thread of the backend does what was asked for, in the order in which it was."""
-    asked = [event for event in events if event.name == "c10d::allreduce_"]
+    requested = [event for event in events if event.name == "c10d::allreduce_"]
     done = [event for event in events if event.name.endswith(":all_reduce") and event.category == "user_annotation"]
-    pairs = zip(asked, done, strict=False)
-    return [Travel(one.begin, other.begin, other.end, (other, one)) for one, other in pairs]
+    pairs = zip(requested, done, strict=False)
+    return [Travel(item.begin, other.begin, other.end, (other, item)) for item, other in pairs]
 
 
 @dataclass(frozen=True)
@@ -238,28 +238,28 @@ def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> 
         begin, end = seconds[0].begin, max(event.end for event in seconds)
         marks = [Event("the whole trace", "", ("", ""), begin, end, {})]
     device, work, sent = work_of(seconds)
-    found = []
+    result = []
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        own = [one for one in work if mark.begin <= one.asked < mark.end]
-        if not any(one.part is Part.BACKWARD for one in own):
+        owned = [item for item in work if mark.begin <= item.asked < mark.end]
+        if not any(item.part is Part.BACKWARD for item in owned):
             continue
         begin, end = mark.begin, mark.end
         if device:
             # A device lags behind its host: its step ends where the next one begins.
             later = [
-                one.begin for one in work if following is not None and following.begin <= one.asked < following.end
+                item.begin for item in work if following is not None and following.begin <= item.asked < following.end
             ]
-            begin, end = own[0].begin, min(later, default=own[0].begin)
-        end = max(end, *(one.end for one in own))
-        travelled = [one for one in sent if mark.begin <= one.asked < mark.end]
-        found.append(_step(trace, mark.name, (begin, end), own, travelled, sizes or {}))
-    if not found:
+            begin, end = owned[0].begin, min(later, default=owned[0].begin)
+        end = max(end, *(item.end for item in owned))
+        travelled = [item for item in sent if mark.begin <= item.asked < mark.end]
+        result.append(_step(trace, mark.name, (begin, end), owned, travelled, sizes or {}))
+    if not result:
         raise ProfileError(
             "the trace holds no training step: there is no backward pass in it",
             where=shown(trace.path),
             do="profile loss.backward() and the optimizer's step, and call profile.step() after each",
         )
-    return found
+    return result
 
 
 def _step(
@@ -271,46 +271,46 @@ def _step(
     sizes: Mapping[int, tuple[int, int]],
 ) -> TracedSchedule:
     begin, end = within
-    backward = [at for at, one in enumerate(work) if one.part is Part.BACKWARD]
+    backward = [index for index, item in enumerate(work) if item.part is Part.BACKWARD]
     passes = ((Part.FORWARD, work[: backward[0]]), (Part.BACKWARD, work[backward[0] : backward[-1] + 1]))
     entries: dict[Part, list[Entry]] = {Part.FORWARD: [], Part.BACKWARD: []}
-    asked: list[float] = []
+    requested: list[float] = []
     now = begin
     for part, pieces in passes:
         for piece in pieces:
             if piece.begin > now:
                 entries[part].append(Entry("", Part.OUTSIDE, piece.begin - now))
-                asked += [piece.asked] if part is Part.BACKWARD else []
+                requested += [piece.asked] if part is Part.BACKWARD else []
             entries[part].append(Entry(piece.name, part, max(piece.end - max(piece.begin, now), 0.0)))
-            asked += [piece.asked] if part is Part.BACKWARD else []
+            requested += [piece.asked] if part is Part.BACKWARD else []
             now = max(now, piece.end)
-    gradients = [one for one in travelled if asked[0] <= one.asked]
-    found = [_amount(one, sizes) for one in gradients]
+    gradients = [item for item in travelled if requested[0] <= item.asked]
+    result = [_amount(item, sizes) for item in gradients]
     ready = {}
-    for at, one in enumerate(gradients):
-        begun = [number for number, moment in enumerate(asked) if moment < one.asked]
-        ready[_bucket(at)] = max(begun, default=0)
-    busy = [(one.begin, one.end) for one in work[backward[-1] + 1 :]]
-    travel = [(one.begin, one.end) for one in gradients]
+    for index, item in enumerate(gradients):
+        begun = [number for number, moment in enumerate(requested) if moment < item.asked]
+        ready[_bucket(index)] = max(begun, default=0)
+    busy = [(item.begin, item.end) for item in work[backward[-1] + 1 :]]
+    travel = [(item.begin, item.end) for item in gradients]
     waiting = _covered(now, end, travel) - _covered(now, end, _common(busy, travel))
     optimizer = max(end - now - waiting, 0.0)
-    parameters = tuple(Parameter(_bucket(at), *one) for at, one in enumerate(found))
+    parameters = tuple(Parameter(_bucket(index), *item) for index, item in enumerate(result))
     schedule = Schedule(tuple(entries[Part.FORWARD]), tuple(entries[Part.BACKWARD]), optimizer, parameters, ready)
-    ended = [begin, *(one.end for one in gradients)]
+    ended = [begin, *(item.end for item in gradients)]
     sent = tuple(
-        Sent(*size, max(one.end - max(one.begin, before), 0.0))
-        for size, one, before in zip(found, gradients, ended, strict=False)
+        Sent(*size, max(item.end - max(item.begin, before), 0.0))
+        for size, item, before in zip(result, gradients, ended, strict=False)
     )
     return TracedSchedule(trace.path, trace.rank, trace.ranks, name, end - begin, schedule, sent)
 
 
-def _bucket(at: int) -> str:
-    return f"bucket {at}"
+def _bucket(index: int) -> str:
+    return f"bucket {index}"
 
 
-def _amount(one: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+def _amount(item: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """Returns the elements that travelled and the bytes of each; 0 and 4 where nothing says it."""
-    for event in one.said_by:
+    for event in item.said_by:
         function, count = event.number("Record function id"), event.number("In msg nelems")
         if function is not None and function in sizes:
             return sizes[function]
@@ -326,8 +326,8 @@ def _amount(one: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int
 
 def _element_bytes(name: object) -> int:
     """Returns the bytes of an element of a type as traces call it: "float", "Half", "c10::BFloat16"; 4 of one that torch has not."""
-    found = getattr(torch, str(name).removeprefix("c10::").lower(), None)
-    return found.itemsize if isinstance(found, torch.dtype) else 4
+    result = getattr(torch, str(name).removeprefix("c10::").lower(), None)
+    return result.itemsize if isinstance(result, torch.dtype) else 4
 
 
 def _covered(begin: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
@@ -359,27 +359,27 @@ def read_steps(path: Path, execution: Path | None = None) -> list[TracedSchedule
 
 def common_step(ranks: Sequence[Sequence[TracedSchedule]]) -> list[TracedSchedule]:
     """Returns the step of median length among those that all ranks have, by its longest rank."""
-    every = [{step.name: step for step in found} for found in ranks]
-    names = [name for name in every[0] if all(name in one for one in every)]
+    every = [{step.name: step for step in item} for item in ranks]
+    names = [name for name in every[0] if all(name in item for item in every)]
     if not names:
-        what = f"no step is in all traces: {', '.join(every[0])} and {', '.join(every[-1])}"
-        raise ProfileError(what, where=shown(ranks[-1][0].path), do="profile the same steps on all ranks")
-    seconds = {name: max(one[name].seconds for one in every) for name in names}
+        message = f"no step is in all traces: {', '.join(every[0])} and {', '.join(every[-1])}"
+        raise ProfileError(message, where=shown(ranks[-1][0].path), do="profile the same steps on all ranks")
+    seconds = {name: max(item[name].seconds for item in every) for name in names}
     middle = statistics.median_low(seconds.values())
     chosen = next(name for name in names if seconds[name] == middle)
-    return [one[chosen] for one in every]
+    return [item[chosen] for item in every]
 
 
 def travelling(ranks: Sequence[TracedSchedule]) -> list[float]:
     """Returns the seconds that each all-reduce of a step takes once all ranks are there."""
     first = ranks[0]
-    for one in ranks[1:]:
-        if [(sent.elements, sent.element_bytes) for sent in one.sent] != [
+    for item in ranks[1:]:
+        if [(sent.elements, sent.element_bytes) for sent in item.sent] != [
             (sent.elements, sent.element_bytes) for sent in first.sent
         ]:
-            what = f"the ranks {first.rank} and {one.rank} send different gradients in {first.name}"
-            raise ProfileError(what, where=f"{shown(first.path)} and {shown(one.path)}", do=_DO)
-    return [min(sent.seconds for sent in same) for same in zip(*(one.sent for one in ranks), strict=True)]
+            message = f"the ranks {first.rank} and {item.rank} send different gradients in {first.name}"
+            raise ProfileError(message, where=f"{shown(first.path)} and {shown(item.path)}", do=_DO)
+    return [min(sent.seconds for sent in same) for same in zip(*(item.sent for item in ranks), strict=True)]
 
 
 def played_traces(traces: Mapping[str, Sequence[TracedSchedule]], cluster: Cluster | None = None) -> SimulatedStep:
@@ -390,21 +390,21 @@ def played_traces(traces: Mapping[str, Sequence[TracedSchedule]], cluster: Clust
             is taken to be alike on all, and its all-reduces for as long as they seemed.
         cluster: what to replay them on; None for what was traced.
     """
-    found = dict(zip(traces, common_step(list(traces.values())), strict=True))
-    ranks = [one.rank for one in found.values()]
+    result = dict(zip(traces, common_step(list(traces.values())), strict=True))
+    ranks = [item.rank for item in result.values()]
     if cluster is None and len(set(ranks)) != len(ranks):
-        again = next(one for one in found.values() if ranks.count(one.rank) > 1)
+        again = next(item for item in result.values() if ranks.count(item.rank) > 1)
         raise ProfileError(f"rank {again.rank} is there twice", where=shown(again.path), do=_DO)
     if cluster is None:
-        (most, *others) = {one.ranks for one in found.values()}
-        if others or len(found) not in (1, most):
-            what = f"there are traces of {len(found)} ranks of {max(most, *others, 0)}"
-            raise ProfileError(what, where=", ".join(shown(one.path) for one in found.values()), do=_DO)
-        cluster = Cluster({name: ClusterDevice(count=most if len(found) == 1 else 1) for name in found})
-        transfer = travelling(list(found.values())) if most > 1 else []
+        (most, *others) = {item.ranks for item in result.values()}
+        if others or len(result) not in (1, most):
+            message = f"there are traces of {len(result)} ranks of {max(most, *others, 0)}"
+            raise ProfileError(message, where=", ".join(shown(item.path) for item in result.values()), do=_DO)
+        cluster = Cluster({name: ClusterDevice(count=most if len(result) == 1 else 1) for name in result})
+        transfer = travelling(list(result.values())) if most > 1 else []
     else:
-        travelling(list(found.values()))
+        travelling(list(result.values()))
         transfer = None
-    count = len(next(iter(found.values())).sent) if cluster.ranks > 1 else 0
-    schedules = {name: one.schedule for name, one in found.items()}
-    return simulate(schedules, cluster, indices=[[at] for at in range(count)], transfer=transfer)
+    count = len(next(iter(result.values())).sent) if cluster.ranks > 1 else 0
+    schedules = {name: item.schedule for name, item in result.items()}
+    return simulate(schedules, cluster, indices=[[index] for index in range(count)], transfer=transfer)

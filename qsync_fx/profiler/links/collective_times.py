@@ -47,14 +47,14 @@ def all_reduces(groups: Sequence[Sequence[int]], device: torch.device = CPU) -> 
     Returns:
         pairs of the bytes that each rank gives and the seconds that the slowest took, the same on all ranks.
     """
-    backend = None if (whole := carrying(device)) is None else distributed.get_backend(whole)
+    backend = None if (full := carrying(device)) is None else distributed.get_backend(full)
     made: Any = distributed.new_subgroups_by_enumeration
-    own, _ = made([list(group) for group in groups], backend=backend)
+    owned, _ = made([list(group) for group in groups], backend=backend)
     try:
         powers = range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)
-        return rising([(2**power, all_reduce_seconds(2**power, device=device, group=own)) for power in powers])
+        return rising([(2**power, all_reduce_seconds(2**power, device=device, group=owned)) for power in powers])
     finally:
-        distributed.destroy_process_group(own)
+        distributed.destroy_process_group(owned)
 
 
 def buffers_seconds(module: nn.Module) -> float:
@@ -66,18 +66,18 @@ def buffers_seconds(module: nn.Module) -> float:
         by_type.setdefault(buffer.dtype, []).append(buffer.detach())
     if not by_type:
         return 0.0
-    taken = []
+    used = []
     for _ in range(_MANY):
         meet()
         begin = time.perf_counter()
         for buffers in by_type.values():
             message = torch.cat([buffer.flatten() for buffer in buffers])
             distributed.broadcast(message, 0, group=carrying(message.device))
-            for buffer, sent in zip(buffers, torch.split(message, [one.numel() for one in buffers]), strict=True):
+            for buffer, sent in zip(buffers, torch.split(message, [item.numel() for item in buffers]), strict=True):
                 torch.empty_like(buffer).copy_(sent.view_as(buffer))
             finish(message.device)
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(slowest(taken))
+        used.append(time.perf_counter() - begin)
+    return statistics.median(slowest(used))
 
 
 def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -111,21 +111,21 @@ def all_reduce_seconds(
     """
     group = carrying(device) if group is None else group
     values = torch.zeros(nbytes // 4, device=device)
-    taken = [0.0] * repeats
-    own, ranks = distributed.get_rank(group), distributed.get_world_size(group)
-    for at in range(-1, repeats):
+    used = [0.0] * repeats
+    owned, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    for index in range(-1, repeats):
         finish(device)
         meet()
-        last = at % ranks == own
+        last = index % ranks == owned
         start = time.perf_counter()
         while last and time.perf_counter() < start + _LATE:
             pass
         start = time.perf_counter()
         distributed.all_reduce(values, group=group)
         finish(device)
-        if last and at >= 0:
-            taken[at] = time.perf_counter() - start
-    return statistics.median(slowest(taken))
+        if last and index >= 0:
+            used[index] = time.perf_counter() - start
+    return statistics.median(slowest(used))
 
 
 def _steadily(nbytes: int, device: torch.device) -> float:

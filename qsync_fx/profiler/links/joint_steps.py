@@ -69,19 +69,19 @@ def busy(table: Sequence[tuple[int, float]], device: torch.device = CPU) -> floa
         table: bytes and seconds of all-reduces between the ranks, the same on all of them.
         device: what computes, and where messages lie.
     """
-    short = [one for one in table if one[0] <= _LARGEST_BUFFER and one[1] <= _LONGEST]
+    short = [item for item in table if item[0] <= _LARGEST_BUFFER and item[1] <= _LONGEST]
     nbytes, seconds = max(short, default=min(table))
     messages = [torch.zeros(max(1, nbytes // 4), device=device) for _ in range(math.ceil(_TRAVEL / seconds))]
     travel = len(messages) * seconds
     every = max(1, round(_BESIDE * seconds * _WARMUP_ROUNDS / _computed(_WARMUP_ROUNDS, device)))
-    found = []
+    result = []
     for _ in range(_REPEATS):
         meet()
         alone = _computed(every * len(messages), device)
         meet()
-        beside = _computed(every * len(messages), device, messages)
-        found.append((beside - alone) / travel)
-    return _agreed(found)
+        neighbours = _computed(every * len(messages), device, messages)
+        result.append((neighbours - alone) / travel)
+    return _agreed(result)
 
 
 def coding() -> float:
@@ -103,22 +103,22 @@ def coding() -> float:
     each = write(_REPEATS) / _REPEATS
     turns = round(_BESIDE * _TRAVEL / _computed(_WARMUP_ROUNDS) * _WARMUP_ROUNDS)
     many = max(1, round(_TRAVEL / each))
-    found = []
+    result = []
     for _ in range(_REPEATS // 2):
         meet()
         coded, alone = write(many), _computed(turns)
         meet()
         other = threading.Thread(target=write, args=(many,))
         other.start()
-        beside = _computed(turns)
+        neighbours = _computed(turns)
         other.join()
-        found.append((beside - alone) / coded)
-    return _agreed(found)
+        result.append((neighbours - alone) / coded)
+    return _agreed(result)
 
 
-def _agreed(found: Sequence[float]) -> float:
+def _agreed(result: Sequence[float]) -> float:
     """Returns the mean over all ranks of the medians that they found, between 0 and 1."""
-    return min(1.0, max(0.0, mean(statistics.median(found))))
+    return min(1.0, max(0.0, mean(statistics.median(result))))
 
 
 def _computed(turns: int, device: torch.device = CPU, messages: Sequence[torch.Tensor] = ()) -> float:
@@ -133,11 +133,11 @@ def _computed(turns: int, device: torch.device = CPU, messages: Sequence[torch.T
             works.append(distributed.all_reduce(messages[turn // every], group=group, async_op=True))
         torch.mm(values, values, out=out)
     finish(device)
-    taken = time.perf_counter() - begin
+    used = time.perf_counter() - begin
     for work in works:
         if work is not None:
             work.wait()
-    return taken
+    return used
 
 
 _BUCKETS: Final = 6
@@ -237,7 +237,7 @@ class _Wrapped:
 
     def round(self, row: int) -> list[float]:
         """Returns the seconds of a step of each way, of so many in a row."""
-        found = []
+        result = []
         for self.hook.way in _Way:
             if self.hook.way is _Way.CODED and self.hook.codes is None:
                 break
@@ -248,8 +248,8 @@ class _Wrapped:
                     self.training.run(self.model)
             if self.parallel.device_type == "cuda":
                 torch.cuda.synchronize(self.parallel.device)
-            found.append((time.perf_counter() - begin) / row)
-        return found
+            result.append((time.perf_counter() - begin) / row)
+        return result
 
 
 def together(
@@ -265,8 +265,8 @@ def together(
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     mebibytes = min(_LARGEST_POWER, max(1, round(total / _BUCKETS / 2**20)))
     group = carrying(next(module.parameters()).device)
-    how = {"process_group": group, "bucket_cap_mb": mebibytes, **_leaving_buffers()}
-    parallel = DistributedDataParallel(module, init_sync=False, **how)
+    settings = {"process_group": group, "bucket_cap_mb": mebibytes, **_leaving_buffers()}
+    parallel = DistributedDataParallel(module, init_sync=False, **settings)
     with _coding(module) as codes:
         hook = _Hook(codes, group)
         parallel.register_comm_hook(None, hook.take)
@@ -274,9 +274,9 @@ def together(
         wrapped = _Wrapped(compiled(parallel, training), parallel, hook, training)
         warm = [wrapped.round(1) for _ in range(_WARMUP_STEPS)]
         row, rounds = _many(max(warm[-1]))
-        found = [wrapped.round(row) for _ in range(rounds)]
-    left, copied, *_ = own = [faster_half(way) for way in zip(*found, strict=True)]
-    all_left, all_copied, sending, coded = slowest([*own, *[math.inf] * (len(_Way) - len(own))])
+        result = [wrapped.round(row) for _ in range(rounds)]
+    left, copied, *_ = owned = [faster_half(method) for method in zip(*result, strict=True)]
+    all_left, all_copied, sending, coded = slowest([*owned, *[math.inf] * (len(_Way) - len(owned))])
     # What DistributedDataParallel has hung on parameters goes with it.
     del parallel, wrapped
     gc.collect()
@@ -288,10 +288,10 @@ def together(
 def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
     """Gives what sends a model's gradients in a codec; None for a model that is not on the CPU, whose cores do not code them."""
     group = distributed.new_group(backend="gloo")
-    named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-    assigned = to_all(codec_named(CODEC), [one.numel() for _, one in named])
+    named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
+    assigned = to_all(codec_named(CODEC), [item.numel() for _, item in named])
     try:
-        if all(one.device.type == "cpu" for _, one in named):
+        if all(item.device.type == "cpu" for _, item in named):
             yield DdpCompressor(group, distributed.get_rank(), distributed.get_world_size(), named, assigned, 0, 0)
         else:
             yield None

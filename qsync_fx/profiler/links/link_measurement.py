@@ -59,8 +59,8 @@ def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
     named = [codec_named(name) for name in NAMES]
     codecs = [codec for codec in named if codec.fitted((3, 5)) == codec and not isinstance(codec, Adaptive)]
     clock = clock_for(threads) if device.type == "cpu" else clock_of(device)
-    found = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
-    return tuple(CodecSpeed(one.codec, one.encode, one.decode) for one in found)
+    result = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
+    return tuple(CodecSpeed(item.codec, item.encode, item.decode) for item in result)
 
 
 MOST: Final = 4.0
@@ -108,14 +108,14 @@ def linked(
     if why:
         # What DistributedDataParallel has hung on parameters goes with the frames of that error.
         gc.collect()
-        what = f"no step could be trained with gradients that are sent, of which sending takes a part ({why})"
-        warnings.warn(f"{what}: products are computed beside all-reduces instead", stacklevel=2)
+        message = f"no step could be trained with gradients that are sent, of which sending takes a part ({why})"
+        warnings.warn(f"{message}: products are computed beside all-reduces instead", stacklevel=2)
         on_cpu = device.type == "cpu"
         busy = beside_products(alone.seconds, device)
         return [replace(alone, busy=busy, coding=coding_beside_products() if on_cpu else None)]
-    found = taken_in_steps(profile, alone, steps)
-    busy, coding = mean(found.busy), None if found.coding is None else mean(found.coding)
-    return [replace(found, busy=busy, coding=coding)]
+    result = taken_in_steps(profile, alone, steps)
+    busy, coding = mean(result.busy), None if result.coding is None else mean(result.coding)
+    return [replace(result, busy=busy, coding=coding)]
 
 
 def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, JointSteps]]) -> Collective:
@@ -130,48 +130,48 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
         steps: of some plans.
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
-    known = [(CostMapper(profile.graph, profile.times(), plan).schedule(), seen) for plan, seen in steps]
-    clusters = [_of_slowest(schedule, seen, alone.ranks) for schedule, seen in known]
+    available = [(CostMapper(profile.graph, profile.times(), plan).schedule(), visited) for plan, visited in steps]
+    clusters = [_of_slowest(schedule, visited, alone.ranks) for schedule, visited in available]
 
     def foreseen(network: Network, codec: str | None = None) -> float:
         return sum(
             _step(profile, schedule, replace(cluster, network=network), codec)
-            for (schedule, _), cluster in zip(known, clusters, strict=True)
+            for (schedule, _), cluster in zip(available, clusters, strict=True)
         )
 
     def sending(busy: float) -> float:
         return foreseen(Network(all_reduce=table, ranks=alone.ranks, busy=busy))
 
-    slowdown = sum(seen.own.left for _, seen in known) / sum(schedule.seconds for schedule, _ in known)
-    copied = max(0.0, sum(seen.own.copied - seen.own.left for _, seen in known)) / slowdown
-    copies = copied / sum(2 * _nbytes(schedule) for schedule, _ in known)
-    busy = least_for(sending, sum(seen.sending for _, seen in known))
-    found = replace(alone, slowdown=slowdown, copies=copies, busy=busy)
-    seconds = [seen.coded for _, seen in known if seen.coded is not None]
-    if len(seconds) < len(known) or not profile.codecs:
-        return found
+    slowdown = sum(visited.own.left for _, visited in available) / sum(schedule.seconds for schedule, _ in available)
+    copied = max(0.0, sum(visited.own.copied - visited.own.left for _, visited in available)) / slowdown
+    copies = copied / sum(2 * _nbytes(schedule) for schedule, _ in available)
+    busy = least_for(sending, sum(visited.sending for _, visited in available))
+    result = replace(alone, slowdown=slowdown, copies=copies, busy=busy)
+    seconds = [visited.coded for _, visited in available if visited.coded is not None]
+    if len(seconds) < len(available) or not profile.codecs:
+        return result
 
     def coded(coding: float) -> float:
         return foreseen(Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding), CODEC)
 
-    return replace(found, coding=least_for(coded, sum(seconds)))
+    return replace(result, coding=least_for(coded, sum(seconds)))
 
 
-def _of_slowest(schedule: Schedule, seen: JointSteps, count: int) -> Cluster:
+def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster:
     """Returns devices that compute and copy as long as the slowest rank did that sent nothing, and buckets as they were."""
-    slowdown = seen.slowest.left / schedule.seconds
-    copies = max(0.0, seen.slowest.copied - seen.slowest.left) / (2 * _nbytes(schedule) * slowdown)
+    slowdown = observed.slowest.left / schedule.seconds
+    copies = max(0.0, observed.slowest.copied - observed.slowest.left) / (2 * _nbytes(schedule) * slowdown)
     device = ClusterDevice(count, copies=copies, slowdown=slowdown)
-    return Cluster({_RANK: device}, None, Buckets(seen.bucket_bytes, seen.bucket_bytes))
+    return Cluster({_RANK: device}, None, Buckets(observed.bucket_bytes, observed.bucket_bytes))
 
 
 def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | None) -> float:
     """Returns the seconds of a step of such devices, with gradients in a codec."""
-    schedules, how = {_RANK: schedule}, None
+    schedules, settings = {_RANK: schedule}, None
     if codec is not None:
         speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)
-        how = by_bucket(schedules, cluster, uniform(schedule.parameters, codec), speeds)
-    return float(simulate(schedules, cluster, how).step.seconds)
+        settings = by_bucket(schedules, cluster, uniform(schedule.parameters, codec), speeds)
+    return float(simulate(schedules, cluster, settings).step.seconds)
 
 
 def _nbytes(schedule: Schedule) -> int:

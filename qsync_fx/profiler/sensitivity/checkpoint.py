@@ -61,12 +61,12 @@ class Interrupted:
     @property
     def steps(self) -> int:
         """How many steps all methods have looked at."""
-        return min((len(found.trace) for found in self.methods.values()), default=0)
+        return min((len(item.trace) for item in self.methods.values()), default=0)
 
 
-def _wrong(found: MethodProgress) -> str | None:
-    numbers = [v for table in (*found.trace, *found.learned.values()) for by in table.values() for v in by.values()]
-    if not all(v >= 0 and math.isfinite(v) for v in (*numbers, found.seconds)):
+def _wrong(result: MethodProgress) -> str | None:
+    numbers = [v for table in (*result.trace, *result.learned.values()) for by in table.values() for v in by.values()]
+    if not all(v >= 0 and math.isfinite(v) for v in (*numbers, result.seconds)):
         return " holds a number that is negative"
     return None
 
@@ -90,10 +90,12 @@ def resumed(path: Path, empty: Interrupted) -> Interrupted:
         ProfileError: the file is none, or one of something else.
     """
 
-    def differs(found: Interrupted) -> str | None:
-        if found.about != empty.about or found.methods.keys() != empty.methods.keys():
-            return f"it was asked of {found.about}; this is {empty.about}"
-        return None if found.weights == empty.weights else "the model had other weights or another mode (train or eval)"
+    def differs(result: Interrupted) -> str | None:
+        if result.about != empty.about or result.methods.keys() != empty.methods.keys():
+            return f"it was asked of {result.about}; this is {empty.about}"
+        return (
+            None if result.weights == empty.weights else "the model had other weights or another mode (train or eval)"
+        )
 
     return INTERRUPTED.resumed(path, empty, differs)
 
@@ -131,10 +133,10 @@ def shapes_of(batch: Any) -> str:
 
 def by_operator(values: Mapping[Key, float]) -> Values:
     """Returns values by operator and precision as files hold them: what overflows is the largest float there."""
-    found: Values = {}
+    result: Values = {}
     for (operator, name), value in values.items():
-        found.setdefault(operator, {})[name] = min(value, sys.float_info.max)
-    return found
+        result.setdefault(operator, {})[name] = min(value, sys.float_info.max)
+    return result
 
 
 def by_key(values: Values) -> dict[Key, float]:
@@ -166,18 +168,18 @@ class SensitivityCheckpoint:
         if self.path is None:
             return
         self._about = f"{self._about}, batches of {shapes_of(batch)}"
-        found = resumed(self.path, self._interrupted())
-        self.steps = found.steps
-        for name, one in found.methods.items():
-            self.traces[name] = [by_key(values) for values in one.trace[: found.steps]]
-            self.seconds[name] = one.seconds
+        result = resumed(self.path, self._interrupted())
+        self.steps = result.steps
+        for name, item in result.methods.items():
+            self.traces[name] = [by_key(values) for values in item.trace[: result.steps]]
+            self.seconds[name] = item.seconds
             method = self.methods[name]
             if isinstance(method, Learning):
-                method.learn(one.learned)
+                method.learn(item.learned)
 
-    def add(self, found: Mapping[str, tuple[dict[Key, float], float]]) -> None:
+    def add(self, result: Mapping[str, tuple[dict[Key, float], float]]) -> None:
         """Keeps what each method has found in a step, and the seconds that it took."""
-        for name, (values, seconds) in found.items():
+        for name, (values, seconds) in result.items():
             Sensitivity(name, "", by_operator(values))  # refuses what is no variance now, and not after all steps
             self.traces[name].append(values)
             self.seconds[name] += seconds

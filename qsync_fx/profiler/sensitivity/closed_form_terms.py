@@ -66,36 +66,36 @@ class Formulas:
         with step.captured.running(tapped(taps.tap)):
             loss = step.loss()
         edges = taps.edges
-        found = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
+        result = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
         gradients: dict[int, dict[Place, Tensor]] = {}
-        for (at, place), g in zip(edges, found, strict=True):
+        for (index, place), g in zip(edges, result, strict=True):
             if g is not None:
-                gradients.setdefault(at, {})[place] = g
+                gradients.setdefault(index, {})[place] = g
         deep = model_depths(step)
         deepest = max(deep.values(), default=0)
         sums: dict[Key, float] = {}
-        for at, seen in enumerate(taps.seen):
-            looked = Looked(seen, gradients.get(at, {}), deep[seen.operator], deepest, 1 / step.samples)
-            for name, change in step.changes[seen.operator].items():
+        for index, visited in enumerate(taps.seen):
+            looked = Looked(visited, gradients.get(index, {}), deep[visited.operator], deepest, 1 / step.samples)
+            for name, change in step.changes[visited.operator].items():
                 if change.places:
-                    key = seen.operator, name
+                    key = visited.operator, name
                     sums[key] = sums.get(key, 0.0) + self.formula(looked, name, change)
         return sums
 
 
 def model_depths(step: GradientStep) -> dict[str, int]:
     """Returns the number of adjustable operators on the longest path to each, itself included; graphs follow on one another."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for part in step.captured.graphs:
         inputs: dict[fx.Node, list[fx.Node]] = {}
         _flatten(part.graph, {}, inputs)
         ids = {node: str(node_metadata.NOTE[node].id) for node in inputs if node in node_metadata.NOTE}
         counted = [node for node in ids if node_metadata.NOTE[node].kind is Kind.ADJUSTABLE]
-        before = max(found.values(), default=0)
+        before = max(result.values(), default=0)
         for node, depth in depths(inputs, counted).items():
             if node in ids:
-                found.setdefault(ids[node], before + depth)
-    return found
+                result.setdefault(ids[node], before + depth)
+    return result
 
 
 def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[fx.Node, list[fx.Node]]) -> None:
@@ -103,8 +103,8 @@ def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
             placeholders = [p for p in body.nodes if p.op == "placeholder"]
-            given = {p: used for p, used in zip(placeholders, node.args[1:], strict=True) if isinstance(used, fx.Node)}
-            _flatten(body, given, into)
+            inputs = {p: used for p, used in zip(placeholders, node.args[1:], strict=True) if isinstance(used, fx.Node)}
+            _flatten(body, inputs, into)
             into[node] = [body.nodes[-1]]
         if not node_metadata.bodies(node):
             into[node] = [outside[node]] if node in outside else list(node.all_input_nodes)
@@ -155,12 +155,12 @@ def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
 
 def by_fisher(looked: Looked, name: str, change: RoundingSite) -> float:
     """The mean square of what the loss changes by to first order: squared gradients, weighed with the variance."""
-    found = 0.0
-    for one in erring(looked.seen, change, looked.gradients):
-        slope = looked.gradients.get(one.place)
-        if not one.gradient and slope is not None:
-            found += float((one.square * slope.double().square()).sum())
-    return found
+    result = 0.0
+    for item in erring(looked.seen, change, looked.gradients):
+        slope = looked.gradients.get(item.place)
+        if not item.gradient and slope is not None:
+            result += float((item.square * slope.double().square()).sum())
+    return result
 
 
 def _square(errors: list[Erring], place: Place, gradient: bool = False) -> Tensor | None:
@@ -179,10 +179,10 @@ class RandomIndicator:
         self._drawn.update({name: by[""] for name, by in learned.get("drawn", {}).items()})
 
     def look(self, step: GradientStep) -> dict[Key, float]:
-        found: dict[Key, float] = {}
+        result: dict[Key, float] = {}
         for name, by in step.changes.items():
             drawn = self._drawn.setdefault(name, float(torch.rand((), generator=step.generator)))
             narrow = [fmt for fmt, change in by.items() if change.places]
             for place, fmt in enumerate(sorted(narrow, key=lambda p: (FORMATS[p].bits, FORMATS[p].mantissa))):
-                found[name, fmt] = drawn / 2**place
-        return found
+                result[name, fmt] = drawn / 2**place
+        return result

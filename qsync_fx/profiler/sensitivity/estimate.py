@@ -70,19 +70,19 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
     if len(trace) < LEAST:
         return False
     # Graphs that came with a later step have operators that the first ones do not know: they add nothing there.
-    found = {key: [step.get(key, 0.0) for step in trace] for key in set().union(*trace)}
+    result = {key: [step.get(key, 0.0) for step in trace] for key in set().union(*trace)}
     sums: dict[str, list[float]] = {}
-    for (_, precision), values in found.items():
+    for (_, precision), values in result.items():
         sums[precision] = [a + b for a, b in zip(sums.get(precision, [0.0] * len(trace)), values, strict=True)]
-    whole = {precision: statistics.fmean(values) for precision, values in sums.items()}
-    if not all(_error(values) <= 2 * within * whole[precision] for precision, values in sums.items()):
+    full = {precision: statistics.fmean(values) for precision, values in sums.items()}
+    if not all(_error(values) <= 2 * within * full[precision] for precision, values in sums.items()):
         return False
-    for (_, precision), values in found.items():
-        mean, beside = statistics.fmean(values), sums[precision]
+    for (_, precision), values in result.items():
+        mean, neighbours = statistics.fmean(values), sums[precision]
         # A step's own sum tells how much of the mean is to be expected in it.
-        share = mean / whole[precision] if whole[precision] else 0.0
-        left = [value - share * total for value, total in zip(values, beside, strict=True)]
-        if _error(left) > within * max(mean, SHARE * whole[precision]):
+        share = mean / full[precision] if full[precision] else 0.0
+        left = [value - share * total for value, total in zip(values, neighbours, strict=True)]
+        if _error(left) > within * max(mean, SHARE * full[precision]):
             return False
     return True
 
@@ -139,13 +139,13 @@ def sensitivity(
     if path is not None:
         SENSITIVITY.check_writable(path)
     partial = None if path is None else pathlib.Path(f"{path}.partial")
-    (found,) = several(
+    (result,) = several(
         model, step, batches, [method], precisions, steps, fraction, optimizer, options, seed, say, partial
     )
     if path is not None and partial is not None:
-        found.save(path)
+        result.save(path)
         partial.unlink(missing_ok=True)
-    return found
+    return result
 
 
 def several(
@@ -167,8 +167,8 @@ def several(
     """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`; fewer steps do
     once all methods have settled `within` a share. Where nobody is to be told, it is `shown` on standard error, or not."""
     check_batches(batches)
-    known = {name: method_called(name) for name in methods}
-    made: dict[str, Method] = {name: entry.make() for name, entry in known.items()}
+    available = {name: method_called(name) for name in methods}
+    made: dict[str, Method] = {name: entry.make() for name, entry in available.items()}
     root = unwrapped(model)
     _check(root, fraction)
     names = _names(precisions, root)
@@ -179,42 +179,42 @@ def several(
     )
     if partial is not None:
         INTERRUPTED.check_writable(partial)
-    kept = SensitivityCheckpoint(partial, made, about, root)
+    saved = SensitivityCheckpoint(partial, made, about, root)
     # From the first pass on: Dynamo would capture the model again for another kernel of attention.
     attention = (
-        sdpa_kernel(SDPBackend.MATH) if any(entry.twice for entry in known.values()) else contextlib.nullcontext()
+        sdpa_kernel(SDPBackend.MATH) if any(entry.twice for entry in available.values()) else contextlib.nullcontext()
     )
     tell: Say = say or (_on_a_terminal if shown else lambda _: None)
     bar = progress(f"sensitivity of {type(root).__name__}", steps, shown and say is None)
     with undisturbed(root), attention, bar as done:
         looking = _SensitivityRun(captured, step, names, seed)
         trainer = optimizer(list(trained(root).values())) if optimizer is not None else None
-        for at, batch in enumerate(stepped(batches, steps, fraction)):
-            if at == 0:
-                kept.resume(batch)
-            if within and at >= kept.steps and all(settled(trace, within) for trace in kept.traces.values()):
+        for index, batch in enumerate(stepped(batches, steps, fraction)):
+            if index == 0:
+                saved.resume(batch)
+            if within and index >= saved.steps and all(settled(trace, within) for trace in saved.traces.values()):
                 break
-            with looking.at(at, batch) as now:
-                if at == 0:
+            with looking.at(index, batch) as now:
+                if index == 0:
                     many = len({name for name, _ in now().keys})
-                    for name, entry in known.items():
+                    for name, entry in available.items():
                         passes = entry.passes(many, len(names))
-                        most = f"{'at most ' if within else ''}{steps - kept.steps} steps"
+                        most = f"{'at most ' if within else ''}{steps - saved.steps} steps"
                         cost = f"{name}: {most} of about {passes} passes, {many} operators in {', '.join(names)}"
                         tell(cost)
-                if at < kept.steps:
+                if index < saved.steps:
                     looking.through(now)
                 else:
-                    kept.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
+                    saved.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
                 if trainer is not None:
                     _train(trainer, now())
-            left = kept.seconds_left(steps, at + 1)
-            done(f"step {at + 1}", left)
+            left = saved.seconds_left(steps, index + 1)
+            done(f"step {index + 1}", left)
             if say is not None:
-                say(f"step {at + 1} of {steps}, about {left:.0f} s left")
+                say(f"step {index + 1} of {steps}, about {left:.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
     return [
-        _value(name, root, order, looking.changes, kept.traces[name], kept.seconds[name], looking.coding)
+        _value(name, root, order, looking.changes, saved.traces[name], saved.seconds[name], looking.coding)
         for name in methods
     ]
 
@@ -240,19 +240,19 @@ class _SensitivityRun:
         self._known = 0
 
     @contextlib.contextmanager
-    def at(self, at: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
+    def at(self, index: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
         """Yields what makes the step of a batch, the same each time."""
-        seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {at}".encode(), digest_size=4).digest(), "little")
+        seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {index}".encode(), digest_size=4).digest(), "little")
 
         def loss() -> Tensor:
-            return _checked(self.step(self.captured.call, batch), at)
+            return _checked(self.step(self.captured.call, batch), index)
 
         with repeatable(self.captured.model, seed) as again:
 
             def now() -> GradientStep:
                 if not self._known:
                     again(0)
-                    with self.captured.running(as_it_is), left_to_us(f"step {at + 1}"):
+                    with self.captured.running(as_it_is), left_to_us(f"step {index + 1}"):
                         exact = gradients_of(loss(), self.captured.model)
                     self.learn()
                     self.coding = of_gradients(exact)
@@ -273,9 +273,9 @@ class _SensitivityRun:
         """Returns what a method finds once no graph is new."""
         step = now()
         while True:
-            found = method.look(step)
+            result = method.look(step)
             if not self.learn():
-                return found
+                return result
             step = now()
 
     def learn(self) -> bool:
@@ -293,26 +293,26 @@ def _check(model: nn.Module, fraction: float) -> None:
     if not 0 < fraction <= 1:
         raise ProfileError(f"a fraction of {fraction} is no part of a batch", do="give a number above 0, at most 1")
     if not trained(model):
-        what = f"{type(model).__name__} has no parameter that requires a gradient"
-        raise ProfileError(what, do="measure what is to be trained")
+        message = f"{type(model).__name__} has no parameter that requires a gradient"
+        raise ProfileError(message, do="measure what is to be trained")
 
 
-def _names(given: Sequence[str | Precision] | None, model: nn.Module) -> list[str]:
-    if given is not None:
-        return [fmt.name for fmt in precisions(given)]
+def _names(value: Sequence[str | Precision] | None, model: nn.Module) -> list[str]:
+    if value is not None:
+        return [fmt.name for fmt in precisions(value)]
     device = next(model.parameters()).device
     return [f.name for f in FORMATS.values() if f.bits < 32 and support(device, f).how == "native"]
 
 
-def _checked(given: object, at: int) -> Tensor:
-    where = f"step {at + 1}"
-    return finite(checked_loss(given, where), where)
+def _checked(value: object, index: int) -> Tensor:
+    where = f"step {index + 1}"
+    return finite(checked_loss(value, where), where)
 
 
 def _train(optimizer: torch.optim.Optimizer, step: GradientStep) -> None:
-    found = step.gradients()
+    result = step.gradients()
     for name, parameter in trained(step.captured.model).items():
-        parameter.grad = found.get(name)
+        parameter.grad = result.get(name)
     optimizer.step()
 
 
@@ -325,7 +325,7 @@ def _value(
     seconds: float,
     coding: Mapping[str, Mapping[str, float]],
 ) -> Sensitivity:
-    trace = [{op: {p: found.get((op, p), 0.0) for p in made[op]} for op in order if op in made} for found in steps]
+    trace = [{op: {p: item.get((op, p), 0.0) for p in made[op]} for op in order if op in made} for item in steps]
     mean = {
         op: {p: sum(values[op][p] for values in trace) / len(trace) for p in made[op]} for op in order if op in made
     }

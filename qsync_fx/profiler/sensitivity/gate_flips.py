@@ -23,67 +23,70 @@ Flipping = Callable[[float], Tensor]
 """Of where a gate jumps, the chance of each element to be moved past it."""
 
 
-def flipping(seen: OperatorCall, errors: Sequence[Erring]) -> Flipping:
+def flipping(observed: OperatorCall, errors: Sequence[Erring]) -> Flipping:
     """Returns what the errors of a call do to a gate that reads its result as it is."""
-    value = seen.tensors[OUTPUT].value
-    here = [one for one in errors if not one.gradient]
-    random = {one.place: one.values for one in here if one.random}
-    moved = _moved(seen, value, [one for one in here if not one.random and not (one.place == OUTPUT and one.ordered)])
-    deviation = _variance(seen, random).sqrt() if random else None
+    value = observed.tensors[OUTPUT].value
+    current = [item for item in errors if not item.gradient]
+    random = {item.place: item.values for item in current if item.random}
+    moved = _moved(
+        observed, value, [item for item in current if not item.random and not (item.place == OUTPUT and item.ordered)]
+    )
+    deviation = _variance(observed, random).sqrt() if random else None
 
-    def chance(at: float) -> Tensor:
+    def chance(index: float) -> Tensor:
         if deviation is None:
-            return torch.ne(value > at, moved > at).double()
-        distance = torch.where(value > at, moved.double() - at, at - moved.double())
+            return torch.ne(value > index, moved > index).double()
+        distance = torch.where(value > index, moved.double() - index, index - moved.double())
         # Where nothing moves, nothing flips.
-        found: Tensor = torch.special.ndtr(-distance / deviation)
-        return found.nan_to_num(nan=0.0)
+        result: Tensor = torch.special.ndtr(-distance / deviation)
+        return result.nan_to_num(nan=0.0)
 
     return chance
 
 
-def _moved(seen: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> Tensor:
+def _moved(observed: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> Tensor:
     """Returns a result with the errors that are known."""
-    before = [one for one in errors if one.place != OUTPUT]
+    before = [item for item in errors if item.place != OUTPUT]
     moved = value
-    if before and not any(one.place == OUTPUT for one in errors):
-        given: list[Any] = list(seen.given)
-        for one in before:
-            exact = argument_at(given, one.place)
-            put(given, one.place, exact + one.values.to(exact.dtype))
+    if before and not any(item.place == OUTPUT for item in errors):
+        inputs: list[Any] = list(observed.given)
+        for item in before:
+            exact = argument_at(inputs, item.place)
+            put(inputs, item.place, exact + item.values.to(exact.dtype))
         with torch.no_grad():
-            found: Tensor = seen.call(given)
-        moved = found
+            result: Tensor = observed.call(inputs)
+        moved = result
     # What computes in a narrow format inside was run in it: its result errs by all that it does.
-    for one in errors:
-        if one.place == OUTPUT:
-            moved = moved + one.values.to(value.dtype)
+    for item in errors:
+        if item.place == OUTPUT:
+            moved = moved + item.values.to(value.dtype)
     return moved
 
 
-def _variance(seen: OperatorCall, random: dict[Place, Tensor]) -> Tensor:
-    product, *factors = factored(seen)
+def _variance(observed: OperatorCall, random: dict[Place, Tensor]) -> Tensor:
+    product, *factors = factored(observed)
     nothing = [torch.zeros_like(factor, dtype=torch.float64) for factor in factors]
-    of = [random.get(place, none) for place, none in zip(seen.row.scaled, nothing, strict=True)]
+    of = [random.get(place, none) for place, none in zip(observed.row.scaled, nothing, strict=True)]
     with torch.no_grad():
         return product_noise(product, *factors, *of)
 
 
-def factored(seen: OperatorCall) -> tuple[Product, Tensor, Tensor]:
+def factored(observed: OperatorCall) -> tuple[Product, Tensor, Tensor]:
     """Returns an operator as a product of its two factors, without what it adds, in FP64, and the factors."""
 
-    row = seen.row
+    row = observed.row
 
     def product(a: Tensor, b: Tensor) -> Tensor:
-        given: list[Any] = [
-            _wide(v) * 0 if at in row.added and isinstance(v, Tensor) else v for at, v in enumerate(seen.given)
+        inputs: list[Any] = [
+            _wide(v) * 0 if index in row.added and isinstance(v, Tensor) else v
+            for index, v in enumerate(observed.given)
         ]
         for place, value in zip(row.scaled, (a, b), strict=True):
-            put(given, place, _wide(value))
-        found: Tensor = seen.call(given)
-        return found
+            put(inputs, place, _wide(value))
+        result: Tensor = observed.call(inputs)
+        return result
 
-    first, second = (argument_at(seen.given, place) for place in row.scaled)
+    first, second = (argument_at(observed.given, place) for place in row.scaled)
     return product, first, second
 
 

@@ -71,11 +71,11 @@ class GradientStep:
     @property
     def following(self) -> dict[str, dict[Follower, list[Key]]]:
         """Of each operator that follows others, how, and whom in which precisions."""
-        found: dict[str, dict[Follower, list[Key]]] = {}
+        result: dict[str, dict[Follower, list[Key]]] = {}
         for op, name in self.keys:
-            for one in self.changes[op][name].following:
-                found.setdefault(one.operator, {}).setdefault(one, []).append((op, name))
-        return found
+            for item in self.changes[op][name].following:
+                result.setdefault(item.operator, {}).setdefault(item, []).append((op, name))
+        return result
 
     def gradients(self, run: Run = as_it_is, sample: int = 0) -> Gradients:
         """Returns the gradients of one pass, whose graphs `run` runs; `sample` tells apart what is rounded at random."""
@@ -94,13 +94,15 @@ class Method(Protocol):
 def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
     """Returns the gradients of a loss by the parameters of a model that it depends on."""
     parameters = trained(model)
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None}
+    result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: g.detach() for name, g in zip(parameters, result, strict=True) if g is not None}
 
 
-def square_distance(found: Gradients, exact: Gradients) -> float:
+def square_distance(result: Gradients, exact: Gradients) -> float:
     """Returns the square of the distance of two sets of gradients."""
-    return sum(float((found[name].double() - g.double()).square().sum()) for name, g in exact.items() if name in found)
+    return sum(
+        float((result[name].double() - g.double()).square().sum()) for name, g in exact.items() if name in result
+    )
 
 
 def samples(batch: Any) -> int:
@@ -117,9 +119,9 @@ def samples(batch: Any) -> int:
 
 def part_of(batch: Any, fraction: float) -> Any:
     """Returns the first samples of a batch, as many as `fraction` says, at least one."""
-    whole = samples(batch)
-    kept = max(1, math.ceil(whole * fraction))
-    return _map(batch, lambda t: t[:kept] if t.dim() and t.shape[0] == whole else t)
+    full = samples(batch)
+    saved = max(1, math.ceil(full * fraction))
+    return _map(batch, lambda t: t[:saved] if t.dim() and t.shape[0] == full else t)
 
 
 def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any]:
@@ -142,10 +144,10 @@ def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         # Classes of batches (BatchEncoding) are mappings with more to them.
-        found: Any = copy.copy(value)
+        result: Any = copy.copy(value)
         for key, item in value.items():
-            found[key] = _map(item, change)
-        return found
+            result[key] = _map(item, change)
+        return result
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(item, change) for item in value))
     if isinstance(value, (list, tuple)):
@@ -161,9 +163,9 @@ _STRETCHES: Final = 16
 def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """Returns for each parameter what each codec that a plan may name adds, but FP32; nothing for gradients that are not finite."""
     codecs = [codec_named(name) for name in CODECS if name != PLAIN]
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for name, gradient in gradients.items():
-        known: dict[str, float] = {}
+        available: dict[str, float] = {}
         for codec in codecs:
             fitted = codec.fitted(gradient.shape)
             ordered = fitted.columns(gradient)
@@ -171,16 +173,16 @@ def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]
             if not values.numel() or not bool(values.isfinite().all()):
                 break
             part = _part(values)
-            known[codec.name] = fitted.variance(part) * values.numel() / part.numel()
+            available[codec.name] = fitted.variance(part) * values.numel() / part.numel()
         else:
-            found[name] = known
-    return found
+            result[name] = available
+    return result
 
 
 def _part(values: Tensor) -> Tensor:
     """Returns all values, or stretches that lie evenly."""
     if values.numel() <= _STRETCH * _STRETCHES:
         return values
-    whole = values[: values.numel() // _STRETCH * _STRETCH].view(-1, _STRETCH)
-    at = torch.linspace(0, len(whole) - 1, _STRETCHES).round().long()
-    return whole[at].flatten()
+    full = values[: values.numel() // _STRETCH * _STRETCH].view(-1, _STRETCH)
+    index = torch.linspace(0, len(full) - 1, _STRETCHES).round().long()
+    return full[index].flatten()

@@ -49,17 +49,17 @@ class MonteCarlo:
     _lowered: dict[Key, Run] = field(default_factory=dict)
 
     def look(self, step: GradientStep) -> dict[Key, float]:
-        return {key: found.square for key, found in self.truths(step).items()}
+        return {key: item.square for key, item in self.truths(step).items()}
 
     def truths(self, step: GradientStep) -> dict[Key, Truth]:
         """Returns what each operator does in each precision."""
         exact = step.gradients()
-        found: dict[Key, Truth] = {}
+        result: dict[Key, Truth] = {}
         for key in step.keys:
             name, precision = key
             run = self._lowered.setdefault(key, lowered(Plan("fp32", operators={name: precision})))
-            found[key] = truth(step, run, self.draws if step.changes[name][precision].random else 1, exact)
-        return found
+            result[key] = truth(step, run, self.draws if step.changes[name][precision].random else 1, exact)
+        return result
 
 
 def lowered(plan: Plan) -> Run:

@@ -37,37 +37,37 @@ class Injected:
     def of(self, step: GradientStep, keys: Sequence[Key]) -> dict[Key, float]:
         """Returns what some operators add in some precisions."""
         exact = step.gradients()
-        found: dict[Key, float] = {}
+        result: dict[Key, float] = {}
         for name, precision in keys:
             change = step.changes[name][precision]
-            run = tapped(injecting(name, change, step.generator), also={one.operator for one in change.following})
+            run = tapped(injecting(name, change, step.generator), also={item.operator for item in change.following})
             draws = self.draws if change.random else 1
             total = sum(square_distance(step.gradients(run), exact) for _ in range(draws))
-            found[name, precision] = total / draws
-        return found
+            result[name, precision] = total / draws
+        return result
 
 
 def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Tap:
     """Returns a tap that lets an operator err as it does where `change` is true of it."""
 
-    following = {one.operator: one.fmt for one in change.following}
+    following = {item.operator: item.fmt for item in change.following}
 
-    def tap(operator: Operator, given: list[Any], call: Call) -> Any:
+    def tap(operator: Operator, argument: list[Any], call: Call) -> Any:
         if (fmt := following.get(str(operator.id))) is not None:
-            return _inside(fmt, range(len(given)), given, call)
+            return _inside(fmt, range(len(argument)), argument, call)
         if str(operator.id) != name:
-            return call(given)
+            return call(argument)
         if change.inside is not None:
             assert operator.row is not None
-            return _inside(change.inside, operator.row.converted(given), given, call)
-        changed = list(given)
+            return _inside(change.inside, operator.row.converted(argument), argument, call)
+        changed = list(argument)
         back: dict[Any, list[Rounded]] = {}
-        for one in change.rounded:
-            if one.gradient:
-                back.setdefault(one.place, []).append(one)
-            elif one.place != OUTPUT:
-                value = argument_at(changed, one.place)
-                put(changed, one.place, value + _drawn(one, value, generator))
+        for item in change.rounded:
+            if item.gradient:
+                back.setdefault(item.place, []).append(item)
+            elif item.place != OUTPUT:
+                value = argument_at(changed, item.place)
+                put(changed, item.place, value + _drawn(item, value, generator))
         for place, every in back.items():
             value = None if place == OUTPUT else argument_at(changed, place)
             if value is not None and value.requires_grad:
@@ -75,9 +75,9 @@ def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Ta
                 _hook(branch, every, generator)
                 put(changed, place, branch)
         result = call(changed)
-        for one in change.rounded:
-            if one.place == OUTPUT and not one.gradient:
-                result = result + _drawn(one, result, generator)
+        for item in change.rounded:
+            if item.place == OUTPUT and not item.gradient:
+                result = result + _drawn(item, result, generator)
         if isinstance(result, Tensor) and result.requires_grad:
             _hook(result, back.get(OUTPUT, []), generator)
         return result
@@ -86,18 +86,20 @@ def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Ta
 
 
 def _hook(value: Tensor, every: list[Rounded], generator: torch.Generator) -> None:
-    for one in every:
-        value.register_hook(lambda g, one=one: g + _drawn(one, g, generator))  # type: ignore[no-untyped-call]
+    for item in every:
+        value.register_hook(lambda g, item=item: g + _drawn(item, g, generator))  # type: ignore[no-untyped-call]
 
 
-def _inside(fmt: Precision, places: Iterable[int], given: list[Any], call: Call) -> Any:
+def _inside(fmt: Precision, places: Iterable[int], argument: list[Any], call: Call) -> Any:
     """Runs an operator in a narrow format, as a plan would; `places` are the arguments that are converted."""
-    narrow = list(given)
-    for at in places:
-        value = narrow[at]
-        narrow[at] = [_narrow(one, fmt) for one in value] if isinstance(value, (list, tuple)) else _narrow(value, fmt)
+    narrow = list(argument)
+    for index in places:
+        value = narrow[index]
+        narrow[index] = (
+            [_narrow(item, fmt) for item in value] if isinstance(value, (list, tuple)) else _narrow(value, fmt)
+        )
     result = call(narrow)
-    wide = next(one.dtype for one in _flat(given) if _is_float(one))
+    wide = next(item.dtype for item in _flat(argument) if _is_float(item))
     return result.to(wide) if isinstance(result, Tensor) else result
 
 
@@ -105,8 +107,8 @@ def _narrow(value: Any, fmt: Precision) -> Any:
     return value.to(fmt.dtype) if _is_float(value) else value
 
 
-def _flat(given: Iterable[Any]) -> Iterator[Any]:
-    for value in given:
+def _flat(argument: Iterable[Any]) -> Iterator[Any]:
+    for value in argument:
         yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -114,9 +116,9 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _drawn(one: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
+def _drawn(item: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
     """Returns an error of each element of a tensor."""
-    if not one.random:
-        return error(of, one.fmt, one.rounding, one.keep).to(of.dtype)
-    deviation = noise(of, one.fmt, one.rounding, one.keep).sqrt()
+    if not item.random:
+        return error(of, item.fmt, item.rounding, item.keep).to(of.dtype)
+    deviation = noise(of, item.fmt, item.rounding, item.keep).sqrt()
     return (torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation).to(of.dtype)

@@ -62,18 +62,18 @@ class HessianIndicator:
         step.again(0)
         with step.captured.running(tapped(taps.tap)):
             loss = step.loss()
-        edges = [seen.tensors[weights[seen.operator]].edge for seen in taps.seen]
+        edges = [visited.tensors[weights[visited.operator]].edge for visited in taps.seen]
         slopes: tuple[Tensor | None, ...] = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
         sums: dict[Key, float] = {}
-        for seen, edge, slope in zip(taps.seen, edges, slopes, strict=True):
+        for visited, edge, slope in zip(taps.seen, edges, slopes, strict=True):
             largest = (
-                0.0 if slope is None or not slope.requires_grad else self._largest(seen.operator, edge, slope, step)
+                0.0 if slope is None or not slope.requires_grad else self._largest(visited.operator, edge, slope, step)
             )
-            size = seen.tensors[weights[seen.operator]].value.numel()
-            for name, change in step.changes[seen.operator].items():
-                errors = erring(seen, change, {})
-                square = sum(float(e.square.sum()) for e in errors if e.place == weights[seen.operator])
-                key = seen.operator, name
+            size = visited.tensors[weights[visited.operator]].value.numel()
+            for name, change in step.changes[visited.operator].items():
+                errors = erring(visited, change, {})
+                square = sum(float(e.square.sum()) for e in errors if e.place == weights[visited.operator])
+                key = visited.operator, name
                 sums[key] = sums.get(key, 0.0) + largest / size * square
         return sums
 
@@ -85,13 +85,13 @@ class HessianIndicator:
         value = 0.0
         for _ in range(self.iterations):
             vector = vector / vector.norm().clamp(min=torch.finfo(vector.dtype).tiny)
-            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            result: tuple[Tensor | None, ...] = torch.autograd.grad(
                 slope, [edge], vector, retain_graph=True, allow_unused=True
             )
-            turned = found[0]
-            if turned is None:
+            transposed = result[0]
+            if transposed is None:
                 return 0.0
-            value, vector = float(turned.norm()), turned
+            value, vector = float(transposed.norm()), transposed
         self._vectors[name] = vector
         return value
 
@@ -111,9 +111,9 @@ class Reach:
     def add(self, gate: NonsmoothOperator, squares: Mapping[Key, float]) -> None:
         """Takes in what one run says of a gate."""
         self.runs[gate.name] = self.runs.get(gate.name, 0) + 1
-        kept = self.sums.setdefault(gate.name, {})
+        saved = self.sums.setdefault(gate.name, {})
         for key, square in squares.items():
-            kept[key] = kept.get(key, 0.0) + square / max(1, gate.numel)
+            saved[key] = saved.get(key, 0.0) + square / max(1, gate.numel)
 
     def deviations(self, gate: str) -> dict[Key, float]:
         """Returns the standard deviation in front of a gate."""
@@ -156,28 +156,30 @@ class SecondOrder:
         numbers = {place: number for number, place in enumerate(taps.edges)}
         edges = list(taps.edges.values())
         ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
-        found = probed(loss, list(trained(step.captured.model).values()), [*edges, *ends], self.draws, step.generator)
-        asked = self.reach.rarest(taps.gates, self.gates)
-        before = {gate: len(edges) + 2 * at for at, gate in enumerate(taps.gates)}
+        matches = probed(loss, list(trained(step.captured.model).values()), [*edges, *ends], self.draws, step.generator)
+        requested = self.reach.rarest(taps.gates, self.gates)
+        before = {gate: len(edges) + 2 * index for index, gate in enumerate(taps.gates)}
         sums = _Sums(
-            found, [_GateQuery(gate, self._gains(gate, found.gradients[before[gate]], edges, step)) for gate in asked]
+            matches,
+            [_GateQuery(gate, self._gains(gate, matches.gradients[before[gate]], edges, step)) for gate in requested],
         )
-        for at, seen in enumerate(taps.seen):
-            mine = {place: numbers[at, place] for place in seen.tensors}
-            gradients = found.of(mine)
+        for index, visited in enumerate(taps.seen):
+            mine = {place: numbers[index, place] for place in visited.tensors}
+            gradients = matches.of(mine)
             errors = [
-                (keys, erring(seen, change, gradients, change.handed)) for change, keys in _alike(step, seen).items()
+                (keys, erring(visited, change, gradients, change.handed))
+                for change, keys in _alike(step, visited).items()
             ]
-            behind = following.get(seen.operator, {}).items()
-            errors += [(keys, erring_behind(seen, follower, gradients)) for follower, keys in behind]
-            sums.add(at, mine, errors)
-        for one in sums.asked:
-            self.reach.add(one.gate, one.squares)
+            behind = following.get(visited.operator, {}).items()
+            errors += [(keys, erring_behind(visited, follower, gradients)) for follower, keys in behind]
+            sums.add(index, mine, errors)
+        for item in sums.asked:
+            self.reach.add(item.gate, item.squares)
         result = sums.smooth()
         for gate, number in before.items():
-            weights = _weights(gate, found, number)
+            weights = _weights(gate, matches, number)
             if weights is not None:
-                for key, square in self._flipped(step, taps, found, gate, weights).items():
+                for key, square in self._flipped(step, taps, matches, gate, weights).items():
                     result[key] = result.get(key, 0.0) + square
         if taps.unrecorded:
             # What a model computes under torch.no_grad errs all the same, and no derivative leads there.
@@ -185,17 +187,17 @@ class SecondOrder:
         return result
 
     def _flipped(
-        self, step: GradientStep, taps: Taps, found: Probed, gate: NonsmoothOperator, weights: Tensor
+        self, step: GradientStep, taps: Taps, value: Probed, gate: NonsmoothOperator, weights: Tensor
     ) -> dict[Key, float]:
         """Returns what operators add by the flips of one gate."""
         flips = Flips(gate.histogram(weights))
         result = {key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()}
         if gate.reads is None:
             return result
-        seen = taps.seen[gate.reads]
-        gradients = found.of({place: at for at, (call, place) in enumerate(taps.edges) if call == gate.reads})
-        for change, keys in _alike(step, seen).items():
-            chance = flipping(seen, erring(seen, change, gradients, change.handed))
+        visited = taps.seen[gate.reads]
+        gradients = value.of({place: index for index, (call, place) in enumerate(taps.edges) if call == gate.reads})
+        for change, keys in _alike(step, visited).items():
+            chance = flipping(visited, erring(visited, change, gradients, change.handed))
             jumps = [(height, chance(place).view_as(weights)) for _, height, place in gate.places]
             square = sum(height**2 * float((weights * moved).sum()) for height, moved in jumps)
             for key in keys:
@@ -235,19 +237,19 @@ class _Sums:
     fixed: dict[Key, list[float]] = field(default_factory=dict)
 
     def add(
-        self, call: int, numbers: Mapping[Place, int], found: Sequence[tuple[Sequence[Key], Sequence[Erring]]]
+        self, call: int, numbers: Mapping[Place, int], result: Sequence[tuple[Sequence[Key], Sequence[Erring]]]
     ) -> None:
         """Takes in what errs in one call of an operator: for operators and precisions that come to the same, its tensors' errors."""
         by_tensor: dict[tuple[int, bool], list[_Errs]] = {}
-        for keys, errors in found:
+        for keys, errors in result:
             # What nothing is known of yet adds nothing.
             for key in keys:
                 self.random.setdefault(key, 0.0)
                 self.fixed.setdefault(key, [0.0] * len(self.found.probes))
-                for asked in self.asked:
-                    asked.squares.setdefault(key, 0.0)
-            for one in errors:
-                by_tensor.setdefault((numbers[one.place], one.gradient), []).append((keys, one))
+                for requested in self.asked:
+                    requested.squares.setdefault(key, 0.0)
+            for item in errors:
+                by_tensor.setdefault((numbers[item.place], item.gradient), []).append((keys, item))
         for (number, gradient), errs in by_tensor.items():
             self._weigh(number, gradient, errs)
             if not gradient:
@@ -255,53 +257,53 @@ class _Sums:
 
     def _weigh(self, number: int, gradient: bool, errs: Sequence[_Errs]) -> None:
         """Adds what errors of one tensor do to the gradients of all parameters. It is in FP64 once for all errors: that takes longest."""
-        found = [probe.by_gradient.get(number) if gradient else probe.by_value[number] for probe in self.found.probes]
+        result = [probe.by_gradient.get(number) if gradient else probe.by_value[number] for probe in self.found.probes]
         squares: Tensor | None = None
-        for at, weight in enumerate(found):
+        for index, weight in enumerate(result):
             if weight is None:
                 continue
             wide = weight.double().flatten()
-            for keys, one in errs:
-                if not one.random:
-                    moved = float(one.values.flatten().dot(wide))
+            for keys, item in errs:
+                if not item.random:
+                    moved = float(item.values.flatten().dot(wide))
                     for key in keys:
-                        self.fixed[key][at] += moved
-            if any(one.random for _, one in errs):
+                        self.fixed[key][index] += moved
+            if any(item.random for _, item in errs):
                 squares = wide.square_() if squares is None else squares.addcmul_(wide, wide)
-        for keys, one in errs:
-            if one.random and squares is not None:
-                square = float(one.values.flatten().dot(squares)) / len(found)
+        for keys, item in errs:
+            if item.random and squares is not None:
+                square = float(item.values.flatten().dot(squares)) / len(result)
                 for key in keys:
                     self.random[key] += square
 
     def _reach(self, call: int, number: int, errs: Sequence[_Errs]) -> None:
         """Adds what errors of one tensor do in front of the gates that are asked."""
-        for asked in self.asked:
-            gain = None if asked.gate.reads == call else asked.gains[number]
+        for requested in self.asked:
+            gain = None if requested.gate.reads == call else requested.gains[number]
             if gain is None:
                 continue
             squares = gain.double().flatten().square_()
-            for keys, one in errs:
-                square = float(one.square.flatten().dot(squares))
+            for keys, item in errs:
+                square = float(item.square.flatten().dot(squares))
                 for key in keys:
-                    asked.squares[key] += square
+                    requested.squares[key] += square
 
     def smooth(self) -> dict[Key, float]:
         """Returns what each operator adds in each precision."""
         draws = len(self.found.probes)
-        return {key: value + sum(one**2 for one in self.fixed[key]) / draws for key, value in self.random.items()}
+        return {key: value + sum(item**2 for item in self.fixed[key]) / draws for key, value in self.random.items()}
 
 
-def _alike(step: GradientStep, seen: OperatorCall) -> dict[RoundingSite, list[Key]]:
+def _alike(step: GradientStep, observed: OperatorCall) -> dict[RoundingSite, list[Key]]:
     """Returns the precisions of a call by what changes in it: several may come to the same."""
-    found: dict[RoundingSite, list[Key]] = {}
-    for name, change in step.changes.get(seen.operator, {}).items():
-        found.setdefault(change, []).append((seen.operator, name))
-    return found
+    result: dict[RoundingSite, list[Key]] = {}
+    for name, change in step.changes.get(observed.operator, {}).items():
+        result.setdefault(change, []).append((observed.operator, name))
+    return result
 
 
-def _weights(gate: NonsmoothOperator, found: Probed, number: int) -> Tensor | None:
+def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | None:
     """Returns what flips of a gate's elements do; `number` is of its entry, and its exit follows. None where nothing depends on it."""
-    incoming, slopes = found.gradients[number + 1], [probe.by_gradient.get(number) for probe in found.probes]
+    incoming, slopes = result.gradients[number + 1], [probe.by_gradient.get(number) for probe in result.probes]
     weights = [gate.weights(slope, incoming) for slope in slopes if slope is not None and incoming is not None]
     return sum(weights[1:], weights[0]) / len(slopes) if weights else None

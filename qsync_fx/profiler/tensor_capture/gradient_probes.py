@@ -58,7 +58,7 @@ class Erring:
 
 
 def erring(
-    seen: OperatorCall, change: RoundingSite, gradients: Mapping[Place, Tensor], handed: Precision | None = None
+    observed: OperatorCall, change: RoundingSite, gradients: Mapping[Place, Tensor], handed: Precision | None = None
 ) -> list[Erring]:
     """Returns what errs in a call of an operator.
 
@@ -67,69 +67,74 @@ def erring(
         handed: what the gradient of its result is in when it gets there, by whoever follows, who errs by that.
     """
     if change.inside is not None:
-        return _measured(seen, change.inside, gradients, handed)
-    found = []
-    for one in change.rounded:
-        tapped = seen.tensors.get(one.place)
-        of = gradients.get(one.place) if one.gradient else None if tapped is None else tapped.value
-        if of is not None and not (one.gradient and one.place == OUTPUT and one.fmt == handed):
-            errs = noise if one.random else error
-            values = errs(of, one.fmt, one.rounding, one.keep)
-            found.append(Erring(one.place, one.gradient, values, one.random, one.rounding == "nearest"))
-    return found
+        return _measured(observed, change.inside, gradients, handed)
+    result = []
+    for item in change.rounded:
+        tapped = observed.tensors.get(item.place)
+        of = gradients.get(item.place) if item.gradient else None if tapped is None else tapped.value
+        if of is not None and not (item.gradient and item.place == OUTPUT and item.fmt == handed):
+            errs = noise if item.random else error
+            values = errs(of, item.fmt, item.rounding, item.keep)
+            result.append(Erring(item.place, item.gradient, values, item.random, item.rounding == "nearest"))
+    return result
 
 
-def erring_behind(seen: OperatorCall, follower: Follower, gradients: Mapping[Place, Tensor]) -> list[Erring]:
+def erring_behind(observed: OperatorCall, follower: Follower, gradients: Mapping[Place, Tensor]) -> list[Erring]:
     """Returns what errs in a call of an operator that computes in a narrow format as what it reads is narrow: beside that."""
     incoming, fmt = gradients.get(OUTPUT), follower.fmt
     if incoming is None:
         return []
     rounded = incoming.to(fmt.dtype).to(incoming.dtype)
-    narrow = _run(seen, rounded, lambda t: t, lambda t, place: t.to(fmt.dtype))
-    exact = _run(seen, rounded, lambda t: t.to(fmt.dtype).to(t.dtype), lambda t, place: t)
-    found = _differences(narrow, exact)
+    narrow = _run(observed, rounded, lambda t: t, lambda t, place: t.to(fmt.dtype))
+    exact = _run(observed, rounded, lambda t: t.to(fmt.dtype).to(t.dtype), lambda t, place: t)
+    result = _differences(narrow, exact)
     if follower.leaves:
-        found.append(Erring(OUTPUT, True, error(incoming, fmt, "nearest"), random=False))
-    return found
+        result.append(Erring(OUTPUT, True, error(incoming, fmt, "nearest"), random=False))
+    return result
 
 
 def _measured(
-    seen: OperatorCall, fmt: Precision, gradients: Mapping[Place, Tensor], handed: Precision | None
+    observed: OperatorCall, fmt: Precision, gradients: Mapping[Place, Tensor], handed: Precision | None
 ) -> list[Erring]:
     incoming = gradients.get(OUTPUT)
     if incoming is None:
         return []
     if handed is not None:
         incoming = incoming.to(handed.dtype).to(incoming.dtype)
-    exact = _run(seen, incoming, lambda t: t, lambda t, place: t)
+    exact = _run(observed, incoming, lambda t: t, lambda t, place: t)
     # Only the tensor that the plan converts is narrow; parameters and statistics keep their format, as the backend has it.
-    narrow = _run(seen, incoming, lambda t: t, lambda t, place: t.to(fmt.dtype) if place in seen.converted else t)
+    narrow = _run(
+        observed, incoming, lambda t: t, lambda t, place: t.to(fmt.dtype) if place in observed.converted else t
+    )
     return _differences(narrow, exact)
 
 
 def _differences(narrow: Mapping[Place, Tensor], exact: Mapping[Place, Tensor]) -> list[Erring]:
     """An operator's result errs in itself, and what it reads in the gradient."""
     return [
-        Erring(place, place != OUTPUT, narrow[place].double() - one.double(), random=False)
-        for place, one in exact.items()
+        Erring(place, place != OUTPUT, narrow[place].double() - item.double(), random=False)
+        for place, item in exact.items()
     ]
 
 
 def _run(
-    seen: OperatorCall, incoming: Tensor, before: Callable[[Tensor], Tensor], change: Callable[[Tensor, Place], Tensor]
+    observed: OperatorCall,
+    incoming: Tensor,
+    before: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor, Place], Tensor],
 ) -> dict[Place, Tensor]:
     """Returns an operator's result and the gradients of what it reads: `before` of its tensors, of which it gets what `change` makes."""
-    given: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in seen.given]
+    inputs: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in observed.given]
     leaves: dict[Place, Tensor] = {}
     with torch.enable_grad():
-        for place in seen.tensors.keys() - {OUTPUT}:
-            value = argument_at(given, place)
+        for place in observed.tensors.keys() - {OUTPUT}:
+            value = argument_at(inputs, place)
             leaves[place] = before(value.detach()).requires_grad_()
-            put(given, place, change(leaves[place], place))
-        result: Tensor = seen.call(given)
+            put(inputs, place, change(leaves[place], place))
+        result: Tensor = observed.call(inputs)
         used = list(leaves)
-        found = torch.autograd.grad(result, [leaves[p] for p in used], incoming.to(result.dtype), allow_unused=True)
-    return {OUTPUT: result.detach()} | {p: g for p, g in zip(used, found, strict=True) if g is not None}
+        matches = torch.autograd.grad(result, [leaves[p] for p in used], incoming.to(result.dtype), allow_unused=True)
+    return {OUTPUT: result.detach()} | {p: g for p, g in zip(used, matches, strict=True) if g is not None}
 
 
 _EIGHT: Final = torch.tensor([[1.0 - 2.0 * ((byte >> bit) & 1) for bit in range(8)] for byte in range(256)])
@@ -191,21 +196,24 @@ def _not_twice(why: str) -> ProfileError:
 def _probed(
     loss: Tensor, parameters: Sequence[Tensor], edges: Sequence[GradientEdge], draws: int, generator: torch.Generator
 ) -> Probed:
-    ways: list[Any] = [*parameters, *edges]
-    found: Sequence[Tensor | None] = torch.autograd.grad(loss, ways, create_graph=True, allow_unused=True)
+    methods: list[Any] = [*parameters, *edges]
+    result: Sequence[Tensor | None] = torch.autograd.grad(loss, methods, create_graph=True, allow_unused=True)
     # Where the loss is linear in everything, its gradients depend on nothing.
-    own, inner = [g for g in found[: len(parameters)] if g is not None and g.requires_grad], found[len(parameters) :]
-    known = [at for at, g in enumerate(inner) if g is not None and g.requires_grad]
-    wanted: list[Any] = [*edges, *(inner[at] for at in known)]
-    _check(own)
+    owned, inner = (
+        [g for g in result[: len(parameters)] if g is not None and g.requires_grad],
+        result[len(parameters) :],
+    )
+    available = [index for index, g in enumerate(inner) if g is not None and g.requires_grad]
+    wanted: list[Any] = [*edges, *(inner[index] for index in available)]
+    _check(owned)
     probes = []
     for _ in range(draws):
         # Where nothing is made narrow, nothing is asked for.
         derived: Sequence[Tensor | None] = [None] * len(wanted)
-        if own and wanted:
-            drawn = [signs(g, generator) for g in own]
-            derived = torch.autograd.grad(own, wanted, drawn, allow_unused=True, retain_graph=True)
-        probes.append(GradientProbe(derived[: len(edges)], dict(zip(known, derived[len(edges) :], strict=True))))
+        if owned and wanted:
+            drawn = [signs(g, generator) for g in owned]
+            derived = torch.autograd.grad(owned, wanted, drawn, allow_unused=True, retain_graph=True)
+        probes.append(GradientProbe(derived[: len(edges)], dict(zip(available, derived[len(edges) :], strict=True))))
     return Probed([None if g is None else g.detach() for g in inner], probes)
 
 
@@ -218,12 +226,12 @@ def signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _check(gradients: Sequence[Tensor]) -> None:
     """Raises where a gradient is marked as one that has none of its own: torch takes it for a constant where nothing is to raise."""
-    todo, seen = [g.grad_fn for g in gradients], set[Any]()
+    todo, visited = [g.grad_fn for g in gradients], set[Any]()
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.name().endswith("::Error"):
             raise _not_twice("it holds a torch.autograd.Function that is marked with once_differentiable")
         todo += [before for before, _ in node.next_functions]

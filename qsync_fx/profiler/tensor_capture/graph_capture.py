@@ -64,16 +64,16 @@ class Captured:
     """
 
     def __init__(self, model: nn.Module, options: Options | None = None) -> None:
-        given = options or Options()
+        inputs = options or Options()
         self.options = Options(
             plan=Plan.uniform("fp32"),
-            rounding=given.rounding,
-            gradient_rounding=given.gradient_rounding,
-            scaling=given.scaling,
-            exact=given.exact,
-            passes=given.passes,
-            root=given.root,
-            target=given.target,
+            rounding=inputs.rounding,
+            gradient_rounding=inputs.gradient_rounding,
+            scaling=inputs.scaling,
+            exact=inputs.exact,
+            passes=inputs.passes,
+            root=inputs.root,
+            target=inputs.target,
         )
         self.model = model
         self.graphs: list[Explained] = []
@@ -84,12 +84,12 @@ class Captured:
     @property
     def operators(self) -> list[Operator]:
         """The operators that a plan decides on, each once, in the order in which they run."""
-        found: dict[str, Operator] = {}
+        result: dict[str, Operator] = {}
         for part in self.graphs:
             for operator in part.operators:
                 if operator.kind is Kind.ADJUSTABLE and operator.row is not None:
-                    found.setdefault(str(operator.id), operator)
-        return list(found.values())
+                    result.setdefault(str(operator.id), operator)
+        return list(result.values())
 
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -117,4 +117,4 @@ class Captured:
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         part = explained(module, inputs, self.options, self.graphs)
         self.graphs.append(part)
-        return lambda *given: self._run(part, given)
+        return lambda *value: self._run(part, value)

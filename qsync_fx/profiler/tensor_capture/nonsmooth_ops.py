@@ -34,14 +34,14 @@ def _at_zero(arguments: dict[str, Any]) -> list[tuple[float, float]]:
 
 _KINKS: dict[str, Kinks] = {
     "relu": _at_zero,
-    "relu6": lambda given: [(0.0, 1.0), (6.0, 1.0)],
-    "leaky_relu": lambda given: [(0.0, 1.0 - float(given["negative_slope"]))],
-    "threshold": lambda given: [(float(given["threshold"]), 1.0)],
-    "hardtanh": lambda given: [(float(given["min_val"]), 1.0), (float(given["max_val"]), 1.0)],
-    "clamp_min": lambda given: [(float(given["min"]), 1.0)] if isinstance(given["min"], (int, float)) else [],
-    "hardswish": lambda given: [(-3.0, 0.5), (3.0, 0.5)],
-    "hardsigmoid": lambda given: [(-3.0, 1 / 6), (3.0, 1 / 6)],
-    "abs": lambda given: [(0.0, 2.0)],
+    "relu6": lambda value: [(0.0, 1.0), (6.0, 1.0)],
+    "leaky_relu": lambda value: [(0.0, 1.0 - float(value["negative_slope"]))],
+    "threshold": lambda value: [(float(value["threshold"]), 1.0)],
+    "hardtanh": lambda value: [(float(value["min_val"]), 1.0), (float(value["max_val"]), 1.0)],
+    "clamp_min": lambda value: [(float(value["min"]), 1.0)] if isinstance(value["min"], (int, float)) else [],
+    "hardswish": lambda value: [(-3.0, 0.5), (3.0, 0.5)],
+    "hardsigmoid": lambda value: [(-3.0, 1 / 6), (3.0, 1 / 6)],
+    "abs": lambda value: [(0.0, 2.0)],
 }
 """Where the derivative of an operator jumps, and by how much."""
 
@@ -79,17 +79,19 @@ class NonsmoothOperator:
             incoming: the gradient at `exit`.
         """
         if self.rivals is not None:
-            first, second = (slope.flatten(-self._spread).gather(-1, at.flatten(-self._spread)) for at in self.rivals)
+            first, second = (
+                slope.flatten(-self._spread).gather(-1, index.flatten(-self._spread)) for index in self.rivals
+            )
             slope = (first - second).view_as(incoming)
         return (incoming.double() * slope.double()).square()
 
     def histogram(self, weights: Tensor) -> Tensor:
         """Returns c by bins."""
-        found = torch.zeros(_BINS, dtype=torch.float64)
+        result = torch.zeros(_BINS, dtype=torch.float64)
         for bins, height, _ in self.places:
-            found += torch.bincount(bins.flatten().long(), weights.flatten(), _BINS).cpu() * height**2
-        found[-1] = 0.0  # what noise does not reach
-        return found
+            result += torch.bincount(bins.flatten().long(), weights.flatten(), _BINS).cpu() * height**2
+        result[-1] = 0.0  # what noise does not reach
+        return result
 
     @property
     def _spread(self) -> int:
@@ -119,25 +121,25 @@ def gate(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Te
     name = target._schema.name.removeprefix("aten::").rstrip("_")
     if name not in _KINKS and name not in _POOLS:
         return None
-    given = filled(target, args, kwargs)
-    x = next(iter(given.values()))
+    inputs = filled(target, args, kwargs)
+    x = next(iter(inputs.values()))
     if not isinstance(x, Tensor) or not x.requires_grad or not torch.is_grad_enabled():
         return None
     value = x.detach()
     if name in _POOLS:
-        places, rivals = _rivals(_POOLS[name], value, given)
+        places, rivals = _rivals(_POOLS[name], value, inputs)
         return x, places, rivals
-    return x, [(_bins(value - at), height, at) for at, height in _KINKS[name](given)], None
+    return x, [(_bins(value - index), height, index) for index, height in _KINKS[name](inputs)], None
 
 
-def _rivals(pool: Any, x: Tensor, given: dict[str, Any]) -> tuple[list[Jump], tuple[Tensor, Tensor]]:
+def _rivals(pool: Any, x: Tensor, value: dict[str, Any]) -> tuple[list[Jump], tuple[Tensor, Tensor]]:
     """Of each window the distance of its two largest values, in units of one's noise, and where they are."""
-    how = {name: given[name] for name in _POOLING}
-    how["stride"] = how["stride"] or None
-    largest, first = pool(x, **how, return_indices=True)
+    settings = {name: value[name] for name in _POOLING}
+    settings["stride"] = settings["stride"] or None
+    largest, first = pool(x, **settings, return_indices=True)
     spread = first.dim() - 2
     rest = x.flatten(-spread).scatter(-1, first.flatten(-spread), -torch.inf).view_as(x)
-    next_largest, second = pool(rest, **how, return_indices=True)
+    next_largest, second = pool(rest, **settings, return_indices=True)
     gap = (largest - next_largest) / math.sqrt(2)
     # What is equal is so by what stands before, as where gates have closed both: noise moves neither.
     bins = torch.where((gap > 0) & gap.isfinite(), _bins(gap), _BINS - 1).to(torch.uint8)
@@ -146,5 +148,5 @@ def _rivals(pool: Any, x: Tensor, given: dict[str, Any]) -> tuple[list[Jump], tu
 
 def _bins(distance: Tensor) -> Tensor:
     """Returns the bin of each distance, one byte an element."""
-    found = ((torch.log2(distance.abs().float()) - _LOWEST) * _OCTAVE).floor()
-    return found.nan_to_num(nan=_BINS - 1, posinf=_BINS - 1, neginf=0).clamp(0, _BINS - 1).to(torch.uint8)
+    result = ((torch.log2(distance.abs().float()) - _LOWEST) * _OCTAVE).floor()
+    return result.nan_to_num(nan=_BINS - 1, posinf=_BINS - 1, neginf=0).clamp(0, _BINS - 1).to(torch.uint8)

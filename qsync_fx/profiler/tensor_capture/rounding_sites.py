@@ -87,13 +87,15 @@ def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
     return False
 
 
-def floats(operator: Operator, at: int, given: Any) -> list[Place]:
+def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
     """Returns the places of the floating-point tensors in an argument."""
     value = operator.graph.value
-    if isinstance(given, fx.Node):
-        return [at] if is_float(value(given)) else []
-    if isinstance(given, (list, tuple)):
-        return [(at, item) for item, used in enumerate(given) if isinstance(used, fx.Node) and is_float(value(used))]
+    if isinstance(argument, fx.Node):
+        return [index] if is_float(value(argument)) else []
+    if isinstance(argument, (list, tuple)):
+        return [
+            (index, item) for item, used in enumerate(argument) if isinstance(used, fx.Node) and is_float(value(used))
+        ]
     return []
 
 
@@ -153,7 +155,7 @@ class RoundingSite:
     @property
     def random(self) -> bool:
         """Whether something of it is drawn."""
-        return any(one.random for one in self.rounded)
+        return any(item.random for item in self.rounded)
 
 
 Changes = Mapping[str, Mapping[str, RoundingSite]]
@@ -162,21 +164,21 @@ Changes = Mapping[str, Mapping[str, RoundingSite]]
 
 def changes(part: Explained, precisions: Sequence[str], options: Options) -> dict[str, dict[str, RoundingSite]]:
     """Returns what each adjustable operator of a graph does otherwise in each precision, where all others compute in FP32."""
-    found: dict[str, dict[str, RoundingSite]] = {}
+    result: dict[str, dict[str, RoundingSite]] = {}
     before = {str(op.id): op.precision for op in part.operators if op.kind is Kind.DEPENDENT}
     with part.context.there():
-        for one in part.operators:
-            if one.kind is not Kind.ADJUSTABLE or one.row is None:
+        for item in part.operators:
+            if item.kind is not Kind.ADJUSTABLE or item.row is None:
                 continue
             for name in precisions:
                 if _wide(precision(name)):
-                    found.setdefault(str(one.id), {})[name] = RoundingSite()
+                    result.setdefault(str(item.id), {})[name] = RoundingSite()
                     continue
-                plan = Plan("fp32", operators={str(one.id): name})
+                plan = Plan("fp32", operators={str(item.id): name})
                 operators = ReplayedPlan(part.snapshots, part.costing, plan).operators
-                own = next(op for op in operators if op.id == one.id)
-                found.setdefault(str(one.id), {})[name] = _change(own, narrowed(operators, before), options)
-    return found
+                owned = next(op for op in operators if op.id == item.id)
+                result.setdefault(str(item.id), {})[name] = _change(owned, narrowed(operators, before), options)
+    return result
 
 
 def _wide(fmt: Precision) -> bool:
@@ -192,45 +194,48 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
     handed = None if not following or leaves(operator.graph, operator.node, narrow) else out
     if fmt.plain and not row.products and not row.output_only:
         places = [
-            p for at, given in enumerate(_given(operator)) if at not in row.writes for p in floats(operator, at, given)
+            p
+            for index, value in enumerate(_given(operator))
+            if index not in row.writes
+            for p in floats(operator, index, value)
         ]
         return RoundingSite(inside=fmt, places=frozenset([*places, OUTPUT]), following=following, handed=handed)
     rounded = tuple(_plain(operator, fmt, out, options) if fmt.plain else _scaled(operator, fmt, out, options))
-    return RoundingSite(rounded, None, frozenset(one.place for one in rounded), following, handed)
+    return RoundingSite(rounded, None, frozenset(item.place for item in rounded), following, handed)
 
 
 def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
     """What torch's own operator rounds, on converted operands."""
-    row, given, back = operator.row, _given(operator), options.gradient_rounding
+    row, inputs, back = operator.row, _given(operator), options.gradient_rounding
     assert row is not None
-    found = [Rounded(OUTPUT, out, "nearest"), Rounded(OUTPUT, out, back, gradient=True)]
+    result = [Rounded(OUTPUT, out, "nearest"), Rounded(OUTPUT, out, back, gradient=True)]
     if row.output_only:
-        return found
-    for at in row.converted(given):
-        for place in floats(operator, at, given[at]):
-            found += [Rounded(place, fmt, "nearest"), Rounded(place, fmt, back, gradient=True)]
-    return found
+        return result
+    for index in row.converted(inputs):
+        for place in floats(operator, index, inputs[index]):
+            result += [Rounded(place, fmt, "nearest"), Rounded(place, fmt, back, gradient=True)]
+    return result
 
 
 def _scaled(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
     """What a lowered operator rounds."""
     row, context = operator.row, operator.graph.context
     assert row is not None
-    here, lowering = row_on(context.device, fmt), context.lowerings.get(row.name)
+    current, lowering = row_on(context.device, fmt), context.lowerings.get(row.name)
     rounding: Rounding = options.rounding
-    carrier, incoming = here.carrier, here.gradient
-    found = []
+    carrier, incoming = current.carrier, current.gradient
+    result = []
     for place, role in zip(row.scaled, Role, strict=True):
         keep: tuple[int, ...] = ()
         if fmt.scaled and lowering is not None:
             keep = tuple((lowering.keep if options.scaling == "channel" else lowering.separate)(operator.node, role))
-        found.append(Rounded(place, fmt, rounding, keep))
+        result.append(Rounded(place, fmt, rounding, keep))
         if carrier.bits < 32:
-            found.append(Rounded(place, carrier, options.gradient_rounding, gradient=True))
+            result.append(Rounded(place, carrier, options.gradient_rounding, gradient=True))
     if out.bits < 32:
-        found.append(Rounded(OUTPUT, out, "nearest"))
-    how: Rounding = options.gradient_rounding if incoming.plain else rounding
-    return [*found, Rounded(OUTPUT, incoming, how, gradient=True)]
+        result.append(Rounded(OUTPUT, out, "nearest"))
+    settings: Rounding = options.gradient_rounding if incoming.plain else rounding
+    return [*result, Rounded(OUTPUT, incoming, settings, gradient=True)]
 
 
 def _given(operator: Operator) -> tuple[Any, ...]:

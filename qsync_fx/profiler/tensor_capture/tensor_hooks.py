@@ -59,8 +59,8 @@ class _Tapped(fx.Interpreter):
             return self._watch(n, args, kwargs, lambda: super(_Tapped, self).run_node(n))
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         target: Any = n.target
-        given = filled(target, args, kwargs)
-        names = list(given)
+        inputs = filled(target, args, kwargs)
+        names = list(inputs)
 
         def call(values: Sequence[Any]) -> Any:
             # Arguments behind a star have no place: they go by name.
@@ -69,7 +69,7 @@ class _Tapped(fx.Interpreter):
             args = tuple(v for k, v in pairs if k not in by_name)
             return called(target, args, {k: v for k, v in pairs if k in by_name})
 
-        return self._tap(Operator(self._precision_graph, n), list(given.values()), call)
+        return self._tap(Operator(self._precision_graph, n), list(inputs.values()), call)
 
     def _taps(self, note: OperatorInfo) -> bool:
         return note.kind is Kind.ADJUSTABLE or str(note.id) in self._also
@@ -132,23 +132,25 @@ class Taps:
     @property
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
         """Where the gradient of each tensor is, by the number of the call and the tensor's place."""
-        return {(at, place): t.edge for at, seen in enumerate(self.seen) for place, t in seen.tensors.items()}
+        return {
+            (index, place): t.edge for index, visited in enumerate(self.seen) for place, t in visited.tensors.items()
+        }
 
-    def tap(self, operator: Operator, given: list[Any], call: Call) -> Any:
+    def tap(self, operator: Operator, argument: list[Any], call: Call) -> Any:
         """Computes an operator, as `tapped.Tap` says, on views of what it reads: gradients of these are of this reader alone."""
         name = str(operator.id)
         follows = name in self.following
-        places = {OUTPUT, *_floats(given)} if follows else self.wanted.get(name, set())
+        places = {OUTPUT, *_floats(argument)} if follows else self.wanted.get(name, set())
         if not places:
-            return call(given)
+            return call(argument)
         if not torch.is_grad_enabled():
             if not follows:
                 self.unrecorded.add(name)
-            return call(given)
+            return call(argument)
         written = self._written(operator)
-        branched, tensors = list(given), {}
+        branched, tensors = list(argument), {}
         for place in places - {OUTPUT}:
-            value = argument_at(given, place)
+            value = argument_at(argument, place)
             branch = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
             put(branched, place, branch)
             tensors[place] = Tapped(_kept(branch, written), get_gradient_edge(branch))
@@ -157,7 +159,7 @@ class Taps:
             # Behind a view: some operators differentiate by their own result, and what that errs by there is found by running them.
             result = result if written else result.view_as(result)
             tensors[OUTPUT] = Tapped(_kept(result, written), get_gradient_edge(result))
-        plain = [_plain(value, written) for value in given]
+        plain = [_plain(value, written) for value in argument]
         row = operator.row
         assert row is not None
         self._given[operator.node] = len(self.seen)
@@ -170,10 +172,10 @@ class Taps:
     def watch(self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Computes any other node, as `tapped.Watch` says."""
         read = self._handed_on(node)
-        found = gate(node, args, kwargs)
-        if found is None:
+        matches = gate(node, args, kwargs)
+        if matches is None:
             return call()
-        x, places, rivals = found
+        x, places, rivals = matches
         reads = read if read is not None and rivals is None and self._is_result(x, read) else None
         entry = get_gradient_edge(x)
         numel = x.numel() if rivals is None else int(torch.count_nonzero(x.detach()))
@@ -206,22 +208,22 @@ class Taps:
         return any(memory.of(used) & memory.written for used in (node, *node.all_input_nodes))
 
 
-def put(given: list[Any], place: Place, value: Tensor) -> None:
+def put(argument: list[Any], place: Place, value: Tensor) -> None:
     """Puts a tensor at a place among the arguments of a call."""
     if isinstance(place, int):
-        given[place] = value
+        argument[place] = value
     else:
-        given[place[0]] = list(given[place[0]])
-        given[place[0]][place[1]] = value
+        argument[place[0]] = list(argument[place[0]])
+        argument[place[0]][place[1]] = value
 
 
-def _floats(given: Sequence[Any]) -> list[Place]:
-    found: list[Place] = []
-    for at, value in enumerate(given):
+def _floats(argument: Sequence[Any]) -> list[Place]:
+    result: list[Place] = []
+    for index, value in enumerate(argument):
         items = enumerate(value) if isinstance(value, (list, tuple)) else ()
-        found += [(at, item) for item, one in items if _is_float(one)]
-        found += [at] if _is_float(value) else []
-    return found
+        result += [(index, item) for item, element in items if _is_float(element)]
+        result += [index] if _is_float(value) else []
+    return result
 
 
 def _is_float(value: Any) -> bool:

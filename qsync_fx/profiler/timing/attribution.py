@@ -44,7 +44,7 @@ def fitted(runs: Iterable[MeasuredRun]) -> Mapping[tuple[str, str], Quantizing]:
     for run in runs:
         for call in run.quantized:
             times[call.before, call.after].append((call.numel, call.seconds))
-    return {pair: _line(found) for pair, found in times.items()}
+    return {pair: _line(item) for pair, item in times.items()}
 
 
 def _line(times: Sequence[tuple[int, float]]) -> Quantizing:
@@ -86,55 +86,55 @@ def attribute(seconds: Seconds, files: Files) -> Attributed:
     quantized: list[Quantized] = []
     nobody = [0.0, 0.0]
     for (file, backward), lines in _by_file(seconds).items():
-        for kernel, taken in _with_beside(lines, files[file]):
+        for kernel, used in _with_beside(lines, files[file]):
             owners = _owners(kernel)
-            if (found := _quantizer(kernel, backward, taken)) is not None:
-                quantized.append(found)
+            if (result := _quantizer(kernel, backward, used)) is not None:
+                quantized.append(result)
             elif not owners:
-                nobody[backward] += taken
-            for owner, share in owners.items() if found is None else ():
-                operators[owner][backward] += taken * share
+                nobody[backward] += used
+            for owner, share in owners.items() if result is None else ():
+                operators[owner][backward] += used * share
     return Attributed({name: (f, b) for name, (f, b) in operators.items()}, quantized, (nobody[0], nobody[1]))
 
 
 def _by_file(seconds: Seconds) -> dict[tuple[str, bool], dict[int, float]]:
-    found: dict[tuple[str, bool], dict[int, float]] = defaultdict(dict)
-    for (file, line, backward), taken in seconds.items():
-        found[file, backward][line] = taken
-    return found
+    result: dict[tuple[str, bool], dict[int, float]] = defaultdict(dict)
+    for (file, line, backward), used in seconds.items():
+        result[file, backward][line] = used
+    return result
 
 
 def _with_beside(
     lines: Mapping[int, float], kernels: Mapping[int, InductorKernel]
 ) -> list[tuple[InductorKernel | None, float]]:
     """Returns each kernel with its seconds and those of the lines after it that call none; those before the first one go with it."""
-    found: list[tuple[InductorKernel | None, float]] = []
+    result: list[tuple[InductorKernel | None, float]] = []
     before = 0.0
     for line in sorted(lines):
         kernel = kernels.get(line)
         if kernel is not None:
-            found.append((kernel, before + lines[line]))
+            result.append((kernel, before + lines[line]))
             before = 0.0
-        elif found:
-            found[-1] = found[-1][0], found[-1][1] + lines[line]
+        elif result:
+            result[-1] = result[-1][0], result[-1][1] + lines[line]
         else:
             before += lines[line]
-    return [*found, (None, before)] if before else found
+    return [*result, (None, before)] if before else result
 
 
-def _quantizer(kernel: InductorKernel | None, backward: bool, taken: float) -> Quantized | None:
+def _quantizer(kernel: InductorKernel | None, backward: bool, used: float) -> Quantized | None:
     for node in kernel.nodes if kernel is not None and kernel.library else ():
         if node.quantizes is not None and node.owner is not None:
-            return Quantized(node.owner, *node.quantizes, backward, taken)
+            return Quantized(node.owner, *node.quantizes, backward, used)
     return None
 
 
 def _owners(kernel: InductorKernel | None) -> dict[str, float]:
     """Returns which share of a kernel's time belongs to whom."""
     nodes = [node for node in kernel.nodes if node.owner is not None] if kernel is not None else []
-    whole = sum(node.bytes for node in nodes)
+    full = sum(node.bytes for node in nodes)
     shares: dict[str, float] = defaultdict(float)
     for node in nodes:
         assert node.owner is not None
-        shares[node.owner] += node.bytes / whole if whole else 1 / len(nodes)
+        shares[node.owner] += node.bytes / full if full else 1 / len(nodes)
     return shares

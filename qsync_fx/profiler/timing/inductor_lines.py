@@ -96,8 +96,8 @@ _KEPT = Schema(
 def keep(wrapper: str, model: str, lines: Mapping[int, InductorKernel]) -> None:
     """Keeps what the lines of a wrapper compute for a model; where nothing can be written there, nothing is kept."""
     try:
-        kept = _CachedLines(_digest(wrapper), {str(at): kernel for at, kernel in lines.items()})
-        _KEPT.write(_beside(wrapper, model), _KEPT.encode(kept))
+        saved = _CachedLines(_digest(wrapper), {str(index): kernel for index, kernel in lines.items()})
+        _KEPT.write(_beside(wrapper, model), _KEPT.encode(saved))
     except (OSError, ProfileError):
         return
 
@@ -105,10 +105,10 @@ def keep(wrapper: str, model: str, lines: Mapping[int, InductorKernel]) -> None:
 def lines_of(wrapper: str, model: str) -> dict[int, InductorKernel] | None:
     """Returns what was kept of a wrapper for a model; None where nothing was."""
     try:
-        kept = _KEPT.load(_beside(wrapper, model))
-        if kept.wrapper != _digest(wrapper):
+        saved = _KEPT.load(_beside(wrapper, model))
+        if saved.wrapper != _digest(wrapper):
             return None
-        return {int(at): kernel for at, kernel in kept.lines.items()}
+        return {int(index): kernel for index, kernel in saved.lines.items()}
     except (OSError, ValueError, ProfileError):
         return None
 
@@ -162,7 +162,7 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.graph import GraphLowering
 
-    found = WatchedLowering()
+    result = WatchedLowering()
     compile_to_module: Callable[[Any], Any] = GraphLowering.compile_to_module
     load_by_key_path: Callable[..., Any] = PyCodeCache.load_by_key_path
 
@@ -174,20 +174,20 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
             made_of = debug._inductor_triton_kernel_to_post_grad_node_info
         finally:
             debug._inductor_triton_kernel_to_post_grad_node_info = before
-        found[module.__file__] = _lines(Path(module.__file__), made_of, lowering.module.graph)
-        found.unknown.discard(module.__file__)
+        result[module.__file__] = _lines(Path(module.__file__), made_of, lowering.module.graph)
+        result.unknown.discard(module.__file__)
         if model:
-            keep(module.__file__, model, found[module.__file__])
+            keep(module.__file__, model, result[module.__file__])
         return module
 
     def loading(*args: Any, **kwargs: Any) -> Any:
         module = load_by_key_path(*args, **kwargs)
-        if model and module.__file__ not in found:
+        if model and module.__file__ not in result:
             lines = lines_of(module.__file__, model)
             if lines is None:
-                found.unknown.add(module.__file__)
+                result.unknown.add(module.__file__)
             else:
-                found[module.__file__] = lines
+                result[module.__file__] = lines
         return module
 
     settings: Any = torch.compiler.config
@@ -199,9 +199,9 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
         with (
             torch._inductor.config.patch({"trace.provenance_tracking_level": 2}),
             settings.patch(cache_key_tag=tag),
-            contextlib.nullcontext() if model else found.anew(),
+            contextlib.nullcontext() if model else result.anew(),
         ):
-            yield found
+            yield result
     finally:
         GraphLowering.compile_to_module = compile_to_module  # type: ignore[method-assign, assignment]
         PyCodeCache.load_by_key_path = load_by_key_path  # type: ignore[method-assign]
@@ -209,35 +209,35 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
 
 def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dict[int, InductorKernel]:
     nodes = {node.name: node for node in graph.nodes}
-    told: dict[int, tuple[str, list[fx.Node]]] = {}
+    reported: dict[int, tuple[str, list[fx.Node]]] = {}
     called: tuple[str, list[fx.Node]] | None = None
-    for at, line in enumerate(file.read_text().splitlines(), 1):
+    for index, line in enumerate(file.read_text().splitlines(), 1):
         if match := _HANDLE.search(line):
             made = made_of.get(f"{match[1]}:{match[2]}", ())
-            called = match[1], [nodes[known] for known in made if known in nodes]
+            called = match[1], [nodes[entry] for entry in made if entry in nodes]
         elif called is not None and line.strip() and not line.lstrip().startswith("#"):
-            told[at], called = called, None
+            reported[index], called = called, None
     charged = charges(graph)
     return {
-        at: InductorKernel(name, _is_library(name), tuple(_computed(node, charged.get(node)) for node in of))
-        for (at, (name, _)), of in zip(told.items(), computed_by(graph, list(told.values())), strict=True)
+        index: InductorKernel(name, _is_library(name), tuple(_computed(node, charged.get(node)) for node in of))
+        for (index, (name, _)), of in zip(reported.items(), computed_by(graph, list(reported.values())), strict=True)
     }
 
 
-def computed_by(graph: fx.Graph, told: Sequence[tuple[str, Sequence[fx.Node]]]) -> list[list[fx.Node]]:
+def computed_by(graph: fx.Graph, reported: Sequence[tuple[str, Sequence[fx.Node]]]) -> list[list[fx.Node]]:
     """Returns which nodes kernels compute, from the name of each and what Inductor tells of it.
 
     It tells too much on both sides of a library's call whose operands are not in memory when it comes to the call: of the call, if it has
     several results as the gradients of a convolution are, all nodes that its operands are made of, and of the kernels that then write the
     operands, the call. But a call computes what it was made for, the last of its nodes, and no fused kernel computes that.
     """
-    order = {node: at for at, node in enumerate(graph.nodes)}
-    called = [max(nodes, key=order.__getitem__) if _is_library(name) and nodes else None for name, nodes in told]
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    called = [max(nodes, key=order.__getitem__) if _is_library(name) and nodes else None for name, nodes in reported]
     calls = set(called)
     return [
         # Where nothing else is left it turns an operand as the call wants it, which is work for that call.
         [call] if call is not None else [node for node in nodes if node not in calls] or list(nodes)
-        for call, (_, nodes) in zip(called, told, strict=True)
+        for call, (_, nodes) in zip(called, reported, strict=True)
     ]
 
 

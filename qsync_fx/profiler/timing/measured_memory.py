@@ -64,8 +64,8 @@ def memory_events(step: Callable[[], object]) -> list[int]:
         recording.second()
         step()
     finally:
-        _, found = recording.stop()
-    return found
+        _, result = recording.stop()
+    return result
 
 
 class AllocationRecording:
@@ -88,10 +88,10 @@ class AllocationRecording:
         recorded: Any = self._profiler.profiler
         events = recorded.kineto_results.events()
         begin = next((event.start_ns() for event in events if event.name() == _SECOND), float("inf"))
-        found = [event for event in events if event.name() == "[memory]" and event.device_type().name == "CPU"]
-        found.sort(key=lambda event: event.start_ns())
-        first = [event.nbytes() for event in found if event.start_ns() < begin]
-        return first, [event.nbytes() for event in found[len(first) :]]
+        result = [event for event in events if event.name() == "[memory]" and event.device_type().name == "CPU"]
+        result.sort(key=lambda event: event.start_ns())
+        first = [event.nbytes() for event in result if event.start_ns() < begin]
+        return first, [event.nbytes() for event in result[len(first) :]]
 
 
 def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
@@ -139,8 +139,8 @@ def loss_in_step(
         return None
 
     def loss(*results: Tensor) -> Tensor:
-        given = dict(zip(differentiated, results, strict=True))
-        now = pytree.tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], spec)
+        inputs = dict(zip(differentiated, results, strict=True))
+        now = pytree.tree_unflatten([inputs.get(id(leaf), leaf) for leaf in leaves], spec)
         with _returning(module, now):
             return step(module, batch)
 
@@ -153,14 +153,14 @@ def loss_in_step(
 @contextmanager
 def _returning(module: nn.Module, result: object) -> Iterator[None]:
     """Has a module return this whatever it is called with, and compute nothing."""
-    held = vars(module)
-    before = {name: held[name] for name in ("forward",) if name in held}
-    held["forward"] = lambda *_, **__: result
+    live = vars(module)
+    before = {name: live[name] for name in ("forward",) if name in live}
+    live["forward"] = lambda *_, **__: result
     try:
         yield
     finally:
-        del held["forward"]
-        held.update(before)
+        del live["forward"]
+        live.update(before)
 
 
 _ELEMENTS = 16384
@@ -172,10 +172,10 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
     Raises:
         ProfileError: one like it cannot be made from its class and defaults, or does not step on parameters alone.
     """
-    one, two, three = (_peak(optimizer, count) for count in (1, 2, 3))
+    item, two, three = (_peak(optimizer, count) for count in (1, 2, 3))
     together = three[1] - two[1]
     return OptimizerMemory(
-        state=one[0], temporary=one[1] - together, before=two[1] - one[1] - together, together=together
+        state=item[0], temporary=item[1] - together, before=two[1] - item[1] - together, together=together
     )
 
 
@@ -189,19 +189,19 @@ def known_memory(optimizer: Optimizer | None) -> OptimizerMemory | None:
 
 def _peak(optimizer: Optimizer, count: int) -> tuple[float, float]:
     parameters = [torch.nn.Parameter(torch.zeros(_ELEMENTS)) for _ in range(count)]
-    known = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+    available = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in available}
     try:
         like = type(optimizer)(parameters, **settings)
         for parameter in parameters:
             parameter.grad = torch.ones(_ELEMENTS)
         like.step()
-        taken = measured_peak(like.step)
+        used = measured_peak(like.step)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ProfileError(
             f"what a step of {type(optimizer).__name__} takes cannot be found out: {error}",
             do="give it: predictor.memory.OptimizerMemory",
         ) from error
-    held = [value for state in like.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    state = sum(tensor.nbytes for tensor in held if tensor.numel() == _ELEMENTS) / count
-    return state / _ELEMENTS / 4, round(taken / _ELEMENTS / 4, 2)
+    live = [value for state in like.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    state = sum(tensor.nbytes for tensor in live if tensor.numel() == _ELEMENTS) / count
+    return state / _ELEMENTS / 4, round(used / _ELEMENTS / 4, 2)

@@ -56,7 +56,7 @@ class LineTimer:
 @contextlib.contextmanager
 def timing_lines(files: Container[str], clock: Clock) -> Iterator[LineTimer]:
     """Times the lines of wrappers that run while this is active, in this thread."""
-    found = LineTimer()
+    result = LineTimer()
     before = sys.gettrace()
 
     def called(frame: FrameType, event: str, _: Any) -> Any:
@@ -64,20 +64,20 @@ def timing_lines(files: Container[str], clock: Clock) -> Iterator[LineTimer]:
         if code.co_name != "call" or code.co_filename not in files:
             return None
         readings: list[tuple[int, float]] = []
-        append, backward = readings.append, found.backward
+        append, backward = readings.append, result.backward
 
         def line(frame: FrameType, event: str, _: Any) -> Any:
             append((frame.f_lineno, clock()))
             if event == "return":
-                for (at, start), (_, end) in itertools.pairwise(readings):
-                    found.seconds[code.co_filename, at, backward] += end - start
+                for (index, start), (_, end) in itertools.pairwise(readings):
+                    result.seconds[code.co_filename, index, backward] += end - start
             return line
 
         return line
 
     sys.settrace(called)
     try:
-        yield found
+        yield result
     finally:
         sys.settrace(before)
 
@@ -123,20 +123,22 @@ def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
 def checked_loss(loss: object, where: str) -> Tensor:
     """Returns what a user's step returned; raises `ProfileError` where that is no loss that trains anything."""
     if not isinstance(loss, Tensor) or loss.dim():
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        message = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         do = "return the loss of the batch, a tensor without dimensions"
-        raise ProfileError(f"the step returned {what}, which is no loss", where=where, do=do)
+        raise ProfileError(f"the step returned {message}, which is no loss", where=where, do=do)
     if not loss.requires_grad:
-        what = "the loss depends on no parameter that requires a gradient"
-        raise ProfileError(what, where=where, do="let the step compute it from what the model returns, with gradients")
+        message = "the loss depends on no parameter that requires a gradient"
+        raise ProfileError(
+            message, where=where, do="let the step compute it from what the model returns, with gradients"
+        )
     return loss
 
 
 def finite(loss: Tensor, where: str) -> Tensor:
     """Returns a loss; raises `ProfileError` where it is NaN or infinite."""
     if not bool(loss.detach().isfinite()):
-        what = f"the loss is {float(loss.detach())}"
-        raise ProfileError(what, where=where, do="give a model and batches that train in FP32")
+        message = f"the loss is {float(loss.detach())}"
+        raise ProfileError(message, where=where, do="give a model and batches that train in FP32")
     return loss
 
 
@@ -239,8 +241,8 @@ class GpuTimer:
 
     def between(self, first: Any, last: Any) -> float:
         last.synchronize()
-        taken: float = first.elapsed_time(last) - self._own
-        return max(0.0, taken / 1e3)
+        used: float = first.elapsed_time(last) - self._own
+        return max(0.0, used / 1e3)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -293,29 +295,29 @@ class Queued:
     def python(self, line: Key, seconds: float) -> None:
         self._python[line] += seconds
 
-    def seconds(self, whole: StepSeconds) -> Seconds:
+    def seconds(self, full: StepSeconds) -> Seconds:
         """Returns the seconds of each line in a step whose passes take these, and in that are longer than their kernels."""
-        found: dict[Key, float] = defaultdict(float)
+        result: dict[Key, float] = defaultdict(float)
         for line, first, last in self._kernels:
-            found[line] += self.device.between(first, last)
+            result[line] += self.device.between(first, last)
         outside = [0.0, 0.0]
         for backward, first, last in self._outside:
             outside[backward] += self.device.between(first, last)
-        for backward, taken in ((False, whole.forward), (True, whole.backward)):
-            known = sum(seconds for line, seconds in found.items() if line[2] == backward)
-            waiting = max(0.0, taken - known - outside[backward])
+        for backward, used in ((False, full.forward), (True, full.backward)):
+            available = sum(seconds for line, seconds in result.items() if line[2] == backward)
+            waiting = max(0.0, used - available - outside[backward])
             python = {line: seconds for line, seconds in self._python.items() if line[2] == backward}
             total = sum(python.values())
             for line, seconds in python.items():
-                found[line] += waiting * seconds / total
-        return found
+                result[line] += waiting * seconds / total
+        return result
 
 
 class _Call:
     """One call of a wrapper."""
 
-    def __init__(self, found: Queued, file: str, kernels: Container[int]) -> None:
-        self._found, self._file, self._kernels, self._backward = found, file, kernels, found.backward
+    def __init__(self, result: Queued, file: str, kernels: Container[int]) -> None:
+        self._found, self._file, self._kernels, self._backward = result, file, kernels, result.backward
         self._at: Key | None = None
         self._begun: Any = None
         self._since, self._marks = 0.0, 0
@@ -346,7 +348,7 @@ class _Call:
 @contextlib.contextmanager
 def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> Iterator[Queued]:
     """Times the lines of wrappers that run while this is active, in this thread; `files` has those that call kernels."""
-    found = Queued(device)
+    result = Queued(device)
     before = sys.gettrace()
 
     def called(frame: FrameType, event: str, _: Any) -> Any:
@@ -354,11 +356,11 @@ def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> 
         file = code.co_filename
         if code.co_name != "call" or file not in files:
             return None
-        found.left()
-        return _Call(found, file, files[file]).line
+        result.left()
+        return _Call(result, file, files[file]).line
 
     sys.settrace(called)
     try:
-        yield found
+        yield result
     finally:
         sys.settrace(before)

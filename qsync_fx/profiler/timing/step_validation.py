@@ -36,9 +36,9 @@ def compiling() -> Iterator[Callable[[nn.Module, Mapping[str, object], TrainingS
     codes: set[CodeType] = set()
 
     def compile_with(module: nn.Module, options: Mapping[str, object], training: TrainingStep) -> Compiled:
-        given: dict[str, Any] = dict(options)
+        inputs: dict[str, Any] = dict(options)
         with collecting(Options.parse(options)) as log:
-            compiled: Compiled = torch.compile(module, backend="qsync", options=given, dynamic=False)
+            compiled: Compiled = torch.compile(module, backend="qsync", options=inputs, dynamic=False)
             training.run(compiled)
             codes.update(code for code, _ in log.frames)
         return compiled

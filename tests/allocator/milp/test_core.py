@@ -20,7 +20,7 @@ def drawn(seed: int, tight: float) -> tuple[LinearProgram, list[list[int]], list
     draw = random.Random(seed)
     program = LinearProgram()
     groups = [
-        [program.variable(draw.lognormvariate(0, 1) * way, whole=True) for way in range(draw.choice((2, 3)))]
+        [program.variable(draw.lognormvariate(0, 1) * way, full=True) for way in range(draw.choice((2, 3)))]
         for _ in range(6)
     ]
     weights = [draw.choice((1.0, 2.0, draw.random())) for _ in program.costs]

@@ -22,9 +22,7 @@ def drawn(seed: int, count: int) -> tuple[LinearProgram, list[list[int]], list[f
     groups = []
     for _ in range(count):
         ways = draw.choice((1, 2, 3, 5))
-        groups.append(
-            [program.variable(draw.choice((0.0, draw.lognormvariate(0, 2))), whole=True) for _ in range(ways)]
-        )
+        groups.append([program.variable(draw.choice((0.0, draw.lognormvariate(0, 2))), full=True) for _ in range(ways)])
         weights += [draw.choice((1.0, draw.lognormvariate(0, 1))) for _ in range(ways)]
         program.row(dict.fromkeys(groups[-1], 1.0), 1.0, 1.0)
     return program, groups, weights
@@ -84,7 +82,7 @@ def test_few_programs_are_solved_to_the_bound_of_the_relaxed_one(
 
 def test_a_limit_that_choices_alone_miss_may_cost_nothing() -> None:
     program = LinearProgram()
-    group = [program.variable(1.0, whole=True), program.variable(2.0, whole=True)]
+    group = [program.variable(1.0, full=True), program.variable(2.0, full=True)]
     program.row(dict.fromkeys(group, 1.0), 1.0, 1.0)
     # What follows from the first choice costs more than the second.
     beside = program.variable(5.0)
@@ -97,7 +95,7 @@ def test_a_limit_that_choices_alone_miss_may_cost_nothing() -> None:
 
 def test_a_limit_that_choices_alone_keep_may_count() -> None:
     program = LinearProgram()
-    group = [program.variable(1.0, whole=True), program.variable(2.0, whole=True)]
+    group = [program.variable(1.0, full=True), program.variable(2.0, full=True)]
     program.row(dict.fromkeys(group, 1.0), 1.0, 1.0)
     beside = program.variable()
     program.row({group[0]: 1.0, beside: -1.0}, most=0.0)

@@ -47,7 +47,7 @@ def test_the_bits_are_those_of_the_reference(
     b = torch.randint(-128, 128, (n, k) if turned else (k, n), dtype=torch.int8)
     scales = scale(of_a, (m, 1)), scale(of_b, (1, n))
     bias = None if biased is None else (torch.randn(n) * 100).to(biased)
-    found = gemm(a, b, *scales, bias, out, turned=turned)
+    found = gemm(a, b, *scales, bias, out, transposed=turned)
     right = b.t() if turned else b
     assert cpu_kernels.multiplies(a, right)
     want = reference_result.gemm(a, right, *scales, bias, out)

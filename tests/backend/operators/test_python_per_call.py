@@ -46,7 +46,7 @@ def test_quantizing_and_multiplying_make_few_calls() -> None:
     q, scale = quantize(x, SEED, 0, "int8", "nearest", [])
     w, w_scale = quantize(weight, SEED, 1, "int8", "nearest", [])
     assert calls(lambda: quantize(x, SEED, 0, "int8", "nearest", [])) <= 32
-    assert calls(lambda: gemm(q, w, scale, w_scale, bias, torch.bfloat16, turned=True)) <= 42
+    assert calls(lambda: gemm(q, w, scale, w_scale, bias, torch.bfloat16, transposed=True)) <= 42
 
 
 SIZES: Sequence[tuple[int, ...]] = (
@@ -99,7 +99,7 @@ def test_products_of_either_orientation(rows: int, inner: int, columns: int, tur
     bias = torch.randn(columns, dtype=torch.float64)
     expected = a.double() @ (b.t() if turned else b).double() * 0.5 + bias
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        result: Tensor = gemm(a, b, torch.tensor(0.5), None, bias, dtype, turned=turned)
+        result: Tensor = gemm(a, b, torch.tensor(0.5), None, bias, dtype, transposed=turned)
         assert (result.dtype, result.shape) == (dtype, (rows, columns))
         assert result.is_contiguous() and result.stride() == (max(columns, 1), 1)
         torch.testing.assert_close(result, expected.to(dtype), rtol=0.02, atol=0.02)
@@ -108,7 +108,7 @@ def test_products_of_either_orientation(rows: int, inner: int, columns: int, tur
 def test_wrong_operands_are_reported_as_before() -> None:
     a, b = torch.zeros(3, 5, dtype=torch.int8), torch.zeros(4, 6, dtype=torch.int8)
     with pytest.raises(RuntimeError, match=r"\[3, 5\] and \[6, 4\] cannot be multiplied"):
-        gemm(a, b, None, None, None, turned=True)
+        gemm(a, b, None, None, None, transposed=True)
     with pytest.raises(RuntimeError, match=r"\[3, 5\] and \[4, 6\] cannot be multiplied"):
         gemm(a, b, None, None, None)
     with pytest.raises(RuntimeError, match=r"bias is \[5\]"):

@@ -32,7 +32,7 @@ class Fleet:
     def locals(self) -> list[Local]:
         ways = zip(self.schedules, self.slowdowns, self.launches, self.extra, self.beside, strict=True)
         return [
-            local(schedule, self.buckets, slowdown=slowdown, launch=launch, extra=extra, beside=beside)
+            local(schedule, self.buckets, slowdown=slowdown, launch=launch, extra=extra, neighbours=beside)
             for schedule, slowdown, launch, extra, beside in ways
         ]
 

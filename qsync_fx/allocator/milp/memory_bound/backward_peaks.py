@@ -34,31 +34,31 @@ class BackwardPeaks:
         kept: what a class of devices keeps for the backward pass.
     """
 
-    def __init__(self, kept: SavedTensorsBound) -> None:
-        self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
-        self._waiting = UnreadValues(kept)
-        self._streams = PendingGradients(kept, self._waiting)
+    def __init__(self, saved: SavedTensorsBound) -> None:
+        self._kept, self.graph, self._forward = saved, saved.graph, saved.passes[0].forward
+        self._waiting = UnreadValues(saved)
+        self._streams = PendingGradients(saved, self._waiting)
         self._planned: tuple[Sequence[StateNames], PlanStates] | None = None
 
     @cached_property
     def moments(self) -> Sequence[Moment]:
         """All such moments, in the order of operators."""
-        found: list[Moment] = []
-        for at, operator in enumerate(self.graph.operators):
-            if at in self._streams.norming.norms:
-                found.append((at, PASSING))
+        result: list[Moment] = []
+        for index, operator in enumerate(self.graph.operators):
+            if index in self._streams.norming.norms:
+                result.append((index, PASSING))
             if operator.repeated or not self._waiting.arrives(operator.result):
                 continue
-            if at in self._forward.matrices:
+            if index in self._forward.matrices:
                 continue  # no moment has all that it reads and writes
             if pools(operator) or (self._forward.multiplies(operator) and at_once(operator)):
-                found += [(at, 0)] if gradients(operator, self._forward) else []
+                result += [(index, 0)] if gradients(operator, self._forward) else []
             elif self._forward.multiplies(operator):
                 computed = gradients(operator, self._forward)
-                found += [(at, which) for which, _ in enumerate(computed)]
+                result += [(index, selected) for selected, _ in enumerate(computed)]
                 if self._converted(operator) is not None:
-                    found.append((at, len(computed)))
-        return found
+                    result.append((index, len(computed)))
+        return result
 
     def last(self, moment: Moment) -> Set[str]:
         """Returns the ids of the operators that the kernel of a moment may be for last: a norm's writes what the product before reads."""
@@ -80,52 +80,54 @@ class BackwardPeaks:
             above: what is no more than that may come out less.
             exact: whether what counts of that is known to the byte; elsewhere it may come out less, too.
         """
-        kept = self._kept.of(names, self._waiting.of(moment))
-        found = kept + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
+        saved = self._kept.of(names, self._waiting.of(moment))
+        result = saved + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
         if not waiting:
-            return found
+            return result
         if self._planned is None or self._planned[0] != names:
             self._planned = names, PlanStates(names)
-        return found + self._streams.of(self._planned[1], moment, above - found, exact)
+        return result + self._streams.of(self._planned[1], moment, above - result, exact)
 
     def expression(self, formats: Formats, moment: Moment) -> Expression:
         """Returns the bytes."""
-        found = dict(self._kept.expression(formats, self._waiting.of(moment)))
-        found[CONSTANT] = found.get(CONSTANT, 0.0) + self._gradients(moment)
+        result = dict(self._kept.expression(formats, self._waiting.of(moment)))
+        result[CONSTANT] = result.get(CONSTANT, 0.0) + self._gradients(moment)
         for name, where in formats.precisions[moment[0]].items():
-            add(found, where, self._own(moment)[name])
-        add(found, self._streams.expression(formats, moment), 1.0)
-        return found
+            add(result, where, self._own(moment)[name])
+        add(result, self._streams.expression(formats, moment), 1.0)
+        return result
 
     def _own(self, moment: Moment) -> Sizes:
         """The gradient that a product is given, and those that it has written, with what it reads for that: of a factor in a scaled format
         a copy in the carrier. A convolution writes both gradients at once. A pooling reads places beside the gradient that it is given."""
-        operator, found = self.graph.operators[moment[0]], dict[Name, int]()
+        operator, result = self.graph.operators[moment[0]], dict[Name, int]()
         if moment[1] == PASSING:
             return dict.fromkeys((name for name, _ in operator.costs), 0)  # `NormGradients` has it
         if pools(operator):
             windows = INDEX * whole(self.graph.values[operator.result].numel)
             values = operator.result, operator.reads[0].value
             for name, _ in operator.costs:
-                found[name] = windows + sum(self._forward.bytes(value, name) for value in values)
-            return found
+                result[name] = windows + sum(self._forward.bytes(value, name) for value in values)
+            return result
         places = gradients(operator, self._forward)
         for name, _ in operator.costs:
             narrow, carrier = computed_in(name)
             written = {place: self._forward.bytes(operator.reads[place].value, carrier) for place in places}
-            copied = {at: self._copied(read, name, carrier) for at, read in factors(operator, self._forward).items()}
+            copied = {
+                index: self._copied(read, name, carrier) for index, read in factors(operator, self._forward).items()
+            }
             if at_once(operator):
                 workspace = 2 * self._forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
                 more = sum(written.values()) + sum(copied.values()) + workspace
             elif moment[1] == len(places):
-                found[name] = self._converting(operator, carrier)
+                result[name] = self._converting(operator, carrier)
                 continue
             else:
                 now = places[moment[1]]
                 before = [place for place in places[: moment[1]] if self._waiting.uses(operator.reads[place].value)]
                 more = sum(written[place] for place in (*before, now)) + copied[self._forward.other(operator, now)]
-            found[name] = self._forward.bytes(operator.result, narrow) + more
-        return found
+            result[name] = self._forward.bytes(operator.result, narrow) + more
+        return result
 
     def _converted(self, operator: ModelOperator) -> ModelRead | None:
         """Returns the parameter whose gradient a matrix product computes last, and that is converted to the parameter's format behind it,
@@ -141,18 +143,18 @@ class BackwardPeaks:
     @cached_property
     def _last_readers(self) -> Mapping[int, int]:
         """By value, the place of the last operator that a gradient of it comes from."""
-        reads = ((at, read) for at, operator in enumerate(self.graph.operators) for read in operator.reads)
-        return {self._forward.root(read.value): at for at, read in reads if read.gradient}
+        reads = ((index, read) for index, operator in enumerate(self.graph.operators) for read in operator.reads)
+        return {self._forward.root(read.value): index for index, read in reads if read.gradient}
 
     def _converting(self, operator: ModelOperator, carrier: Name) -> int:
         """Both gradients of the parameter, as it is computed and as it stays, and those that were computed before and wait."""
         read, places = self._converted(operator), gradients(operator, self._forward)
         assert read is not None
         before = [place for place in places[:-1] if self._waiting.uses(operator.reads[place].value)]
-        found = sum(self._forward.bytes(operator.reads[place].value, carrier) for place in before)
+        result = sum(self._forward.bytes(operator.reads[place].value, carrier) for place in before)
         stays = self._forward.bytes(read.value, FP32.name)
         narrow = carrier is not None and FORMATS[carrier].dtype.itemsize < FP32.dtype.itemsize
-        return found + stays + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
+        return result + stays + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
 
     def _beside(self, operator: ModelOperator) -> int:
         """The places that are written by the kernel that converts, where a pooling's is the next one of a library: what lies between two of
@@ -172,16 +174,16 @@ class BackwardPeaks:
 
     def _gradients(self, moment: Moment) -> int:
         """The bytes of the gradients of parameters that the operators behind a moment have left there."""
-        return sum(size for at, size in self._left if at > moment[0])
+        return sum(size for index, size in self._left if index > moment[0])
 
     @cached_property
     def _left(self) -> Sequence[tuple[int, int]]:
         """The places of operators that leave gradients of parameters behind, and their bytes; the first of all plans to be there count."""
-        found: dict[str, tuple[int, int]] = {}
-        for one in self._kept.passes:
-            for task in one.backward.tasks:
+        result: dict[str, tuple[int, int]] = {}
+        for item in self._kept.passes:
+            for task in item.backward.tasks:
                 for buffer in task.writes:
                     if buffer.stays and task.operator:
-                        at = self.graph.places[task.operator]
-                        found[buffer.name] = min(found.get(buffer.name, (at, buffer.bytes)), (at, buffer.bytes))
-        return list(found.values())
+                        index = self.graph.places[task.operator]
+                        result[buffer.name] = min(result.get(buffer.name, (index, buffer.bytes)), (index, buffer.bytes))
+        return list(result.values())

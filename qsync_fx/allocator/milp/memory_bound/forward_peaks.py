@@ -47,23 +47,23 @@ class FusedProducer:
     held: Mapping[StateNames, int]
 
     @classmethod
-    def of_product(cls, kept: SavedTensorsBound, product: ModelOperator) -> FusedProducer | None:
+    def of_product(cls, saved: SavedTensorsBound, product: ModelOperator) -> FusedProducer | None:
         """Returns what is written for a product that reads what elementwise operators compute for it alone; None for another."""
-        forward, at = kept.passes[0].forward, kept.graph.places[product.id]
-        if attends(product) or at in forward.matrices or forward.multiplied(product) != (0, 1):
+        forward, index = saved.passes[0].forward, saved.graph.places[product.id]
+        if attends(product) or index in forward.matrices or forward.multiplied(product) != (0, 1):
             return None
-        data, *given = product.reads
+        data, *inputs = product.reads
         maker, root = forward.made_by(data.value), forward.root(data.value)
         if (
             maker is None
             or forward.multiplies(maker)
             or pools(maker)
-            or not all(forward.given(read.value) for read in given)
+            or not all(forward.given(read.value) for read in inputs)
         ):
             return None
-        if not {root, *(forward.root(read.value) for read in given)}.isdisjoint(_elsewhere(kept, product)):
+        if not {root, *(forward.root(read.value) for read in inputs)}.isdisjoint(_elsewhere(saved, product)):
             return None
-        over, written = _over(kept, maker), dict[StateNames, int]()
+        over, written = _over(saved, maker), dict[StateNames, int]()
         for state in product.costs:
             wanted = [_wanted(read, state) for read in product.reads]
             if wanted[0] is None or scaled(wanted[0]):
@@ -71,11 +71,11 @@ class FusedProducer:
             written[state] = 0
             if all(fmt is not None and not scaled(fmt) for fmt in wanted):
                 size = forward.bytes(root, wanted[0])
-                copies = zip(given, wanted[1:], strict=True)
+                copies = zip(inputs, wanted[1:], strict=True)
                 written[state] = size if size not in over else 0
-                written[state] += sum(forward.bytes(r.value, fmt) for r, fmt in copies if fmt != _own(kept, r))
-        held = {state: size if (size := forward.bytes(root, state[1])) not in over else 0 for state in maker.costs}
-        return cls(at, kept.graph.places[maker.id], written, held)
+                written[state] += sum(forward.bytes(r.value, fmt) for r, fmt in copies if fmt != _own(saved, r))
+        live = {state: size if (size := forward.bytes(root, state[1])) not in over else 0 for state in maker.costs}
+        return cls(index, saved.graph.places[maker.id], written, live)
 
     def of(self, names: Sequence[StateNames]) -> int:
         """Returns the bytes under a plan, by the states that it puts operators into."""
@@ -84,48 +84,50 @@ class FusedProducer:
 
     def expression(self, formats: Formats) -> Expression:
         """Returns the bytes."""
-        found: dict[int, float] = {}
-        for state, there in formats.states[self.at].items():
-            add(found, there, self.written.get(state, 0))
+        result: dict[int, float] = {}
+        for state, existing in formats.states[self.at].items():
+            add(result, existing, self.written.get(state, 0))
         as_held = total(*((1.0, e) for state, e in formats.states[self.at].items() if state not in self.written))
-        for state, there in formats.states[self.maker].items():
-            both = formats.program.at_least(total((1.0, as_held), (1.0, there), (-1.0, ONE)))
-            add(found, both, self.held[state])
-        return found
+        for state, existing in formats.states[self.maker].items():
+            both = formats.program.at_least(total((1.0, as_held), (1.0, existing), (-1.0, ONE)))
+            add(result, both, self.held[state])
+        return result
 
 
 def _wanted(read: ModelRead, state: StateNames) -> Name:
     return read.wanted.get(state[0] or "")
 
 
-def _own(kept: SavedTensorsBound, read: ModelRead) -> Name:
-    return kept.graph.values[kept.passes[0].forward.root(read.value)].own
+def _own(saved: SavedTensorsBound, read: ModelRead) -> Name:
+    return saved.graph.values[saved.passes[0].forward.root(read.value)].own
 
 
-def _elsewhere(kept: SavedTensorsBound, product: ModelOperator) -> Set[int]:
+def _elsewhere(saved: SavedTensorsBound, product: ModelOperator) -> Set[int]:
     """The values that lie in memory for other products or poolings, or are returned."""
-    forward = kept.passes[0].forward
-    others = (one for one in kept.graph.operators if one is not product and (forward.multiplies(one) or pools(one)))
-    found = {forward.root(read.value) for one in others for read in one.reads}
-    return found | {forward.root(read.value) for read in kept.graph.outputs}
+    forward = saved.passes[0].forward
+    others = (
+        item for item in saved.graph.operators if item is not product and (forward.multiplies(item) or pools(item))
+    )
+    result = {forward.root(read.value) for item in others for read in item.reads}
+    return result | {forward.root(read.value) for read in saved.graph.outputs}
 
 
-def _over(kept: SavedTensorsBound, maker: ModelOperator) -> Set[int]:
+def _over(saved: SavedTensorsBound, maker: ModelOperator) -> Set[int]:
     """The bytes of all that what an operator makes may be written over."""
-    forward = kept.passes[0].forward
-    found, seen, left = set[int](), set[int](), [maker]
+    forward = saved.passes[0].forward
+    result, visited, left = set[int](), set[int](), [maker]
     while left:
         operator = left.pop()
         for cost in operator.costs.values():
-            found |= {whole(size) for (_, how), size in cost.saved.items() if how.startswith("extra")}
+            result |= {whole(size) for (_, settings), size in cost.saved.items() if settings.startswith("extra")}
         computed = {forward.root(read.value) for read in operator.reads if not forward.given(read.value)}
-        for value in computed - seen:
-            seen.add(value)
-            found |= {size * whole(kept.graph.values[value].numel) for size in _ITEMS}
+        for value in computed - visited:
+            visited.add(value)
+            result |= {size * whole(saved.graph.values[value].numel) for size in _ITEMS}
             before = forward.made_by(value)
             if before is not None and not forward.multiplies(before):
                 left.append(before)
-    return found
+    return result
 
 
 class OutputPeak:
@@ -135,31 +137,33 @@ class OutputPeak:
         last: in place of what the model returns, what its last product reads.
     """
 
-    def __init__(self, kept: SavedTensorsBound, last: bool = False) -> None:
-        self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
+    def __init__(self, saved: SavedTensorsBound, last: bool = False) -> None:
+        self._kept, self.graph, self._forward = saved, saved.graph, saved.passes[0].forward
         self._product: ModelOperator | None = None
-        read = [one.value for one in self.graph.outputs]
+        read = [item.value for item in self.graph.outputs]
         if last:
-            product = next((one for one in reversed(self.graph.operators) if self._forward.multiplies(one)), None)
+            product = next((item for item in reversed(self.graph.operators) if self._forward.multiplies(item)), None)
             read = [product.reads[0].value] if product is not None else []
             self._product = product
         self._given = {self._forward.root(value) for value in read}
 
     def of(self, names: Sequence[StateNames]) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into."""
-        beside = (*self._results.items(), *self._masks.items(), *self._drawn.items())
-        found = self._kept.of(names, self._there, self.beside) + sum(sizes[names[at]] for at, sizes in beside)
-        return found + (self._fed.of(names) if self._fed is not None else 0)
+        neighbours = (*self._results.items(), *self._masks.items(), *self._drawn.items())
+        result = self._kept.of(names, self._there, self.beside) + sum(
+            sizes[names[index]] for index, sizes in neighbours
+        )
+        return result + (self._fed.of(names) if self._fed is not None else 0)
 
     def expression(self, formats: Formats) -> Expression:
         """Returns the bytes."""
-        found = dict(self._kept.expression(formats, self._there, self.beside))
-        for at, sizes in (*self._results.items(), *self._masks.items(), *self._drawn.items()):
-            for state, where in formats.states[at].items():
-                add(found, where, sizes[state])
+        result = dict(self._kept.expression(formats, self._there, self.beside))
+        for index, sizes in (*self._results.items(), *self._masks.items(), *self._drawn.items()):
+            for state, where in formats.states[index].items():
+                add(result, where, sizes[state])
         if self._fed is not None:
-            add(found, self._fed.expression(formats), 1.0)
-        return found
+            add(result, self._fed.expression(formats), 1.0)
+        return result
 
     @property
     def any(self) -> bool:
@@ -171,13 +175,13 @@ class OutputPeak:
         if len({operator.graph for operator in self.graph.operators}) != 1:
             return ()
         return [
-            _OutputState(one, {self.graph.values[value].name for value in self._given}) for one in self._kept.passes
+            _OutputState(item, {self.graph.values[value].name for value in self._given}) for item in self._kept.passes
         ]
 
     @cached_property
     def _names(self) -> Set[str]:
         """The names of what it is computed from under all plans."""
-        return frozenset.intersection(*(frozenset(buffer.name for buffer in one.read) for one in self._seen))
+        return frozenset.intersection(*(frozenset(buffer.name for buffer in item.read) for item in self._seen))
 
     @cached_property
     def beside(self) -> Sequence[Lying]:
@@ -185,16 +189,16 @@ class OutputPeak:
         if not self._seen:
             return ()
         makers, residing = (self._forward.made_by(value) for value in self._given), self._kept.residing
-        found = {one.value: one for maker in makers if maker is not None for one in residing.behind(maker)}
-        return [one for one in found.values() if self.graph.values[one.value].name in self._names]
+        result = {item.value: item for maker in makers if maker is not None for item in residing.behind(maker)}
+        return [item for item in result.values() if self.graph.values[item.value].name in self._names]
 
     @cached_property
     def _results(self) -> Mapping[int, Mapping[StateNames, int]]:
         """By product, the bytes of its result in each state, of those that what is returned is computed from under all plans."""
         if not self._seen:
             return {}
-        found: dict[int, Mapping[StateNames, int]] = {}
-        for at, operator in enumerate(self.graph.operators):
+        result: dict[int, Mapping[StateNames, int]] = {}
+        for index, operator in enumerate(self.graph.operators):
             value = self.graph.values[operator.result]
             if (
                 not self._forward.multiplies(operator)
@@ -202,8 +206,8 @@ class OutputPeak:
                 or operator.result in self._lying
             ):
                 continue
-            found[at] = {state: self._bytes(at, state) for state in operator.costs}
-        return found
+            result[index] = {state: self._bytes(index, state) for state in operator.costs}
+        return result
 
     @cached_property
     def _fed(self) -> FusedProducer | None:
@@ -215,23 +219,23 @@ class OutputPeak:
     @cached_property
     def _lying(self) -> Set[int]:
         """The values that something under some plan keeps, or has lie in memory beside what a product writes."""
-        found: set[int] = set()
+        result: set[int] = set()
         for operator in self.graph.operators:
-            found.update(self._kept.saved(operator))
+            result.update(self._kept.saved(operator))
             if self._forward.multiplies(operator) or pools(operator):
-                found.update(self._forward.root(read.value) for read in operator.reads)
-        return found
+                result.update(self._forward.root(read.value) for read in operator.reads)
+        return result
 
     @cached_property
     def _masks(self) -> Mapping[int, Mapping[StateNames, int]]:
         """By operator, what else it keeps beside values that nothing of what is read can be written over by."""
-        found: dict[int, Mapping[StateNames, int]] = {}
-        for at, by in self._kept.extras.items():
-            buffers = [(one, buffer) for one in self._seen for buffer in one.extras(at)]
-            written = all(buffer in one.written and buffer.bytes not in self._sizes for one, buffer in buffers)
-            if buffers and written and at not in self._there.wholly:
-                found[at] = by
-        return found
+        result: dict[int, Mapping[StateNames, int]] = {}
+        for index, by in self._kept.extras.items():
+            buffers = [(item, buffer) for item in self._seen for buffer in item.extras(index)]
+            written = all(buffer in item.written and buffer.bytes not in self._sizes for item, buffer in buffers)
+            if buffers and written and index not in self._there.wholly:
+                result[index] = by
+        return result
 
     @cached_property
     def _drawn(self) -> Mapping[int, Mapping[StateNames, int]]:
@@ -241,19 +245,21 @@ class OutputPeak:
         """
         if not self._results or not self._given.isdisjoint(self._lying):
             return {}
-        for at, operator in reversed(list(enumerate(self.graph.operators))):
+        for index, operator in reversed(list(enumerate(self.graph.operators))):
             if self._forward.multiplies(operator):
                 break
-            if "dropout" in operator.row and any(one.extras(at) for one in self._seen):
-                if at not in self._masks or draws_alone(operator):
+            if "dropout" in operator.row and any(item.extras(index) for item in self._seen):
+                if index not in self._masks or draws_alone(operator):
                     break
                 numbers = {state: self._forward.bytes(operator.result, state[1]) for state in operator.costs}
                 # A mask that is as large may be written over them.
-                return {at: {state: size if size != self._masks[at][state] else 0 for state, size in numbers.items()}}
+                return {
+                    index: {state: size if size != self._masks[index][state] else 0 for state, size in numbers.items()}
+                }
         return {}
 
-    def _bytes(self, at: int, state: StateNames) -> int:
-        return self._forward.bytes(self.graph.operators[at].result, state[1])
+    def _bytes(self, index: int, state: StateNames) -> int:
+        return self._forward.bytes(self.graph.operators[index].result, state[1])
 
     @cached_property
     def _there(self) -> Readers:
@@ -261,15 +267,17 @@ class OutputPeak:
         if not self._seen:
             return Readers(frozenset(), frozenset())
         wholly, passed = set[int](), set[int]()
-        for at, operator in enumerate(self.graph.operators):
-            later = [set(one.kept(at)) - one.behind for one in self._seen]
+        for index, operator in enumerate(self.graph.operators):
+            later = [set(item.kept(index)) - item.behind for item in self._seen]
             if not any(later):
-                wholly.add(at)
-            elif norms(operator) and all(one.extras(at) >= rest for one, rest in zip(self._seen, later, strict=True)):
-                passed.add(at)
+                wholly.add(index)
+            elif norms(operator) and all(
+                item.extras(index) >= rest for item, rest in zip(self._seen, later, strict=True)
+            ):
+                passed.add(index)
         for gate in self._kept.gates:
-            masks = [(one, mask) for one in self._seen if (mask := one.passes.mask(gate.at)) is not None]
-            if masks and all(mask in one.written and mask.bytes not in self._sizes for one, mask in masks):
+            masks = [(item, mask) for item in self._seen if (mask := item.passes.mask(gate.at)) is not None]
+            if masks and all(mask in item.written and mask.bytes not in self._sizes for item, mask in masks):
                 passed.add(gate.at)
         return Readers(frozenset(wholly), frozenset(passed))
 
@@ -277,7 +285,7 @@ class OutputPeak:
     def _sizes(self) -> Set[int]:
         """The bytes, in any format, of what is read and not kept: what is as large may be written over it."""
         places = [self.graph.places[maker.id] for value in self.beside if (maker := self._forward.made_by(value.value))]
-        made = {self._bytes(at, state) for at in places for state in self.graph.operators[at].costs}
+        made = {self._bytes(index, state) for index in places for state in self.graph.operators[index].costs}
         return made.union(*(sizes.values() for sizes in self._results.values()))
 
 
@@ -295,25 +303,25 @@ class _OutputState:
         self.passes, self._forward = passes, passes.forward
         tasks = self._forward.tasks
         last = [
-            at
-            for at, task in enumerate(tasks)
+            index
+            for index, task in enumerate(tasks)
             if not task.library and any(buffer.name in names for buffer in task.writes)
         ]
-        end = max(last, key=lambda at: sum(buffer.bytes for buffer in tasks[at].reads), default=-1)
+        end = max(last, key=lambda index: sum(buffer.bytes for buffer in tasks[index].reads), default=-1)
         self.read: Set[Buffer] = tasks[end].reads if last else frozenset()
-        library = max((at for at in range(end) if tasks[at].library), default=-1)
+        library = max((index for index in range(end) if tasks[index].library), default=-1)
         self.behind = {buffer for task in tasks[: library + 1] for buffer in task.writes}
         self.written = {buffer for task in tasks[: end + 1] for buffer in task.writes}
 
-    def extras(self, at: int) -> Set[Buffer]:
+    def extras(self, index: int) -> Set[Buffer]:
         """Returns what the operator at a place keeps beside values."""
-        return self._forward.extras(at)
+        return self._forward.extras(index)
 
-    def kept(self, at: int) -> Iterator[Buffer]:
+    def kept(self, index: int) -> Iterator[Buffer]:
         """Yields what the operator at a place keeps, but for what is there before the step."""
-        operator = self._forward.graph.operators[at]
+        operator = self._forward.graph.operators[index]
         product = self._forward.multiplies(operator) and not attends(operator)
         for place in self._forward.multiplied(operator) if product else (0, 1):
-            if (buffer := self._forward.factors.get((at, place))) is not None:
+            if (buffer := self._forward.factors.get((index, place))) is not None:
                 yield buffer
-        yield from (buffer for buffer in self._forward.kept.get(at, ()) if buffer.bytes)
+        yield from (buffer for buffer in self._forward.kept.get(index, ()) if buffer.bytes)

@@ -55,14 +55,14 @@ class Counts:
         written: by value, whether its gradient is written down; nothing of those that never are.
     """
 
-    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
-        self.again = Recomputation(kept, waiting, where)
+    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
+        self.again = Recomputation(saved, waiting, where)
         self._waiting, self._where = waiting, where
-        self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
+        self.graph, self._forward, self.program = saved.graph, saved.passes[0].forward, where.program
         self.arriving: dict[int, dict[int, Count]] = {}
         self.written: dict[int, Expression] = {}
         self._written_of: dict[tuple[int, tuple[int, ...]], Expression] = {}
-        self._forced = MaterializedValues(kept, waiting, where, self.again)
+        self._forced = MaterializedValues(saved, waiting, where, self.again)
         self._arrive()
 
     def sources(self, value: int) -> Count:
@@ -79,12 +79,12 @@ class Counts:
         """Returns whether the gradient of a value is written down that has come from some operators; nothing where it never is."""
         key = value, tuple(behind)
         if key not in self._written_of:
-            enough = added(self.program, [self.arriving[value][at] for at in key[1]]).reaches(TOP)
-            found: Expression = {}
+            enough = added(self.program, [self.arriving[value][index] for index in key[1]]).reaches(TOP)
+            result: Expression = {}
             if constant(enough) != 0:
-                found = {self.program.variable(whole=True): 1.0}
-                self.program.row(total((1.0, found), (-1.0, enough)), most=0.0)
-            self._written_of[key] = found
+                result = {self.program.variable(full=True): 1.0}
+                self.program.row(total((1.0, result), (-1.0, enough)), most=0.0)
+            self._written_of[key] = result
         return self._written_of[key]
 
     def _arrive(self) -> None:
@@ -92,50 +92,50 @@ class Counts:
         for read in self.graph.outputs:
             if waiting.differentiated(read.value):
                 self._add(forward.root(read.value), -1, exactly(1))
-        for at, operator in reversed(list(enumerate(self.graph.operators))):
+        for index, operator in reversed(list(enumerate(self.graph.operators))):
             value = operator.result
             if value not in self.arriving or forward.root(value) != value:
                 continue
             if written := self.written_down(value, self.arriving[value]):
                 self.written[value] = written
                 self._forced.add(value, written, self.arriving, self.written)
-            leaving = added(self.program, [self.sources(value), self._keeps(at, operator)])
+            leaving = added(self.program, [self.sources(value), self._keeps(index, operator)])
             passed: set[int] = set()
             for place, read in enumerate(operator.reads):
                 root = forward.root(read.value)
                 if not read.gradient or forward.given(read.value) or not waiting.differentiated(read.value):
                     continue
                 if waiting.writes(operator) or waiting.summed(operator, read):
-                    self._add(root, at, self._product(at, operator, place))
+                    self._add(root, index, self._product(index, operator, place))
                 elif root not in passed:
                     passed.add(root)
-                    self._add(root, at, leaving)
+                    self._add(root, index, leaving)
 
-    def _add(self, value: int, at: int, many: Count) -> None:
+    def _add(self, value: int, index: int, many: Count) -> None:
         into = self.arriving.setdefault(value, {})
-        into[at] = added(self.program, [into[at], many]) if at in into else many
+        into[index] = added(self.program, [into[index], many]) if index in into else many
 
-    def _product(self, at: int, operator: ModelOperator, place: int) -> Count:
+    def _product(self, index: int, operator: ModelOperator, place: int) -> Count:
         """The gradient that a product gives, and the scale of its other factor where it has one."""
         if not self._forward.multiplies(operator):
             return exactly(2)
-        wanted = [read.wanted for at, read in factors(operator, self._forward).items() if at != place]
+        wanted = [read.wanted for index, read in factors(operator, self._forward).items() if index != place]
         also = [
-            there
-            for state, there in self._where.states[at].items()
+            existing
+            for state, existing in self._where.states[index].items()
             if any(scaled(formats.get(state[0] or "")) for formats in wanted)
         ]
-        return added(self.program, [exactly(1), where(total(*((1.0, one) for one in also)))])
+        return added(self.program, [exactly(1), where(total(*((1.0, item) for item in also)))])
 
-    def _keeps(self, at: int, operator: ModelOperator) -> Count:
+    def _keeps(self, index: int, operator: ModelOperator) -> Count:
         """What the gradients of an operator's operands are computed from beside its own."""
         if self._waiting.writes(operator):
             return exactly(0)
-        certain = self.again.result_kept(at)
+        certain = self.again.result_kept(index)
         if certain is None:
             return exactly(self._waiting.added(operator))
-        there = total(*((1.0, where) for where in certain.values()))
-        several = [where_so(there, exactly(1)), one_or_more(self.again.many(operator.result))]
+        existing = total(*((1.0, where) for where in certain.values()))
+        several = [where_so(existing, exactly(1)), one_or_more(self.again.many(operator.result))]
         if (behind := self._gate_behind(operator.result)) is not None:
             gate, passed = behind
             later = self.again.result_kept(gate)
@@ -146,14 +146,14 @@ class Counts:
             # Unless that reads what a product keeps of it in a format that it has not itself.
             first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
             new.append(self._forced.lies(operator.result, first, but_as_held=True))
-            several.append(Count(0, [total(*((1.0, one) for one in new))] * TOP))
+            several.append(Count(0, [total(*((1.0, item) for item in new))] * TOP))
         return least(self.program, several)
 
     def _gate_behind(self, value: int) -> tuple[int, Sequence[int]] | None:
         """Returns the gate that is computed from a value by elementwise operators alone, and what is computed between."""
-        for at in self.again.readers(value):
+        for index in self.again.readers(value):
             passed: list[int] = []
-            now, place = value, at
+            now, place = value, index
             while not self._waiting.writes(operator := self.graph.operators[place]) and not norms(operator):
                 flows = [read for read in operator.reads if self._forward.root(read.value) == now and read.gradient]
                 if not flows or any(self._waiting.summed(operator, read) for read in flows):
@@ -219,9 +219,9 @@ class GradientSources:
         waiting: what of it has yet to be read.
     """
 
-    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues) -> None:
-        self._kept, self._waiting = kept, waiting
-        self.graph, self._forward = kept.graph, kept.passes[0].forward
+    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
+        self._kept, self._waiting = saved, waiting
+        self.graph, self._forward = saved.graph, saved.passes[0].forward
         self._known: dict[int, GradientSource | None] = {}
 
     def norms(self) -> Iterator[Norm]:
@@ -229,47 +229,49 @@ class GradientSources:
         kinds = {(operator.repeated, operator.graph) for operator in self.graph.operators}
         if len(kinds) > 1 or any(repeated for repeated, _ in kinds):
             return
-        for at, operator in enumerate(self.graph.operators):
+        for index, operator in enumerate(self.graph.operators):
             if norms(operator) and not operator.row.startswith(_OF_ROWS) and self._waiting.arrives(operator.result):
-                found = self._norm(at, operator)
-                if found is not None:
-                    yield found
+                result = self._norm(index, operator)
+                if result is not None:
+                    yield result
 
     def alone(self, value: int) -> bool:
         """Whether one product reads a value, once."""
         root, products = self._forward.root(value), filter(self._forward.multiplies, self.graph.operators)
-        return sum(self._forward.root(read.value) == root for one in products for read in one.reads) == 1
+        return sum(self._forward.root(read.value) == root for item in products for read in item.reads) == 1
 
-    def _norm(self, at: int, operator: ModelOperator) -> Norm | None:
+    def _norm(self, index: int, operator: ModelOperator) -> Norm | None:
         operand, *weights = (read.value for read in operator.reads)
         value = self._forward.root(operand)
-        maker, only = self._forward.made_by(value), self._readers[value] == [at]
+        maker, only = self._forward.made_by(value), self._readers[value] == [index]
         if maker is None or not (self._forward.multiplies(maker) and only and operator.reads[0].gradient):
             return None
         product = self.graph.places[maker.id]
         if attends(maker) or product in self._forward.matrices or not gradients(maker, self._forward):
             return None
-        if product != at - 1:
+        if product != index - 1:
             return None  # another kernel may be between what is to be done for both
-        keeps = any(result.at == at and result.value == value for result in self._kept.results)
+        keeps = any(result.at == index and result.value == value for result in self._kept.results)
         origin, extras = self._origin(operator.result), _extras(operator)
         if origin is None or not (keeps and extras and all(map(self._forward.given, weights))):
             return None
-        origin = GradientSource(origin.products, frozenset(g for g in origin.gates if self._told(g, at)), origin.passed)
-        alike = self._alike(self._forward.bytes(value, FP32.name), origin, value)
-        return None if alike is None else Norm(at, product, origin, extras, self._behind(at), alike)
+        origin = GradientSource(
+            origin.products, frozenset(g for g in origin.gates if self._told(g, index)), origin.passed
+        )
+        equal = self._alike(self._forward.bytes(value, FP32.name), origin, value)
+        return None if equal is None else Norm(index, product, origin, extras, self._behind(index), equal)
 
     def _behind(self, norm: int) -> int | None:
         """Returns the place of the convolution that is next behind a norm of what computes gradients, if its weight is its own."""
-        for at, operator in enumerate(self.graph.operators[norm + 1 :], norm + 1):
+        for index, operator in enumerate(self.graph.operators[norm + 1 :], norm + 1):
             if not self._waiting.arrives(operator.result) or not self._waiting.writes(operator):
                 continue
             read = operator.reads[1] if convolves(operator) else None
             if read is None or not read.gradient or not self._forward.given(read.value):
                 return None
             root = self._forward.root(read.value)
-            own = root == read.value and self._readers[root] == [at] and self.graph.values[root].own == FP32.name
-            return at if own and self.graph.values[root].source == "parameter" else None
+            owned = root == read.value and self._readers[root] == [index] and self.graph.values[root].own == FP32.name
+            return index if owned and self.graph.values[root].source == "parameter" else None
         return None
 
     def _origin(self, value: int) -> GradientSource | None:
@@ -282,16 +284,16 @@ class GradientSources:
         products, gates, passed = set[tuple[int, int]](), set[int](), {value}
         if value in self._returned:
             return None
-        for at in self._readers[value]:
-            operator = self.graph.operators[at]
+        for index in self._readers[value]:
+            operator = self.graph.operators[index]
             reads = [read for read in operator.reads if self._forward.root(read.value) == value]
             if not any(read.gradient for read in reads) or not self._waiting.arrives(operator.result):
                 continue
             if self._forward.multiplies(operator):
                 places = gradients(operator, self._forward)
-                if attends(operator) or at in self._forward.matrices:
+                if attends(operator) or index in self._forward.matrices:
                     return None
-                products |= {(at, p) for p in places if self._forward.root(operator.reads[p].value) == value}
+                products |= {(index, p) for p in places if self._forward.root(operator.reads[p].value) == value}
                 continue
             gate = self._gates_alone(operator)
             if not gate and (operator.row not in _ADDS or any(self._waiting.summed(operator, read) for read in reads)):
@@ -300,7 +302,7 @@ class GradientSources:
             if behind is None or self._forward.root(operator.result) != operator.result:
                 return None
             products |= behind.products
-            gates |= behind.gates | ({at} if gate else set())
+            gates |= behind.gates | ({index} if gate else set())
             passed |= behind.passed
         return GradientSource(products, gates, passed)
 
@@ -326,7 +328,7 @@ class GradientSources:
 
     def _norms_before(self, gate: int) -> Set[int]:
         """Returns the norms whose statistics a gate's result is computed again from, and that of no other gate."""
-        found: set[int] = set()
+        result: set[int] = set()
         left = [read.value for read in self.graph.operators[gate].reads]
         while left:
             value = self._forward.root(left.pop())
@@ -334,18 +336,18 @@ class GradientSources:
             if maker is None or len(self._readers[value]) != 1 or value in self._returned:
                 continue
             if norms(maker) and _extras(maker):
-                found.add(self.graph.places[maker.id])
+                result.add(self.graph.places[maker.id])
             elif maker.row in _ADDS:
                 left += [read.value for read in maker.reads]
-        return found
+        return result
 
     def _alike(self, size: int, origin: GradientSource, operand: int) -> Mapping[int, Sequence[StateNames]] | None:
         """Returns where something of a size may be read: something in whose place what is written may be; None where that is not known."""
-        found: defaultdict[int, list[StateNames]] = defaultdict(list)
-        for at, place in sorted(origin.products):
-            product = self.graph.operators[at]
+        result: defaultdict[int, list[StateNames]] = defaultdict(list)
+        for index, place in sorted(origin.products):
+            product = self.graph.operators[index]
             value = product.reads[place].value
-            found[at] += [
+            result[index] += [
                 state for state in product.costs if self._forward.bytes(value, computed_in(state[0])[1]) == size
             ]
         values, left = set[int](), [operand, *origin.passed]
@@ -355,28 +357,32 @@ class GradientSources:
             if value in values or maker is None:
                 continue
             values.add(value)
-            at = self.graph.places[maker.id]
+            index = self.graph.places[maker.id]
             sizes = {*_extra_bytes(maker), whole(self.graph.values[value].numel)}
             if maker.row in HEAVY or size in sizes:
                 return None
-            found[at] += [state for state in maker.costs if self._forward.bytes(value, state[1]) == size]
-            for reader in (at, *self._readers[value]):
-                found[reader] += self._reads_of(reader, value, size)
+            result[index] += [state for state in maker.costs if self._forward.bytes(value, state[1]) == size]
+            for reader in (index, *self._readers[value]):
+                result[reader] += self._reads_of(reader, value, size)
             if not self._forward.multiplies(maker) and not pools(maker):
                 left += [read.value for read in maker.reads]
-        return {at: list(dict.fromkeys(states)) for at, states in sorted(found.items()) if states}
+        return {index: list(dict.fromkeys(states)) for index, states in sorted(result.items()) if states}
 
-    def _reads_of(self, at: int, value: int, size: int) -> Iterator[StateNames]:
+    def _reads_of(self, index: int, value: int, size: int) -> Iterator[StateNames]:
         """Yields the states in which an operator has a value lie, or keeps it, in that many bytes."""
-        operator = self.graph.operators[at]
+        operator = self.graph.operators[index]
         name = self.graph.values[value].name
         maker = self._forward.made_by(value)
         # Others keep a product's result as it is at widest.
-        own = maker is not None and self._forward.multiplies(maker)
+        owned = maker is not None and self._forward.multiplies(maker)
         for state, cost in operator.costs.items():
             formats: set[str] = set()
-            if not own:
-                formats |= {how for known, how in cost.saved if known == name and how and not how.startswith("extra")}
+            if not owned:
+                formats |= {
+                    settings
+                    for entry, settings in cost.saved
+                    if entry == name and settings and not settings.startswith("extra")
+                }
             if self._forward.multiplies(operator):
                 reads = [read for read in operator.reads if self._forward.root(read.value) == value]
                 formats |= {fmt for read in reads if (fmt := read.wanted.get(state[0] or "")) is not None}
@@ -385,11 +391,11 @@ class GradientSources:
 
     @cached_property
     def _readers(self) -> Mapping[int, Sequence[int]]:
-        found: defaultdict[int, list[int]] = defaultdict(list)
-        for at, operator in enumerate(self.graph.operators):
+        result: defaultdict[int, list[int]] = defaultdict(list)
+        for index, operator in enumerate(self.graph.operators):
             for value in dict.fromkeys(self._forward.root(read.value) for read in operator.reads):
-                found[value].append(at)
-        return found
+                result[value].append(index)
+        return result
 
     @cached_property
     def _returned(self) -> Set[int]:
@@ -398,9 +404,11 @@ class GradientSources:
 
 def _extras(operator: ModelOperator) -> int:
     """How many statistics a norm keeps at least."""
-    return min((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)
+    return min(
+        (sum(settings.startswith("extra") for _, settings in cost.saved) for cost in operator.costs.values()), default=0
+    )
 
 
 def _extra_bytes(operator: ModelOperator) -> Set[int]:
     costs = operator.costs.values()
-    return {whole(size) for cost in costs for (_, how), size in cost.saved.items() if how.startswith("extra")}
+    return {whole(size) for cost in costs for (_, settings), size in cost.saved.items() if settings.startswith("extra")}

@@ -55,16 +55,16 @@ class MemoryLowerBound:
         self.kept = SavedTensorsBound(part)
         self._begun, self.behind = _with_loss(part, self.kept)
         self.during = BackwardPeaks(self.kept)
-        self.forward = [one for one in (OutputPeak(self.kept), OutputPeak(self.kept, last=True)) if one.any]
+        self.forward = [item for item in (OutputPeak(self.kept), OutputPeak(self.kept, last=True)) if item.any]
         self.moments: list[Moment] = []
 
     def add(self, places: Iterable[int]) -> bool:
         """Adds the products beside operators while whose gradients most may be held; returns whether any are new."""
-        known = [moment for moment in self.during.moments if moment[1] != PASSING]
-        products = sorted({place for place, _ in known})
-        ends = [bisect_right(products, at) for at in places]
-        beside = {products[at] for end in ends for at in (end - 1, end) if 0 <= at < len(products)}
-        near = {moment for moment in known if moment[0] in beside}
+        available = [moment for moment in self.during.moments if moment[1] != PASSING]
+        products = sorted({place for place, _ in available})
+        ends = [bisect_right(products, index) for index in places]
+        neighbours = {products[index] for end in ends for index in (end - 1, end) if 0 <= index < len(products)}
+        near = {moment for moment in available if moment[0] in neighbours}
         new = sorted(near - set(self.moments))
         self.moments += new
         return bool(new)
@@ -90,42 +90,42 @@ class MemoryLowerBound:
         rest = [moment for moment in above[::every] if moment not in self.moments]
         # To know it to the byte takes long, and most limits are missed by more.
         for exact in (False, True):
-            found = {
+            result = {
                 moment: before + self.during.of(names, moment, above=limit - before, exact=exact) for moment in rest
             }
-            above = [moment for moment, held in found.items() if beyond(held, limit)]
-            new = sorted(above, key=lambda moment: -found[moment])[:_MORE]
+            above = [moment for moment, live in result.items() if beyond(live, limit)]
+            new = sorted(above, key=lambda moment: -result[moment])[:_MORE]
             if new:
                 break
         self.moments += sorted(new)
         return bool(new)
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
-        there, begun, behind = ({CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind))
+        existing, begun, behind = ({CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind))
         yield total((1.0, begun), (1.0, self.kept.expression(formats)))
         for returning in self.forward:
-            yield total((1.0, there), (1.0, returning.expression(formats)))
+            yield total((1.0, existing), (1.0, returning.expression(formats)))
         for moment in self.moments:
             yield total((1.0, behind), (1.0, self.during.expression(formats, moment)))
 
     def of(self, names: Sequence[StateNames], waiting: bool = True) -> float:
         """Returns the most bytes under a plan, by the states that it puts operators into; without `waiting` sooner, and maybe less."""
-        found = [
+        result = [
             self._begun + self.kept.of(names),
             *(returning.of(names) for returning in self.forward),
             *(self.behind + self.during.of(names, moment, waiting) for moment in self.moments),
         ]
-        return self._before + max(found)
+        return self._before + max(result)
 
 
-def _with_loss(part: DeviceClass, kept: SavedTensorsBound) -> tuple[int, int]:
+def _with_loss(part: DeviceClass, saved: SavedTensorsBound) -> tuple[int, int]:
     """Returns what is certain, beside what `Kept` and `BackwardPeaks` tell of, when the backward pass begins, and behind that.
 
     Those reckon with the gradients that the pass begins with as there throughout. Where the loss is known, they are held no longer than
     they are read, and without them there is less by as much at most.
     """
     loss = part.training.loss if part.training is not None else None
-    given = [buffer.bytes for task in kept.passes[0].backward.incoming for buffer in task.writes]
-    if loss is None or not given:
+    inputs = [buffer.bytes for task in saved.passes[0].backward.incoming for buffer in task.writes]
+    if loss is None or not inputs:
         return 0, 0
-    return max(loss.held, loss.most - sum(given)), loss.held - sum(given)
+    return max(loss.held, loss.most - sum(inputs)), loss.held - sum(inputs)

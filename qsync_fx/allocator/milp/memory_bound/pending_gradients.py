@@ -46,24 +46,24 @@ class NormGradients:
         waiting: what of it has yet to be read.
     """
 
-    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues) -> None:
-        self.graph, self._forward = kept.graph, kept.passes[0].forward
-        self._origins = GradientSources(kept, waiting)
+    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
+        self.graph, self._forward = saved.graph, saved.passes[0].forward
+        self._origins = GradientSources(saved, waiting)
 
     @cached_property
     def norms(self) -> Mapping[int, Norm]:
         """By place, the norms of which something is certain."""
         return {norm.at: norm for norm in self._origins.norms()}
 
-    def expression(self, counts: Counts, where: Where, at: int) -> Expression:
+    def expression(self, counts: Counts, where: Where, index: int) -> Expression:
         """Returns the bytes that are written while a norm passes a gradient on."""
-        norm, found = self.norms[at], dict[int, float]()
+        norm, result = self.norms[index], dict[int, float]()
         product = self.graph.operators[norm.product]
-        for state, there in where.states[norm.product].items():
-            add(found, there, self._copied(product, state))
+        for state, existing in where.states[norm.product].items():
+            add(result, existing, self._copied(product, state))
         if norm.behind is not None:
-            for state, there in where.states[norm.behind].items():
-                add(found, there, self._converted(self.graph.operators[norm.behind], state))
+            for state, existing in where.states[norm.behind].items():
+                add(result, existing, self._converted(self.graph.operators[norm.behind], state))
         scales = list(self._scales(where, norm))
         unless = [counts.written[value] for value in sorted(norm.origins.passed) if value in counts.written]
         unless += [where.states[place].get(state, {}) for place, several in norm.alike.items() for state in several]
@@ -72,15 +72,15 @@ class NormGradients:
         for many in (once, once + norm.extras):
             if (few := self._few(where, scales, READS + 1 - many)) is None:
                 continue
-            sure = total((1.0, ONE), (-1.0, few), *((-1.0, one) for one in unless))
-            add(found, where.program.at_least(sure), self._forward.bytes(product.result, FP32.name))
+            sure = total((1.0, ONE), (-1.0, few), *((-1.0, item) for item in unless))
+            add(result, where.program.at_least(sure), self._forward.bytes(product.result, FP32.name))
             if many > once:
                 for size, states in self._given(product).items():
                     so = total(
-                        (-1.0, ONE), (1.0, sure), *((1.0, where.states[norm.product].get(one, {})) for one in states)
+                        (-1.0, ONE), (1.0, sure), *((1.0, where.states[norm.product].get(item, {})) for item in states)
                     )
-                    add(found, where.program.at_least(so), size)
-        return found
+                    add(result, where.program.at_least(so), size)
+        return result
 
     def _few(self, where: Where, scales: Sequence[Expression], least: int) -> Expression | None:
         """Returns where fewer scales than some number are there, at most; None where that is not known not to be so."""
@@ -94,24 +94,24 @@ class NormGradients:
 
     def _scales(self, where: Where, norm: Norm) -> Iterator[Expression]:
         """Yields where the gradients that products behind give come with the scale of the other factor: of each parameter, once."""
-        seen: set[int] = set()
-        for at, place in sorted(norm.origins.products):
-            for other, read in factors(self.graph.operators[at], self._forward).items():
+        visited: set[int] = set()
+        for index, place in sorted(norm.origins.products):
+            for other, read in factors(self.graph.operators[index], self._forward).items():
                 root = self._forward.root(read.value)
-                if other == place or root in seen or not self._forward.given(root):
+                if other == place or root in visited or not self._forward.given(root):
                     continue
-                seen.add(root)
-                states = where.states[at].items()
-                yield total(*((1.0, there) for state, there in states if scaled(read.wanted.get(state[0] or ""))))
+                visited.add(root)
+                states = where.states[index].items()
+                yield total(*((1.0, existing) for state, existing in states if scaled(read.wanted.get(state[0] or ""))))
 
     def _given(self, product: ModelOperator) -> Mapping[int, Sequence[StateNames]]:
         """By its bytes, the gradient that a product is given, in states in which that is narrower than what it is computed from."""
-        found: dict[int, list[StateNames]] = {}
+        result: dict[int, list[StateNames]] = {}
         for state in product.costs:
             size = self._forward.bytes(product.result, computed_in(state[0])[0])
             if size < self._forward.bytes(product.result, FP32.name):
-                found.setdefault(size, []).append(state)
-        return found
+                result.setdefault(size, []).append(state)
+        return result
 
     def _copied(self, product: ModelOperator, state: StateNames) -> int:
         """The bytes of copies of a product's scaled factors in the carrier, where one kernel computes all gradients with them."""
@@ -120,13 +120,15 @@ class NormGradients:
         # Another product that reads the same has had the copy made, and nobody reads what it is of.
         alone = (read for read in factors(product, self._forward).values() if self._origins.alone(read.value))
         carrier = computed_in(state[0])[1]
-        return sum(self._forward.bytes(one.value, carrier) for one in alone if scaled(one.wanted.get(state[0] or "")))
+        return sum(
+            self._forward.bytes(item.value, carrier) for item in alone if scaled(item.wanted.get(state[0] or ""))
+        )
 
     def _converted(self, behind: ModelOperator, state: StateNames) -> int:
         """The bytes of the gradient of a convolution's weight as it is computed, where that is converted to the weight's format."""
         weight, carrier = behind.reads[1].value, computed_in(state[0])[1]
-        found = self._forward.bytes(weight, carrier)
-        return found if found < self._forward.bytes(weight, FP32.name) else 0
+        result = self._forward.bytes(weight, carrier)
+        return result if result < self._forward.bytes(weight, FP32.name) else 0
 
 
 Key = TypeVar("Key")
@@ -158,30 +160,30 @@ class PendingGradients:
         waiting: what of it has yet to be read.
     """
 
-    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues) -> None:
-        self._kept, self._waiting = kept, waiting
-        self.graph, self._forward = kept.graph, kept.passes[0].forward
-        self.norming = NormGradients(kept, waiting)
+    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
+        self._kept, self._waiting = saved, waiting
+        self.graph, self._forward = saved.graph, saved.passes[0].forward
+        self.norming = NormGradients(saved, waiting)
         self._counts: tuple[Where, Counts] | None = None
         self._known: dict[Moment, Expression] = {}
         self._repeated = any(operator.repeated for operator in self.graph.operators)
-        self._counted_elsewhere = {result.value for result in kept.results}
-        self._gates = {gate.at: gate for gate in kept.gates}
+        self._counted_elsewhere = {result.value for result in saved.results}
+        self._gates = {gate.at: gate for gate in saved.gates}
 
     def of(self, planned: PlanStates, moment: Moment, above: float = 0.0, exact: bool = True) -> float:
         """Returns the bytes under a plan; less, where they are no more than `above`, and without `exact`, which is sooner known."""
-        found, program = self.expression(planned, moment), planned.program
-        if constant(found) is not None or program.most(found) <= above:
-            return found.get(CONSTANT, 0.0)
+        result, program = self.expression(planned, moment), planned.program
+        if constant(result) is not None or program.most(result) <= above:
+            return result.get(CONSTANT, 0.0)
         before, program.costs = program.costs, [0.0] * len(program.costs)
-        for variable, factor in found.items():
+        for variable, factor in result.items():
             if variable != CONSTANT:
                 program.costs[variable] = factor / _UNIT
         solved = program.solve(0.0, INFINITY, relaxed=True)
         if solved.values is None or (exact and solved.between(program.choices).any()):
             solved = program.solve(0.0, INFINITY)
         program.costs = before
-        return found.get(CONSTANT, 0.0) + solved.objective * _UNIT
+        return result.get(CONSTANT, 0.0) + solved.objective * _UNIT
 
     def expression(self, where: Where, moment: Moment) -> Expression:
         """Returns the bytes, with variables that are at their best where these are least."""
@@ -195,112 +197,121 @@ class PendingGradients:
 
     def _expression(self, counts: Counts, where: Where, moment: Moment) -> Expression:
         program, place = where.program, moment[0]
-        there: dict[int, Expression] = {}
+        existing: dict[int, Expression] = {}
         read: dict[int, Expression] = {}
-        found: dict[int, float] = {}
+        result: dict[int, float] = {}
         for value in self._arrived(counts, place):
-            now = read[value] = self._read(counts, value, moment, there)
+            now = read[value] = self._read(counts, value, moment, existing)
             if not any(now.values()):
-                there[value] = {}
+                existing[value] = {}
                 continue
-            behind = [at for at in counts.arriving[value] if at > place or at < 0]
+            behind = [index for index in counts.arriving[value] if index > place or index < 0]
             written = counts.written.get(value, {})
             if len(behind) < len(counts.arriving[value]):
                 written = counts.written_down(value, behind) if written else {}
-            there[value] = program.any_of([now], written) if written else now
+            existing[value] = program.any_of([now], written) if written else now
             if written:
                 both = written if constant(now) == 1 else program.any_of([written], total((1.0, ONE), (-1.0, now)))
-                self._write(found, where, value, both)
-            self._hold(found, program, there[value], self._gradients(where, value, [at for at in behind if at > place]))
+                self._write(result, where, value, both)
+            self._hold(
+                result,
+                program,
+                existing[value],
+                self._gradients(where, value, [index for index in behind if index > place]),
+            )
         for value, now in read.items():
             maker = self._forward.made_by(value)
             if maker is not None and self.graph.places[maker.id] > place and any(now.values()):
-                self._hold(found, program, now, self._gate(counts, where, self.graph.places[maker.id], moment))
+                self._hold(result, program, now, self._gate(counts, where, self.graph.places[maker.id], moment))
         if moment[1] == PASSING:
-            add(found, self.norming.expression(counts, where, place), 1.0)
-        return found
+            add(result, self.norming.expression(counts, where, place), 1.0)
+        return result
 
     def _arrived(self, counts: Counts, place: int) -> Iterator[int]:
         """Yields the values whose gradients have come from operators behind a place, those of later operators later."""
-        values = (value for value, into in counts.arriving.items() if any(at > place or at < 0 for at in into))
+        values = (value for value, into in counts.arriving.items() if any(index > place or index < 0 for index in into))
         return iter(sorted(values, key=self._place))
 
     def _place(self, value: int) -> int:
         maker = self._forward.made_by(value)
         return -1 if maker is None else self.graph.places[maker.id]
 
-    def _read(self, counts: Counts, value: int, moment: Moment, there: Mapping[int, Expression]) -> Expression:
+    def _read(self, counts: Counts, value: int, moment: Moment, existing: Mapping[int, Expression]) -> Expression:
         """Returns where what is computed from the gradient of a value has yet to be."""
         maker = self._forward.made_by(value)
         if maker is None:
             return {}
-        at = self.graph.places[maker.id]
-        if at <= moment[0]:
-            return ONE if at < yet(moment) and self._waiting.used[at] else {}
+        index = self.graph.places[maker.id]
+        if index <= moment[0]:
+            return ONE if index < yet(moment) and self._waiting.used[index] else {}
         if self._waiting.writes(maker) or norms(maker):
             return {}
         passed = [
-            there.get(self._forward.root(read.value), {})
+            existing.get(self._forward.root(read.value), {})
             for read in maker.reads
             if read.gradient and not self._forward.given(read.value) and not self._waiting.summed(maker, read)
         ]
         return counts.program.any_of(passed)
 
-    def _write(self, found: dict[int, float], where: Where, value: int, both: Expression) -> None:
+    def _write(self, result: dict[int, float], where: Where, value: int, both: Expression) -> None:
         """Adds a gradient that is written down, in the format of the value."""
         sizes = {fmt: self._forward.bytes(value, fmt) for fmt in where.outputs[self._place(value)]}
         least = min(sizes.values())
-        add(found, both, least)
-        for fmt, here in where.outputs[self._place(value)].items():
+        add(result, both, least)
+        for fmt, current in where.outputs[self._place(value)].items():
             if sizes[fmt] > least:
-                wide = where.program.any_of([here], total((1.0, ONE), (-1.0, both)))
-                add(found, wide, sizes[fmt] - least)
+                wide = where.program.any_of([current], total((1.0, ONE), (-1.0, both)))
+                add(result, wide, sizes[fmt] - least)
 
-    def _hold(self, found: dict[int, float], program: LinearProgram, there: Expression, items: Iterable[_Item]) -> None:
+    def _hold(
+        self, result: dict[int, float], program: LinearProgram, existing: Expression, items: Iterable[_Item]
+    ) -> None:
         """Adds bytes that are held where an expression is 1."""
-        gone = {} if constant(there) == 1 else total((1.0, ONE), (-1.0, there))
+        gone = {} if constant(existing) == 1 else total((1.0, ONE), (-1.0, existing))
         for item in items:
             if constant(item.unless) != 0:
                 # Several things may be otherwise at once, so that what is left is no expression of its own.
                 rest = program.at_least(total((1.0, item.where), (-1.0, item.unless), (-1.0, gone)))
             else:
-                rest = there if constant(item.where) == 1 else program.any_of([item.where], gone)
-            add(found, rest, item.size)
+                rest = existing if constant(item.where) == 1 else program.any_of([item.where], gone)
+            add(result, rest, item.size)
 
     def _gradients(self, where: Where, value: int, behind: Sequence[int]) -> Iterator[_Item]:
         """The gradients of a value that products have written."""
-        for at in behind:
-            product = self.graph.operators[at]
+        for index in behind:
+            product = self.graph.operators[index]
             if not self._forward.multiplies(product):
                 continue
             for place in gradients(product, self._forward):
                 read = product.reads[place].value
                 if self._forward.root(read) == value:
                     sizes = {state: self._forward.bytes(read, computed_in(state[0])[1]) for state in product.costs}
-                    yield from self._items(where.states[at], sizes)
+                    yield from self._items(where.states[index], sizes)
 
-    def _gate(self, counts: Counts, where: Where, at: int, moment: Moment) -> Iterator[_Item]:
+    def _gate(self, counts: Counts, where: Where, index: int, moment: Moment) -> Iterator[_Item]:
         """What a gate keeps: its result where a product keeps that; elsewhere a byte an element, or what it is computed again from."""
-        kept = counts.again.result_kept(at)
-        operator = self.graph.operators[at]
-        if kept is None or operator.result in self._counted_elsewhere:
+        saved = counts.again.result_kept(index)
+        operator = self.graph.operators[index]
+        if saved is None or operator.result in self._counted_elsewhere:
             return
-        hows = self._kept.formats_of(at, operator.result)
+        hows = self._kept.formats_of(index, operator.result)
         assert hows is not None
         product = self._product(counts, operator, moment)
         floor = whole(self.graph.values[operator.result].numel) if product is not None else 0
-        sizes = {state: self._forward.bytes(operator.result, hows[state]) for state in kept}
-        yield _Item(floor, ONE, self._counted(where, at, moment))
+        sizes = {state: self._forward.bytes(operator.result, hows[state]) for state in saved}
+        yield _Item(floor, ONE, self._counted(where, index, moment))
         for size, least in _levels(sizes, floor):
-            yield _Item(size, total(*((1.0, kept[state]) for state in least)), {})
+            yield _Item(size, total(*((1.0, saved[state]) for state in least)), {})
         if product is not None:
-            otherwise = total(*((1.0, there) for there in kept.values()), (1.0, counts.again.lost(operator.result)))
+            otherwise = total(
+                *((1.0, existing) for existing in saved.values()), (1.0, counts.again.lost(operator.result))
+            )
             yield from self._computed_from(counts, where, product, floor, otherwise)
 
-    def _counted(self, where: Where, at: int, moment: Moment) -> Expression:
+    def _counted(self, where: Where, index: int, moment: Moment) -> Expression:
         """Returns where the mask of a gate counts as what the operators before it keep does."""
-        gate, readers = self._gates.get(at), self._waiting.of(moment)
-        counts = gate is not None and (at in readers.wholly or at in readers.passed)
+        gate, readers = self._gates.get(index), self._waiting.of(moment)
+        counts = gate is not None and (index in readers.wholly or index in readers.passed)
         return gate.masked(where, {}) if gate is not None and counts else {}
 
     def _computed_from(
@@ -324,9 +335,9 @@ class PendingGradients:
                 before = least
 
     @staticmethod
-    def _items(there: Mapping[Key, Expression], sizes: Mapping[Key, int]) -> Iterator[_Item]:
-        for size, least in _levels({key: sizes[key] for key in there}, 0):
-            yield _Item(size, _sum_of(there, least), {})
+    def _items(existing: Mapping[Key, Expression], sizes: Mapping[Key, int]) -> Iterator[_Item]:
+        for size, least in _levels({key: sizes[key] for key in existing}, 0):
+            yield _Item(size, _sum_of(existing, least), {})
 
     def _product(self, counts: Counts, gate: ModelOperator, moment: Moment) -> int | None:
         """Returns the product's result, of its size, that a gate is computed again from, and no other gate; None for none.
@@ -346,8 +357,8 @@ class PendingGradients:
             keeper = counts.again.keeper(value)
             if keeper is None or keeper in readers.wholly or keeper in readers.passed or keeper == moment[0]:
                 continue
-            known = self._kept.formats_of(keeper, value) is not None
-            if known and whole(self.graph.values[value].numel) == size:
+            available = self._kept.formats_of(keeper, value) is not None
+            if available and whole(self.graph.values[value].numel) == size:
                 return value
         return None
 

@@ -38,21 +38,21 @@ class Recomputation:
         where: the states.
     """
 
-    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
-        self._kept, self._waiting, self._where = kept, waiting, where
-        self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
+    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
+        self._kept, self._waiting, self._where = saved, waiting, where
+        self.graph, self._forward, self.program = saved.graph, saved.passes[0].forward, where.program
         self._products: dict[int, list[int]] = {}
         self._keepers: dict[int, list[int]] = {}
-        for at, operator in enumerate(self.graph.operators):
+        for index, operator in enumerate(self.graph.operators):
             if self._forward.multiplies(operator):
                 for value in {self._forward.root(read.value) for read in operator.reads}:
-                    self._products.setdefault(value, []).append(at)
-            for value in kept.saved(operator):
-                self._keepers.setdefault(value, []).append(at)
+                    self._products.setdefault(value, []).append(index)
+            for value in saved.saved(operator):
+                self._keepers.setdefault(value, []).append(index)
         self._readers: dict[int, list[int]] = {}
-        for at, operator in enumerate(self.graph.operators):
+        for index, operator in enumerate(self.graph.operators):
             for value in {self._forward.root(read.value) for read in operator.reads}:
-                self._readers.setdefault(value, []).append(at)
+                self._readers.setdefault(value, []).append(index)
         self._returned = {self._forward.root(read.value) for read in self.graph.outputs}
         self._again = self._computed_again()
         self._lost = self._not_computed_again()
@@ -85,9 +85,11 @@ class Recomputation:
         if self._forward.multiplies(maker):
             return {} if self.keeper(value) is not None else ONE
         others = [
-            at for at in self._keepers.get(value, ()) if at not in self.products(value) and self.result_kept(at) is None
+            index
+            for index in self._keepers.get(value, ())
+            if index not in self.products(value) and self.result_kept(index) is None
         ]
-        lies = [at for at in self.readers(value) if pools(self.graph.operators[at])]
+        lies = [index for index in self.readers(value) if pools(self.graph.operators[index])]
         if others or lies or len(self.products(value)) > 1 or value in self._returned:
             return ONE
         scaled = self._only_scaled(value)
@@ -99,44 +101,44 @@ class Recomputation:
     def certain(self, value: int, fmt: Name) -> Expression:
         """Returns where some product keeps a value in a format."""
         wants: list[Expression] = []
-        for at in self.products(value):
-            hows = self._kept.formats_of(at, value)
-            if hows is not None and self._whole(at, value):
-                found = [where for state, where in self._where.states[at].items() if hows[state] == fmt]
-                wants.append(total(*((1.0, where) for where in found)))
+        for index in self.products(value):
+            hows = self._kept.formats_of(index, value)
+            if hows is not None and self._whole(index, value):
+                result = [where for state, where in self._where.states[index].items() if hows[state] == fmt]
+                wants.append(total(*((1.0, where) for where in result)))
         if len(wants) <= 1:
             return wants[0] if wants else {}
         none = self.program.all_of([total((1.0, ONE), (-1.0, want)) for want in wants])
         return total((1.0, ONE), (-1.0, none))
 
-    def result_kept(self, at: int) -> Mapping[StateNames, Expression] | None:
+    def result_kept(self, index: int) -> Mapping[StateNames, Expression] | None:
         """Returns where a gate is in a state and a product keeps its result as it does; None for what is no gate."""
-        operator = self.graph.operators[at]
-        hows = self._kept.formats_of(at, operator.result)
+        operator = self.graph.operators[index]
+        hows = self._kept.formats_of(index, operator.result)
         gate = operator.row in GATES and list(self._kept.saved(operator)) == [operator.result]
         if not gate or hows is None:
             return None
         return {
             state: self.program.all_of([where, self.certain(operator.result, hows[state])])
-            for state, where in self._where.states[at].items()
+            for state, where in self._where.states[index].items()
         }
 
     def _not_computed_again(self) -> Sequence[Expression]:
         """By value, where it may not be computed again."""
-        found: list[Expression] = [ONE] * len(self.graph.values)
+        matches: list[Expression] = [ONE] * len(self.graph.values)
         for operator in self.graph.operators:
             result = operator.result
             if self._forward.multiplies(operator) or self._waiting.writes(operator) or result in self._kept.lost:
                 continue
             used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
-            parts = [self.lost_part(value, found) for value in self._waiting.computed(sorted(used - {result}))]
-            found[result] = self.program.at_most([total(*((1.0, part) for part in parts))])
-        return found
+            parts = [self.lost_part(value, matches) for value in self._waiting.computed(sorted(used - {result}))]
+            matches[result] = self.program.at_most([total(*((1.0, part) for part in parts))])
+        return matches
 
     def _computed_again(self) -> Sequence[Count]:
         """From how much each value is computed again at most, where it is."""
         forward, waiting = self._forward, self._waiting
-        found: list[Count] = [exactly(1)] * len(self.graph.values)
+        matches: list[Count] = [exactly(1)] * len(self.graph.values)
         for operator in self.graph.operators:
             result = operator.result
             if forward.multiplies(operator) or result in self._kept.lost:
@@ -144,11 +146,11 @@ class Recomputation:
             reads = {forward.root(read.value) for read in operator.reads}
             used = sorted(waiting.computed((reads | set(self._kept.saved(operator))) - {result}))
             many = added(
-                self.program, [exactly(beside(operator)), *(self._part(value, found[value]) for value in used)]
+                self.program, [exactly(beside(operator)), *(self._part(value, matches[value]) for value in used)]
             )
             cuts = [where_so(self._only_scaled(value), exactly(1)) for value in used if value in reads]
-            found[result] = least(self.program, [many, *cuts])
-        return found
+            matches[result] = least(self.program, [many, *cuts])
+        return matches
 
     def _part(self, value: int, again: Count) -> Count:
         """As how many buffers a value counts that another is computed again from."""
@@ -164,35 +166,35 @@ class Recomputation:
         """Where some product keeps a value in the format that it has."""
         maker = self._forward.made_by(value)
         assert maker is not None
-        held = self._where.outputs[self.graph.places[maker.id]].items()
-        certain = [self.program.all_of([where, self.certain(value, fmt)]) for fmt, where in held]
-        return total(*((1.0, one) for one in certain))
+        live = self._where.outputs[self.graph.places[maker.id]].items()
+        certain = [self.program.all_of([where, self.certain(value, fmt)]) for fmt, where in live]
+        return total(*((1.0, item) for item in certain))
 
     def _told(self, value: int) -> bool:
         """Whether it is known how the one product that reads a value keeps it."""
-        (at,) = self.products(value)
-        reads = [read for read in self.graph.operators[at].reads if self._forward.root(read.value) == value]
-        return self._kept.formats_of(at, value) is not None and len(reads) == 1 and self._whole(at, value)
+        (index,) = self.products(value)
+        reads = [read for read in self.graph.operators[index].reads if self._forward.root(read.value) == value]
+        return self._kept.formats_of(index, value) is not None and len(reads) == 1 and self._whole(index, value)
 
     def _only_scaled(self, value: int) -> Expression:
         """Where a value lies in memory for one product alone, which keeps it in a scaled format: it is not computed again from there."""
         maker = self._forward.made_by(value)
         if maker is None or self._forward.multiplies(maker) or len(self.products(value)) != 1 or not self._told(value):
             return {}
-        (at,) = self.products(value)
-        hows = self._kept.formats_of(at, value)
+        (index,) = self.products(value)
+        hows = self._kept.formats_of(index, value)
         assert hows is not None
-        (read,) = (one for one in self.graph.operators[at].reads if self._forward.root(one.value) == value)
-        found = [
+        (read,) = (item for item in self.graph.operators[index].reads if self._forward.root(item.value) == value)
+        result = [
             where
-            for state, where in self._where.states[at].items()
+            for state, where in self._where.states[index].items()
             if scaled(hows[state]) and scaled(read.wanted.get(state[0] or ""))
         ]
-        return total(*((1.0, where) for where in found))
+        return total(*((1.0, where) for where in result))
 
-    def _whole(self, at: int, value: int) -> bool:
+    def _whole(self, index: int, value: int) -> bool:
         """Whether an operator reads all of a value, and no view of a part."""
-        reads = [read.value for read in self.graph.operators[at].reads if self._forward.root(read.value) == value]
+        reads = [read.value for read in self.graph.operators[index].reads if self._forward.root(read.value) == value]
         return not any(self._forward.is_part(read) for read in reads)
 
 
@@ -205,9 +207,9 @@ class MaterializedValues:
         again: what is computed again.
     """
 
-    def __init__(self, kept: SavedTensorsBound, waiting: UnreadValues, where: Where, again: Recomputation) -> None:
-        self._kept, self._waiting, self._where, self._again = kept, waiting, where, again
-        self.graph, self._forward, self.program = kept.graph, kept.passes[0].forward, where.program
+    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where, again: Recomputation) -> None:
+        self._kept, self._waiting, self._where, self._again = saved, waiting, where, again
+        self.graph, self._forward, self.program = saved.graph, saved.passes[0].forward, where.program
 
     def add(
         self,
@@ -217,9 +219,9 @@ class MaterializedValues:
         others: Mapping[int, Expression],
     ) -> None:
         """Adds rows that have the gradient of a value written down; `arriving` and `others` are `Counts.arriving` and `.written`."""
-        for at in arriving[value]:
-            gate = self.graph.operators[at] if at >= 0 else None
-            if gate is None or not self._told_apart(at, gate):
+        for index in arriving[value]:
+            gate = self.graph.operators[index] if index >= 0 else None
+            if gate is None or not self._told_apart(index, gate):
                 continue
             many = self._gradients(arriving[gate.result])
             tries: list[tuple[int, Expression]] = [(1, {})]
@@ -227,58 +229,63 @@ class MaterializedValues:
                 tries.append((many, others.get(gate.result, {})))
             for gradients, unless in tries:
                 rest = self._read_beyond(gate, READS - gradients)
-                kept = self._again.result_kept(at)
-                if rest is None or kept is None:
+                saved = self._again.result_kept(index)
+                if rest is None or saved is None:
                     continue
                 free = total(
-                    (1.0, unless), (1.0, self._again.lost(gate.result)), (1.0, rest), *((1.0, e) for e in kept.values())
+                    (1.0, unless),
+                    (1.0, self._again.lost(gate.result)),
+                    (1.0, rest),
+                    *((1.0, e) for e in saved.values()),
                 )
-                known = constant(free)
-                if known is None or known < 1:
+                available = constant(free)
+                if available is None or available < 1:
                     self.program.row(total((1.0, written), (1.0, free)), least=1.0)
 
-    def _told_apart(self, at: int, gate: ModelOperator) -> bool:
+    def _told_apart(self, index: int, gate: ModelOperator) -> bool:
         """Whether it is known in which states a gate's result is kept, and not what it is computed again from."""
-        return self._again.result_kept(at) is not None and self._products(gate.result) is not None
+        return self._again.result_kept(index) is not None and self._products(gate.result) is not None
 
     def _gradients(self, arriving: Iterable[int]) -> int:
         """Returns from how many gradients one is computed at least that is not written down itself."""
         elementwise = 0
-        found = 0
-        for at in arriving:
-            operator = self.graph.operators[at] if at >= 0 else None
+        result = 0
+        for index in arriving:
+            operator = self.graph.operators[index] if index >= 0 else None
             if operator is None or self._waiting.writes(operator):
-                found += 1
+                result += 1
             else:
                 elementwise = 1  # several may come from one
-        return found + elementwise
+        return result + elementwise
 
     def _read_beyond(self, gate: ModelOperator, many: int) -> Expression | None:
         """Returns what is 0 only where a gate's result, computed again, is so from more buffers than `many`; None where nothing is."""
-        found: list[Expression] = []
-        seen: set[int] = {gate.result}
+        result: list[Expression] = []
+        visited: set[int] = {gate.result}
         doors: deque[tuple[int, Expression]] = deque([(self.graph.places[gate.id], {})])
         count = 0
         while count <= many:
             if not doors:
                 return None
-            at, door = next((one for one in doors if not one[1]), doors[0])
-            doors.remove((at, door))
-            found.append(door)
-            operator = self.graph.operators[at]
-            count += min(sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values())
+            index, door = next((item for item in doors if not item[1]), doors[0])
+            doors.remove((index, door))
+            result.append(door)
+            operator = self.graph.operators[index]
+            count += min(
+                sum(settings.startswith("extra") for _, settings in cost.saved) for cost in operator.costs.values()
+            )
             for read in operator.reads:
                 value = self._forward.root(read.value)
-                if value in seen or self._forward.given(read.value):
+                if value in visited or self._forward.given(read.value):
                     continue
-                seen.add(value)
+                visited.add(value)
                 maker = self._forward.made_by(value)
                 assert maker is not None
                 if self._forward.multiplies(maker) or pools(maker):
                     count += 1  # it lies in memory, or nothing is computed again from it
-                elif constant(lies := self.lies(value, at)) != 1:
+                elif constant(lies := self.lies(value, index)) != 1:
                     doors.append((self.graph.places[maker.id], lies))
-        return total(*((1.0, one) for one in found))
+        return total(*((1.0, item) for item in result))
 
     def lies(self, value: int, reader: int, but_as_held: bool = False) -> Expression:
         """Returns what is 0 only where a value lies in memory nowhere that a reader finds it; with `but_as_held` not in another format
@@ -287,23 +294,23 @@ class MaterializedValues:
         maker = self._forward.made_by(value)
         if by is None or maker is None:
             return ONE
-        found: list[Expression] = []
-        held = self._where.outputs[self.graph.places[maker.id]]
+        result: list[Expression] = []
+        live = self._where.outputs[self.graph.places[maker.id]]
         for read in self.graph.operators[reader].reads:
             if self._forward.root(read.value) != value:
                 continue
-            for state, there in self._where.states[reader].items():
+            for state, existing in self._where.states[reader].items():
                 wanted = read.wanted.get(state[0] or "")
                 if wanted is not None and wanted in by:
-                    other = total((1.0, ONE), (-1.0, held.get(wanted, {})))
-                    found.append(self.program.all_of([there, by[wanted], other]))
+                    other = total((1.0, ONE), (-1.0, live.get(wanted, {})))
+                    result.append(self.program.all_of([existing, by[wanted], other]))
         if not but_as_held:
-            for fmt, there in by.items():
+            for fmt, existing in by.items():
                 if fmt is None or scaled(fmt):
-                    found.append(there)
-                elif fmt in held:
-                    found.append(self.program.all_of([there, held[fmt]]))
-        return total(*((1.0, one) for one in found))
+                    result.append(existing)
+                elif fmt in live:
+                    result.append(self.program.all_of([existing, live[fmt]]))
+        return total(*((1.0, item) for item in result))
 
     def _products(self, value: int) -> Mapping[Name, Expression] | None:
         """Returns by format where products have a value lie in it, None for the one that it has; None where something else may."""
@@ -312,29 +319,29 @@ class MaterializedValues:
         if (
             maker is None
             or value in returned
-            or any(pools(self.graph.operators[at]) for at in self._again.readers(value))
+            or any(pools(self.graph.operators[index]) for index in self._again.readers(value))
         ):
             return None
-        found: dict[Name, list[Expression]] = {}
-        for at in self._again.products(value):
-            product = self.graph.operators[at]
+        result: dict[Name, list[Expression]] = {}
+        for index in self._again.products(value):
+            product = self.graph.operators[index]
             reads = [read for read in product.reads if self._forward.root(read.value) == value]
             if (
                 attends(product)
-                or at in self._forward.matrices
+                or index in self._forward.matrices
                 or any(self._forward.is_part(read.value) for read in reads)
             ):
                 return None
             by: dict[Name, list[Expression]] = {}
-            for state, there in self._where.states[at].items():
+            for state, existing in self._where.states[index].items():
                 for fmt in {read.wanted.get(state[0] or "") for read in reads}:
-                    by.setdefault(fmt, []).append(there)
+                    by.setdefault(fmt, []).append(existing)
             for fmt, several in by.items():
-                found.setdefault(fmt, []).append(total(*((1.0, one) for one in several)))
-        return {fmt: self._any(several) for fmt, several in found.items()}
+                result.setdefault(fmt, []).append(total(*((1.0, item) for item in several)))
+        return {fmt: self._any(several) for fmt, several in result.items()}
 
     def _any(self, several: list[Expression]) -> Expression:
         """Returns what is 1 where one of several is, and 0 elsewhere, whatever wins."""
         if len(several) == 1:
             return several[0]
-        return total((1.0, ONE), (-1.0, self.program.all_of([total((1.0, ONE), (-1.0, one)) for one in several])))
+        return total((1.0, ONE), (-1.0, self.program.all_of([total((1.0, ONE), (-1.0, item)) for item in several])))

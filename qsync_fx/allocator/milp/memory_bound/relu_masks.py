@@ -54,8 +54,8 @@ class MaskRead:
 
     def where(self, formats: Where, takes: Callable[[Name], bool]) -> Expression:
         """Returns where it is a format that is taken."""
-        found = formats.precisions[self.at].items()
-        return total(*((1.0, where) for name, where in found if takes(self.wanted[name])))
+        result = formats.precisions[self.at].items()
+        return total(*((1.0, where) for name, where in result if takes(self.wanted[name])))
 
 
 @dataclass(frozen=True)
@@ -76,38 +76,38 @@ class Lying:
     def held(self, names: Sequence[StateNames]) -> Name:
         """Returns the format in which it lies in memory; None where what it is computed from is read in its place."""
         fmt = names[self.made][1]
-        return fmt if any(scaled(one.under(names)) or one.under(names) == fmt for one in self.readings) else None
+        return fmt if any(scaled(item.under(names)) or item.under(names) == fmt for item in self.readings) else None
 
     def held_in(self, formats: Where) -> Iterator[tuple[Name, Expression]]:
         """Yields formats with where it lies in memory in them, for each of its readers."""
         for fmt, where in formats.outputs[self.made].items():
-            for one in self.readings:
-                read = total((1.0, one.where(formats, scaled)), (1.0, one.where(formats, partial(eq, fmt))))
+            for item in self.readings:
+                read = total((1.0, item.where(formats, scaled)), (1.0, item.where(formats, partial(eq, fmt))))
                 yield fmt, formats.program.at_least(total((1.0, where), (1.0, read), (-1.0, ONE)))
 
-    def lost(self, names: Sequence[StateNames], known: dict[int, bool]) -> bool:
+    def lost(self, names: Sequence[StateNames], available: dict[int, bool]) -> bool:
         """Whether a compiler cannot compute again what is computed from it, under a plan.
 
         It lies in memory till it has been quantized, and is not kept as it is; or it is computed from what is lost.
         """
-        if self.value not in known:
-            wanted, fmt = [one.under(names) for one in self.readings], names[self.made][1]
-            kept = any(_as_wide(fmt, name) for name in wanted)
-            gone = any(map(scaled, wanted)) or any(one.lost(names, known) for one in self.behind)
-            known[self.value] = not kept and gone
-        return known[self.value]
+        if self.value not in available:
+            wanted, fmt = [item.under(names) for item in self.readings], names[self.made][1]
+            saved = any(_as_wide(fmt, name) for name in wanted)
+            gone = any(map(scaled, wanted)) or any(item.lost(names, available) for item in self.behind)
+            available[self.value] = not saved and gone
+        return available[self.value]
 
-    def lost_in(self, formats: Where, known: dict[int, Expression]) -> Expression:
+    def lost_in(self, formats: Where, available: dict[int, Expression]) -> Expression:
         """Returns where it cannot."""
-        if self.value not in known:
-            found = []
+        if self.value not in available:
+            result = []
             for fmt, where in formats.outputs[self.made].items():
-                kept = [(-1.0, one.where(formats, partial(_as_wide, fmt))) for one in self.readings]
-                gone = [one.where(formats, scaled) for one in self.readings]
-                gone += [one.lost_in(formats, known) for one in self.behind]
-                found += [total((1.0, where), (1.0, one), (-1.0, ONE), *kept) for one in gone]
-            known[self.value] = formats.program.any_of(map(formats.program.at_least, found))
-        return known[self.value]
+                saved = [(-1.0, item.where(formats, partial(_as_wide, fmt))) for item in self.readings]
+                gone = [item.where(formats, scaled) for item in self.readings]
+                gone += [item.lost_in(formats, available) for item in self.behind]
+                result += [total((1.0, where), (1.0, item), (-1.0, ONE), *saved) for item in gone]
+            available[self.value] = formats.program.any_of(map(formats.program.at_least, result))
+        return available[self.value]
 
 
 @dataclass(frozen=True)
@@ -127,21 +127,21 @@ class MaskedActivation:
     behind: Sequence[Lying] | None
     mask: int
 
-    def of(self, names: Sequence[StateNames], known: dict[int, bool]) -> int:
+    def of(self, names: Sequence[StateNames], available: dict[int, bool]) -> int:
         """Returns the bytes of its mask under a plan; `known` are the values that are known to be lost under it."""
         fmt = self.kept[names[self.at]]
-        shared = any(one.under(names) == fmt for one in self.readings)
-        again = self.behind is not None and not any(one.lost(names, known) for one in self.behind)
+        shared = any(item.under(names) == fmt for item in self.readings)
+        again = self.behind is not None and not any(item.lost(names, available) for item in self.behind)
         return 0 if shared or again else self.mask
 
-    def masked(self, formats: Where, known: dict[int, Expression]) -> Expression:
+    def masked(self, formats: Where, available: dict[int, Expression]) -> Expression:
         """Returns where it keeps its mask."""
-        lost = [ONE] if self.behind is None else [one.lost_in(formats, known) for one in self.behind]
+        lost = [ONE] if self.behind is None else [item.lost_in(formats, available) for item in self.behind]
         wants = []
         for fmt in dict.fromkeys(self.kept.values()):
-            kept = [(1.0, where) for state, where in formats.states[self.at].items() if self.kept[state] == fmt]
-            shared = [(-1.0, one.where(formats, partial(eq, fmt))) for one in self.readings]
-            wants += [total(*kept, *shared, (1.0, one), (-1.0, ONE)) for one in lost]
+            saved = [(1.0, where) for state, where in formats.states[self.at].items() if self.kept[state] == fmt]
+            shared = [(-1.0, item.where(formats, partial(eq, fmt))) for item in self.readings]
+            wants += [total(*saved, *shared, (1.0, item), (-1.0, ONE)) for item in lost]
         return formats.program.any_of(map(formats.program.at_least, wants))
 
 
@@ -152,19 +152,19 @@ class Residing:
         kept: what a class of devices keeps for the backward pass.
     """
 
-    def __init__(self, kept: SavedTensorsBound) -> None:
-        self._kept, self.graph, self._forward = kept, kept.graph, kept.passes[0].forward
+    def __init__(self, saved: SavedTensorsBound) -> None:
+        self._kept, self.graph, self._forward = saved, saved.graph, saved.passes[0].forward
         self._known: dict[int, Sequence[Lying]] = {}
 
     def behind(self, operator: ModelOperator) -> Sequence[Lying]:
         """Returns those that an operator's result is computed from, where it follows the formats of what it reads."""
         value = operator.result
         if value not in self._known:
-            found: dict[int, Lying] = {}
+            result: dict[int, Lying] = {}
             if isinstance(operator.decided, Follows):
                 reads = (self._forward.root(read.value) for read in operator.reads)
-                found = {one.value: one for root in reads if root != value for one in self._at(root)}
-            self._known[value] = tuple(found.values())
+                result = {item.value: item for root in reads if root != value for item in self._at(root)}
+            self._known[value] = tuple(result.values())
         return self._known[value]
 
     def _at(self, value: int) -> Sequence[Lying]:
@@ -176,31 +176,31 @@ class Residing:
 
     def readings(self, value: int) -> Sequence[MaskRead] | None:
         """Returns who reads a value as a factor; None where a product that is not known to keeps it."""
-        found = [MaskRead(one.at, one.wanted) for one in self._kept.factors if one.value == value]
-        known = {reading.at for reading in found}
-        return found if self._keepers.get(value, set()) <= known else None
+        result = [MaskRead(item.at, item.wanted) for item in self._kept.factors if item.value == value]
+        available = {reading.at for reading in result}
+        return result if self._keepers.get(value, set()) <= available else None
 
     @cached_property
     def _keepers(self) -> Mapping[int, Set[int]]:
         """By value, the places of the products that keep it."""
-        found: dict[int, set[int]] = {}
-        for at, operator in enumerate(self.graph.operators):
+        result: dict[int, set[int]] = {}
+        for index, operator in enumerate(self.graph.operators):
             for value in self._kept.saved(operator) if self._forward.multiplies(operator) else ():
-                found.setdefault(value, set()).add(at)
-        return found
+                result.setdefault(value, set()).add(index)
+        return result
 
 
-def gates(kept: SavedTensorsBound) -> Iterator[MaskedActivation]:
+def gates(saved: SavedTensorsBound) -> Iterator[MaskedActivation]:
     """Yields the gates of which something is kept, under some plan, that no other operator keeps."""
-    residing = kept.residing
-    for at, operator in enumerate(kept.graph.operators):
+    residing = saved.residing
+    for index, operator in enumerate(saved.graph.operators):
         value = operator.result
-        formats = kept.formats_of(at, value) if operator.row in GATES else None
-        if formats is None or not all(one.reads_gate(at) for one in kept.passes):
+        formats = saved.formats_of(index, value) if operator.row in GATES else None
+        if formats is None or not all(item.reads_gate(index) for item in saved.passes):
             continue
-        readings, behind = residing.readings(value), None if value in kept.lost else residing.behind(operator)
+        readings, behind = residing.readings(value), None if value in saved.lost else residing.behind(operator)
         if readings is not None and (behind is None or behind):
-            yield MaskedActivation(at, formats, readings, behind, whole(kept.graph.values[value].numel))
+            yield MaskedActivation(index, formats, readings, behind, whole(saved.graph.values[value].numel))
 
 
 def scaled(fmt: Name) -> bool:
@@ -208,7 +208,7 @@ def scaled(fmt: Name) -> bool:
     return fmt is not None and FORMATS[fmt].scaled
 
 
-def _as_wide(held: Name, fmt: Name) -> bool:
+def _as_wide(live: Name, fmt: Name) -> bool:
     """Whether what others read of a value that is held in a format may be what a product reads in another."""
-    assert fmt is not None and held is not None
-    return not scaled(fmt) and FORMATS[fmt].dtype.itemsize >= FORMATS[held].dtype.itemsize
+    assert fmt is not None and live is not None
+    return not scaled(fmt) and FORMATS[fmt].dtype.itemsize >= FORMATS[live].dtype.itemsize

@@ -35,48 +35,48 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name,
 class Passes:
     """Both passes of a plan, and what the second reads of the first."""
 
-    def __init__(self, found: States) -> None:
-        self.forward = Forward(found)
+    def __init__(self, result: States) -> None:
+        self.forward = Forward(result)
         self.backward = Backward(self.forward)
         self.made = {buffer for task in self.forward.tasks for buffer in task.writes}
         self.read = self.made & {buffer for task in self.backward.tasks for buffer in task.reads}
 
-    def reads_factor(self, at: int, place: int) -> bool:
+    def reads_factor(self, index: int, place: int) -> bool:
         """Whether the factor of a product is read again; of one that is there before the step, nothing is held."""
-        if (at, place) not in self.forward.factors:
+        if (index, place) not in self.forward.factors:
             return False
-        buffer = self.forward.factors[at, place]
+        buffer = self.forward.factors[index, place]
         return buffer is None or buffer in self.read
 
-    def reads_kept(self, at: int, name: str) -> bool:
+    def reads_kept(self, index: int, name: str) -> bool:
         """Whether what an operator keeps of a value is read again."""
-        return any(buffer.name == name and buffer in self.read for buffer in self.forward.kept.get(at, ()))
+        return any(buffer.name == name and buffer in self.read for buffer in self.forward.kept.get(index, ()))
 
-    def mask(self, at: int) -> Buffer | None:
+    def mask(self, index: int) -> Buffer | None:
         """Returns what the gate at a place keeps in place of its result; None where that is kept, or computed again."""
-        name = self.forward.graph.values[self.forward.graph.operators[at].result].name
-        kept = self.forward.kept.get(at, ())
-        return next((one for one in kept if one.name == name and one.format is None), None)
+        name = self.forward.graph.values[self.forward.graph.operators[index].result].name
+        saved = self.forward.kept.get(index, ())
+        return next((item for item in saved if item.name == name and item.format is None), None)
 
-    def reads_gate(self, at: int) -> bool:
+    def reads_gate(self, index: int) -> bool:
         """Whether what the gate at a place keeps is read again; of several that its result is computed from, some."""
-        mask = self.mask(at)
-        return not self.read.isdisjoint(self.forward.kept.get(at, ()) if mask is None else [mask])
+        mask = self.mask(index)
+        return not self.read.isdisjoint(self.forward.kept.get(index, ()) if mask is None else [mask])
 
-    def extras(self, at: int) -> Mapping[str, int]:
+    def extras(self, index: int) -> Mapping[str, int]:
         """Returns the bytes of what an operator keeps beside values and reads again, by name."""
-        return {buffer.name: buffer.bytes for buffer in self.forward.extras(at) if buffer in self.read}
+        return {buffer.name: buffer.bytes for buffer in self.forward.extras(index) if buffer in self.read}
 
 
-def extras_kept(passes: Sequence[Passes], at: int) -> Mapping[StateNames, int]:
+def extras_kept(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int]:
     """By state, the bytes of masks and statistics that an operator keeps: what it does in that state, or in all that were seen."""
-    known = [one.extras(at) for one in passes]
-    least = sum(min(one.get(name, 0) for one in known) for name in known[0])
-    seen: dict[StateNames, int] = {}
-    for one, sizes in zip(passes, known, strict=True):
-        state = one.forward.states.names[at]
-        seen[state] = min(seen.get(state, sum(sizes.values())), sum(sizes.values()))
-    return {state: seen.get(state, least) for state in passes[0].forward.graph.operators[at].costs}
+    available = [item.extras(index) for item in passes]
+    least = sum(min(item.get(name, 0) for item in available) for name in available[0])
+    visited: dict[StateNames, int] = {}
+    for item, sizes in zip(passes, available, strict=True):
+        state = item.forward.states.names[index]
+        visited[state] = min(visited.get(state, sum(sizes.values())), sum(sizes.values()))
+    return {state: visited.get(state, least) for state in passes[0].forward.graph.operators[index].costs}
 
 
 Key = tuple[int, Name]
@@ -158,7 +158,7 @@ class SavedTensorsBound:
     def __init__(self, part: DeviceClass) -> None:
         self.graph = part.graph
         uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
-        self.passes = passes = [Passes(one) for one in uniform]
+        self.passes = passes = [Passes(item) for item in uniform]
         self.factors: list[Factor] = []
         self.results: list[_Result] = []
         self.extras: dict[int, Mapping[StateNames, int]] = {}
@@ -168,51 +168,51 @@ class SavedTensorsBound:
         self._incoming = 0
         if any(operator.repeated for operator in self.graph.operators):
             return
-        for at, operator in enumerate(self.graph.operators):
+        for index, operator in enumerate(self.graph.operators):
             for place, read in factors(operator, forward).items() if forward.multiplies(operator) else ():
-                known = {name: read.wanted.get(name or "") for name, _ in operator.costs}
-                if all(known.values()) and all(one.reads_factor(at, place) for one in passes):
+                available = {name: read.wanted.get(name or "") for name, _ in operator.costs}
+                if all(available.values()) and all(item.reads_factor(index, place) for item in passes):
                     root = forward.root(read.value)
                     value = read.value if forward.is_part(read.value) else root
-                    own = self.graph.values[root].own if forward.given(read.value) else None
-                    self.factors.append(Factor(at, place, value, known, own))
+                    owned = self.graph.values[root].own if forward.given(read.value) else None
+                    self.factors.append(Factor(index, place, value, available, owned))
             # Attention of several kernels keeps masks and more, as others do.
             if not forward.multiplies(operator) or attends(operator):
-                self.extras[at] = extras_kept(passes, at)
+                self.extras[index] = extras_kept(passes, index)
             if not forward.multiplies(operator):
-                self.results += self._values_kept(passes, at)
+                self.results += self._values_kept(passes, index)
             elif attends(operator):
                 # Attention of one kernel keeps its own result.
-                self.results += [one for one in self._values_kept(passes, at) if one.value == operator.result]
+                self.results += [item for item in self._values_kept(passes, index) if item.value == operator.result]
         self.gates += gates(self)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
         self._incoming = sum(self._bytes(value, self.graph.values[value].own) for value in incoming)
 
-    def of(self, names: Sequence[StateNames], readers: Readers | None = None, lying: Sequence[Lying] = ()) -> float:
+    def of(self, names: Sequence[StateNames], readers: Readers | None = None, layout: Sequence[Lying] = ()) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read, and
         values that lie in memory beside."""
-        found: set[Key] = {(one.value, fmt) for one in lying if (fmt := one.held(names)) is not None}
+        matches: set[Key] = {(item.value, fmt) for item in layout if (fmt := item.held(names)) is not None}
         for factor in self.factors:
             fmt = factor.wanted[names[factor.at][0]]
             if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
-                found.add((factor.value, fmt))
+                matches.add((factor.value, fmt))
         for result in _of(readers, self.results):
             fmt = result.kept[names[result.at]]
-            held = fmt if result.maker is None else names[result.maker][1]
-            found.add((result.value, min((fmt, held), key=_width)))
-        extras = sum(sizes[names[at]] for at, sizes in self.extras.items() if self._extras_read(readers, at))
+            live = fmt if result.maker is None else names[result.maker][1]
+            matches.add((result.value, min((fmt, live), key=_width)))
+        extras = sum(sizes[names[index]] for index, sizes in self.extras.items() if self._extras_read(readers, index))
         lost: dict[int, bool] = {}
         masks = sum(gate.of(names, lost) for gate in _of(readers, self.gates))
-        return sum(self._bytes(*key) for key in found) + extras + masks + (self._incoming if readers is None else 0)
+        return sum(self._bytes(*key) for key in matches) + extras + masks + (self._incoming if readers is None else 0)
 
-    def expression(self, formats: Formats, readers: Readers | None = None, lying: Sequence[Lying] = ()) -> Expression:
+    def expression(self, formats: Formats, readers: Readers | None = None, layout: Sequence[Lying] = ()) -> Expression:
         """Returns the bytes; with `readers` those of what their backward passes read, and of values that lie in memory beside."""
         wants: dict[Key, list[Expression]] = {}
-        for one in lying:
-            for fmt, where in one.held_in(formats):
-                wants.setdefault((one.value, fmt), []).append(where)
-        found: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
+        for item in layout:
+            for fmt, where in item.held_in(formats):
+                wants.setdefault((item.value, fmt), []).append(where)
+        matches: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
         if self._spread is None or self._spread.formats is not formats:
             lost: dict[int, Expression] = {}
             self._spread = _Spread(
@@ -229,68 +229,68 @@ class SavedTensorsBound:
             if _is_read(readers, result):
                 for fmt, where in by_format.items():
                     wants.setdefault((result.value, fmt), []).append(where)
-        for at, sizes in self.extras.items():
-            if self._extras_read(readers, at):
-                for state, where in formats.states[at].items():
-                    add(found, where, sizes[state])
+        for index, sizes in self.extras.items():
+            if self._extras_read(readers, index):
+                for state, where in formats.states[index].items():
+                    add(matches, where, sizes[state])
         for gate, masked in zip(self.gates, self._spread.masks, strict=True):
             if _is_read(readers, gate):
-                add(found, masked, gate.mask)
+                add(matches, masked, gate.mask)
         for key, several in wants.items():
-            add(found, formats.program.any_of(several), self._bytes(*key))
-        return found
+            add(matches, formats.program.any_of(several), self._bytes(*key))
+        return matches
 
-    def _extras_read(self, readers: Readers | None, at: int) -> bool:
-        if readers is None or at in readers.wholly:
+    def _extras_read(self, readers: Readers | None, index: int) -> bool:
+        if readers is None or index in readers.wholly:
             return True
-        return at in readers.passed and not norms(self.graph.operators[at])
+        return index in readers.passed and not norms(self.graph.operators[index])
 
     @staticmethod
     def _factor(formats: Formats, factor: Factor) -> Spread:
         """Returns where a factor is read in each format."""
-        found: dict[Name, Expression] = {}
+        result: dict[Name, Expression] = {}
         for name, where in formats.precisions[factor.at].items():
             fmt = factor.wanted[name]
-            found[fmt] = total((1.0, found.get(fmt, {})), (1.0, where))
-        return found
+            result[fmt] = total((1.0, result.get(fmt, {})), (1.0, where))
+        return result
 
     def _parts(self, formats: Formats, result: _Result) -> Spread:
         """Returns where a value is kept in each format: in one, so that parts of where it is that one are one part."""
-        found: dict[Name, Expression] = {}
+        matches: dict[Name, Expression] = {}
         for fmt, where in self._result(formats, result):
-            found[fmt] = total((1.0, found.get(fmt, {})), (1.0, where))
-        return found
+            matches[fmt] = total((1.0, matches.get(fmt, {})), (1.0, where))
+        return matches
 
     def _result(self, formats: Formats, result: _Result) -> Iterator[tuple[Name, Expression]]:
-        held: Spread = {} if result.maker is None else formats.outputs[result.maker]
+        live: Spread = {} if result.maker is None else formats.outputs[result.maker]
         by_format: dict[Name, Expression] = {}
         for state, where in formats.states[result.at].items():
             fmt = result.kept[state]
             by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
         for fmt, where in by_format.items():
-            narrower = {name: there for name, there in held.items() if _width(name) < _width(fmt)}
+            narrower = {name: existing for name, existing in live.items() if _width(name) < _width(fmt)}
             rest = where
-            for name, there in narrower.items():
-                if held.get(fmt) == where and len(held) == len(by_format):
+            for name, existing in narrower.items():
+                if live.get(fmt) == where and len(live) == len(by_format):
                     break  # it has the format of what it keeps
                 # More than both at once would be held as something narrower than it is.
-                both = formats.program.all_of([where, there])
+                both = formats.program.all_of([where, existing])
                 yield name, both
                 rest = total((1.0, rest), (-1.0, both))
             yield fmt, rest
 
-    def _values_kept(self, passes: Sequence[Passes], at: int) -> Iterator[_Result]:
+    def _values_kept(self, passes: Sequence[Passes], index: int) -> Iterator[_Result]:
         """Yields what an operator keeps under any plan, but for factors: results of products, and what is lost otherwise."""
-        operator, forward = self.graph.operators[at], self._forward
+        operator, forward = self.graph.operators[index], self._forward
         for value in self.saved(operator):
-            maker, kept = forward.made_by(value), self.formats_of(at, value)
+            maker, saved = forward.made_by(value), self.formats_of(index, value)
             product = maker is not None and forward.multiplies(maker)
             # Of its own result a gate keeps a byte an element.
             gate = operator.row in GATES and operator.result == value
-            if maker is None or kept is None or not (product or (value in self.lost and not gate)):
+            if maker is None or saved is None or not (product or (value in self.lost and not gate)):
                 continue
-            if all(one.reads_kept(at, self.graph.values[value].name) for one in passes):
-                yield _Result(at, value, self.graph.places[maker.id] if product else None, kept)
+            if all(item.reads_kept(index, self.graph.values[value].name) for item in passes):
+                yield _Result(index, value, self.graph.places[maker.id] if product else None, saved)
 
     @cached_property
     def residing(self) -> Residing:
@@ -300,50 +300,55 @@ class SavedTensorsBound:
     @cached_property
     def lost(self) -> Set[int]:
         """The values that no compiler computes again, under any plan: they follow from what is not kept, or are gathered."""
-        forward, kept, found = self._forward, set[int](), set[int]()
+        forward, saved, result = self._forward, set[int](), set[int]()
         for operator in self.graph.operators:
             for value in self.saved(operator):
                 maker = forward.made_by(value)
                 if forward.multiplies(operator) or (maker is not None and forward.multiplies(maker)):
-                    kept.add(value)
+                    saved.add(value)
         for operator in self.graph.operators:
             reads = {forward.root(read.value) for read in operator.reads}
-            lost = forward.multiplies(operator) or operator.row in GATHERS or not found.isdisjoint(reads - kept)
+            lost = forward.multiplies(operator) or operator.row in GATHERS or not result.isdisjoint(reads - saved)
             if lost and forward.root(operator.result) == operator.result:
-                found.add(operator.result)
-        return found
+                result.add(operator.result)
+        return result
 
     def saved(self, operator: ModelOperator) -> Iterable[int]:
         """Returns the values of which an operator keeps something in some state."""
-        names = {name for cost in operator.costs.values() for name, how in cost.saved if not how.startswith("extra")}
+        names = {
+            name
+            for cost in operator.costs.values()
+            for name, settings in cost.saved
+            if not settings.startswith("extra")
+        }
         return dict.fromkeys(self._forward.root(self._places[name]) for name in sorted(names))
 
-    def formats_of(self, at: int, value: int) -> Mapping[StateNames, Name] | None:
+    def formats_of(self, index: int, value: int) -> Mapping[StateNames, Name] | None:
         """The format by state in which an operator keeps a value; None where it does not in each."""
-        found: dict[StateNames, Name] = {}
-        for state, cost in self.graph.operators[at].costs.items():
+        result: dict[StateNames, Name] = {}
+        for state, cost in self.graph.operators[index].costs.items():
             hows = [
-                how
-                for name, how in cost.saved
-                if not how.startswith("extra") and self._forward.root(self._places[name]) == value
+                settings
+                for name, settings in cost.saved
+                if not settings.startswith("extra") and self._forward.root(self._places[name]) == value
             ]
             if len(hows) != 1 or not hows[0]:
                 return None
-            found[state] = hows[0]
-        return found
+            result[state] = hows[0]
+        return result
 
     @cached_property
     def _places(self) -> Mapping[str, int]:
-        return {value.name: at for at, value in enumerate(self.graph.values)}
+        return {value.name: index for index, value in enumerate(self.graph.values)}
 
     def _bytes(self, value: int, fmt: Name) -> int:
         assert fmt is not None
-        held = self.graph.values[value]
-        return FORMATS[fmt].dtype.itemsize * whole(held.numel) + whole(held.fixed)
+        live = self.graph.values[value]
+        return FORMATS[fmt].dtype.itemsize * whole(live.numel) + whole(live.fixed)
 
 
-def _of(readers: Readers | None, found: Sequence[_One]) -> Iterator[_One]:
-    return (one for one in found if _is_read(readers, one))
+def _of(readers: Readers | None, result: Sequence[_One]) -> Iterator[_One]:
+    return (item for item in result if _is_read(readers, item))
 
 
 def _is_read(readers: Readers | None, result: _Result | MaskedActivation) -> bool:
@@ -359,7 +364,7 @@ def _width(name: Name) -> int:
     return FORMATS[name].dtype.itemsize if name is not None else 0
 
 
-def add(found: dict[int, float], where: Expression, size: float) -> None:
+def add(result: dict[int, float], where: Expression, size: float) -> None:
     """Adds an expression, as often as `size` says."""
     for variable, factor in where.items():
-        found[variable] = found.get(variable, 0.0) + factor * size
+        result[variable] = result.get(variable, 0.0) + factor * size

@@ -53,33 +53,33 @@ def one_or_more(count: Count) -> Count:
 
 def where_so(condition: Expression, count: Count) -> Count:
     """Returns what is a count where a condition is 1, and more than anything elsewhere; for `least`, as it may be above 1."""
-    known = constant(condition)
-    if known is not None:
-        return count if known == 1 else exactly(TOP)
+    available = constant(condition)
+    if available is not None:
+        return count if available == 1 else exactly(TOP)
     rest = range(count.sure + 1, TOP + 1)
     return Count(count.sure, [total((1.0, count.reaches(many)), (1.0, ONE), (-1.0, condition)) for many in rest])
 
 
 def least(program: LinearProgram, several: Sequence[Count]) -> Count:
     """Returns the least of several."""
-    sure, top = min(one.sure for one in several), min(one.sure + len(one.free) for one in several)
+    sure, top = min(item.sure for item in several), min(item.sure + len(item.free) for item in several)
     rest = range(sure + 1, top + 1)
-    return _count(sure, [program.at_most([one.reaches(many) for one in several]) for many in rest])
+    return _count(sure, [program.at_most([item.reaches(many) for item in several]) for many in rest])
 
 
 def added(program: LinearProgram, several: Iterable[Count]) -> Count:
     """Returns the sum of several."""
-    found = Count(0)
+    result = Count(0)
     for count in several:
-        sure = found.sure + count.sure
+        sure = result.sure + count.sure
         if sure >= TOP:
             return exactly(TOP)
-        rest = found.free or count.free
-        if found.free and count.free:
-            size = min(len(found.free) + len(count.free), TOP - sure)
-            rest = [_reached(program, found.free, count.free, many) for many in range(1, size + 1)]
-        found = _count(sure, rest)
-    return found
+        rest = result.free or count.free
+        if result.free and count.free:
+            size = min(len(result.free) + len(count.free), TOP - sure)
+            rest = [_reached(program, result.free, count.free, many) for many in range(1, size + 1)]
+        result = _count(sure, rest)
+    return result
 
 
 def _reached(
@@ -91,13 +91,13 @@ def _reached(
         other = many - 1 - share
         above = [first[share]] if share < len(first) else []
         above += [second[other]] if other < len(second) else []
-        bounds.append(above[0] if len(above) == 1 else total(*((1.0, one) for one in above)))
+        bounds.append(above[0] if len(above) == 1 else total(*((1.0, item) for item in above)))
     return program.at_most(bounds)
 
 
 def _count(sure: int, rest: Sequence[Expression]) -> Count:
     """Returns a count, of which it is known whether it reaches some numbers."""
-    known = [constant(one) for one in rest]
-    first = next((at for at, size in enumerate(known) if size != 1), len(known))
-    end = next((at for at, size in enumerate(known) if size == 0), len(known))
+    available = [constant(item) for item in rest]
+    first = next((index for index, size in enumerate(available) if size != 1), len(available))
+    end = next((index for index, size in enumerate(available) if size == 0), len(available))
     return Count(min(sure + first, TOP), rest[first : max(first, min(end, TOP - sure))])

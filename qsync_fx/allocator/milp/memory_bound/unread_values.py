@@ -29,8 +29,8 @@ PASSING: Final = -1
 
 def yet(moment: Moment) -> int:
     """Returns the place before which all operators have yet to read what they keep."""
-    place, which = moment
-    return place + 1 if which == PASSING else place
+    place, selected = moment
+    return place + 1 if selected == PASSING else place
 
 
 def gradients(product: ModelOperator, forward: Forward) -> Sequence[int]:
@@ -49,8 +49,8 @@ class UnreadValues:
         kept: what a class of devices keeps for the backward pass.
     """
 
-    def __init__(self, kept: SavedTensorsBound) -> None:
-        self.graph, self._kept, self._forward = kept.graph, kept, kept.passes[0].forward
+    def __init__(self, saved: SavedTensorsBound) -> None:
+        self.graph, self._kept, self._forward = saved.graph, saved, saved.passes[0].forward
         self._known: dict[Moment, Readers] = {}
 
     def of(self, moment: Moment) -> Readers:
@@ -60,22 +60,22 @@ class UnreadValues:
         return self._known[moment]
 
     def _of(self, moment: Moment) -> Readers:
-        place, which = moment
+        place, selected = moment
         passed: set[int] = set()
-        for at in range(place + 1, len(self.graph.operators)):
-            operator = self.graph.operators[at]
+        for index in range(place + 1, len(self.graph.operators)):
+            operator = self.graph.operators[index]
             if any(self._passes(operator, read, moment, passed) for read in operator.reads):
-                passed.add(at)
-        own = self.graph.operators[place]
+                passed.add(index)
+        owned = self.graph.operators[place]
         before, rest = frozenset(range(yet(moment))), frozenset(passed)
-        if which == PASSING:
+        if selected == PASSING:
             return Readers(before, rest)
-        if pools(own) or (not at_once(own) and which == len(gradients(own, self._forward))):
+        if pools(owned) or (not at_once(owned) and selected == len(gradients(owned, self._forward))):
             return Readers(before, rest)  # it has read what it keeps
-        if at_once(own):
-            return Readers(before, rest, unscaled=frozenset((place, one) for one in factors(own, self._forward)))
+        if at_once(owned):
+            return Readers(before, rest, unscaled=frozenset((place, item) for item in factors(owned, self._forward)))
         # A gradient is computed with the other factor.
-        now, *then = ((place, self._forward.other(own, one)) for one in gradients(own, self._forward)[which:])
+        now, *then = ((place, self._forward.other(owned, item)) for item in gradients(owned, self._forward)[selected:])
         return Readers(before, rest, frozenset(then), frozenset({now}))
 
     def arrives(self, value: int) -> bool:
@@ -95,7 +95,7 @@ class UnreadValues:
         if self._leaving[self.graph.places[operator.id]] > READS:
             return False
         arriving = self._arriving.get(self._forward.root(read.value), {}).items()
-        if sum(many for at, many in arriving if not 0 <= at <= moment[0]) > READS:
+        if sum(many for index, many in arriving if not 0 <= index <= moment[0]) > READS:
             return False
         place = self.graph.places[maker.id]
         # What the product itself is given has been computed.
@@ -104,12 +104,12 @@ class UnreadValues:
     @cached_property
     def used(self) -> Sequence[bool]:
         """Whether some kernel reads the gradient of each operator."""
-        found: list[bool] = []
+        result: list[bool] = []
         for operator in self.graph.operators:
             makers = [self._forward.made_by(read.value) for read in operator.reads if read.gradient]
-            on = any(maker is not None and found[self.graph.places[maker.id]] for maker in makers)
-            found.append(on or self.writes(operator) or norms(operator))
-        return found
+            on = any(maker is not None and result[self.graph.places[maker.id]] for maker in makers)
+            result.append(on or self.writes(operator) or norms(operator))
+        return result
 
     @cached_property
     def _arriving(self) -> Mapping[int, Mapping[int, int]]:
@@ -129,42 +129,42 @@ class UnreadValues:
             if self.differentiated(read.value):
                 into = arriving[self._forward.root(read.value)]
                 into[-1] = into.get(-1, 0) + 1
-        for at, operator in reversed(list(enumerate(self.graph.operators))):
+        for index, operator in reversed(list(enumerate(self.graph.operators))):
             if not arriving[operator.result] or self._forward.root(operator.result) != operator.result:
                 continue
-            leaving[at] = min(sum(arriving[operator.result].values()) + self.added(operator), READS + 1)
+            leaving[index] = min(sum(arriving[operator.result].values()) + self.added(operator), READS + 1)
             for read in (read for read in operator.reads if read.gradient and self.differentiated(read.value)):
                 into = arriving[self._forward.root(read.value)]
                 if self.writes(operator) or self.summed(operator, read):
                     # A product gives the gradient, and the scale of its other factor.
-                    into[at] = into.get(at, 0) + 2
+                    into[index] = into.get(index, 0) + 2
                 else:
-                    into[at] = max(into.get(at, 0), leaving[at])
+                    into[index] = max(into.get(index, 0), leaving[index])
         return arriving, leaving
 
     def differentiated(self, value: int) -> bool:
-        return all(self.graph.values[at].differentiated for at in (value, self._forward.root(value)))
+        return all(self.graph.values[index].differentiated for index in (value, self._forward.root(value)))
 
     def added(self, operator: ModelOperator) -> int:
         """Returns from how much more than its own gradient those of an operator's operands are computed."""
         extras = beside(operator)
-        found = extras + sum(max(1, self.again[value]) for value in self.computed(self._kept.saved(operator)))
+        result = extras + sum(max(1, self.again[value]) for value in self.computed(self._kept.saved(operator)))
         if norms(operator):
             weights = [read.value for read in operator.reads if read.role == "weight"]
-            found += 2 * extras + sum(1 if self._forward.given(value) else READS + 1 for value in weights)
-        return found
+            result += 2 * extras + sum(1 if self._forward.given(value) else READS + 1 for value in weights)
+        return result
 
     @cached_property
     def again(self) -> Sequence[int]:
         """From how much each value is computed again at most, where it is."""
-        found = [1] * len(self.graph.values)
+        result = [1] * len(self.graph.values)
         for operator in self.graph.operators:
             if self._forward.multiplies(operator) or operator.result in self._kept.lost:
                 continue
             used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
-            parts = (max(2, found[value]) for value in self.computed(used - {operator.result}))
-            found[operator.result] = min(beside(operator) + sum(parts), READS + 1)
-        return found
+            parts = (max(2, result[value]) for value in self.computed(used - {operator.result}))
+            result[operator.result] = min(beside(operator) + sum(parts), READS + 1)
+        return result
 
     def computed(self, values: Iterable[int]) -> Iterable[int]:
         return (value for value in values if not self._forward.given(value))
@@ -181,4 +181,6 @@ class UnreadValues:
 
 def beside(operator: ModelOperator) -> int:
     """How many masks and statistics an operator keeps at most."""
-    return max((sum(how.startswith("extra") for _, how in cost.saved) for cost in operator.costs.values()), default=0)
+    return max(
+        (sum(settings.startswith("extra") for _, settings in cost.saved) for cost in operator.costs.values()), default=0
+    )

@@ -47,7 +47,7 @@ def drawn(draw: random.Random, program: LinearProgram, conditions: Sequence[int]
 @given(seed=st.integers(0, 10**6), deep=st.integers(0, 4))
 def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
     program = LinearProgram()
-    conditions = [program.variable(whole=True) for _ in range(CONDITIONS)]
+    conditions = [program.variable(full=True) for _ in range(CONDITIONS)]
     count, number = drawn(random.Random(seed), program, conditions, deep)
     sure = 0.0
     for many in range(1, TOP + 1):
@@ -65,7 +65,7 @@ def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
 
 def test_what_is_sure_takes_no_variable() -> None:
     program = LinearProgram()
-    condition = program.variable(whole=True)
+    condition = program.variable(full=True)
     assert added(program, [exactly(2), where({condition: 1.0}), exactly(3)]) == Count(5, [{condition: 1.0}])
     assert added(program, [exactly(TOP), where({condition: 1.0})]) == exactly(TOP)
     assert len(program.costs) == 1

@@ -149,9 +149,9 @@ def wanted(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, sh
 
 CASES: list[dict[str, Any]] = [
     {},
-    {"turned": True, "shape": (48, 16)},
+    {"transposed": True, "shape": (48, 16)},
     {"dtype": torch.bfloat16, "scale": torch.tensor(0.3)},
-    {"dtype": torch.float16, "scale": torch.tensor([700.0]), "turned": True},
+    {"dtype": torch.float16, "scale": torch.tensor([700.0]), "transposed": True},
     {"dtype": torch.float32, "shape": (20, 50)},
 ]
 
@@ -163,7 +163,7 @@ def test_the_operator_by_torch_and_by_a_kernel(by_kernel: None, source: torch.dt
     kind = next(name for name, found in DTYPES.items() if found == source)
     for how in ("row", "turned"):
         x = lying(drawn(kind, (13, 41), generator), how)
-        dtype, scale, turned = case.get("dtype", source), case.get("scale"), case.get("turned", False)
+        dtype, scale, turned = case.get("dtype", source), case.get("scale"), case.get("transposed", False)
         shape = case.get("shape") or ((41, 13) if turned else (13, 41))
         want = wanted(x, dtype, scale, turned, shape)
         found = convert(x, **case)
@@ -178,8 +178,8 @@ def test_the_operator_by_torch_and_by_a_kernel(by_kernel: None, source: torch.dt
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_operator_is_one_to_torch(case: dict[str, Any]) -> None:
     x = torch.randint(-128, 128, (13, 41), dtype=torch.int8)
-    arguments = (x, case.get("dtype", torch.int8), case.get("scale"), case.get("turned", False))
-    shape = case.get("shape") or ((41, 13) if case.get("turned") else (13, 41))
+    arguments = (x, case.get("dtype", torch.int8), case.get("scale"), case.get("transposed", False))
+    shape = case.get("shape") or ((41, 13) if case.get("transposed") else (13, 41))
     torch.library.opcheck(torch.ops.qsync.convert.default, (*arguments, list(shape)))
 
 
@@ -193,7 +193,7 @@ def test_errors_of_the_operator() -> None:
         convert(x.to(torch.int8), scale=torch.tensor(2.0))
     for wrong, message in (
         ({"shape": (3, 4)}, "do not fit"),
-        ({"turned": True, "shape": (3, 5)}, "do not fit"),
+        ({"transposed": True, "shape": (3, 5)}, "do not fit"),
         ({"shape": (3,)}, "dimensions"),
         ({"scale": torch.ones(3)}, "single FP32"),
         ({"scale": torch.ones((), dtype=torch.float64)}, "single FP32"),
