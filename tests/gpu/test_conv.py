@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-from gpu.geometries import problems
 from torch import Tensor
 
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
@@ -15,6 +14,7 @@ from qsync_fx.backend.cuda.problem import ConvProblem
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from tests.gpu import kit
+from tests.gpu.geometries import problems
 
 CONFIGS = kit.configs("fprop", "dgrad", "wgrad")
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

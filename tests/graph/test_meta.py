@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from test_architecture import SOURCES
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -21,6 +20,7 @@ from qsync_fx.graph.cost_dag import charges, computes
 from qsync_fx.graph.fx_utils import tensors
 from qsync_fx.graph.node_metadata import Part
 from tests.support import tiers
+from tests.test_architecture import SOURCES
 
 aten = torch.ops.aten
 
