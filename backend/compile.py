@@ -27,11 +27,11 @@ from torch.utils import _pytree as pytree
 from qsync_fx.backend import numeric_guards, operators
 from qsync_fx.backend.dynamo_hooks import compile_anew_where_split, record, tell_of_shared_code, told
 from qsync_fx.backend.inductor import (
-    activation_recompute,
     decompositions,
     decompositions as dropout,
     inductor_config,
     layouts,
+    recompute_policy,
 )
 from qsync_fx.backend.numeric_guards import telling, widened
 from qsync_fx.backend.operators.attention import attend_by_products, lay_out_masks
@@ -45,7 +45,7 @@ from qsync_fx.devices.target_override import check_target, targeted
 from qsync_fx.errors import PlanError, PlanWarning
 from qsync_fx.formats import FP32
 from qsync_fx.graph.graph import Context, PrecisionGraph, copied_module
-from qsync_fx.options import Options, plan_in_force
+from qsync_fx.options import Options, active_plan
 from qsync_fx.passes.annotate_cost import AnnotateCost
 from qsync_fx.passes.assign import Assign
 from qsync_fx.passes.cached_plan import CachedPlan
@@ -90,7 +90,7 @@ def with_cached_plan(
 def note_unasked(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
     """Notes down the plan that a graph has got without having asked, and says so of the model's first one."""
     plan = graph.context.options.plan
-    if not options.automatic or plan is None or current.root is None:
+    if not options.is_default or plan is None or current.root is None:
         return
     log = log_of(options)
     if log.unasked.get(current.root) != plan:
@@ -179,27 +179,27 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     record(graph, current, options, module, alone)
     compile_anew_where_split(inputs)
     numeric_guards.watch(graph, current.root)
-    if not options.automatic and graph.operators("adjustable"):
+    if not options.is_default and graph.operators("adjustable"):
         warn_at_the_limit(current)
     if not alone:
         tell_of_shared_code(graph, current, graph.context.options)
     wait_for_a_step()
     device = graph.context.device
     fast_dropout = dropout.serves(graph)
-    kernels = prepare(graph) + " fast_dropout" * fast_dropout + " keep_less" * options.keep_less
+    kernels = prepare(graph) + " fast_dropout" * fast_dropout + " activation_recompute" * options.activation_recompute
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with (
         torch._functorch.config.patch(backward_pass_autocast="off"),
         inductor_config.tracing(device, kernels),
-        activation_recompute.settings() if options.keep_less else nullcontext(),
+        recompute_policy.settings() if options.activation_recompute else nullcontext(),
         told(graph),
-        cpu_kernels.laid_out_later() if options.inner == "inductor" else nullcontext(),
+        cpu_kernels.laid_out_later() if options.inner_backend == "inductor" else nullcontext(),
     ):
-        extras = inductor_config.captures(options, device), options.keep_less
-        lifted = lift(graph) if options.weights_once else Lifted(device)
-        compiler = inner_compiler(options.inner, device, fast_dropout, *extras)
+        extras = inductor_config.captures(options, device), options.activation_recompute
+        lifted = lift(graph) if options.cache_quantized_weights else Lifted(device)
+        compiler = inner_compiler(options.inner_backend, device, fast_dropout, *extras)
         compiled = lifted.around(compiler(graph.module, [*inputs, *lifted.inputs]))
-    run = telling(compiled, graph, options.inner)
+    run = telling(compiled, graph, options.inner_backend)
     if (
         current.root is not None
         and current.entered
@@ -219,7 +219,7 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
     """Compiles a backward pass that compiled autograd has recorded, as it is: its formats were settled with the forward pass."""
     device = _device(module, pytree.tree_leaves(list(inputs)))
     with torch.autocast(device.type, enabled=False):
-        compiled = inner_compiler(options.inner, device, cudagraphs=inductor_config.captures(options, device))(
+        compiled = inner_compiler(options.inner_backend, device, cudagraphs=inductor_config.captures(options, device))(
             module, inputs
         )
 
@@ -231,7 +231,11 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
 
 
 def inner_compiler(
-    name: str, device: torch.device, fast_dropout: bool = False, cudagraphs: bool = False, keep_less: bool = False
+    name: str,
+    device: torch.device,
+    fast_dropout: bool = False,
+    cudagraphs: bool = False,
+    activation_recompute: bool = False,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """Returns what compiles the rewritten graph for `device`: "inductor", "aot_eager" or "eager"."""
     prepared = widened if device.type == "cuda" else _as_it_is
@@ -244,10 +248,10 @@ def inner_compiler(
         from torch._inductor.compile_fx import compile_fx_inner
 
         inductor_config.register_with_inductor()
-        patches = inductor_config.inductor(device, cudagraphs, keep_less)
+        patches = inductor_config.inductor(device, cudagraphs, activation_recompute)
         settings = {
             "inner_compile": inductor_config.remembering(compile_fx_inner),
-            "decompositions": decompositions.for_inductor(device, fast_dropout, keep_less),
+            "decompositions": decompositions.for_inductor(device, fast_dropout, activation_recompute),
         }
         return lambda module, inputs: result(
             module, list(inputs), **settings, config_patches=patches | layouts.settings(device, module)
@@ -270,7 +274,7 @@ def context_for(
     return Context(
         device=device,
         options=options,
-        plan=plan_in_force(options, device),
+        plan=active_plan(options, device),
         fake_mode=tracing.fake_mode if tracing is not None else None,
         ambient=(True, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None,
         training=torch.is_grad_enabled(),

@@ -203,7 +203,7 @@ def told(graph: PrecisionGraph) -> Iterator[None]:
         if not isinstance(requested, SkipFrame):
             raise
         context = graph.context
-        message = f"{context.options.inner} does not compile this graph for {context.device}: {requested}"
+        message = f"{context.options.inner_backend} does not compile this graph for {context.device}: {requested}"
         if not context.automatic:
             raise DeviceError(
                 f"{message}; it would run as the model is written, without the plan",
@@ -236,7 +236,7 @@ def note(error: Exception) -> None:
 
 def tell_of_failures(failed: list[Exception], code: CodeType, options: Options) -> None:
     """Raises what Dynamo has suppressed for a frame that it then left to Python, where a plan was given."""
-    if not failed or options.automatic or not torch._dynamo.config.suppress_errors:
+    if not failed or options.is_default or not torch._dynamo.config.suppress_errors:
         return
     error = failed[-1]
     if isinstance(error, QSyncError):

@@ -14,7 +14,8 @@ keeps such gradients from the optimizer, which is how its absence shows.
 Invariant: nothing that is computed changes. Gradients are looked at in steps 1, 2, 4, 8 and so on of an optimizer, since looking waits for
 the device; a model is told of once.
 
-Normalisations of narrow activations where torch's own kernels run one by one on CUDA: `inner="aot_eager"` and `inner="eager"`.
+Normalisations of narrow activations where torch's own kernels run one by one on CUDA: `inner_backend="aot_eager"` and
+`inner_backend="eager"`.
 
 There, they take parameters of their input's type alone ("expected scalar type BFloat16 but found Float"); on a CPU, and in the code that
 Inductor writes, statistics and parameters are FP32 beside a narrow input. Widened, they compute just that.

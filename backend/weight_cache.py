@@ -1,4 +1,4 @@
-"""Weights that are quantized outside of the compiled graph and are inputs of it: the option "weights_once".
+"""Weights that are quantized outside of the compiled graph and are inputs of it: the option "cache_quantized_weights".
 
 Invariant: a graph computes what it would have computed, had each weight been quantized in the pass that made its copy: by the same
 operator, from the number that was drawn for that pass. So that number is an input, too, and where nothing was kept every bit is as without
@@ -149,9 +149,10 @@ def _some(weight: Tensor) -> Tensor:
 
 def _warn_changed(weight: Tensor) -> None:
     warnings.warn(
-        f"a weight {list(weight.shape)} was written to without torch knowing (through .data, numpy or memory that is shared), and a pass "
-        'may have read it as it was before: the option "weights_once" is the word that this does not happen. It is quantized in each pass '
-        "from now on; write to weights under torch.no_grad(), or call torch.autograd.graph.increment_version(weight) behind each write",
+        f"a weight {list(weight.shape)} was written to without torch counting it (through .data, numpy or shared memory), and a "
+        'pass may have read its old values: the option "cache_quantized_weights" requires that this does not happen. The weight '
+        "is quantized in each pass from now on; write to weights under torch.no_grad(), or call "
+        "torch.autograd.graph.increment_version(weight) after each write",
         PlanWarning,
         stacklevel=2,
     )
@@ -271,17 +272,19 @@ def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
 
 
 def _warn_left_out(graph: PrecisionGraph, left: list[tuple[fx.Node, str]], any_weights: bool) -> None:
-    """Says what the option does not do."""
+    """Warn of weights that the option has no effect on."""
     if not any_weights and graph.operators("adjustable"):
         warnings.warn(
-            f'the option "weights_once" has no effect on {graph.where}: none of its weights is quantized. It is for int8 and fp8',
+            f'the option "cache_quantized_weights" has no effect on {graph.where}: none of its weights is quantized. '
+            "It is for int8 and fp8",
             PlanWarning,
             stacklevel=2,
         )
     if left:
         of = sorted({f"{node_metadata.cast_source(node).name}: {why}" for node, why in left})
         warnings.warn(
-            f'the option "weights_once" leaves {len(left)} weights of {graph.where} to be quantized in each pass: {"; ".join(of[:3])}'
+            f'with the option "cache_quantized_weights" {len(left)} weights of {graph.where} are still quantized in each '
+            f"pass: {'; '.join(of[:3])}"
             f"{'; and so on' if len(of) > 3 else ''}",
             PlanWarning,
             stacklevel=2,

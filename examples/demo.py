@@ -93,7 +93,7 @@ def _arguments() -> argparse.Namespace:
         help="train under this plan, of rank 1 or of both as in plan.json of a run before; then nothing is measured or foreseen",
     )
     parser.add_argument(
-        "--inner",
+        "--inner-backend",
         choices=("inductor", "aot_eager", "eager"),
         default="inductor",
         help="what compiles the rewritten graphs; what is measured is inductor's, so that others need --plan",
@@ -198,9 +198,9 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
 
     if args.plan is not None:
         read_plan(args.plan)
-    elif args.inner != "inductor":
+    elif args.inner_backend != "inductor":
         what = "what is measured, and foreseen, is what inductor compiles"
-        raise DataError(what, where=f"--inner {args.inner}", do="give a plan too, or leave it out")
+        raise DataError(what, where=f"--inner-backend {args.inner_backend}", do="give a plan too, or leave it out")
     batch = args.batch or images.batch
     batches = (batch, round(batch * SLOWER))
     samples = min(args.samples or images.samples, len(images.train[1]))
@@ -222,7 +222,7 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
             2 if args.quick else _ROUNDS,
             None if args.memory is None else args.memory * 1e6,
             args.plan,
-            args.inner,
+            args.inner_backend,
             args.seed,
             output,
             Path(),

@@ -32,7 +32,7 @@ class Job:
         rounds: how many turns each plan of a profile has.
         memory: bytes that a step of the inference rank may hold; None for a share of what FP32 takes.
         given: a plan that is trained under without a profile; None to find one.
-        inner: what compiles the rewritten graphs.
+        inner_backend: what compiles the rewritten graphs.
         seed, output, rendezvous: of random numbers; the folder for what is made; the file that the ranks meet in.
         width: of the screen.
     """
@@ -46,7 +46,7 @@ class Job:
     rounds: int
     memory: float | None
     given: Path | None
-    inner: str
+    inner_backend: str
     seed: int
     output: Path
     rendezvous: Path

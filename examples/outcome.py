@@ -131,7 +131,7 @@ def _notes(outcome: Outcome) -> RenderableType:
     timed = outcome.ran(RUNS[0])[0].timed
     notes = [
         ("operators", "those that a plan decides on, by the precision they were compiled in"),
-        ("graphs", f"how many were compiled, by {outcome.job.inner} after the passes of qsync_fx"),
+        ("graphs", f"how many were compiled, by {outcome.job.inner_backend} after the passes of qsync_fx"),
         ("iteration", f"median of {timed} steps: batch, forward, backward, gradients of both ranks, optimizer"),
         ("waiting", "of that, until the other rank's gradients are there, and averaged; own work is the rest"),
         ("memory", "the most bytes at once: weights, buckets, the optimizer's state, and what a step allocates"),

@@ -56,7 +56,7 @@ def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan
         return step(model, batch)
 
     memory = _share(job, images) if job.memory is None else job.memory
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         model,
         counted,
         list(islice(batches(job, images, 0), _SEEN)),
@@ -64,7 +64,7 @@ def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan
         device_class=job.role,
         memory={ROLES[1]: memory},
         precisions=FORMATS[job.rank],
-        rounds=job.rounds,
+        repeats=job.rounds,
         save=job.plan,
         progress=False,
     )

@@ -86,7 +86,7 @@ def explain(name: str, plan: qsync_fx.ClusterPlan, job: Job, images: data.Data) 
     """Returns the precision of each adjustable operator under a plan; writes what the backend does under the one that was found."""
     model, _ = fresh(job, images)
     x, _ = next(batches(job, images, 0))
-    options: dict[str, Any] = {"plan": plan, "inner": job.inner}
+    options: dict[str, Any] = {"plan": plan, "inner_backend": job.inner_backend}
     explanation = qsync_fx.explain(model, images.normalized(x), options=options)
     if name == RUNS[-1]:
         write_text(job.output / f"explain-rank{job.rank}.txt", f"{explanation}\n")

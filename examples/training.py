@@ -81,7 +81,7 @@ class Run:
         steps = job.epochs * (len(images.train[1]) // sum(job.batches)) + 1
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, _rate(job), total_steps=steps)
         self._step = step_of(job, images)
-        self._compiled, self._graphs = compiled(self.model, plan, job.inner, self.clock)
+        self._compiled, self._graphs = compiled(self.model, plan, job.inner_backend, self.clock)
 
     def epoch(self, epoch: int, pipe: Connection) -> Iterator[None]:
         """Trains on all images once, step by step as it is asked, and evaluates on rank 0 when it is asked once more."""
@@ -134,7 +134,7 @@ class Run:
 
 
 def compiled(
-    model: nn.Module, plan: qsync_fx.ClusterPlan, inner: str, clock: Clock
+    model: nn.Module, plan: qsync_fx.ClusterPlan, inner_backend: str, clock: Clock
 ) -> tuple[Callable[..., torch.Tensor], list[dict[str, str]]]:
     """Returns the model of all ranks, compiled under this one's plan, and a list of the precisions in each graph that is compiled."""
     with warnings.catch_warnings():
@@ -144,7 +144,7 @@ def compiled(
         ddp = DistributedDataParallel(model, broadcast_buffers=False)
     ddp.register_comm_hook(clock, Clock.hand_over)
     ran: list[dict[str, str]] = []
-    options: dict[str, Any] = {"plan": plan, "inner": inner, "passes": [recorder(ran)]}
+    options: dict[str, Any] = {"plan": plan, "inner_backend": inner_backend, "passes": [recorder(ran)]}
     return torch.compile(ddp, backend="qsync", options=options), ran
 
 

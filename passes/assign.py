@@ -49,7 +49,7 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
     choice = graph.context.plan.precision_for(operator.id)
     owned = format_of(graph.value(operator.node)) or FP32
     explicit = choice is not None and choice.explicit
-    where_faster = graph.context.options.where_faster and not explicit
+    skip_unprofitable = graph.context.options.skip_unprofitable and not explicit
     region = operator.note.autocast
     if choice is None:
         operator.decide(owned, "the plan does not name it: it stays as the model wrote it")
@@ -67,5 +67,5 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
         operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
         return True
     else:
-        operator.decide(choice.precision, choice.reason, where_faster=where_faster)
+        operator.decide(choice.precision, choice.reason, skip_unprofitable=skip_unprofitable)
     return False

@@ -1,6 +1,7 @@
 """Where 16 bits that nobody asked for give way to FP32: products that are too small to pay in them, and what stands between such.
 
-A product alone is told by its lowering, as for the option "where_faster". But a result in FP32 makes FP32 of all that it is added to or
+A product alone is told by its lowering, as for the option "skip_unprofitable". But a result in FP32 makes FP32 of all that it is added to
+or
 multiplied with: a gate of a few numbers would make a whole image wide, and all that is added to that. So operators whose results are joined
 are of one mind: as narrow as by default where one of them pays, and wide where none does. What has no weight (norms, attention, embeddings)
 stays narrow where it reads what pays; else it goes with its neighbors: wide if a product that gave way is next to it and none that pays.

@@ -1,6 +1,7 @@
 """qsync_fx: data-parallel training over mixed GPUs, with just as many operators in low precision as are needed.
 
-Four things to do: compile (`torch.compile(model, backend="qsync")`), inspect (`explain`), see what of it runs (`applied`), write a pass
+Four things to do: compile (`torch.compile(model, backend="qsync")`), inspect (`explain`), see what of it runs (`plan_coverage`), write a
+pass
 (`graph_pass`).
 
 Invariant: importing this costs nothing but torch; each name is imported when it is first used (PEP 562).
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from qsync_fx import devices as devices, distributed as distributed, optim as optim
     from qsync_fx.allocator.api import find_plan as find_plan
     from qsync_fx.diagnostics import Explanation as Explanation, explain as explain
-    from qsync_fx.diagnostics.plan_coverage import Applied as Applied, applied as applied
+    from qsync_fx.diagnostics.coverage_report import PlanCoverage as PlanCoverage, plan_coverage as plan_coverage
     from qsync_fx.errors import (
         DeviceError as DeviceError,
         OptionError as OptionError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from qsync_fx.passes.rewriting.rewrite_pass import rewrite as rewrite
     from qsync_fx.plan import ClusterPlan as ClusterPlan, Plan as Plan
     from qsync_fx.plan.operator_id import OpId as OpId
-    from qsync_fx.plan_switching import switch as switch
+    from qsync_fx.plan_switching import switch_plan as switch_plan
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity as Sensitivity
     from qsync_fx.predictor.replayer.cluster import Cluster as Cluster
     from qsync_fx.profiler.measurement import measure as measure
@@ -62,7 +63,7 @@ _HOMES = {
         ),
         "qsync_fx.errors",
     ),
-    **dict.fromkeys(("applied", "Applied"), "qsync_fx.diagnostics.plan_coverage"),
+    **dict.fromkeys(("plan_coverage", "PlanCoverage"), "qsync_fx.diagnostics.coverage_report"),
     **dict.fromkeys(("explain", "Explanation"), "qsync_fx.diagnostics"),
     **dict.fromkeys(("PrecisionGraph", "Operator"), "qsync_fx.graph"),
     **dict.fromkeys(("FORMATS", "Precision"), "qsync_fx.formats"),
@@ -80,7 +81,7 @@ _HOMES = {
     "Sensitivity": "qsync_fx.predictor.indicator.sensitivity_map",
     "replay": "qsync_fx.timeline.replay_plans",
     "rewrite": "qsync_fx.passes.rewriting.rewrite_pass",
-    "switch": "qsync_fx.plan_switching",
+    "switch_plan": "qsync_fx.plan_switching",
     "Timeline": "qsync_fx.timeline.timeline",
 }
 

@@ -1,12 +1,13 @@
-"""What each option of the backend is, in words, and how a command line gives it.
+"""Help texts and recipes of the backend's options, for the command line, errors and docs.
 
-Invariant: these are the options of `qsync_fx.options.Options`, one for one. Nothing is imported for them, so that what is wrong with a
-command line is said before torch is there.
+Invariant: `DOCUMENTED` has the fields of `qsync_fx.options.Options` in their order. This module does not import
+torch, so that a wrong command line is reported at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -14,42 +15,90 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
     {
         "precision": "the precision that every operator is trained in, by name; by default bf16 where the device has a unit for it "
         "and, on the CPU, a layer is large enough to be faster in it, else fp32",
-        "plan": "a precision for each operator: a qsync_fx.Plan, or a qsync_fx.ClusterPlan, of which each rank takes its part, or the "
-        "path of one that was saved",
-        "device_class": "the class of this rank's device in a plan for a cluster; by default it is found, by the plan's table of ranks or "
-        "the device's name",
-        "inner": 'what compiles the rewritten graph: "inductor" (default), "aot_eager" to debug its operators one by one, '
-        '"eager" to debug it without autograd traced',
+        "plan": "a precision for each operator: a qsync_fx.Plan, a qsync_fx.ClusterPlan, of which each rank takes its part, or the "
+        "path of a saved one",
+        "device_class": "the class of this rank's device in a plan for a cluster; by default it follows from the plan's table of "
+        "ranks or the device's name",
+        "inner_backend": 'the compiler of the rewritten graph: "inductor" (default), "aot_eager" to debug its operators one by one, '
+        '"eager" to debug it without AOTAutograd',
         "rounding": 'how values are rounded to int8 and fp8: "stochastic" (default; keeps gradients unbiased), "nearest" or "floor"',
-        "gradient_rounding": 'how gradients of products are rounded to bf16 and fp16: "nearest" (default), or "stochastic" (slower; '
-        "without bias)",
-        "scaling": 'what shares a scale of int8 and fp8: a whole "tensor" (default), or each "channel"',
-        "exact": "True: where the device would run another format in place of the planned one (fp16 on a CPU), compute the planned "
-        "one's numbers exactly, which is slower; False by default",
-        "where_faster": "True: an operator that no plan names keeps a wider format than the precision of all where that is as fast at its "
-        "shape on the device, and says so; False by default",
-        "fast_dropout": "False: on the CPU, what dropout drops is drawn by torch's generator, one value at a time; by default in vectors, "
-        "from the stream of the roundings, wherever it can be; True says where it cannot",
-        "cudagraphs": "True: on CUDA, Inductor captures a step in CUDA graphs and replays it, which takes the time of launches away, as "
-        'mode="reduce-overhead" does, which means the same; False by default',
-        "keep_less": "True: what the backward pass can compute again in one pass over memory is not kept for it, and masks of dropout are "
-        "kept in bits; False by default",
-        "weights_once": "True: a weight is quantized to int8 or fp8 when torch counts a write to it, once a step, and not in each pass, "
-        "which is right while nobody writes to weights past torch (through .data, numpy); False by default",
-        "cached_plan": "False: with neither a plan nor a precision, a profile of the model in the cache does not matter; by default the "
-        "fastest plan within the variance of bf16 that was found from it is in force",
-        "strict": "True: raises after the first training step where a part of the plan was not applied; False by default: warns once",
-        "root": "where a compiled module stands in the model that the plan was made for, a path as in state_dict; by default it is "
-        "found, where the model calls it",
-        "target": "the GPU that a graph is looked at for where there is none, such as t4, or the path of a file that describes one: "
-        "qsync_fx.explain and qsync inspect show what would run there; compiling for another device than the one at hand is an error",
+        "gradient_rounding": 'how gradients of products are rounded to bf16 and fp16: "nearest" (default) or "stochastic" (unbiased, '
+        "and slower)",
+        "scaling": 'the granularity of the scales of int8 and fp8: one per "tensor" (default) or one per "channel"',
+        "emulate_unsupported": "True: a format that the device does not support (fp16 on a CPU) is emulated exactly, which is slower, "
+        "in place of being substituted by another one; False by default",
+        "skip_unprofitable": "True: an operator that no plan names keeps a wider format than the uniform precision if that is as fast "
+        "for its shape on the device, and its reason says so; False by default",
+        "fast_dropout": "False: on the CPU, dropout masks are drawn by torch's generator, one value at a time; by default they are drawn "
+        "in vectors, from the stream of the roundings, wherever that is possible; True reports where it is not",
+        "cudagraphs": "True: on CUDA, Inductor captures a step in CUDA graphs and replays it, which removes launch overhead, the same as "
+        'mode="reduce-overhead"; False by default',
+        "activation_recompute": "True: activations that one pass over memory can recompute are not saved for backward, and dropout "
+        "masks are saved as bits; False by default",
+        "cache_quantized_weights": "True: a weight is quantized to int8 or fp8 once a step, when torch counts a write to it, and not in "
+        "each pass; only valid while nothing writes to weights past torch (through .data or numpy); False by default",
+        "cached_plan": "False: a cached profile of the model is ignored; by default, with neither a plan nor a precision, the fastest "
+        "plan from that profile within the variance of bf16 is active",
+        "strict": "True: raises after the first training step if a part of the plan was not applied; False by default: warns once",
+        "root": "the path of a compiled module in the model that the plan was made for, as in state_dict; by default it is found "
+        "when the model calls it",
+        "target": "the GPU to inspect a graph for without having one, such as t4, or the path of a file that describes one: "
+        "qsync_fx.explain and qsync inspect show what would run there; compiling for another device than the present one is an error",
         "passes": "list of your own passes, each a function decorated with @qsync_fx.graph_pass or the name of an installed pass",
     }
 )
-"""What each option is, in the words that error messages, the command line and the documentation use."""
+"""Help text of each option, as error messages, the command line and the documentation show it."""
 
-SWITCHES: Final = frozenset({"exact", "where_faster", "cudagraphs", "keep_less", "weights_once", "strict"})
-"""What is on, or off, as by default."""
+
+@dataclass(frozen=True)
+class Recipe:
+    """Options that go together for a common case.
+
+    Attributes:
+        options: values of `qsync_fx.options.Options`, by name.
+        trade_off: what the recipe gains and costs, in one sentence.
+    """
+
+    options: Mapping[str, object]
+    trade_off: str
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "bf16": Recipe(
+            {"precision": "bf16"},
+            "All operators that support it run in BF16: the smallest change of accuracy, and the smallest gain in time and memory.",
+        ),
+        "int8_accurate": Recipe(
+            {"precision": "int8", "scaling": "channel"},
+            "INT8 forward products with a scale per channel, BF16 gradients: accuracy near BF16 with smaller saved activations, "
+            "for the time of quantization.",
+        ),
+        "int8_fast": Recipe(
+            {"precision": "int8_grad", "skip_unprofitable": True},
+            "INT8 products in forward and backward where they are faster: the shortest steps, and the noisiest gradients.",
+        ),
+        "low_memory": Recipe(
+            {"precision": "int8", "activation_recompute": True},
+            "INT8 forward products, and activations recomputed in backward: the least memory, for some extra time in each step.",
+        ),
+    }
+)
+"""Named recipes: `options={"recipe": "int8_fast"}`. Other options that are given next to a recipe override its values."""
+
+RECIPE_HELP: Final = f"options for a common case by one name: {', '.join(RECIPES)}; options that are given next to it override its values"
+
+SWITCHES: Final = frozenset(
+    {
+        "emulate_unsupported",
+        "skip_unprofitable",
+        "cudagraphs",
+        "activation_recompute",
+        "cache_quantized_weights",
+        "strict",
+    }
+)
+"""Options that are False by default."""
 
 LISTS: Final = frozenset({"passes"})
-"""What there may be several of."""
+"""Options that take several values."""

@@ -1,12 +1,7 @@
-"""The options of the backend: `torch.compile(model, backend="qsync", options={...})`.
+"""Options of the backend: `torch.compile(model, backend="qsync", options={...})`.
 
-An option that is silently ignored costs a training run, so whatever is not understood raises before anything is compiled, and names
-what was probably meant. Invariant: an `Options` that exists is valid, and says what `DOCUMENTED` documents, option for option. Equal
-options compile to the same code.
-
-The plan that a set of options means on a device.
-
-Invariant: there is always one. Options with neither a plan nor a precision mean what runs best on the device.
+A silently ignored option costs a training run. Therefore an unknown option or value raises before compilation and
+names the nearest valid one. Invariant: every `Options` object is valid, and equal options compile to the same code.
 """
 
 from __future__ import annotations
@@ -23,20 +18,20 @@ from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.target_override import TARGETS
 from qsync_fx.errors import OptionError, nearest, shown
 from qsync_fx.formats import FORMATS, Precision
-from qsync_fx.option_help import DOCUMENTED as DOCUMENTED
+from qsync_fx.option_help import DOCUMENTED as DOCUMENTED, RECIPE_HELP, RECIPES
 from qsync_fx.plan.cluster_plan import ClusterPlan
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.plan_loading import HoldsPlan, part_of_this_process, read_plan
 from qsync_fx.rounding import ROUNDINGS, Rounding
 from qsync_fx.serialization.strict_json import kind
 
-Inner = Literal["inductor", "aot_eager", "eager"]
+InnerBackend = Literal["inductor", "aot_eager", "eager"]
 GradientRounding = Literal["nearest", "stochastic"]
 Scaling = Literal["tensor", "channel"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "inner": get_args(Inner),
+        "inner_backend": get_args(InnerBackend),
         "rounding": ROUNDINGS,
         "gradient_rounding": get_args(GradientRounding),
         "scaling": get_args(Scaling),
@@ -46,24 +41,47 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one compilation, as `DOCUMENTED` explains them; raises `OptionError` for a value that an option cannot take.
+    """Options of one compilation: `torch.compile(model, backend="qsync", options=qsync_fx.Options(precision="int8"))`.
 
-    With neither `precision` nor `plan` the caller decides by the device.
+    A dictionary with the same names does the same. Without `precision` and `plan` the device decides.
+
+    Attributes:
+        precision: the format of every operator, such as "int8"; not together with `plan`.
+        plan: a format for each operator.
+        device_class: the class of this rank's device in a plan for a cluster; None to find it.
+        inner_backend: the compiler of the rewritten graph, "inductor", "aot_eager" or "eager".
+        rounding: of values to INT8 and FP8, "stochastic", "nearest" or "floor".
+        gradient_rounding: of gradients to BF16 and FP16, "nearest" or "stochastic".
+        scaling: one scale per "tensor" or per "channel".
+        emulate_unsupported: emulate formats that the device lacks exactly instead of substituting them.
+        skip_unprofitable: keep a wider format for operators that the uniform precision does not make faster.
+        fast_dropout: draw dropout masks in vectors on the CPU; None for wherever that is possible.
+        cudagraphs: capture steps in CUDA graphs.
+        activation_recompute: recompute inexpensive activations in backward instead of saving them.
+        cache_quantized_weights: quantize a weight once a step; requires that all writes go through torch.
+        cached_plan: use the plan of a cached profile if neither `precision` nor `plan` is given.
+        strict: raise if a part of the plan is not applied, instead of a warning.
+        root: path of the compiled module in the model of the plan; None to find it.
+        target: a GPU to inspect graphs for without having one.
+        passes: custom passes, in their order.
+
+    Raises:
+        OptionError: for a value that an option does not take, and for options that exclude each other.
     """
 
     precision: str | None = None
     plan: Plan | None = None
     device_class: str | None = field(default=None, compare=False)
-    inner: Inner = "inductor"
+    inner_backend: InnerBackend = "inductor"
     rounding: Rounding = "stochastic"
     gradient_rounding: GradientRounding = "nearest"
     scaling: Scaling = "tensor"
-    exact: bool = False
-    where_faster: bool = False
+    emulate_unsupported: bool = False
+    skip_unprofitable: bool = False
     fast_dropout: bool | None = None
     cudagraphs: bool = False
-    keep_less: bool = False
-    weights_once: bool = False
+    activation_recompute: bool = False
+    cache_quantized_weights: bool = False
     cached_plan: bool = True
     strict: bool = False
     root: str | None = None
@@ -87,24 +105,24 @@ class Options:
         if self.fast_dropout is not None and not isinstance(self.fast_dropout, bool):
             raise _wrong("fast_dropout", self.fast_dropout, "give True or False, or leave it out")
         for name, why, who in (
-            ("fast_dropout", "takes no dropout of ours", "draws in vectors"),
-            ("cudagraphs", "captures nothing", "captures CUDA graphs"),
-            ("keep_less", "keeps what autograd keeps", "chooses what is kept"),
+            ("fast_dropout", "has torch's dropout only", "draws in vectors"),
+            ("cudagraphs", "captures no graphs", "captures CUDA graphs"),
+            ("activation_recompute", "saves what autograd saves", "recomputes activations"),
         ):
-            if getattr(self, name) and self.inner != "inductor":
+            if getattr(self, name) and self.inner_backend != "inductor":
                 raise OptionError(
-                    f'"{name}" is given with "inner": "{self.inner}", which {why}',
-                    where=f'options "{name}" and "inner"',
+                    f'"{name}" is given with "inner_backend": "{self.inner_backend}", which {why}',
+                    where=f'options "{name}" and "inner_backend"',
                     do=f'drop one of them: the inner compiler that {who} is "inductor"',
                 )
-        if self.exact and self.where_faster:
+        if self.emulate_unsupported and self.skip_unprofitable:
             raise OptionError(
-                '"exact" keeps every format that is planned, and "where_faster" those alone that are faster',
-                where='options "exact" and "where_faster"',
+                '"emulate_unsupported" runs every planned format, and "skip_unprofitable" only formats that are faster',
+                where='options "emulate_unsupported" and "skip_unprofitable"',
                 do="drop one of them",
             )
         if self.root is not None and (not isinstance(self.root, str) or (self.root and "" in self.root.split("."))):
-            raise _wrong("root", self.root, 'give a path such as "encoder.layer.0"; "" says that it is the whole model')
+            raise _wrong("root", self.root, 'give a path such as "encoder.layer.0"; "" is the whole model')
         if not isinstance(self.passes, tuple):
             raise _wrong("passes", self.passes, "give a list, also for one pass: [my_pass]")
         if self.precision is not None and self.plan is not None:
@@ -116,29 +134,44 @@ class Options:
             )
 
     @property
-    def automatic(self) -> bool:
-        """Whether the user asked for neither a plan nor a precision."""
+    def is_default(self) -> bool:
+        """Whether the user gave neither a plan nor a precision."""
         return self.precision is None and self.plan is None
 
     @property
-    def beside_plan(self) -> str:
-        """What is asked beside a plan and a precision, in words: options that are not as by default, and change what is computed."""
-        requested = [
-            f for f in fields(self) if f.compare and f.name not in ("precision", "plan", "cached_plan", "strict")
-        ]
-        values = {f.name: getattr(self, f.name) for f in requested if getattr(self, f.name) != f.default}
-        return ", ".join(f"{name}={_in_words(value)}" for name, value in values.items())
+    def non_default_options(self) -> str:
+        """The options that change numbers and differ from their defaults, without precision and plan: "scaling=channel"."""
+        compared = [item for item in fields(self) if item.compare]
+        changing = [item for item in compared if item.name not in ("precision", "plan", "cached_plan", "strict")]
+        values = {item.name: getattr(self, item.name) for item in changing}
+        return ", ".join(
+            f"{item.name}={_in_words(values[item.name])}" for item in changing if values[item.name] != item.default
+        )
+
+    @classmethod
+    def from_recipe(cls, name: str, **options: object) -> Options:
+        """Return the options of a recipe, overridden by `options`.
+
+        Args:
+            name: "bf16", "int8_accurate", "int8_fast" or "low_memory"; see `qsync_fx.option_help.RECIPES`.
+            options: as `parse` takes them.
+
+        Raises:
+            OptionError: if there is no such recipe, and as `parse` raises it.
+        """
+        return cls.parse({"recipe": name, **options})
 
     @classmethod
     def parse(cls, mapping: Mapping[str, object] | Options | None) -> Options:
-        """Returns the options in a mapping, as users write them.
+        """Return the options in a mapping, as users write them.
 
-        A plan may be given as the path of its file, and for a cluster, of which this rank's part is taken; a precision as `Precision`,
-        passes as a list. Options that were parsed before stay as they are: a file is read once.
+        A plan may be given as the path of its file or as a plan for a cluster, of which this rank takes its part, a
+        precision as `Precision`, and passes as a list. "recipe" adds the options of a recipe, which others in
+        the mapping override. An `Options` is returned unchanged: a plan file is read once.
 
         Raises:
-            OptionError: an unknown option, a value it cannot take, or both a precision and a plan.
-            PlanError: a plan file that cannot be read, or a plan for a cluster of which this rank's part cannot be told.
+            OptionError: for an unknown option, a value that it does not take, or both a precision and a plan.
+            PlanError: for a plan file that cannot be read, or a cluster's plan without a part for this rank.
         """
         if mapping is None:
             return cls()
@@ -148,11 +181,15 @@ class Options:
             raise OptionError(
                 f"options are a dictionary, not {kind(mapping)}", do='write options={"precision": "int8"}'
             )
+        if "recipe" in mapping:
+            mapping = _with_recipe(mapping)
         for name in mapping:
             if name not in DOCUMENTED:
                 message = shown(name) if isinstance(name, str) else kind(name)
                 raise OptionError(
-                    f"there is no option {message}", where="options", do=nearest(str(name)[:40], DOCUMENTED)
+                    f"there is no option {message}",
+                    where="options",
+                    do=nearest(str(name)[:40], ("recipe", *DOCUMENTED)),
                 )
         result = {name: _converted(name, value) for name, value in mapping.items()}
         device_class = result.get("device_class")
@@ -161,8 +198,18 @@ class Options:
         return cls(**result)
 
 
+def _with_recipe(mapping: Mapping[str, object]) -> dict[str, object]:
+    """Return options completed by their recipe."""
+    explicit = {name: value for name, value in mapping.items() if name != "recipe"}
+    _one_of("recipe", mapping["recipe"], RECIPES)
+    recipe = dict(RECIPES[str(mapping["recipe"])].options)
+    if explicit.get("plan") is not None:
+        del recipe["precision"]
+    return {**recipe, **explicit}
+
+
 def _converted(name: str, value: object) -> Any:
-    """Returns the value of an option as its field keeps it, where users may write it in another way."""
+    """Return the value of an option as its field holds it."""
     match name, value:
         case "plan", str() | os.PathLike():
             return read_plan(value)
@@ -177,7 +224,7 @@ def _converted(name: str, value: object) -> Any:
 
 
 def _in_words(value: object) -> str:
-    """Returns what a value is called in every process: passes have names."""
+    """Return the text of a value, the same in every process: passes have names."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_in_words, value))}]"
     return str(value if isinstance(value, (str, bool)) else getattr(value, "name", type(value).__name__))
@@ -192,11 +239,13 @@ def _one_of(name: str, value: object, available: Iterable[str]) -> None:
 
 def _wrong(name: str, value: object, do: str) -> OptionError:
     inputs = shown(value) if isinstance(value, str) else kind(value)
-    return OptionError(f'the option "{name}" cannot be {inputs}', where=f'option "{name}": {DOCUMENTED[name]}', do=do)
+    return OptionError(
+        f'the option "{name}" cannot be {inputs}', where=f'option "{name}": {DOCUMENTED.get(name, RECIPE_HELP)}', do=do
+    )
 
 
-def plan_in_force(options: Options, device: torch.device) -> Plan:
-    """Returns the user's plan, or the uniform one that the options ask for."""
+def active_plan(options: Options, device: torch.device) -> Plan:
+    """Return the user's plan, or the uniform plan of the requested or default precision."""
     if options.plan is not None:
         return options.plan
     return Plan.uniform(options.precision or default_precision(device).name)

@@ -71,7 +71,7 @@ def fingerprint(root: nn.Module, operators: Iterable[Operator], options: Options
     return Fingerprint(
         _digest([f"{kind.__module__}.{kind.__qualname__}", *tensors]),
         _digest(describe(tensor) for tensor in tensors.values()),
-        options.beside_plan,
+        options.non_default_options,
         [path for path, module in paths(root) if not module.training],
         sizes_of(operators),
     )
@@ -217,7 +217,7 @@ class Candidates:
 
 def candidates_for(root: nn.Module, options: Options, before: Plan | None) -> Candidates | None:
     """Returns the plans that a model may get; None where it asks for one, where they are switched off, and where there are none."""
-    if not environment.switch(SWITCH) or not options.automatic or not options.cached_plan:
+    if not environment.switch(SWITCH) or not options.is_default or not options.cached_plan:
         return None
     model = fingerprint(root, (), options)
     result = Candidates(model, tuple(kept(model.structure)), before)

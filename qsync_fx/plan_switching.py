@@ -31,7 +31,7 @@ from qsync_fx.serialization import Path
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
-def switch(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> Model:
+def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> Model:
     """Puts another plan in force for a compiled model; returns the model, which is the same object.
 
     The next call compiles once, or not at all where an equal plan was in force before. Parameters, optimizer, random numbers and
@@ -51,7 +51,7 @@ def switch(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> 
     if not result:
         raise OptionError(
             f"this {type(model).__name__} is not compiled with the backend qsync",
-            where="qsync_fx.switch",
+            where="qsync_fx.switch_plan",
             do='give what torch.compile(model, backend="qsync") returned, or a module that holds it',
         )
     inputs = read_plan(plan) if isinstance(plan, str | os.PathLike) else given_plan(plan)

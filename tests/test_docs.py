@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +25,7 @@ from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.devices import Support, support
 from qsync_fx.formats import FORMATS, Precision
-from qsync_fx.option_help import DOCUMENTED
+from qsync_fx.option_help import DOCUMENTED, RECIPES
 from qsync_fx.options import Options
 from tests.support import communication_tables, experiment_tables, pages, tiers
 from tests.support.cuda import cuda_tables
@@ -185,7 +185,12 @@ def test_targets_of_make_exist() -> None:
 )
 def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(name: str) -> str:
-        own = {"options": options, "formats": formats, "devices": lambda: devices(monkeypatch)} | cuda_tables.TABLES
+        own = {
+            "options": options,
+            "recipes": recipes,
+            "formats": formats,
+            "devices": lambda: devices(monkeypatch),
+        } | cuda_tables.TABLES
         rows = {**own, **experiment_tables.TABLES, **communication_tables.TABLES}[name]()
         if UPDATE or name not in ("formats", "devices"):
             return rows
@@ -205,6 +210,14 @@ def options() -> str:
 
     rows = ((f"[`{name}`](docs/options.md#{name})", default(name), text) for name, text in DOCUMENTED.items())
     return pages.markdown(("option", "default", "what it is"), rows)
+
+
+def recipes() -> str:
+    def in_words(settings: Mapping[str, object]) -> str:
+        return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
+
+    rows = ((f"`{name}`", in_words(recipe.options), recipe.trade_off) for name, recipe in RECIPES.items())
+    return pages.markdown(("recipe", "options", "trade-off"), rows)
 
 
 def formats() -> str:

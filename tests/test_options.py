@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
+import qsync_fx
 from qsync_fx.errors import OptionError, PlanError, QSyncError
 from qsync_fx.formats import FORMATS
-from qsync_fx.option_help import DOCUMENTED, LISTS, SWITCHES
+from qsync_fx.option_help import DOCUMENTED, LISTS, RECIPES, SWITCHES
 from qsync_fx.options import _CHOICES, Options
 from qsync_fx.plan import Plan
 
@@ -48,15 +53,15 @@ def test_every_option() -> None:
 
     given_options = {
         "precision": "int8",
-        "inner": "inductor",
+        "inner_backend": "inductor",
         "rounding": "floor",
         "gradient_rounding": "stochastic",
         "scaling": "channel",
-        "exact": True,
+        "emulate_unsupported": True,
         "fast_dropout": True,
         "cudagraphs": True,
-        "keep_less": True,
-        "weights_once": True,
+        "activation_recompute": True,
+        "cache_quantized_weights": True,
         "cached_plan": False,
         "strict": True,
         "root": "encoder.layer.0",
@@ -99,6 +104,37 @@ def test_a_plan_or_its_path(tmp_path: Path) -> None:
         assert hash(options) == hash(Options(plan=plan))
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_options_that_others_override(name: str) -> None:
+    recipe = Options.from_recipe(name)
+    assert recipe == Options.parse({"recipe": name}) == Options.parse(dict(RECIPES[name].options))
+    assert Options.from_recipe(name, precision="fp32").precision == "fp32"
+    planned = Options.parse({"recipe": name, "plan": Plan("int8"), "rounding": "floor"})
+    assert planned == dataclasses.replace(recipe, precision=None, plan=Plan("int8"), rounding="floor")
+
+
+def test_an_unknown_recipe_is_refused_by_name() -> None:
+    for wrong in ("int8_fats", 8):
+        with pytest.raises(OptionError, match='option "recipe" cannot be') as caught:
+            Options.parse({"recipe": wrong})
+        assert "int8_fast" in caught.value.do
+
+
+def test_torch_compile_takes_an_options_object() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    compiled = torch.compile(model, backend="qsync", options=Options(precision="bf16", inner_backend="aot_eager"))
+    compiled(x).sum().backward()
+    (operator,) = qsync_fx.plan_coverage(compiled).operators
+    assert str(operator.precision) == "bf16"
+
+
+def test_the_docstring_has_every_option() -> None:
+    text = inspect.getdoc(Options) or ""
+    assert re.findall(r"^ +(\w+): ", text.partition("Attributes:")[2].partition("Raises:")[0], re.MULTILINE) == list(
+        DOCUMENTED
+    )
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_precisions(name: str) -> None:
     assert Options.parse({"precision": name}) == Options.parse({"precision": FORMATS[name]}) == Options(precision=name)
@@ -133,48 +169,52 @@ def test_every_option_is_documented() -> None:
         (
             {"precison": "int8"},
             "there is no option 'precison'",
-            "did you mean 'precision'? known: cached_plan, cudagraphs, device_class, exact, fast_dropout, gradient_rounding,",
+            "did you mean 'precision'? known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
         ),
         (
             {"zzzzzz": 1},
             "there is no option 'zzzzzz'",
-            "known: cached_plan, cudagraphs, device_class, exact, fast_dropout, gradient_rounding,",
+            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
         ),
         (
             {3: 1},
             "there is no option a value of type int",
-            "known: cached_plan, cudagraphs, device_class, exact, fast_dropout, gradient_rounding,",
+            "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
         ),
         ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
         ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),
         ({"plan": {"a/linear": "int8"}}, '"plan" cannot be an object', "give a Plan or a path"),
         (
-            {"inner": "inducter"},
-            "\"inner\" cannot be 'inducter'",
+            {"inner_backend": "inducter"},
+            "\"inner_backend\" cannot be 'inducter'",
             "did you mean 'inductor'? known: aot_eager, eager, inductor",
         ),
-        ({"inner": None}, '"inner" cannot be null', "known: aot_eager, eager, inductor"),
+        ({"inner_backend": None}, '"inner_backend" cannot be null', "known: aot_eager, eager, inductor"),
         ({"rounding": "Nearest"}, "\"rounding\" cannot be 'Nearest'", "did you mean 'nearest'?"),
         ({"scaling": ["tensor"]}, '"scaling" cannot be a list', "known: channel, tensor"),
-        ({"exact": 1}, '"exact" cannot be a value of type int', "give True or False"),
-        ({"exact": "true"}, "\"exact\" cannot be 'true'", "give True or False"),
+        ({"emulate_unsupported": 1}, '"emulate_unsupported" cannot be a value of type int', "give True or False"),
+        ({"emulate_unsupported": "true"}, "\"emulate_unsupported\" cannot be 'true'", "give True or False"),
         (
-            {"cudagraphs": True, "inner": "aot_eager"},
-            '"cudagraphs" is given with "inner": "aot_eager", which captures nothing',
+            {"cudagraphs": True, "inner_backend": "aot_eager"},
+            '"cudagraphs" is given with "inner_backend": "aot_eager", which captures no graphs',
             "drop one of them: the inner compiler that captures CUDA graphs",
         ),
         (
-            {"fast_dropout": True, "inner": "aot_eager"},
-            '"fast_dropout" is given with "inner": "aot_eager"',
+            {"fast_dropout": True, "inner_backend": "aot_eager"},
+            '"fast_dropout" is given with "inner_backend": "aot_eager"',
             "drop one of them",
         ),
         (
-            {"keep_less": True, "inner": "aot_eager"},
-            '"keep_less" is given with "inner": "aot_eager"',
+            {"activation_recompute": True, "inner_backend": "aot_eager"},
+            '"activation_recompute" is given with "inner_backend": "aot_eager"',
             "drop one of them",
         ),
-        ({"exact": True, "where_faster": True}, '"exact" keeps every format', "drop one of them"),
+        (
+            {"emulate_unsupported": True, "skip_unprofitable": True},
+            '"emulate_unsupported" runs every planned format',
+            "drop one of them",
+        ),
         ({"passes": "mine"}, "\"passes\" cannot be 'mine'", "give a list"),
         ({"passes": print}, '"passes" cannot be a value of type builtin_function_or_method', "give a list"),
         ([("precision", "int8")], "options are a dictionary, not a list", "write options="),
@@ -217,7 +257,13 @@ def test_a_plan_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_fields_are_checked_without_parse_too() -> None:
-    for wrong in ({"precision": "int9"}, {"plan": "plan.json"}, {"inner": "x"}, {"passes": ["a"]}, {"exact": 0}):
+    for wrong in (
+        {"precision": "int9"},
+        {"plan": "plan.json"},
+        {"inner_backend": "x"},
+        {"passes": ["a"]},
+        {"emulate_unsupported": 0},
+    ):
         with pytest.raises(OptionError):
             Options(**wrong)
 

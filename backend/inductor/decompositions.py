@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
 from qsync_fx.backend.inductor import layouts, quantize_lowerings
-from qsync_fx.backend.inductor.activation_recompute import threshold_backward
+from qsync_fx.backend.inductor.recompute_policy import threshold_backward
 from qsync_fx.backend.operators.masks import keep, pack_bits, unpack_bits
 from qsync_fx.backend.operators.scatter_gradients import embedding_gradient, max_pool2d_gradient
 from qsync_fx.errors import PlanWarning
@@ -49,7 +49,8 @@ def decomposition(bits: bool = False) -> Callable[..., Any]:
 
 
 def in_bits(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `aten.native_dropout` for "keep_less": what torch's drops, with a mask that both passes read from a bit a value."""
+    """Returns `aten.native_dropout` for "activation_recompute": what torch's drops, with a mask that both passes read from a bit a
+    value."""
 
     def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
         if not train or not 0.0 < p < 1.0 or x.device.type != "cpu":
@@ -107,20 +108,20 @@ class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
 
 
 def for_inductor(
-    device: torch.device, fast_dropout: bool = False, keep_less: bool = False
+    device: torch.device, fast_dropout: bool = False, activation_recompute: bool = False
 ) -> DecompositionTable | None:
     """Returns Inductor's table of decompositions with ours in it, those of the options too; None where its own is right."""
     from torch._inductor.decomposition import select_decomp_table
 
-    made_of = device, fast_dropout, keep_less
+    made_of = device, fast_dropout, activation_recompute
     if device.type != "cpu":
         written = quantize_lowerings.decompositions(device)
         return DecompositionTable({**select_decomp_table(), **written}, made_of) if written else None
 
     table, dropping = select_decomp_table(), aten.native_dropout.default
     if fast_dropout:
-        table = {**table, dropping: decomposition(bits=keep_less)}
-    elif keep_less and dropping in table:
+        table = {**table, dropping: decomposition(bits=activation_recompute)}
+    elif activation_recompute and dropping in table:
         # It is missing where Inductor draws as torch does, under which setting a graph is read from torch's caches.
         table = {**table, dropping: in_bits(table[dropping])}
     ours: dict[OpOverload, Callable[..., Any]] = {

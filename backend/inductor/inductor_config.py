@@ -22,7 +22,7 @@ from torch.backends import cuda
 import qsync_fx
 import qsync_fx.passes
 from qsync_fx.backend.cuda.runtime import quantize_launch
-from qsync_fx.backend.inductor import activation_recompute, activation_recompute as keeping, layouts, quantize_lowerings
+from qsync_fx.backend.inductor import layouts, quantize_lowerings, recompute_policy
 from qsync_fx.devices import cpu_multiplies_integers, native_integer_unit
 from qsync_fx.errors import PlanWarning
 from qsync_fx.formats import precision
@@ -102,7 +102,7 @@ def register_with_inductor() -> None:
     called(torch.ops.qsync.quantize.default, constrain)
     # Where there are kernels the formula in its place is none, and Inductor takes no operator that has one for a fallback unasked.
     called(torch.ops.qsync.quantize_transposed.default, as_traced)
-    register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(activation_recompute.lower_gate)
+    register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(recompute_policy.lower_gate)
     quantize_lowerings.register()
 
 
@@ -124,19 +124,23 @@ def captures(options: Options, device: torch.device) -> bool:
     return options.cudagraphs and device.type == "cuda"
 
 
-def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = False) -> dict[str, Any]:
+def inductor(device: torch.device, cudagraphs: bool = False, activation_recompute: bool = False) -> dict[str, Any]:
     """Returns the settings of `torch._inductor.config` for a device, and for options.
 
     Of a captured graph the draw of its seed stays outside, which says so itself (`qsync::draw`): Inductor parts the graph there.
     """
     owned = torch._inductor.config.joint_custom_post_pass
     # There is one place, and the user's comes first: less is kept without ours, too.
-    repeats = keeping.Repeatable() if keep_less else None
+    repeats = recompute_policy.Repeatable() if activation_recompute else None
     if device.type != "cpu":
-        repeated = {"joint_custom_post_pass": owned or repeats} if keep_less else {}
+        repeated = {"joint_custom_post_pass": owned or repeats} if activation_recompute else {}
         return repeated | ({"triton.cudagraphs": True} if cudagraphs else {})
     settings = torch._inductor.config
-    packs = {"custom_partitioner_fn": activation_recompute.InBits(settings.custom_partitioner_fn)} if keep_less else {}
+    packs = (
+        {"custom_partitioner_fn": recompute_policy.InBits(settings.custom_partitioner_fn)}
+        if activation_recompute
+        else {}
+    )
     return packs | {
         "joint_custom_post_pass": owned or layouts.AsWeights(repeats),
         # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
@@ -146,8 +150,7 @@ def inductor(device: torch.device, cudagraphs: bool = False, keep_less: bool = F
         # and FP32 copies of whole activations made the peak memory of a VGG step half as large again.
         "realize_reads_threshold": 24,
         # There is one place, and the user's comes first: without ours, steps are right and slower.
-        "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass
-        or activation_recompute.EarlyBytes(),
+        "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass or recompute_policy.EarlyBytes(),
     }
 
 

@@ -13,7 +13,7 @@ Invariant: a pure function of size, seed, stream and p; the number of a value de
 `qsync::gate`: a gradient, but zero where a byte says so.
 
 Why an operator: written with a bool, the bool is what a partitioner of joint graphs may keep for the backward pass; see
-`qsync_fx.backend.inductor.activation_recompute`.
+`qsync_fx.backend.inductor.recompute_policy`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qsync_fx.errors import PrecisionError, QSyncError
 
-WAY_OUT: Final = 'options={"precision": "bf16", "inner": "eager"}'
+WAY_OUT: Final = 'options={"precision": "bf16", "inner_backend": "eager"}'
 """Options under which everything has a second derivative that has one in torch."""
 
 Backward = Callable[..., tuple[Tensor | None, ...]]

@@ -60,7 +60,7 @@ def on(case: Case, device: torch.device) -> Case:
 
 
 def stepping(case: Case, plan: Plan, inner: str) -> Call:
-    model: Any = torch.compile(case.model, backend="qsync", options={"plan": plan, "inner": inner})  # type: ignore[dict-item]
+    model: Any = torch.compile(case.model, backend="qsync", options={"plan": plan, "inner_backend": inner})  # type: ignore[dict-item]
 
     def run() -> None:
         case.step(model, case.batch).backward()  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ def main() -> None:
         plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, MIXED)
         case = on(case, device)
         if options.measure:
-            how: dict[str, Any] = {"optimizer": case.optimizer, "rounds": 5, "sensitivity": None, "all_reduce": False}
+            how: dict[str, Any] = {"optimizer": case.optimizer, "repeats": 5, "sensitivity": None, "all_reduce": False}
             sources["measured"] = qsync_fx.measure(case.model, case.step, [case.batch], PRECISIONS, **how)
         timelines = {
             source: {plan: qsync_fx.replay(one, found) for plan, one in plans.items()}

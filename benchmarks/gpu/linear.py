@@ -141,7 +141,7 @@ def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Ten
     inner = "aot_eager" if options.device.type == "cpu" else "inductor"
     found: dict[str, Callable[[Tensor], Tensor]] = {"F.linear bf16": plain()}
     for precision in ("bf16", "int8", "int8_grad", "fp8"):
-        how: dict[str, Any] = {"precision": precision, "inner": inner}
+        how: dict[str, Any] = {"precision": precision, "inner_backend": inner}
         found[f"qsync {precision}"] = torch.compile(plain(), backend="qsync", options=how, dynamic=False)
     if options.device.type == "cuda":
         found["Inductor bf16"] = torch.compile(plain(), dynamic=False)

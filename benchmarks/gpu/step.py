@@ -82,7 +82,7 @@ def step(case: str, how: Variant, options: argparse.Namespace) -> Call:
     settings: dict[str, Any] = {"backend": how.backend}
     if how.precision is not None:
         inner = "aot_eager" if options.device.type == "cpu" else "inductor"
-        settings["options"] = {"precision": how.precision, "inner": inner}
+        settings["options"] = {"precision": how.precision, "inner_backend": inner}
     elif options.device.type == "cpu":
         settings["backend"] = "aot_eager"
     trained = torch.compile(model, dynamic=False, **settings)

@@ -26,7 +26,7 @@ from benchmarks.predictor.sensitivity import NETWORKS, digits, loss
 from benchmarks.support.harness import Row, arguments, show, write_json
 
 CASES = ("ViT", "convolutions, batch norm, ReLU", "perceptron, ReLU")
-METHODS = ("exact", "paper")
+METHODS = ("second_order", "paper")
 PRECISION = "int8"
 
 

@@ -2,7 +2,8 @@
 
 A T4 of the catalog is short of memory beside a V100 that trains in FP32, and a step may take as long as it likes: what is recovered from
 INT8, and how far, is the indicator's choice alone. "random" and "hessian" are the paper's own rivals, "paper" its formula, each with the
-paper's search; "exact" is our formula with that search, and "exact, solved" with the exact allocator. Variance is what our formula says of
+paper's search; "second_order" is our formula with that search, and "second_order, milp" with the exact allocator. Variance is what our
+formula says of
 all of them. Accuracy is that of training on a CPU, where FP16 is BF16: the mean over seeds, and its deviation.
 """
 
@@ -28,13 +29,13 @@ from benchmarks.support.harness import arguments, show
 def plans_of(known: Looked, batch: int) -> dict[str, PlanResult]:
     """Returns the plan of each indicator, under one limit of memory."""
     memory = capped(problem(known, batch))
-    ours, theirs = (problem(known, batch, method, memory=memory) for method in ("exact", "paper"))
+    ours, theirs = (problem(known, batch, method, memory=memory) for method in ("second_order", "paper"))
     return {
         "random": RandomGreedy(0).allocate(ours),
         "hessian": HessianGreedy(known.sensitivities["hessian"]).allocate(ours),
         "paper": PrecisionRecovery().allocate(theirs),
-        "exact": PrecisionRecovery().allocate(ours),
-        "exact, solved": MilpAllocator().allocate(ours),
+        "second_order": PrecisionRecovery().allocate(ours),
+        "second_order, milp": MilpAllocator().allocate(ours),
     }
 
 

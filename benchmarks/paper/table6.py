@@ -160,7 +160,7 @@ def main() -> None:
     steps = 1 if experiment.quick else LOOKED
     parts = [part for part, _ in zip(shuffled(texts, size.batch, 0), range(steps), strict=False)]
     wide = Classifier(texts.words, WIDE)
-    known = looked(copy.deepcopy(model), wide, loss, parts, [parts[0][0][:2]], ("exact",))
+    known = looked(copy.deepcopy(model), wide, loss, parts, [parts[0][0][:2]], ("second_order",))
 
     def train(what: str, plan: Mapping[str, str], batches: Sequence[int]) -> Mapping[str, Any]:
         low = trained(plan)

@@ -104,11 +104,11 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
     except QSyncError as error:
         return {**found, "error": error.what}
     found |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
-    found |= {"processor": time.process_time() - busy, "rounds": len(answer.rounds)}
+    found |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
     found["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
     # Under limits of memory the paper's allocator asks for a peak at each of its steps.
     for name in HOMES if others and part.memory is None else ():
-        if name != "exact":
+        if name != "milp":
             try:
                 other = get_allocator(name).allocate(problem)
             except QSyncError:
@@ -149,7 +149,7 @@ def main() -> None:
             lambda model, batch, case=case: case.loss(model),  # type: ignore[misc]
             [0],
             THREE,
-            rounds=2 if options.quick else 5,
+            repeats=2 if options.quick else 5,
             sensitivity=None,
             all_reduce=False,
         )

@@ -207,7 +207,7 @@ def answers(asked: Problem, graphs: dict[str, ModelGraph]) -> Iterator[tuple[str
         return resized(asked.classes[name], graphs[name], batch)
 
     yield "uniform", narrow(asked)
-    for allocator in (get_allocator("exact"), get_allocator("paper"), DynamicBatches(other), FullPrecision()):
+    for allocator in (get_allocator("milp"), get_allocator("paper"), DynamicBatches(other), FullPrecision()):
         try:
             yield allocator.name, allocator.allocate(asked)
         except PlanError as error:
@@ -252,14 +252,14 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
         return None if a is None or b is None else a <= b * (1 + SLACK)
 
     pairs = [
-        ("exact", "uniform"),
+        ("milp", "uniform"),
         ("paper", "uniform"),
-        ("exact", "dynamic-batches"),
+        ("milp", "dynamic-batches"),
         ("dynamic-batches", "full-precision"),
     ]
     held = {f"{first} >= {second}": faster(first, second) for first, second in pairs}
     beside = {"model": model, "cluster": fleet, "devices": 2 * count, "allocator": "orderings", **held}
-    ours = found["exact"]
+    ours = found["milp"]
     if held["exact >= dynamic-batches"] is False and isinstance(ours, PlanResult):
         waits = ours.judged.classes["v100"].waiting
         beside["why not"] = (

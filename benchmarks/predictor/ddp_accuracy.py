@@ -114,7 +114,7 @@ def rank(own: int, job: dict[str, Any]) -> None:
             [case.batch],
             PRECISIONS,
             optimizer=case.optimizer,
-            rounds=job["rounds"],
+            repeats=job["rounds"],
             sensitivity=None,
             progress=False,
         )

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.paper.support.curves import COLORS
 
-TRUTH, METHODS = "monte_carlo", ("exact", "injected", "paper")
+TRUTH, METHODS = "monte_carlo", ("second_order", "injected", "paper")
 SIDE, LEFT, TOP, BOTTOM, GAP = 250, 62, 34, 44, 18
 TICKS = 4
 

@@ -39,7 +39,7 @@ def main() -> None:
     layers = 1 if options.quick else 12
     rows: list[Row] = []
     for case, how in (
-        ("compiled anew, one turn, no sensitivity", {"rounds": 1, "sensitivity": None}),
+        ("compiled anew, one turn, no sensitivity", {"repeats": 1, "sensitivity": None}),
         ("compiled before", {}),
     ):
         print(f"{layers} layers: {case}", flush=True)

@@ -208,7 +208,7 @@ def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | Non
             PRECISIONS,
             optimizer=case.optimizer,
             plan=plans,
-            rounds=rounds,
+            repeats=rounds,
             sensitivity=None,
             path=partial,
         )

@@ -38,13 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.support.harness import Row, arguments, show, write_json
 
 Batch = tuple[Tensor, Tensor]
-DRAWN = ("exact", "injected", "paper", "monte_carlo")
+DRAWN = ("second_order", "injected", "paper", "monte_carlo")
 """Of whose numbers each operator's are kept."""
 STEPS = {"bf16": 24, "int8": 12}
 """Where rounding is to nearest a step shows one draw of each error."""
 FLOOR, MORE = 0.95, (4, 8, 16)
 """What half of the steps does not tell of the others to this is looked at in so many times the steps, as far as that takes."""
-METHODS = ("exact", "injected", "depth", "paper", "fisher", "random", "monte_carlo")
+METHODS = ("second_order", "injected", "depth", "paper", "fisher", "random", "monte_carlo")
 
 
 def digits(count: int, size: int) -> list[Batch]:
@@ -205,12 +205,14 @@ def network(name: str, precision: str, steps: int) -> Row:
         "case": name,
         "precision": precision,
         "steps": steps,
-        "operators": held["exact"].operators,
-        "spread": held["exact"].spread,
+        "operators": held["second_order"].operators,
+        "spread": held["second_order"].spread,
         "floor": floor(truth, precision),
         **{method: a.spearman for method, a in held.items()},
-        **{f"{method}/truth": held[method].ratio for method in ("exact", "injected", "depth", "paper")},
-        **{f"{one.method} s": one.seconds for one in found if one.method in ("exact", "injected", "monte_carlo")},
+        **{f"{method}/truth": held[method].ratio for method in ("second_order", "injected", "depth", "paper")},
+        **{
+            f"{one.method} s": one.seconds for one in found if one.method in ("second_order", "injected", "monte_carlo")
+        },
         "each": {one.method: rounded(one, precision) for one in found if one.method in DRAWN},
     }
 

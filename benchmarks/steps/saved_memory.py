@@ -36,8 +36,8 @@ def variants(case: Case) -> dict[str, Variant]:
         found[f"autocast bf16 compiled{name}"] = Variant(attention, autocast=True, compiler=INDUCTOR)
     for precision in ("bf16", "int8"):
         for less in (False, True):
-            options = {"precision": precision, "keep_less": less}
-            name = f"qsync {precision}" + ", keep_less" * less
+            options = {"precision": precision, "activation_recompute": less}
+            name = f"qsync {precision}" + ", activation_recompute" * less
             found[name] = Variant(compiler={"backend": "qsync", "options": options})
     return found
 

@@ -26,7 +26,10 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "qsync default": {"backend": "qsync"},
     "qsync bf16": {"backend": "qsync", "options": {"precision": "bf16"}},
     "qsync int8": {"backend": "qsync", "options": {"precision": "int8"}},
-    "qsync int8, weights_once": {"backend": "qsync", "options": {"precision": "int8", "weights_once": True}},
+    "qsync int8, cache_quantized_weights": {
+        "backend": "qsync",
+        "options": {"precision": "int8", "cache_quantized_weights": True},
+    },
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from digits import CORRECTIONS, FORMATS, Network, device_class, digits, tell
+from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, tell
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -26,15 +26,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     loader = DataLoader(train, batch_size=32, shuffle=True)
 
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         model,
         lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
         loader,
         optimizer=optimizer,
         device_class=device_class(rank),
         precisions=FORMATS[device_class(rank)],
-        rounds=3,
-        corrections=CORRECTIONS,
+        repeats=3,
+        max_replans=MAX_REPLANS,
         progress=False,
     )
     model.compile(backend="qsync", options={"plan": plan})

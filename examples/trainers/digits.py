@@ -14,7 +14,7 @@ import qsync_fx
 CLASSES = ("training", "inference")
 FORMATS = {"training": ["fp32"], "inference": ["fp32", "bf16"]}
 """Both ranks run on one processor here: the first one stands for a device that trains in FP32, the second for one that has BF16, too."""
-CORRECTIONS = 1
+MAX_REPLANS = 1
 """How often the ranks run what they have found and choose again: on one processor they only see how they disturb one another."""
 
 
@@ -48,6 +48,6 @@ class Network(nn.Module):
 
 def tell(rank: int, model: nn.Module, right: Tensor) -> None:
     """Prints in which formats a rank trained, and how much of the test came out right."""
-    ran = (operator for operator in qsync_fx.applied(model).operators if operator.kind == "adjustable")
+    ran = (operator for operator in qsync_fx.plan_coverage(model).operators if operator.kind == "adjustable")
     formats: Any = sorted({str(operator.precision) for operator in ran})
     print(f"rank {rank} trained in {', '.join(formats)}, accuracy {right.float().mean():.3f}", flush=True)

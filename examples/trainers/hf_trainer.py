@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from digits import CORRECTIONS, FORMATS, device_class, digits, tell
+from digits import FORMATS, MAX_REPLANS, device_class, digits, tell
 from torch import distributed
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 
@@ -49,15 +49,15 @@ def main(folder: str) -> None:
     )
 
     batch = {name: torch.stack([sample[name] for sample in train[:32]]) for name in train[0]}
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         model,
         lambda model, batch: model(**batch).loss,
         [batch],
         optimizer=torch.optim.AdamW(model.parameters()),
         device_class=device_class(rank),
         precisions=FORMATS[device_class(rank)],
-        rounds=3,
-        corrections=CORRECTIONS,
+        repeats=3,
+        max_replans=MAX_REPLANS,
         progress=False,
     )
     model.compile(backend="qsync", options={"plan": plan})

@@ -12,7 +12,7 @@ import argparse
 
 import lightning
 import torch
-from digits import CORRECTIONS, FORMATS, Network, device_class, digits, tell
+from digits import FORMATS, MAX_REPLANS, Network, device_class, digits, tell
 from torch import Tensor, distributed
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -42,15 +42,15 @@ def main(folder: str) -> None:
     network, (train, test) = Network(), digits()
     loader = DataLoader(train, batch_size=32, shuffle=True)
 
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         network,
         lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
         loader,
         optimizer=torch.optim.AdamW(network.parameters()),
         device_class=device_class(rank),
         precisions=FORMATS[device_class(rank)],
-        rounds=3,
-        corrections=CORRECTIONS,
+        repeats=3,
+        max_replans=MAX_REPLANS,
         progress=False,
     )
     network.compile(backend="qsync", options={"plan": plan})

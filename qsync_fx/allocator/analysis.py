@@ -344,7 +344,15 @@ def what_if(answer: PlanResult, changes: Mapping[str, str], device: str | None =
     over = result.exceeds(problem)
     notes = (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
     return replace(
-        answer, plans=plans, judged=result, bound=answer.bound, took=0.0, rounds=(), notes=notes, trials=(), ran=None
+        answer,
+        plans=plans,
+        judged=result,
+        bound=answer.bound,
+        took=0.0,
+        iterations=(),
+        notes=notes,
+        trials=(),
+        ran=None,
     )
 
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.feasibility import margins, unfit, with_margin
-from qsync_fx.allocator.measure_and_replan import CORRECTIONS, TURNS, LocalModel, check_corrections, settled
+from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, TURNS, LocalModel, check_max_replans, settled
 from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem, width
 from qsync_fx.allocator.problem_builder import Objective, PlanRequest, build_problem, target_of
@@ -136,7 +136,7 @@ def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator
 
 
 HOMES: Final[dict[str, tuple[str, str]]] = {
-    "exact": ("qsync_fx.allocator.milp.milp_allocator", "MilpAllocator"),
+    "milp": ("qsync_fx.allocator.milp.milp_allocator", "MilpAllocator"),
     "paper": ("qsync_fx.allocator.recovery", "PrecisionRecovery"),
     "uniform": ("qsync_fx.allocator.baselines", "Uniform"),
     "full-precision": ("qsync_fx.allocator.baselines", "FullPrecision"),
@@ -189,7 +189,7 @@ def find_plan(
     budget: str | float | None = None,
     memory: Mapping[str, Memory] | Memory | None = None,
     target: str | float | None = None,
-    allocator: str | Allocator = "exact",
+    allocator: str | Allocator = "milp",
     sensitivity: Sensitivity | Mapping[str, Sensitivity] | None = None,
     precisions: Sequence[str] | None = None,
     tie_blocks: bool = False,
@@ -200,8 +200,8 @@ def find_plan(
     batches: Iterable[Any] = (),
     optimizer: GivenOptimizer | None = None,
     options: Mapping[str, object] | None = None,
-    corrections: int = CORRECTIONS,
-    rounds: int = TURNS,
+    max_replans: int = MAX_REPLANS,
+    repeats: int = TURNS,
     progress: bool = True,
 ) -> PlanResult:
     """Returns the plan that is best for a model on devices of which profiles are at hand.
@@ -223,7 +223,7 @@ def find_plan(
         precisions: formats that the plan may ask for; by default those that were measured.
         tie_blocks: whether operators at one place of equal blocks get one format.
         codecs: what a bucket of gradients may be sent in beside FP32, such as ("qsgd8", "qsgd4"): chosen together with formats, the same on
-            all ranks, by the "exact" allocator alone. None by default: a plan that has codecs is one to train under with
+            all ranks, by the "milp" allocator alone. None by default: a plan that has codecs is one to train under with
             `qsync_fx.distributed.compress(ddp, plan)`, and without that would not take the seconds that it says.
         margin: the share by which devices that plans are chosen for are planned on as slower than they are, so that others need not wait
             where a step takes longer than is foreseen. By default, of several classes, what is uncertain of a profile: how far its steps
@@ -233,8 +233,8 @@ def find_plan(
             what
             came out, `PlanResult.profiles` has the profile as corrected.
         step, batches, optimizer, options: as `qsync_fx.measure` was given them for the profile.
-        corrections: how often at most that is done; 0 to leave it.
-        rounds: how many turns a plan has each time.
+        max_replans: how often at most that is done; 0 to leave it.
+        repeats: how many turns a plan has each time.
         progress: whether to show how far that is.
 
     Raises:
@@ -244,7 +244,7 @@ def find_plan(
     fleet, available = load_device_profiles(profile, cluster)
     wishes = PlanRequest(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin)
     chosen = get_allocator(allocator)
-    check_corrections(corrections)
+    check_max_replans(max_replans)
 
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
         problem, notes = build_problem(fleet, available, wishes)
@@ -264,8 +264,8 @@ def find_plan(
         do = "give step(model, batch), which returns the loss, and batches"
         raise OptionError("a plan is run by a step, and there is none", where="step", do=do)
     first, _ = first_batch(batches)
-    at_hand = LocalModel(model, step, first, optimizer, options, rounds, progress)
-    return settled(solve(available), available, solve, at_hand, corrections)
+    at_hand = LocalModel(model, step, first, optimizer, options, repeats, progress)
+    return settled(solve(available), available, solve, at_hand, max_replans)
 
 
 def keep(profile: Profile) -> pathlib.Path:

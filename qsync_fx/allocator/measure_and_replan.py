@@ -23,7 +23,7 @@ from qsync_fx.profiler.profile import Profile, anchors
 from qsync_fx.profiler.timing.step_timers import StepFunction
 from qsync_fx.timeline.device_profiles import DeviceInputs
 
-CORRECTIONS: Final = 3
+MAX_REPLANS: Final = 3
 TURNS: Final = 3
 
 Solve = Callable[[Mapping[str, DeviceInputs]], PlanResult]
@@ -58,16 +58,16 @@ class LocalModel:
             optimizer=self.optimizer,
             plan=answer.plan(name),
             profile=profile,
-            rounds=self.turns,
+            repeats=self.turns,
             options=self.options,
             progress=self.progress,
         )
 
 
-def check_corrections(limit: int) -> None:
+def check_max_replans(limit: int) -> None:
     """Raises `OptionError` where that is no number of rounds."""
     if limit < 0:
-        raise OptionError(f"a plan cannot be run in {limit} rounds", where="corrections", do="give 0 or more")
+        raise OptionError(f"a plan cannot be run in {limit} rounds", where="max_replans", do="give 0 or more")
 
 
 class ReplanLoop:
@@ -78,7 +78,7 @@ class ReplanLoop:
     """
 
     def __init__(self, answer: PlanResult, solve: Solve, limit: int) -> None:
-        check_corrections(limit)
+        check_max_replans(limit)
         self.answer, self.more = answer, limit > 0
         self._solve, self._limit = solve, limit
         self._tried: list[Plans] = []
@@ -131,7 +131,7 @@ def settled(
     available: Mapping[str, DeviceInputs],
     solve: Solve,
     at_hand: LocalModel,
-    limit: int = CORRECTIONS,
+    limit: int = MAX_REPLANS,
 ) -> PlanResult:
     """Returns the answer that holds once its plans have run on the devices at hand.
 
@@ -193,4 +193,4 @@ def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> P
     result = evaluate_plan(problem, plans, again.judged.codecs)
     available = again.bound if problem.least == "variance" else None
     bound = available if available is not None and available <= result.variance else None
-    return replace(again, problem=problem, plans=plans, judged=result, bound=bound, rounds=())
+    return replace(again, problem=problem, plans=plans, judged=result, bound=bound, iterations=())

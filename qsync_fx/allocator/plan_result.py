@@ -176,7 +176,7 @@ class PlanResult:
         allocator: who found it.
         bound: below which no plan's variance, or seconds, can be by the judge; None where that is not known.
         took: seconds that finding it took.
-        rounds: in order; empty where an allocator asks the judge all along.
+        iterations: of the solver, in order; empty where an allocator asks the judge all along.
         notes: what else to know.
         trials: of each round in which a plan was run, those of all classes at hand.
         ran: the number of the round in which this plan was run, from 1; None where it was not.
@@ -191,7 +191,7 @@ class PlanResult:
     allocator: str
     bound: float | None = None
     took: float = field(default=0.0, compare=False)
-    rounds: tuple[SolverIteration, ...] = field(default=(), repr=False)
+    iterations: tuple[SolverIteration, ...] = field(default=(), repr=False)
     notes: tuple[PlanNote, ...] = field(default=(), repr=False)
     trials: tuple[tuple[Trial, ...], ...] = field(default=(), repr=False, compare=False)
     ran: int | None = field(default=None, compare=False)
@@ -235,7 +235,7 @@ class PlanResult:
         gap = {} if self.gap is None else {"gap": f"{self.gap:.2%}"}
         figures = {"seconds": f"{self.judged.seconds:.6g}", "variance": f"{self.judged.variance:.6g}", **gap}
         if self.ran is not None:
-            figures["rounds"] = str(len(self.trials))
+            figures["plans measured"] = str(len(self.trials))
             owned = [trial for trial in self.trials[self.ran - 1] if trial.device == name]
             figures |= {key: f"{value:.6g}" for item in owned for key, value in _said(item).items()}
         if conditions := self.problem.classes[name].conditions:
@@ -332,8 +332,8 @@ def _head(answer: PlanResult) -> list[str]:
     if answer.bound is not None:
         unit = f"{answer.bound:.4g}" if problem.least == "variance" else duration(answer.bound)
         available = f"no plan has a {problem.least if problem.least == 'variance' else 'step'} below {unit}, gap {answer.gap:.2%}"
-    rounds = f" in {len(answer.rounds)} rounds" if answer.rounds else ""
-    return [*result, f"{answer.allocator}: {available}; {answer.took:.2f} s{rounds}"]
+    iterations = f" in {len(answer.iterations)} iterations" if answer.iterations else ""
+    return [*result, f"{answer.allocator}: {available}; {answer.took:.2f} s{iterations}"]
 
 
 def _classes(answer: PlanResult) -> RenderableType:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from qsync_fx.cli.command import literal
 from qsync_fx.errors import OptionError, nearest, shown
-from qsync_fx.option_help import DOCUMENTED, LISTS, SWITCHES
+from qsync_fx.option_help import DOCUMENTED, LISTS, RECIPE_HELP, SWITCHES
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ found as by "python -m": in the current folder, or installed. As in bert.py:
 The model runs once on these inputs, so that graph breaks are found. Nothing is
 trained, and the model is left as it was."""
 
-_OF_RUNS = ("inner", "cached_plan", "strict")
+_OF_RUNS = ("inner_backend", "cached_plan", "strict")
 _OF_LOOKS = ("target",)
 _SAID = {
     "plan": "path of a saved plan, in place of --precision; of one for a cluster the part for --device-class",
@@ -258,14 +258,14 @@ def flag(option: str) -> str:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, object]:
-    """Returns the options that a command line gives, by name."""
+    """Return the options that a command line gives, by name, and its recipe."""
     values = {name: getattr(arguments, name, None) for name in _arguments(looks=True)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
-    """Returns what argparse has to know of each option."""
-    result: dict[str, dict[str, Any]] = {}
+    """Return the settings of argparse for each option."""
+    result: dict[str, dict[str, Any]] = {"recipe": {"help": literal(RECIPE_HELP), "metavar": "NAME"}}
     for name, text in DOCUMENTED.items():
         if name in _OF_RUNS or (name in _OF_LOOKS and not looks):
             continue

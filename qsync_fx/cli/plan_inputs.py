@@ -81,7 +81,7 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
 def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
     """Raise `QSyncError` for arguments that are wrong with any profile."""
     from qsync_fx.allocator.api import get_allocator
-    from qsync_fx.allocator.measure_and_replan import check_corrections
+    from qsync_fx.allocator.measure_and_replan import check_max_replans
     from qsync_fx.allocator.problem_builder import PlanRequest
     from qsync_fx.formats import precision
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
@@ -98,11 +98,11 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
     wishes.check()
     for change in arguments.set:
         precision(change.rpartition("=")[2])
-    if arguments.corrections is not None:
-        check_corrections(arguments.corrections)
-        if arguments.corrections > 0 and inputs.trained is None:
+    if arguments.max_replans is not None:
+        check_max_replans(arguments.max_replans)
+        if arguments.max_replans > 0 and inputs.trained is None:
             raise OptionError(
-                "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --corrections out"
+                "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --max-replans out"
             )
     if arguments.allocator != "hessian":
         get_allocator(arguments.allocator)
@@ -149,7 +149,7 @@ def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
 
     def equal(profile: Any) -> Sensitivity:
         narrow = {name: 1.0 for name in profile.precisions if FORMATS[name].bits < 32}
-        return Sensitivity("exact", "", {item.id: dict(narrow) for item in profile.graph.operators}, steps=1)
+        return Sensitivity("second_order", "", {item.id: dict(narrow) for item in profile.graph.operators}, steps=1)
 
     devices = () if available.cluster is None else available.cluster.devices.values()
     if not arguments.memory and all(device.memory is None for device in devices):
@@ -279,18 +279,18 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
         trained.batches,
         trained.precisions,
         optimizer=training_args.optimizer(arguments.optimizer, trained.module),
-        sensitivity="exact" if sensitivity else None,
+        sensitivity="second_order" if sensitivity else None,
         options=model_args.given(arguments),
     )
 
 
 def at_hand(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
     """Returns what a plan is run with, as `find_plan` takes it; nothing where no profile is of this machine, or none is to be run."""
-    from qsync_fx.allocator.measure_and_replan import CORRECTIONS
+    from qsync_fx.allocator.measure_and_replan import MAX_REPLANS
     from qsync_fx.devices.machine import here_for
 
     current = any(profile.machine == here_for(profile.machine) for profile in available.profiles.values())
-    trained, limit = available.trained, arguments.corrections
+    trained, limit = available.trained, arguments.max_replans
     if trained is None or limit == 0 or (limit is None and not current):
         return {}
     return {
@@ -299,7 +299,7 @@ def at_hand(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, A
         "batches": trained.batches,
         "optimizer": training_args.optimizer(arguments.optimizer, trained.module),
         "options": model_args.given(arguments),
-        "corrections": CORRECTIONS if limit is None else limit,
+        "max_replans": MAX_REPLANS if limit is None else limit,
     }
 
 

@@ -232,7 +232,7 @@ def tell_of_a_limit(code: CodeType, options: Options, texts: Iterable[str], fram
     function, where = next(map(_described, frames), (code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"))
     message = f"Dynamo has reached {name} for {function} and makes no more versions of it"
     do = f"set {name} higher if so many versions are meant; TORCH_LOGS=recompiles tells why each was made"
-    if options.automatic:
+    if options.is_default:
         text = f"{message}: another one runs uncompiled, as the model is written. To have it compiled, {do}."
         warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
         return

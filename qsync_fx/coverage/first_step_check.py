@@ -50,7 +50,7 @@ def not_applied(result: Findings, name: str) -> PlanError:
         subject.append(f"{entries} of the plan {_agree(result.unused, 'decides')} on nothing")
     where = [*_places(lost), *map(unused_text, result.unused[:_SHOWN])]
     methods = [way_out(module.cause) for module in lost] + [_way(entry) for entry in result.unused]
-    do = [*_distinct(methods), "qsync_fx.applied(model) lists everything"]
+    do = [*_distinct(methods), "qsync_fx.plan_coverage(model) lists everything"]
     return PlanError(f"the plan is not applied: {'; '.join(subject)}", where="; ".join(where), do="; ".join(do))
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from qsync_fx.coverage.compilation_log import Frame, Log, Outcome, Ran, below, shape_of
 from qsync_fx.module_paths import joined, own_parameters, paths, unwrapped
 from qsync_fx.ops.spec import Kind
-from qsync_fx.options import plan_in_force
+from qsync_fx.options import active_plan
 from qsync_fx.plan.operator_id import OpId
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.plan_loading import this_process
@@ -65,7 +65,7 @@ class Tree:
         if (unasked := self.log.unasked.get(self.root)) is not None:
             return unasked
         device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
-        return plan_in_force(self.log.options, device)
+        return active_plan(self.log.options, device)
 
     @property
     def intended(self) -> Plan:
@@ -74,7 +74,7 @@ class Tree:
         With the option "strict" the default format counts as given.
         """
         options = self.log.options
-        has_plan = not options.automatic or options.strict or self.root in self.log.unasked
+        has_plan = not options.is_default or options.strict or self.root in self.log.unasked
         return self.plan if has_plan else Plan()
 
     @property

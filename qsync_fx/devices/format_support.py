@@ -214,7 +214,7 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
         return Support(
             "substituted",
             precision("bf16"),
-            "FP16 runs as BF16 on the CPU, which has no FP16 unit (exact=True forbids it)",
+            "FP16 runs as BF16 on the CPU, which has no FP16 unit (emulate_unsupported=True forbids it)",
         )
     if encoding(fmt).name == "int8":
         return _integers(fmt)
@@ -257,7 +257,7 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
         instead = precision(_INSTEAD[fmt.name])
         if exact:
             raise DeviceError(
-                f"compute capability {major}.{minor} compiles no {fmt}, and exact=True forbids {instead} in its place",
+                f"compute capability {major}.{minor} compiles no {fmt}, and emulate_unsupported=True forbids {instead} in its place",
                 where=f"device {device}",
                 do=f"plan {instead} there, or drop exact",
             )

@@ -2,7 +2,7 @@
 
 Invariant: what it says follows from the graphs that it holds; asking changes nothing.
 
-Which operators that nobody named run in a format that is not faster at their shape: the option "where_faster" leaves them wider.
+Which operators that nobody named run in a format that is not faster at their shape: the option "skip_unprofitable" leaves them wider.
 
 Invariant: it asks what that option would ask, of the graph as the model wrote it, and decides and changes nothing.
 """
@@ -210,7 +210,7 @@ def line_of(operator: Operator) -> str:
 def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
     """Returns the operators of a graph that the option would leave in a wider format, each with the reason; none where it has no say."""
     options = part.context.options
-    if options.automatic or options.where_faster or options.exact:
+    if options.is_default or options.skip_unprofitable or options.emulate_unsupported:
         return {}
     written = {operator.id: operator for operator in _written(part)}
     result = {}

@@ -3,7 +3,7 @@
 Invariant: one operator a line, in the order they run. Plain text is as wide as it needs, so that it can be searched and compared; fitted
 to a width, lines wrap, for cut off they are worth nothing.
 
-The table of `applied`: one operator or one module that is in no graph a line, then what is planned and not applied.
+The table of `plan_coverage`: one operator or one module that is in no graph a line, then what is planned and not applied.
 
 Invariant: as of the table of an explanation, whose columns these are.
 """
@@ -32,8 +32,8 @@ from qsync_fx.plan.plan import DEVICE_CLASS, Plan
 from qsync_fx.text_tables import plain, table_of
 
 if TYPE_CHECKING:
+    from qsync_fx.diagnostics.coverage_report import PlanCoverage
     from qsync_fx.diagnostics.explanation import Explanation
-    from qsync_fx.diagnostics.plan_coverage import Applied
 
 
 def explanation_text(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> str:
@@ -153,7 +153,7 @@ def _simulated(explanation: Explanation) -> list[tuple[str, str]]:
     for operator in explanation.operators:
         context, fmt = operator.graph.context, operator.precision
         if operator.kind is Kind.ADJUSTABLE and fmt is not None:
-            settings = support(context.device, fmt, context.options.exact)
+            settings = support(context.device, fmt, context.options.emulate_unsupported)
             if settings.how != "native":
                 result[str(fmt)] = f"{settings.how}, {settings.reason}"
     return list(result.items())
@@ -168,7 +168,7 @@ def _as_fast_wider(explanation: Explanation) -> list[str]:
     some, why = next(iter(result.items()))
     such = ": " if len(result) == 1 else ", such as "
     count = "1 operator is" if len(result) == 1 else f"{len(result)} operators are"
-    method = 'the option "where_faster" leaves what is so in a wider one'
+    method = 'the option "skip_unprofitable" leaves what is so in a wider one'
     return [f"{count} in a format that is not faster here{such}{some} ({why}); {method}"]
 
 
@@ -180,12 +180,12 @@ def _first_line(text: str) -> str:
 _COVERAGE_COLUMNS = ("operator", "kind", "precision", "output", "line", "reason")
 
 
-def applied_text(applied: Applied, width: int | None = None) -> str:
+def coverage_text(applied: PlanCoverage, width: int | None = None) -> str:
     """Returns the table as plain text, fitted to a width where one is given."""
-    return plain(applied_table(applied, width), width)
+    return plain(coverage_table(applied, width), width)
 
 
-def applied_table(applied: Applied, width: int | None = None) -> RenderableType:
+def coverage_table(applied: PlanCoverage, width: int | None = None) -> RenderableType:
     """Returns the table for a rich console."""
     table = table_of(_COVERAGE_COLUMNS)
     for module in applied.modules:
@@ -203,7 +203,7 @@ def _coverage_cells(ran: Ran) -> tuple[str, ...]:
     return str(ran.id), str(ran.kind), precision, str(ran.output or "-"), ran.line, ran.reason
 
 
-def _coverage_notes(applied: Applied) -> list[str]:
+def _coverage_notes(applied: PlanCoverage) -> list[str]:
     missing = applied.uncovered
     with_parameters = len({module.path for module in applied.modules})
     lines = [f"{applied.model}: {with_parameters - len(missing)} of {with_parameters} modules run in compiled code"]
@@ -221,7 +221,7 @@ def _coverage_notes(applied: Applied) -> list[str]:
     return lines
 
 
-def _needs_advice(module: Uncovered, applied: Applied) -> bool:
+def _needs_advice(module: Uncovered, applied: PlanCoverage) -> bool:
     """Return whether to say how a module gets into a graph."""
     if module.lost or module.cause.why is Reason.NOT_MET:
         return True

@@ -2,13 +2,14 @@
 
 `guard` stands around training: in agreeing/ `agreement` has the ranks compare what they are about to do, `watcher` has each of them see at
 any time how the others fare, and `channel` is how they tell, apart from the collectives, in which a rank may be stuck. `replicas` compares
-parameters to the last bit, `averaging` weighs gradients by the batches of the ranks. `find_plan` has each rank measure itself, and finds
+parameters to the last bit, `averaging` weighs gradients by the batches of the ranks. `measure_and_plan` has each rank measure itself, and
+finds
 the plan of all; in adapting/ `replanning` finds another when a device has changed, by what `pace` and `holding` see of each step and
 `drift` makes of it.
 """
 
 from qsync_fx.distributed.compress_gradients import compress
-from qsync_fx.distributed.fleet_plan import FleetPlan, find_plan
+from qsync_fx.distributed.fleet_plan import FleetPlan, measure_and_plan
 from qsync_fx.distributed.guard_training import Guard, guard
 from qsync_fx.distributed.replan import Replanning, ReplanReport
 from qsync_fx.distributed.replica_check import check_replicas
@@ -22,6 +23,6 @@ __all__ = [
     "average_by_batch",
     "check_replicas",
     "compress",
-    "find_plan",
     "guard",
+    "measure_and_plan",
 ]

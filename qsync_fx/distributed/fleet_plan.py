@@ -1,4 +1,4 @@
-"""`find_plan` for ranks that are up: each measures itself, rank 0 chooses, and all get the plan for the cluster.
+"""`measure_and_plan` for ranks that are up: each measures itself, rank 0 chooses, and all get the plan for the cluster.
 
 Invariant: all ranks return the same plan, with the class of each rank in its table, or all raise: an error of one is told on all of them.
 While a rank measures itself or runs a plan, and while rank 0 chooses, no other is in a collective, so that it hears of an error at once.
@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from qsync_fx.allocator.api import find_plan as solve_plan
+from qsync_fx.allocator.api import find_plan
 from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
-from qsync_fx.allocator.measure_and_replan import CORRECTIONS, ReplanLoop, check_corrections
+from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem_builder import Objective, PlanRequest
 from qsync_fx.communication.control_group import CPU
@@ -108,7 +108,7 @@ class PlanSurvey:
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
         profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
         # Its links are what the profiles measured.
-        result = solve_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
+        result = find_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
         return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN))) if self.links.uneven else result
 
 
@@ -168,7 +168,7 @@ def _seconds(profile: Profile) -> float:
     return sum(sum(step) for step in profile.runs[0].steps) / len(profile.runs[0].steps)
 
 
-def find_plan(
+def measure_and_plan(
     model: nn.Module,
     step: StepFunction,
     batches: Iterable[Any],
@@ -184,7 +184,7 @@ def find_plan(
     codecs: Sequence[str] = (),
     hierarchical: bool | int | None = None,
     save: Path | None = None,
-    corrections: int = CORRECTIONS,
+    max_replans: int = MAX_REPLANS,
     compiling: float = COMPILING,
     silence: float | None = None,
     progress: bool = True,
@@ -203,7 +203,7 @@ def find_plan(
         hierarchical: whether codecs are chosen for what goes between nodes alone, as `compress` takes it, which goes by what the plan
             says of it. By default they are where there are several nodes, all of as many ranks, several of them. Rank 0's count.
         save: the file that rank 0 writes the plan to.
-        corrections: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
+        max_replans: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
             what is foreseen and what is measured agree; 0 to leave it. Rank 0's count.
         compiling, silence: seconds that a rank may take to measure, and say nothing, as of a guard.
         progress: whether rank 0 shows how far it is.
@@ -226,7 +226,7 @@ def find_plan(
 
     def check_arguments() -> None:
         PlanRequest(**{**wishes, "precisions": precisions}).check()
-        check_corrections(corrections)
+        check_max_replans(max_replans)
         _check_measuring(measuring)
 
     if not several_ranks():
@@ -236,7 +236,7 @@ def find_plan(
             CLUSTER_PLAN.check_writable(save)
         first, batches = first_batch(batches)
         profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)
-        alone = _Choosing([mine], [profile], wishes, [samples_in(first)], corrections)
+        alone = _Choosing([mine], [profile], wishes, [samples_in(first)], max_replans)
         while (plan := alone.next) is not None:
             ran = {**measuring, "optimizer": optimizer, "progress": progress, "plan": plan.classes[mine]}
             profile = measure(model, step, [first], profile=profile, **ran)
@@ -278,7 +278,7 @@ def find_plan(
                 [meeting.get(key, rank, compiling) for rank in range(meeting.world)] for key in ("class", "batch")
             )
             profiles = _profiles(meeting, "profile", compiling)
-            choosing = _Choosing(classes, profiles, wishes, [int(item) for item in samples], corrections, links)
+            choosing = _Choosing(classes, profiles, wishes, [int(item) for item in samples], max_replans, links)
         for index in itertools.count():
             if choosing is not None:
                 meeting.put(f"plan {index} to run", "" if choosing.next is None else choosing.next.to_json())
@@ -310,12 +310,12 @@ class _Choosing:
         profiles: Sequence[Profile],
         wishes: Mapping[str, Any],
         samples: Sequence[int],
-        corrections: int,
+        max_replans: int,
         links: NodeLinks = FLAT,
     ) -> None:
         self._survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
         self._samples = samples
-        self._rounds = ReplanLoop(self._survey.answer(), lambda _: self._survey.answer(), corrections)
+        self._rounds = ReplanLoop(self._survey.answer(), lambda _: self._survey.answer(), max_replans)
 
     @property
     def next(self) -> FleetPlan | None:
@@ -344,13 +344,13 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
     names = set(inspect.signature(measure).parameters).difference(ours)
     for name in measuring:
         if name not in names:
-            raise OptionError(f"find_plan has no argument {shown(name)}", do=nearest(name[:40], names))
+            raise OptionError(f"measure_and_plan has no argument {shown(name)}", do=nearest(name[:40], names))
     if "sensitivity" in measuring:
         if measuring["sensitivity"] is None:
             raise OptionError(
                 "a plan is chosen by the sensitivity of each operator, and none would be measured",
                 where="sensitivity=None",
-                do='leave the argument out, or name a method, such as "exact"',
+                do='leave the argument out, or name a method, such as "second_order"',
             )
         method(measuring["sensitivity"])
 

@@ -55,7 +55,7 @@ from qsync_fx.distributed.monitoring.memory_use import PeakCheck, free_bytes, he
 from qsync_fx.errors import OptionError, PlanError
 from qsync_fx.formatting import duration, short
 from qsync_fx.plan.cluster_plan import CLUSTER, ClusterPlan, nodes_noted
-from qsync_fx.plan_switching import options_of, switch
+from qsync_fx.plan_switching import options_of, switch_plan
 
 
 class PlanChange(StrEnum):
@@ -184,7 +184,7 @@ class Replanning:
     """What `guard(model, replan=...)` goes by.
 
     Attributes:
-        found: what `qsync_fx.distributed.find_plan` returned, which the model trains under.
+        found: what `qsync_fx.distributed.measure_and_plan` returned, which the model trains under.
         tolerance, patience, cooldown, gain: what a step may differ from what is foreseen, as a share; how many steps in a row have to
             differ by more; how many steps after a decision count for nothing; and the share of time or variance that another plan has to
             win.
@@ -210,7 +210,7 @@ class Replanning:
             raise OptionError(
                 f"nothing was measured for this {type(self.found).__name__}, so that another cannot be found from it",
                 where="Replanning",
-                do="give what qsync_fx.distributed.find_plan returned in this process",
+                do="give what qsync_fx.distributed.measure_and_plan returned in this process",
             )
         sent = None if self.compression is None else self.compression.nodes
         if nodes_noted(self.found.notes) is not None or sent is not None:
@@ -335,7 +335,7 @@ class Replanner:
     def _switch(self, plan: ClusterPlan) -> None:
         self.found = self._solution if self._solution is not None else FleetPlan(plan)
         self._foreseen = {name: PredictedCost.noted(part.notes) for name, part in plan.classes.items()}
-        switch(self._model, plan)
+        switch_plan(self._model, plan)
         if self._how.compression is not None:
             self._how.compression.change(by_plan(plan.codecs, self._how.compression.names))
         self._peaks.follow(self._foreseen[self._own])

@@ -89,7 +89,9 @@ def states(site: OperandSite) -> tuple[OperandState, ...]:
     context, operator = site.graph.context, Operator(site.graph, site.node)
     if note.kind is Kind.ADJUSTABLE and note.row is not None:
         takes = dict.fromkeys(
-            resolve(note.row, fmt, context.device, context.options.exact, operator.held, operator.refused)[0]
+            resolve(
+                note.row, fmt, context.device, context.options.emulate_unsupported, operator.held, operator.refused
+            )[0]
             for fmt in FORMATS.values()
         )
         wide = [owned] if owned is not None and owned.bits >= 32 else []

@@ -153,18 +153,18 @@ class Operator:
         )
         return result
 
-    def decide(self, planned: Precision, reason: str, pinned: bool = False, where_faster: bool = False) -> None:
+    def decide(self, planned: Precision, reason: str, pinned: bool = False, skip_unprofitable: bool = False) -> None:
         """Notes what is planned, what the operator and the device make of it, and why.
 
         Args:
-            where_faster: whether a wider format is taken that is as fast.
+            skip_unprofitable: whether a wider format is taken that is as fast.
         """
         row = self.row
         assert row is not None, "adjustable operators have rows"
         context = self.graph.context
-        runs, but = resolve(row, planned, context.device, context.options.exact, self.held, self.refused)
+        runs, but = resolve(row, planned, context.device, context.options.emulate_unsupported, self.held, self.refused)
         narrow = self.held if self.held is not None and self.held.bits < 32 else None
-        while where_faster and runs is not narrow and (slower := self.slower(runs)) is not None:
+        while skip_unprofitable and runs is not narrow and (slower := self.slower(runs)) is not None:
             wider = narrow or (FP32 if runs.plain else row_on(context.device, runs).elsewhere)
             but = "; ".join(filter(None, (but, f"{slower}, so it runs in {wider}")))
             runs = wider
@@ -206,7 +206,7 @@ class Context:
     @property
     def automatic(self) -> bool:
         """Whether neither a plan nor a precision was asked for, so that the model's own autocast regions decide where there are any."""
-        return self.options.automatic
+        return self.options.is_default
 
     def there(self) -> AbstractContextManager[None]:
         """Lets devices count as the target, if the options name one: whoever asks what runs where asks within."""
@@ -415,7 +415,7 @@ def drops(node: fx.Node) -> bool:
 def may_be_drawn(graph: PrecisionGraph) -> bool:
     """Whether there is a dropout in a graph that is compiled for a CPU, and nothing asks for torch's."""
     context = graph.context
-    requested = context.options.fast_dropout is not False and context.options.inner == "inductor"
+    requested = context.options.fast_dropout is not False and context.options.inner_backend == "inductor"
     if not requested or context.device.type != "cpu" or capability(context.device) != ANY:
         return False
     return any(drops(node) for part in graph.walk() for node in part.nodes)

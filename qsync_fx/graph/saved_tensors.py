@@ -59,7 +59,7 @@ def as_products(
         args, kwargs: of the call, tensors of the types that it computes in among them.
         need: whether a gradient flows back to an operand.
     """
-    if target is not FUSED or not need or options.keep_less or options.inner != "inductor":
+    if target is not FUSED or not need or options.activation_recompute or options.inner_backend != "inductor":
         return False
     query, key, value = args[:3]
     rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs

@@ -171,18 +171,18 @@ def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.
     if not isinstance(model, nn.Module):
         raise OptionError(f"measure takes a module, not {type(model).__name__}", do="give the model that is trained")
     if rounds < 1:
-        raise OptionError(f"a plan cannot be measured {rounds} times", where="rounds", do="give 1 or more")
+        raise OptionError(f"a plan cannot be measured {rounds} times", where="repeats", do="give 1 or more")
     inputs = Options.parse(options)
-    if inputs.where_faster:
+    if inputs.skip_unprofitable:
         raise OptionError(
             "operators are measured in every format, which is how it is found where which one is faster",
-            where='option "where_faster"',
+            where='option "skip_unprofitable"',
             do="leave the option out; a plan that is found from the profile keeps what is as fast in a wider format",
         )
-    if (inner := inputs.inner) != "inductor":
+    if (inner := inputs.inner_backend) != "inductor":
         raise OptionError(
             f"operators are timed in the code that Inductor writes, and {inner!r} writes none",
-            where='option "inner"',
+            where='option "inner_backend"',
             do="leave the option out",
         )
     module = unwrapped(model)
@@ -294,7 +294,7 @@ def _states(run: MeasuredRun) -> list[tuple[str, str | None, str | None]]:
     return [(measured.operator, measured.precision, measured.output) for measured in run.operators]
 
 
-ROUNDS = 7
+REPEATS = 7
 SETTLED = 0.1
 """The standard error of what each operator adds to the variance of the gradients, as a share, in proportion to the others, within which
 it is known well enough (`statistics.settling`)."""
@@ -309,8 +309,8 @@ def measure(
     optimizer: GivenOptimizer | None = None,
     plan: Plan | HoldsPlan | Sequence[Plan | HoldsPlan] = (),
     profile: Profile | Path | None = None,
-    rounds: int = ROUNDS,
-    sensitivity: str | None = "exact",
+    repeats: int = REPEATS,
+    sensitivity: str | None = "second_order",
     path: Path | None = None,
     options: Mapping[str, object] | None = None,
     all_reduce: bool | Callable[[], None] = True,
@@ -331,7 +331,7 @@ def measure(
         profile: one that was measured before of the same model on this machine, or the path of its file: then plans alone are measured, in
             turns with its first one, by which it is known how fast the machine is now, and what comes out is that profile, corrected. Its
             sensitivity and all-reduces stay.
-        rounds: how many turns each plan has.
+        repeats: how many turns each plan has.
         sensitivity: how it is found what each operator adds to the variance of the gradients (`qsync_fx.sensitivity`), over the first 50
             batches, or fewer once that is known to 10%; a list that is shorter starts again. None to leave it out.
         path: where the profile is written. What is measured is kept beside it, in files that end with ".partial", until all is, so that a
@@ -350,7 +350,7 @@ def measure(
         PROFILE.check_writable(path)
     if sensitivity is not None:
         method(sensitivity)
-    module = checked(model, rounds, options or {})
+    module = checked(model, repeats, options or {})
     updating = optimizer_of(module, optimizer)
     first, batches = first_batch(batches)
     requested = device_plans(plan)
@@ -377,7 +377,7 @@ def measure(
         )
         samples = Samples(machine, visited.model, name, {label: [] for label in plans})
         samples = samples if partial is None else resumed(partial, samples)
-        left = max(0, rounds - samples.rounds)
+        left = max(0, repeats - samples.rounds)
         if progress:
             neighbours = sensitivity_costs(visited, sensitivity if available is None else None, len(formats))
             neighbours += sending_costs(visited, ranks() if available is None and all_reduce else 1)

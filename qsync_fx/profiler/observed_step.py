@@ -106,7 +106,7 @@ def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, 
     lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
     lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
     evaluated = [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
-    requested = Options.parse(options).beside_plan
+    requested = Options.parse(options).non_default_options
     digest = hashlib.sha256("\n".join([*lines, *evaluated, *filter(None, [requested])]).encode()).hexdigest()[:16]
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return Model(type(module).__name__, digest, parameters, requested, len(evaluated))

@@ -136,7 +136,7 @@ def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
     given = qsync_fx.find_plan(
         Known("broken", 0, drawn_sensitivity(graph_of("broken"))), objective="fastest", budget="bf16"
     )
-    assert qsync_fx.switch(compiled, given) is compiled
+    assert qsync_fx.switch_plan(compiled, given) is compiled
     assert asked_of(fleet, None, None, False, None, None, False).way == fleet.codecs
     with pytest.raises(PlanError, match="no plan of a device"):
         qsync_fx.measure(nn.Linear(2, 2), lambda model, x: model(x).sum(), [torch.ones(1, 2)], plan=fleet)
@@ -188,7 +188,7 @@ def test_what_is_missing_is_named() -> None:
         ({"objective": "fastest", "target": "int8"}, "target"),
         ({"objective": "hybrid", "budget": 0.5}, "budget"),
         ({"objective": "recover", "budget": "bf16", "target": 1.0}, "target"),
-        ({"corrections": -1}, "corrections"),
+        ({"max_replans": -1}, "max_replans"),
         ({"step": lambda model, batch: model(batch)}, "step"),
         ({"precisions": []}, "precisions"),
         ({"allocator": "hessian"}, "allocator"),

@@ -84,7 +84,7 @@ def test_where_both_agree_one_round_is_enough() -> None:
     assert trial.agrees and trial.measured == pytest.approx(1.01 * trial.foreseen, rel=1e-3) and answer.ran == 1
     assert trial.foreseen == pytest.approx(answer.judged.seconds)
     plan = answer.plan()
-    assert plan.notes["rounds"] == "1" and float(plan.notes["seconds measured"]) == pytest.approx(
+    assert plan.notes["plans measured"] == "1" and float(plan.notes["seconds measured"]) == pytest.approx(
         trial.measured, rel=1e-4
     )
     assert "t4 ran this plan in round 1 of 1" in str(answer) and "+1.0%" in str(answer)
@@ -141,7 +141,7 @@ def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
 
 def test_no_rounds_leave_the_plan_as_it_was_found() -> None:
     answer = rounds_with(limit=0)
-    assert not answer.trials and answer.ran is None and "rounds" not in answer.plan().notes
+    assert not answer.trials and answer.ran is None and "plans measured" not in answer.plan().notes
     with pytest.raises(OptionError, match="-1 rounds"):
         rounds_with(limit=-1)
 
@@ -151,7 +151,7 @@ def test_a_model_at_hand_is_run() -> None:
     profile = quick(layer(), Counted(), sensitivity="fisher", plan=Plan.uniform("bf16"))
     profile = replace(profile, precisions=["fp32", "bf16"], sensitivity=drawn_sensitivity(profile.graph))
     step = Counted()
-    how = {"objective": "fastest", "budget": "bf16", "step": step, "rounds": 1, "progress": False}
+    how = {"objective": "fastest", "budget": "bf16", "step": step, "repeats": 1, "progress": False}
     answer = qsync_fx.find_plan(profile, model=layer(), batches=iter([BATCH]), **how)
     assert 1 <= len(answer.trials) <= 3 and answer.ran is not None
     runs = answer.profiles["cpu"].runs
@@ -163,7 +163,7 @@ def test_a_model_at_hand_is_run() -> None:
     tried = [next(run for run in runs if run.planned and run.passes == trial.measured) for (trial,) in answer.trials]
     beside = [run for run in tried if run.operators[0].precision != profile.runs[0].operators[0].precision]
     assert step.calls == 10 * len(tried) + 6 * len(beside)
-    assert not qsync_fx.find_plan(profile, model=layer(), batches=[BATCH], corrections=0, **how).trials
+    assert not qsync_fx.find_plan(profile, model=layer(), batches=[BATCH], max_replans=0, **how).trials
     with pytest.raises(OptionError, match="there is none"):
         qsync_fx.find_plan(profile, model=layer())
     elsewhere = replace(profile, machine=replace(profile.machine, name="elsewhere"))
@@ -177,6 +177,8 @@ def test_a_model_at_hand_is_run() -> None:
 def test_a_limit_that_the_run_breaks_is_said() -> None:
     model = build(Perceptron)
     batch = torch.randn(64, 16), torch.randn(64, 10)
-    found = qsync_fx.measure(model, Counted(), [batch], ["fp32", "bf16"], rounds=2, progress=False, sensitivity="exact")
+    found = qsync_fx.measure(
+        model, Counted(), [batch], ["fp32", "bf16"], repeats=2, progress=False, sensitivity="second_order"
+    )
     with pytest.raises(PlanError, match="seconds"):
         qsync_fx.find_plan(found, target=1e-9, model=model, step=Counted(), batches=[batch], progress=False)

@@ -21,7 +21,9 @@ def trained(precision: str, *, loss: float, steps: int = 1, scaler: Any = None, 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     compiled = torch.compile(
-        model, backend="qsync", options={"precision": precision, "inner": "aot_eager", "exact": True}
+        model,
+        backend="qsync",
+        options={"precision": precision, "inner_backend": "aot_eager", "emulate_unsupported": True},
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
     with warnings.catch_warnings(record=True) as told:

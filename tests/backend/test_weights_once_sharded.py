@@ -1,4 +1,4 @@
-"""weights_once under FSDP: weights are gathered from parts that an optimizer updates, and torch counts no write to them."""
+"""cache_quantized_weights under FSDP: weights are gathered from parts that an optimizer updates, and torch counts no write to them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ def losses(once: bool) -> list[float]:
     torch.manual_seed(0)
     model, mesh = nn.Sequential(Block(), Block()), init_device_mesh("cpu", (1,))
     # To the nearest value: which passes share a rounding makes no difference then.
-    options = {"precision": "int8", "inner": "aot_eager", "rounding": "nearest", "weights_once": once}
+    options = {
+        "precision": "int8",
+        "inner_backend": "aot_eager",
+        "rounding": "nearest",
+        "cache_quantized_weights": once,
+    }
     for block in model:
         block.compile(backend="qsync", options=options)
         fully_shard(block, mesh=mesh)

@@ -62,11 +62,11 @@ def test_a_plan_is_made_for_a_wide_network_of_the_operators_that_are_trained() -
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     def look(wide: nn.Module) -> devices.Looked:
-        return devices.looked(network(4), wide, step, [batch], [batch[0][:2]], ("exact",))
+        return devices.looked(network(4), wide, step, [batch], [batch[0][:2]], ("second_order",))
 
     known = look(network(64))
     assert max(one.numel for one in known.graphs["t4"].parameters) == 8 * 64, "what is planned for is wide"
-    disturbed = {name for name, by in known.sensitivities["exact"].variance.items() if by["int8"] > 0}
+    disturbed = {name for name, by in known.sensitivities["second_order"].variance.items() if by["int8"] > 0}
     assert len(disturbed) == 2
     assert set(devices.problem(known, 16).uniform("int8")["t4"]) == disturbed
     with pytest.raises(ValueError, match="other operators"):

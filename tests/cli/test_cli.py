@@ -43,7 +43,7 @@ def test_help_tells_every_option_in_the_words_of_the_options(capsys: pytest.Capt
         assert DOCUMENTED[name] in text
     for flag in (
         "--plan FILE",
-        "--exact",
+        "--emulate-unsupported",
         "--pass NAME",
         "--kind {adjustable,dependent,fixed}",
         "--after PASS",

@@ -55,7 +55,7 @@ def test_each_file_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
         ["--version"],
         ["inspct"],
         [],
-        ["measure", "json:loads", "--rounds", "x"],
+        ["measure", "json:loads", "--repeats", "x"],
         ["measure", "nowhere:small"],
         ["inspect", "a/path.py:small"],
         ["plan", "--nothing"],
@@ -90,7 +90,7 @@ def test_each_verb_takes_a_model_in_the_same_way() -> None:
     # A new option of the backend is a new argument of each.
     assert {model_args.flag(name) for name in DOCUMENTED} - told.keys() == {
         "--cached-plan",
-        "--inner",
+        "--inner-backend",
         "--strict",
         "--target",
     }
@@ -100,14 +100,14 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
     Plan("int8").save("plan.json")
     parser = argparse.ArgumentParser()
     model_args.add(parser)
-    line = "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --exact --root a.b"
+    line = "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --emulate-unsupported --root a.b"
     read = Options.parse(model_args.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"])))
     assert read == Options(
         plan=Plan("int8"),
         rounding="floor",
         gradient_rounding="stochastic",
         scaling="channel",
-        exact=True,
+        emulate_unsupported=True,
         root="a.b",
         passes=("one", "two"),
     )
@@ -134,7 +134,9 @@ def test_a_wrong_option_is_told_before_the_model_is_made(
         main([*name, "model_of_commands:loud", *rest])
 
 
-@pytest.mark.parametrize("flags", ["--precision int8", "--exact", "--pass one", "--gradient-rounding nearest"])
+@pytest.mark.parametrize(
+    "flags", ["--precision int8", "--emulate-unsupported", "--pass one", "--gradient-rounding nearest"]
+)
 def test_what_is_said_of_no_model_is_told(flags: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "build", "--arch", "sm_80", *flags.split()]) == 2
     said = capsys.readouterr().err

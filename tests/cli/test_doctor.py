@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from qsync_fx import _C
-from qsync_fx.cli.commands import doctor as home
-from qsync_fx.cli.commands.doctor import render
+from qsync_fx.cli import doctor_report as home
+from qsync_fx.cli.doctor_report import render
 from qsync_fx.devices import support
 from qsync_fx.errors import ToolchainError
 from qsync_fx.formats import FORMATS

@@ -24,7 +24,7 @@ def function():
 def integers():
     return nn.Embedding(4, 2), (torch.ones(2, dtype=torch.int64),)
 """
-QUICK = ["--precisions", "fp32", "--rounds", "1", "--sensitivity", "none"]
+QUICK = ["--precisions", "fp32", "--repeats", "1", "--sensitivity", "none"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_as_json_it_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_corrects_a_profile_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, other, plan = tmp_path / "linear.json", tmp_path / "other.json", tmp_path / "plan.json"
     Plan.uniform("bf16").save(plan)
-    model = ["measure", "measured_nets:linear", "--optimizer", "sgd", "--rounds", "1"]
+    model = ["measure", "measured_nets:linear", "--optimizer", "sgd", "--repeats", "1"]
     assert main([*model, "--precisions", "fp32", "--sensitivity", "none", "--output", str(first)]) == 0
     before = Profile.load(first)
     capsys.readouterr()
@@ -85,7 +85,7 @@ def test_it_is_kept_where_torch_compile_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
-    how = ["--precisions", "fp32,bf16", "--rounds", "1", "--optimizer", "none", "--sensitivity", "fisher"]
+    how = ["--precisions", "fp32,bf16", "--repeats", "1", "--optimizer", "none", "--sensitivity", "fisher"]
     assert main(["measure", "measured_nets:linear", *how, "--cache"]) == 0
     (plan,) = (tmp_path / "cache" / "profiles").glob("*/*.plan.json")
     profile = plan.with_name(plan.name.replace(".plan", ""))
@@ -117,12 +117,12 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(tmp_path: Path, capsys:
     [
         (["linear", "--device", "t5"], "did you mean 't4'?"),
         (["linear", "--device", "t4", "--precision", "int8"], "a profile is of several precisions"),
-        (["linear", "--device", "t4", "--rounds", "3"], "--rounds is of what is measured here"),
+        (["linear", "--device", "t4", "--repeats", "3"], "--repeats is of what is measured here"),
         (["linear", "--device", "t4", "--cache", "--scaling", "row"], "--scaling, --cache are of what is measured"),
         (["linear", "--precision", "int8"], "a profile is of several precisions"),
         (["linear", "--precisions", "fp23"], "did you mean 'fp32'?"),
         (["linear", "--precisions", "fp32", "--optimizer", "sdg"], "did you mean 'sgd'?"),
-        (["linear", "--precisions", "fp32", "--rounds", "0"], "cannot be measured 0 times"),
+        (["linear", "--precisions", "fp32", "--repeats", "0"], "cannot be measured 0 times"),
         (["function"], "a function has nothing to train"),
     ],
 )

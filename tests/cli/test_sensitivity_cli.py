@@ -42,7 +42,7 @@ def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = told.out.splitlines()
     assert lines[0].split() == ["operator", "bf16", "of", "bf16", "int8", "of", "int8"]
     assert [line.split()[0] for line in lines[1:4]] == ["0/linear", "2/linear", "4/linear"]
-    assert lines[5].startswith("variance added to the gradients of Sequential, method exact, mean over 2 steps")
+    assert lines[5].startswith("variance added to the gradients of Sequential, method second_order, mean over 2 steps")
     assert "wrote s.json" in told.err and not (here / "s.json.partial").exists()
     saved = Sensitivity.load(here / "s.json")
     assert saved.operators == ["0/linear", "2/linear", "4/linear"] and saved.steps == 2
@@ -55,8 +55,8 @@ def test_check_compares_methods_with_the_truth(here: Path, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     at = next(at for at, line in enumerate(lines) if line.startswith("held to real quantized passes"))
     rows = {line.split()[0]: line.split()[1:] for line in lines[at + 2 :]}
-    assert list(rows) == ["exact", "injected", "depth", "paper", "fisher"]
-    assert 0.4 < float(rows["exact"][3]) < 2.5 and 0.4 < float(rows["injected"][3]) < 2.5
+    assert list(rows) == ["second_order", "injected", "depth", "paper", "fisher"]
+    assert 0.4 < float(rows["second_order"][3]) < 2.5 and 0.4 < float(rows["injected"][3]) < 2.5
     assert float(rows["paper"][3]) > 10
 
 
@@ -76,7 +76,7 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["sensed:net", "--method", "exat"], "did you mean 'exact'"),
+        (["sensed:net", "--method", "second_ordr"], "did you mean 'second_order'"),
         (["sensed:net", "--precision", "int8"], "name them with --precisions"),
         (["sensed:net", "--precisions", "int7"], "int7"),
         (["sensed:function"], "a function has nothing to train"),

@@ -73,7 +73,7 @@ def test_without_a_gpu_it_says_so(here: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--rounds", "0"), "0 times"),
+        (("--repeats", "0"), "0 times"),
         (("--recorded", "a", "--record", "b"), "give one of them"),
         (("--recorded", "missing.json"), "No such file"),
         (("--device", "gpu"), "is no device"),

@@ -72,7 +72,7 @@ def sequential_block() -> nn.Module:
 
 
 def options(**given: Any) -> dict[str, Any]:
-    return {"inner": "aot_eager", **given}
+    return {"inner_backend": "aot_eager", **given}
 
 
 def compiled(model: Any, **given: Any) -> Any:
@@ -88,7 +88,9 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 def planned(model: nn.Module) -> dict[str, str]:
-    return {str(ran.id): str(ran.precision) for ran in qsync_fx.applied(model).operators if ran.kind == "adjustable"}
+    return {
+        str(ran.id): str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"
+    }
 
 
 def expected(make: Callable[[], nn.Module], plan: Plan) -> dict[str, str]:
@@ -143,7 +145,7 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
     if how == "compile(FSDP2)" and kind == "model":
         # FSDP2's hooks break the graph in the loop over blocks: what stands outside of blocks runs as written, which is FP32 here.
         assert found == {name: fmt for name, fmt in expected(MAKE[kind], plan).items() if name.startswith("blocks")}
-        assert {module.path for module in qsync_fx.applied(model).uncovered} == {"stem", "head"}
+        assert {module.path for module in qsync_fx.plan_coverage(model).uncovered} == {"stem", "head"}
     else:
         assert found == expected(MAKE[kind], plan)
     assert told == []
@@ -199,7 +201,7 @@ def test_blocks_follow_the_plan_of_the_whole_model() -> None:
     model = Model()
     assert train(every_block(model, plan=plan, strict=True), model) == []
     assert planned(model) == {name: fmt for name, fmt in expected(Model, plan).items() if name.startswith("blocks")}
-    assert {module.path: str(module.cause.why) for module in qsync_fx.applied(model).uncovered} == {
+    assert {module.path: str(module.cause.why) for module in qsync_fx.plan_coverage(model).uncovered} == {
         "stem": "not given",
         "head": "not given",
     }

@@ -89,7 +89,7 @@ def test_a_plan_that_fits_is_not_told_of() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run(x).sum().backward()
     assert told(optimizer.step) == []
-    assert qsync_fx.applied(run).complete
+    assert qsync_fx.plan_coverage(run).complete
 
 
 def test_it_is_told_once() -> None:
@@ -158,6 +158,10 @@ def test_layers_that_have_code_of_their_own_are_not_told_of() -> None:
     plan = Plan("fp32", patterns=[("layers.1/matmul", "bf16")])
     model = build(lambda: Stack(Reading))
     assert told(lambda: compiled(model, plan=plan)(torch.randn(4, 8))) == []
-    ran = {str(ran.id): str(ran.precision) for ran in qsync_fx.applied(model).operators if ran.id.operator == "matmul"}
+    ran = {
+        str(ran.id): str(ran.precision)
+        for ran in qsync_fx.plan_coverage(model).operators
+        if ran.id.operator == "matmul"
+    }
     assert ran["layers.0/matmul"] == ran["layers.2/matmul"] == "fp32"
     assert ran["layers.1/matmul"] == "bf16"

@@ -66,8 +66,10 @@ def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() 
     products = [op for op in explanation.operators if op.kind == "adjustable"]
     assert {str(op.precision) for op in products} == {"fp16"}
     assert all("nothing compiles bf16 for compute capability 7.5" in op.reason for op in products)
-    with pytest.raises(DeviceError, match="exact=True forbids fp16"):
-        qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4", "exact": True})
+    with pytest.raises(DeviceError, match="emulate_unsupported=True forbids fp16"):
+        qsync_fx.explain(
+            Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4", "emulate_unsupported": True}
+        )
 
 
 @pytest.mark.parametrize("target", ["v100", "t4", "a100"])
@@ -131,7 +133,7 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(make: Any, kernels
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         step = torch.compile(model, backend="qsync", options={"precision": "int8"})
         ours = train(step)
-    applied = qsync_fx.applied(model)
+    applied = qsync_fx.plan_coverage(model)
     ran = [op for op in applied.operators if op.kind == "adjustable" and str(op.precision) == "int8"]
     assert ran, str(applied)
     assert all(gradient.isfinite().all() for gradient in ours.values())
@@ -158,7 +160,7 @@ def test_sums_stay_in_the_range_of_fp16(precision: str, layer: str, scaling: str
         y = call(x)
         return (y, *torch.autograd.grad(y, (x, module.weight, module.bias), incoming))
 
-    options = {"precision": precision, "inner": "aot_eager", "rounding": "nearest", "scaling": scaling}
+    options = {"precision": precision, "inner_backend": "aot_eager", "rounding": "nearest", "scaling": scaling}
     exact, here = train(module), train(torch.compile(module, backend="qsync", options=options))
     torch._dynamo.reset()
     with on_a("t4", kernels):
@@ -172,7 +174,7 @@ def test_sums_stay_in_the_range_of_fp16(precision: str, layer: str, scaling: str
 def test_infinite_gradients_reach_loss_scaling() -> None:
     layer = nn.Linear(16, 8)
     with on_a("t4", kernels=False):
-        step = torch.compile(layer, backend="qsync", options={"precision": "int8", "inner": "aot_eager"})
+        step = torch.compile(layer, backend="qsync", options={"precision": "int8", "inner_backend": "aot_eager"})
         y = step(torch.randn(4, 16))
         y.backward(torch.full_like(y, float("inf")))
     assert layer.weight.grad is not None and not layer.weight.grad.isfinite().any()

@@ -1,4 +1,4 @@
-"""Why a part of a model is in no graph: `applied` names it with the reason and the way out, and a training step warns of it."""
+"""Why a part of a model is in no graph: `plan_coverage` names it with the reason and the way out, and a training step warns of it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_limit_of_versions() -> None:
         with pytest.raises(PlanError, match="recompile_limit"):
             fast(torch.randn(4, 16))
     assert uncovered(model) == {"layer": "limit"}
-    assert qsync_fx.applied(model).operators, "what was compiled before runs on"
+    assert qsync_fx.plan_coverage(model).operators, "what was compiled before runs on"
 
 
 @pytest.mark.parametrize(("root", "named"), [(None, "Linear.forward"), ("body", "Linear.forward of body (Linear)")])
@@ -206,7 +206,7 @@ def test_nothing_is_warned_of_where_nobody_gave_a_plan(kind: str) -> None:
     else:
         model.first.register_full_backward_hook(lambda *_: None)  # type: ignore[operator,union-attr]
     assert step(model, lambda: compiled(model)(*x)) == []
-    found = qsync_fx.applied(model)
+    found = qsync_fx.plan_coverage(model)
     assert found.uncovered and not any(module.lost for module in found.uncovered)
     text = str(found)
     assert "in no graph" in text and "to do: " in text

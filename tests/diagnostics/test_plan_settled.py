@@ -35,8 +35,8 @@ def test_what_decides_on_nothing_is_known_after_a_step(wrong: dict[str, Any], to
     assert text.startswith("the plan is not applied: 1 entry of the plan decides on nothing")
     assert told in text
     assert f"nearest: {near}" in text
-    assert told in str(qsync_fx.applied(model))
-    assert not qsync_fx.applied(model).complete
+    assert told in str(qsync_fx.plan_coverage(model))
+    assert not qsync_fx.plan_coverage(model).complete
 
 
 def test_hooks_of_others_on_optimizers_run_too() -> None:
@@ -96,7 +96,7 @@ def test_what_runs_in_its_planned_format_as_written_is_as_planned() -> None:
     model = Outer(nn.LSTM(16, 4, batch_first=True))
     plan = Plan("bf16", patterns=[("start", "fp32"), ("end", "fp32"), ("inner", "fp32")])
     assert step(model, lambda: compiled(model, plan=plan, strict=True)(torch.randn(2, 3, 16))) == []
-    assert qsync_fx.applied(model).complete
+    assert qsync_fx.plan_coverage(model).complete
     assert step(model, lambda: compiled(model, precision="fp32", strict=True)(torch.randn(2, 3, 16))) == []
 
 
@@ -131,7 +131,7 @@ def test_evaluation_may_have_less_than_training() -> None:
         fast(x)
         model.train()
     assert step(model, lambda: fast(x)) == []
-    assert qsync_fx.applied(model).complete
+    assert qsync_fx.plan_coverage(model).complete
 
 
 def test_helpers_are_not_the_whole_model() -> None:
@@ -165,5 +165,5 @@ def test_a_transformer_with_labels_and_a_compiled_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     fast(input_ids=tokens, labels=tokens).loss.backward()
     compiled(lambda: optimizer.step(), plan=plan, strict=True)()
-    assert qsync_fx.applied(model).complete
+    assert qsync_fx.plan_coverage(model).complete
     assert uncovered(model) == {}

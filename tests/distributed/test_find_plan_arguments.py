@@ -1,4 +1,4 @@
-"""Wrong arguments of `distributed.find_plan` are refused before a step of the model runs."""
+"""Wrong arguments of `distributed.measure_and_plan` are refused before a step of the model runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
         ({"margin": 2.0}, "no plan leaves a margin of 2"),
         ({"precisions": ["int9"]}, "int9"),
         ({"codecs": ["qsgd5"]}, "a plan has no codec 'qsgd5'"),
-        ({"corrections": -1}, "cannot be run in -1 rounds"),
-        ({"rounds": 0}, "cannot be measured 0 times"),
-        ({"options": {"inner": "eager"}}, "operators are timed in the code that Inductor writes"),
-        ({"ronds": 3}, "find_plan has no argument 'ronds'"),
-        ({"profile": "profile.json"}, "find_plan has no argument 'profile'"),
+        ({"max_replans": -1}, "cannot be run in -1 rounds"),
+        ({"repeats": 0}, "cannot be measured 0 times"),
+        ({"options": {"inner_backend": "eager"}}, "operators are timed in the code that Inductor writes"),
+        ({"ronds": 3}, "measure_and_plan has no argument 'ronds'"),
+        ({"profile": "profile.json"}, "measure_and_plan has no argument 'profile'"),
         ({"save": "missing/plan.json"}, "cannot be written"),
         ({"path": "missing/profile.json"}, "cannot be written"),
     ],
@@ -39,7 +39,7 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
 def test_wrong_arguments_are_refused_before_a_step(arguments: dict[str, Any], what: str) -> None:
     step = Counted()
     with pytest.raises(QSyncError) as caught:
-        qsync_fx.distributed.find_plan(layer(), step, [BATCH], device_class="cpu", progress=False, **arguments)
+        qsync_fx.distributed.measure_and_plan(layer(), step, [BATCH], device_class="cpu", progress=False, **arguments)
     assert what in str(caught.value)
     assert not step.calls
 

@@ -53,7 +53,7 @@ def train(model: nn.Module) -> float:
 def test_a_guard_without_other_ranks_does_nothing(group: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    fast = torch.compile(model, backend="qsync", options={"plan": Plan.uniform("fp32"), "inner": "aot_eager"})
+    fast = torch.compile(model, backend="qsync", options={"plan": Plan.uniform("fp32"), "inner_backend": "aot_eager"})
     assert train(fast) < float(model.weight.new_tensor(10))
     assert not fast._forward_pre_hooks
     check_replicas(model)
@@ -88,7 +88,7 @@ def test_it_is_known_when_a_rank_compiles(group: None) -> None:
     def look(graph: qsync_fx.PrecisionGraph) -> None:
         seen.append(meeting.watcher._compiles.is_set())
 
-    options = {"precision": "fp32", "inner": "aot_eager", "passes": [look]}
+    options = {"precision": "fp32", "inner_backend": "aot_eager", "passes": [look]}
     with compiles_told(meeting):
         torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync", options=options)(torch.ones(2, 4))
         assert not meeting.watcher._compiles.is_set()
@@ -116,15 +116,15 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
 
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         nn.Linear(16, 16),
         step,
         [torch.randn(32, 16)],
         precisions=["fp32", "bf16"],
         progress=False,
-        rounds=2,
+        repeats=2,
         save=tmp_path / "plan.json",
-        corrections=0,
+        max_replans=0,
     )
     assert plan.ranks == ("cpu",)
     assert set(plan.classes) == {"cpu"}
@@ -146,14 +146,14 @@ def test_one_rank_finds_its_plan_alone(tmp_path: Path) -> None:
 
 @tiers.ALL
 def test_one_rank_runs_the_plan_that_it_finds() -> None:
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         nn.Linear(16, 16),
         lambda model, x: model(x).square().mean(),
         [torch.randn(32, 16)],
         precisions=["fp32", "bf16"],
         progress=False,
-        rounds=2,
-        corrections=2,
+        repeats=2,
+        max_replans=2,
     )
     assert plan.answer is not None and plan.survey is not None
     assert 1 <= len(plan.answer.trials) <= 2 and "cpu ran " in plan.notes["answer"]

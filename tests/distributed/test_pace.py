@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync_fx.distributed.monitoring.drift import Pace
 
 FORWARD, BACKWARD, LOSS, STEP, OUTSIDE = 3.0, 5.0, 0.5, 2.0, 100.0
-OPTIONS = {"precision": "bf16", "inner": "aot_eager"}
+OPTIONS = {"precision": "bf16", "inner_backend": "aot_eager"}
 
 
 class Model(nn.Module):

@@ -35,13 +35,13 @@ def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -
     [
         ("--plan", "cut.json"),
         *(pytest.param(*case, marks=tiers.ALL) for case in (("--batch", "5000"), ("--output", "a file/out"))),
-        *(pytest.param(*case, marks=tiers.EVERY) for case in (("--data", "nowhere"), ("--inner", "eager"))),
+        *(pytest.param(*case, marks=tiers.EVERY) for case in (("--data", "nowhere"), ("--inner-backend", "eager"))),
     ],
 )
 def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: str, tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text('{"format": "qsync')
     (tmp_path / "a file").write_text("")
-    given = value if option in ("--batch", "--inner") else str(tmp_path / value)
+    given = value if option in ("--batch", "--inner-backend") else str(tmp_path / value)
     arguments, log = [*DIGITS, "--output", str(tmp_path / "out"), option, given], tmp_path / "log"
     assert forks.run(EXAMPLES / "demo.py", arguments, {**wide(), **ENVIRONMENT}, log, tmp_path) == 2
     said = log.read_text()

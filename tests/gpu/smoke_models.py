@@ -105,7 +105,7 @@ def trained(device: torch.device) -> dict[str, Any]:
             torch.compiler.reset()
             print(f"smoke: {name}, {inner}", file=sys.stderr, flush=True)
             model, x, y = case(name, device)
-            compiled = torch.compile(model, backend="qsync", options={"precision": "int8", "inner": inner})
+            compiled = torch.compile(model, backend="qsync", options={"precision": "int8", "inner_backend": inner})
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, _warned() as told:
                 got = steps(model, compiled, x, y, STEPS, scaled=device.type == "cuda")
             ran = {event.name for event in profile.events() if event.name in ("qsync::gemm", "qsync::conv2d_product")}
@@ -144,7 +144,9 @@ def timed(device: torch.device) -> dict[str, Any]:
             model, x, y = case(name, device)
             run: Any = model
             if way.startswith("qsync"):
-                run = torch.compile(model, backend="qsync", options={"precision": way.split()[1], "inner": inner})
+                run = torch.compile(
+                    model, backend="qsync", options={"precision": way.split()[1], "inner_backend": inner}
+                )
             elif way.endswith("compiled"):
                 run = torch.compile(model, backend=inner)
             ways[way] = model, run, way.startswith("autocast")

@@ -39,8 +39,10 @@ def _exact_fp32() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = before
 
 
-def compiled(model: nn.Module, precision: str, inner: str = "aot_eager", **options: Any) -> Any:
-    return torch.compile(model, backend="qsync", options={"precision": precision, "inner": inner, **options})
+def compiled(model: nn.Module, precision: str, inner_backend: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(
+        model, backend="qsync", options={"precision": precision, "inner_backend": inner_backend, **options}
+    )
 
 
 def trained(name: str, model: Any, parameters: nn.Module) -> list[float]:
@@ -55,7 +57,7 @@ def trained(name: str, model: Any, parameters: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.parametrize(
-    ("precision", "inner"),
+    ("precision", "inner_backend"),
     [
         ("bf16", "inductor"),
         ("fp16", "aot_eager"),
@@ -65,14 +67,14 @@ def trained(name: str, model: Any, parameters: nn.Module) -> list[float]:
         ("fp8", "inductor"),
     ],
 )
-def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner: str, tmp_path: Path) -> None:
+def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner_backend: str, tmp_path: Path) -> None:
     if why := kit.lacks(precision):
         pytest.skip(why)
     asked = models.problems(name, precision, kit.arch())
     exact, model = models.build(name, kit.DEVICE), models.build(name, kit.DEVICE)
     x = models.CASES[name].inputs().to(kit.DEVICE)
     with models.kernels_win(asked, kit.arch(), tmp_path):
-        fast = compiled(model, precision, inner)
+        fast = compiled(model, precision, inner_backend)
         models.step(name, exact, x)
         models.step(name, fast, x)
         assert (
@@ -163,13 +165,13 @@ def _warmed_up(fast: Any, name: str, x: Tensor) -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_step_is_captured_in_a_cuda_graph(inner: str, rounding: str, tmp_path: Path) -> None:
+def test_a_step_is_captured_in_a_cuda_graph(inner_backend: str, rounding: str, tmp_path: Path) -> None:
     name = "bert"
     with models.kernels_win(models.problems(name, "int8", kit.arch()), kit.arch(), tmp_path):
         model = models.build(name, kit.DEVICE)
-        fast = compiled(model, "int8", inner, rounding=rounding)
+        fast = compiled(model, "int8", inner_backend, rounding=rounding)
         x = models.CASES[name].inputs().to(kit.DEVICE)
         _warmed_up(fast, name, x)
         graph = torch.cuda.CUDAGraph()

@@ -58,7 +58,7 @@ def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bo
     net, x = Experts(turned).bfloat16(), torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True)
     found = qsync_fx.explain(net, x, offs, options={"precision": fmt, "scaling": scaling})
     assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
-    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner": "aot_eager"}
+    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner_backend": "aot_eager"}
     y = torch.compile(net, backend="qsync", options=options)(x, offs)
     g = torch.randn_like(y)
     to_x, to_w = torch.autograd.grad(y, [x, net.w], g)
@@ -112,7 +112,7 @@ def test_experts_of_a_model_train_in_int8(name: str) -> None:
     model.zero_grad()
     # The router chooses as in FP32, so that experts get the same tokens.
     plan = qsync_fx.Plan("fp32", [("**.experts", "int8")])
-    compiled = torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+    compiled = torch.compile(model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
     compiled(input_ids=ids, labels=ids).loss.backward()
     for name, p in model.named_parameters():
         if "experts" in name and name in expected:

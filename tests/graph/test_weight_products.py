@@ -134,7 +134,7 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     if (fmt, scaling) == ("int8", "tensor"):  # the numbers tell the others from BF16
         found = qsync_fx.explain(net, x, options={"precision": fmt})
         assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
-    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner": "aot_eager"}
+    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner_backend": "aot_eager"}
     y = torch.compile(net, backend="qsync", options=options)(x)
     g = torch.randn_like(y)
     expected = net(x)
@@ -183,7 +183,7 @@ def _varies(case: Case, factor: int) -> bool:
 def test_in_bf16_it_is_torchs_own(name: str) -> None:
     case = CASES[name]
     net, x = Net(case), activation(case)
-    y = torch.compile(net, backend="qsync", options={"precision": "bf16", "inner": "aot_eager"})(x)
+    y = torch.compile(net, backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"})(x)
     g = torch.randn_like(y)
     found = [y, *torch.autograd.grad(y, [x, *net.parameters()], g)]
     inputs = [t.detach().bfloat16().requires_grad_() for t in (x, *net.parameters())]

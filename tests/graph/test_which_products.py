@@ -90,7 +90,7 @@ def test_a_parameter_that_two_products_read_is_quantized_once() -> None:
     assert {precision for _, precision, _ in adjustable(found)} == {"int8"}
     quantized = [node.args[0].name for node in found.graph_module().graph.nodes if "quantize" in str(node.target)]
     assert quantized.count("w") == 1
-    options = {"precision": "int8", "rounding": "nearest", "inner": "aot_eager"}
+    options = {"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"}
     y = torch.compile(net, backend="qsync", options=options)(x)
     y.sum().backward()
     wanted = torch.autograd.grad(net(x).sum(), net.w)[0]

@@ -126,7 +126,7 @@ def test_recomputed_under_inductor() -> None:
     """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a saved one: equal but for roundings."""
 
     def inductors(**how: Any) -> dict[str, Tensor]:
-        return _gradients(lambda: Stack(True, 0.5, blocks=1, **how), precision="int8", inner="inductor")
+        return _gradients(lambda: Stack(True, 0.5, blocks=1, **how), precision="int8", inner_backend="inductor")
 
     first = inductors()
     assert_equal(first, inductors())

@@ -86,28 +86,32 @@ def test_hooks_do_under_compiled_autograd_what_they_do_in_torch(
     plain = build(make)
     prepare(plain)
     expected = train(plain, plain)
-    for precision, inner, bound in (("fp32", "aot_eager", 1e-6), ("bf16", "eager", 0.03), ("int8", "aot_eager", 0.15)):
+    for precision, inner_backend, bound in (
+        ("fp32", "aot_eager", 1e-6),
+        ("bf16", "eager", 0.03),
+        ("int8", "aot_eager", 0.15),
+    ):
         torch._dynamo.reset()
         model = build(make)
         prepare(model)
-        options = {"precision": precision, "inner": inner}
+        options = {"precision": precision, "inner_backend": inner_backend}
         backward = torch.compile(backend="qsync", options=options)
         found = train(model, compiled(model, **options), backward)
-        assert relative_error(found, expected) <= bound, (precision, inner)
+        assert relative_error(found, expected) <= bound, (precision, inner_backend)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
-def test_the_backward_pass_is_that_of_the_plan(inner: str) -> None:
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
+def test_the_backward_pass_is_that_of_the_plan(inner_backend: str) -> None:
     """Recorded or not: to the bit, with a plan that names operators, which none of the backward graph's are."""
     plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8").with_precision("layers.0", "fp32")
     found = []
     for recorded in (False, True):
         torch._dynamo.reset()
         model = build(Perceptron)
-        options = {"plan": plan, "inner": inner, "rounding": "nearest"}
+        options = {"plan": plan, "inner_backend": inner_backend, "rounding": "nearest"}
         backward = torch.compile(backend="qsync", options=options) if recorded else None
         found.append(train(model, compiled(model, **options), backward))
-    if inner == "aot_eager":
+    if inner_backend == "aot_eager":
         assert_equal(found[1], found[0])
     else:
         # Fusion over both passes sums in another order.
@@ -119,7 +123,7 @@ def test_a_backward_pass_in_an_autocast_region_keeps_its_formats() -> None:
     for region in (False, True):
         torch._dynamo.reset()
         model = build(Perceptron)
-        options = {"precision": "fp32", "inner": "aot_eager"}
+        options = {"precision": "fp32", "inner_backend": "aot_eager"}
         call, x = compiled(model, **options), torch.ones(4, 16)
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="qsync", options=options)):
             loss = call(x).square().mean()

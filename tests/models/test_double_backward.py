@@ -76,7 +76,7 @@ def test_fp32_is_torchs_own_to_the_bit(make: type[nn.Module], use: Use) -> None:
     x, model = inputs(make), build(make)
     wanted = use(model, model, x)
     model = build(make)
-    assert_equal(use(model, compiled(model, precision="fp32", inner="eager"), x), wanted)
+    assert_equal(use(model, compiled(model, precision="fp32", inner_backend="eager"), x), wanted)
 
 
 @every_model
@@ -92,7 +92,7 @@ def test_bf16_is_as_near_as_autocast(make: type[nn.Module], use: Use) -> None:
     model = build(make)
     autocast = use(model, with_autocast, x)
     model = build(make)
-    found = use(model, compiled(model, precision="bf16", inner="eager"), x)
+    found = use(model, compiled(model, precision="bf16", inner_backend="eager"), x)
     error = relative_error(autocast, exact)
     assert 0 < error < 0.05
     assert relative_error(found, exact) < 1.5 * error
@@ -105,7 +105,7 @@ def test_bf16_is_as_near_as_autocast(make: type[nn.Module], use: Use) -> None:
 def test_formats_without_a_second_derivative_name_the_operator(make: type[nn.Module], use: Use, fmt: str) -> None:
     model = build(make)
     with pytest.raises(PrecisionError) as caught:
-        use(model, compiled(model, precision=fmt, inner="eager"), inputs(make))
+        use(model, compiled(model, precision=fmt, inner_backend="eager"), inputs(make))
     problem = caught.value
     assert problem.what.startswith(f"there is no second derivative in {fmt}: ")
     assert problem.where in [f"operator {op.id}, {op.source}: {op.source.code}" for op in operators(model, make, fmt)]
@@ -123,16 +123,18 @@ def test_a_plan_decides_what_has_a_second_derivative(use: Use) -> None:
     """INT8 where no second derivative goes: behind what it is taken in."""
     plan = qsync_fx.Plan.uniform("int8").with_precision("conv", "bf16").with_precision("last", "bf16")
     model = build(Convolutional)
-    found = use(model, compiled(model, plan=plan, inner="eager"), inputs(Convolutional))
+    found = use(model, compiled(model, plan=plan, inner_backend="eager"), inputs(Convolutional))
     model = build(Convolutional)
-    assert_equal(found, use(model, compiled(model, precision="bf16", inner="eager"), inputs(Convolutional)))
+    assert_equal(found, use(model, compiled(model, precision="bf16", inner_backend="eager"), inputs(Convolutional)))
 
 
 def test_a_penalty_is_never_left_out() -> None:
     """The gradient of a sum is a constant, and torch's own decorator takes what comes of it for one: the penalty would do nothing."""
     layer = nn.Linear(16, 1)
     x = torch.randn(4, 16, requires_grad=True)
-    (slope,) = torch.autograd.grad(compiled(layer, precision="int8", inner="eager")(x).sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(
+        compiled(layer, precision="int8", inner_backend="eager")(x).sum(), x, create_graph=True
+    )
     with pytest.raises(PrecisionError, match="no second derivative in int8"):
         (layer.weight.square().sum() + slope.square().sum()).backward()
 
@@ -140,7 +142,7 @@ def test_a_penalty_is_never_left_out() -> None:
 def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
     """With `allow_unused` torch says nothing of a parameter that the derivative of a gradient does not lead to."""
     model = build(Perceptron)
-    run = compiled(model, precision="int8", inner="eager")
+    run = compiled(model, precision="int8", inner_backend="eager")
     (first,) = torch.autograd.grad(run(inputs(Perceptron)).sum(), model.first.weight, create_graph=True)
     with pytest.raises(PrecisionError, match="no second derivative in int8"):
         torch.autograd.grad(first.sum(), model.last.weight, allow_unused=True)
@@ -148,27 +150,28 @@ def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
 
 @every_use
 @pytest.mark.parametrize(
-    ("inner", "fmt"), [("aot_eager", "fp32"), ("aot_eager", "int8"), pytest.param("inductor", "bf16", marks=tiers.ALL)]
+    ("inner_backend", "fmt"),
+    [("aot_eager", "fp32"), ("aot_eager", "int8"), pytest.param("inductor", "bf16", marks=tiers.ALL)],
 )
-def test_compiled_backward_passes_say_what_to_do(use: Use, inner: str, fmt: str) -> None:
+def test_compiled_backward_passes_say_what_to_do(use: Use, inner_backend: str, fmt: str) -> None:
     model = build(Perceptron)
     with pytest.raises(QSyncError) as caught:
-        use(model, compiled(model, precision=fmt, inner=inner), inputs(Perceptron))
-    assert inner in caught.value.what
+        use(model, compiled(model, precision=fmt, inner_backend=inner_backend), inputs(Perceptron))
+    assert inner_backend in caught.value.what
     assert "operator first/linear" in str(caught.value.where)
-    assert '"inner": "eager"' in str(caught.value.do)
+    assert '"inner_backend": "eager"' in str(caught.value.do)
     assert not gradients(model)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fmt", ["fp32", "int8"])
-def test_a_graph_that_nobody_differentiates_changes_nothing(inner: str, fmt: str) -> None:
+def test_a_graph_that_nobody_differentiates_changes_nothing(inner_backend: str, fmt: str) -> None:
     """What keeps the graph of its gradients, and then drops it, gets the gradients."""
     found = []
     for create_graph in (False, True):
         torch._dynamo.reset()  # what was compiled for gradients without a graph takes no others
         model = build(Perceptron)
-        run, x = compiled(model, precision=fmt, inner=inner), inputs(Perceptron).requires_grad_()
+        run, x = compiled(model, precision=fmt, inner_backend=inner_backend), inputs(Perceptron).requires_grad_()
         for _ in range(2):
             loss = run(x).square().mean()
             values = torch.autograd.grad(loss, [*model.parameters(), x], create_graph=create_graph)

@@ -116,13 +116,13 @@ def test_models_that_store_float8_train_as_in_torch(forward: Forward) -> None:
     exact = train(plain, plain)
     # A region of the model's own gives way to a plan.
     fp32 = 0.02 if forward is in_autocast else 0.0
-    for precision, inner, bound in (
+    for precision, inner_backend, bound in (
         ("fp32", "aot_eager", fp32), ("fp32", "eager", fp32), ("bf16", "aot_eager", 0.05), ("int8", "aot_eager", 0.2),
         ("fp8", "aot_eager", 0.3),
     ):  # fmt: skip
         torch._dynamo.reset()
         model = build(lambda: Storing(forward))
-        found = train(model, compiled(model, precision=precision, inner=inner))
+        found = train(model, compiled(model, precision=precision, inner_backend=inner_backend))
         if bound:
             assert relative_error(found, exact) <= bound, precision
         else:

@@ -30,7 +30,7 @@ def compiled(model: nn.Module, plan: Plan) -> list[dict[str, str]]:
     def collect(graph: qsync_fx.PrecisionGraph) -> None:
         found.append({op.id.module: str(op.precision) for op in graph.operators(kind="adjustable")})
 
-    model.compile(backend="qsync", options={"plan": plan, "inner": "aot_eager", "passes": [collect]})
+    model.compile(backend="qsync", options={"plan": plan, "inner_backend": "aot_eager", "passes": [collect]})
     return found
 
 

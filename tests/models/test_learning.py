@@ -68,7 +68,7 @@ class TestGradScaler:
         return taken, scaler.get_scale()
 
     @pytest.mark.parametrize(
-        "options", [{"precision": "fp16", "exact": True}, {"precision": "int8"}, {"precision": "fp8"}]
+        "options", [{"precision": "fp16", "emulate_unsupported": True}, {"precision": "int8"}, {"precision": "fp8"}]
     )
     def test_takes_steps_and_unscales(self, options: dict[str, Any]) -> None:
         model, plain, x = build(Perceptron), build(Perceptron), torch.randn(16, 16)
@@ -81,7 +81,7 @@ class TestGradScaler:
 
     def test_skips_a_step_whose_fp16_gradients_overflow(self) -> None:
         model = build(Perceptron)
-        fast = compiled(model, precision="fp16", exact=True)
+        fast = compiled(model, precision="fp16", emulate_unsupported=True)
         # 65504 is the largest FP16 value: gradients of a loss that is scaled by 2**40 do not fit.
         assert self._step(model, fast, torch.randn(16, 16), 2.0**40) == (False, 2.0**39)
 

@@ -85,7 +85,7 @@ def test_fp32_is_torch_to_the_last_bit(case: Case, precision: str) -> None:
     torch._dynamo.reset()
     counters.clear()
 
-    call = compiled(ours, precision=precision, inner="aot_eager")
+    call = compiled(ours, precision=precision, inner_backend="aot_eager")
     found = [train(ours, call, inputs), train(ours, call, inputs)]
     for (loss, gradients), (their_loss, their_gradients) in zip(found, expected, strict=True):
         assert torch.equal(loss, their_loss)
@@ -158,7 +158,7 @@ def test_a_narrow_format_costs_what_it_should(case: Case, precision: str) -> Non
     notes = Notes()
     # What torch.autograd differentiates by itself, and what AOTAutograd does.
     inner = {"bf16": "eager", "int8": "aot_eager"}[precision]
-    call = compiled(model, precision=precision, inner=inner, passes=[notes.watch])
+    call = compiled(model, precision=precision, inner_backend=inner, passes=[notes.watch])
     found_loss, found = train(model, call, inputs)
 
     assert_planned(notes, precision, called.count)
@@ -222,7 +222,7 @@ def test_what_is_recomputed_is_rounded_as_it_was() -> None:
 
     torch.manual_seed(0)
     model, x = Dot(), torch.randn(1, 257, requires_grad=True)
-    call = compiled(model, precision="int8", inner="aot_eager")
+    call = compiled(model, precision="int8", inner_backend="aot_eager")
     outputs = []
     for _ in range(3):
         model.zero_grad()

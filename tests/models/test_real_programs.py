@@ -153,5 +153,5 @@ def test_trains_as_eager_does(program: Program, precision: str) -> None:
     assert relative_error(first, expected) < max(bound, ERRORS.get(precision, 0.0))
     assert result == pytest.approx(losses, rel=0.1)
     assert all(value.isfinite().all() for value in model.state_dict().values())
-    applied = qsync_fx.applied(compiled)
+    applied = qsync_fx.plan_coverage(compiled)
     assert applied.complete and applied.called, str(applied)

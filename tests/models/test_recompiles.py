@@ -165,10 +165,10 @@ def test_model_compile() -> None:
     model = build(Perceptron)
     keys = list(model.state_dict())
     wanted = model(torch.ones(4, 16))
-    model.compile(backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+    model.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
     assert torch.equal(model(torch.ones(4, 16)), wanted)
     assert list(model.state_dict()) == keys
-    model.compile(backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner": "aot_eager"})
+    model.compile(backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"})
     found = model(torch.ones(4, 16))
     assert not torch.equal(found, wanted)
     assert torch.allclose(found, wanted, atol=0.1)

@@ -76,13 +76,13 @@ def test_fp32_trains_as_torch_does_with_every_optimizer(optimizer: Callable[[Any
 
 
 @pytest.mark.parametrize(
-    ("precision", "inner"),
+    ("precision", "inner_backend"),
     [("int8", "aot_eager"), ("fp8", "aot_eager"), pytest.param("int8", "inductor", marks=tiers.ALL)],
 )
-def test_manual_seed_reproduces_a_run_to_the_last_bit(precision: str, inner: str) -> None:
+def test_manual_seed_reproduces_a_run_to_the_last_bit(precision: str, inner_backend: str) -> None:
     def run(seed: int) -> tuple[list[float], dict[str, Tensor]]:
         model = build(Convolutional)
-        fast = compiled(model, precision=precision, inner=inner)
+        fast = compiled(model, precision=precision, inner_backend=inner_backend)
         torch.manual_seed(seed)
         return _steps(fast, torch.optim.SGD(model.parameters(), lr=0.1)), model.state_dict()
 

@@ -55,7 +55,7 @@ def test_a_layer_norm_may_have_a_bias_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "inner"),
+    ("precision", "inner_backend"),
     [
         ("fp32", "aot_eager"),
         ("bf16", "aot_eager"),
@@ -63,11 +63,11 @@ def test_a_layer_norm_may_have_a_bias_alone() -> None:
         pytest.param("int8", "inductor", marks=tiers.ALL),
     ],
 )
-def test_channels_last(precision: str, inner: str) -> None:
+def test_channels_last(precision: str, inner_backend: str) -> None:
     model, plain = build(Convolutional), build(Convolutional)
     model = model.to(memory_format=torch.channels_last)
     x, y = batch(64)
-    fast = compiled(model, precision=precision, inner=inner)
+    fast = compiled(model, precision=precision, inner_backend=inner_backend)
     F.cross_entropy(fast(x.to(memory_format=torch.channels_last)), y).backward()
     F.cross_entropy(plain(x), y).backward()
     assert model.conv.weight.grad.shape == plain.conv.weight.grad.shape

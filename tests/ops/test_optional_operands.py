@@ -208,7 +208,7 @@ def difference(calls: list[Call], precision: str) -> str | None:
         return whole(torch.compile(whole.module, dynamic=False, fullgraph=True, **how))
 
     exact = compiled(backend="aot_eager")
-    ours = compiled(backend="qsync", options={"precision": precision, "inner": "aot_eager"})
+    ours = compiled(backend="qsync", options={"precision": precision, "inner_backend": "aot_eager"})
     if precision == "fp32":
         return opinfo._difference(ours, exact)
     return opinfo._near(ours, exact, 8 * opinfo.step(precision))[1] or None
@@ -262,7 +262,7 @@ def test_a_pass_may_write_arguments_by_name(precision: str) -> None:
     def step(passes: list[Any]) -> list[torch.Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(1)
-        options = {"precision": precision, "inner": "aot_eager", "passes": passes}
+        options = {"precision": precision, "inner_backend": "aot_eager", "passes": passes}
         output = torch.compile(model, backend="qsync", options=options)(tokens)
         return [output, *torch.autograd.grad(output.square().sum(), list(model.parameters()))]
 

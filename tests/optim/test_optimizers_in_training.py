@@ -139,7 +139,7 @@ def test_weights_are_cast_where_they_are_read() -> None:
     """A narrow copy that outlived its forward pass would be stale after a write through `.data`, which no version counts."""
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32), torch.randn(8, 64)
-    options = {"precision": "int8", "rounding": "nearest", "inner": "aot_eager"}
+    options = {"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"}
     compiled = torch.compile(model, backend="qsync", options=options)
     optimizer = qsync_fx.optim.SGD(model.parameters(), lr=0.1)
     compiled(x).sum().backward()
@@ -151,14 +151,14 @@ def test_weights_are_cast_where_they_are_read() -> None:
     assert torch.equal(compiled(x), -before), "the same magnitudes, hence the same scales and roundings"
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 @pytest.mark.parametrize("evaluated", [False, True])
-def test_a_weight_that_was_changed_is_read_as_it_is(inner: str, evaluated: bool) -> None:
+def test_a_weight_that_was_changed_is_read_as_it_is(inner_backend: str, evaluated: bool) -> None:
     """However it was changed: after a training step, and between two passes that no step parts."""
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 12, bias=False), torch.randn(5, 24)
     compiled = torch.compile(
-        layer, backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner": inner}
+        layer, backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner_backend": inner_backend}
     )
     for name, write in {**COUNTED, **UNCOUNTED}.items():
         with torch.set_grad_enabled(not evaluated):
@@ -176,7 +176,7 @@ def test_micro_batches_round_weights_for_themselves() -> None:
     """Errors of a weight's rounding differ between two passes without a step between them, so that gradients average them out."""
     torch.manual_seed(0)
     model, x = nn.Linear(64, 32, bias=False), torch.eye(64)
-    options = {"precision": "int8", "inner": "aot_eager"}
+    options = {"precision": "int8", "inner_backend": "aot_eager"}
     compiled = torch.compile(model, backend="qsync", options=options)
     # Of the identity each value is on INT8's grid: what differs is the weight.
     passes = [compiled(x).detach() for _ in range(65)]

@@ -201,7 +201,7 @@ def net() -> nn.Module:
 
 def run(damage: Damage, place: dict[str, str], inner: str = "eager") -> Tensor:
     step = qsync_fx.graph_pass(**place, name="faulty")(damage)
-    options = {"inner": inner, "precision": "bf16", "passes": [step]}
+    options = {"inner_backend": inner, "precision": "bf16", "passes": [step]}
     result: Tensor = torch.compile(net(), backend="qsync", options=options)(torch.randn(4, 8))
     return result
 

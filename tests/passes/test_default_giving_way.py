@@ -169,7 +169,9 @@ def test_it_trains_as_in_fp32() -> None:
     gradients = []
     for options in ({}, {"precision": "fp32"}):
         model.zero_grad()
-        torch.compile(model, backend="qsync", options={"inner": "aot_eager", **options})(x).square().sum().backward()
+        torch.compile(model, backend="qsync", options={"inner_backend": "aot_eager", **options})(
+            x
+        ).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)

@@ -136,9 +136,9 @@ def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
         # Without gradients torch fuses the layer, whose products are summed in another order.
         assert relative_error({"out": found}, {"out": expected}) <= (0 if training else 1e-6)
         assert 0 < relative_error({"out": narrow}, {"out": expected}) < 0.03
-        ran = [op for op in qsync_fx.applied(model).operators if op.id.operator == "linear"]
+        ran = [op for op in qsync_fx.plan_coverage(model).operators if op.id.operator == "linear"]
         assert len(ran) == 5
-        assert qsync_fx.applied(model).complete
+        assert qsync_fx.plan_coverage(model).complete
 
 
 @tiers.ALL

@@ -175,7 +175,7 @@ def test_ids_do_not_depend_on_how_the_model_is_compiled(how: str) -> None:
         compiled(nn.Sequential(model), passes=[collect])(x)
         wanted = [f"0.{name}" for name in wanted]
     else:
-        model.compile(backend="qsync", options={"inner": "aot_eager", "passes": [collect]})
+        model.compile(backend="qsync", options={"inner_backend": "aot_eager", "passes": [collect]})
         model(x)
     assert found == wanted
 

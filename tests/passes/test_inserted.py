@@ -45,7 +45,7 @@ def test_an_operator_has_its_place_wherever_it_was_put_in(after: str, precision:
 
     torch.manual_seed(0)
     model, x = Written(), torch.randn(2, 8)
-    compiled: dict[str, Any] = {"precision": precision, "inner": "aot_eager"}
+    compiled: dict[str, Any] = {"precision": precision, "inner_backend": "aot_eager"}
     torch.manual_seed(1)
     expected = trained(model, x, torch.compile(model, backend="qsync", options=compiled))
     plain = Net()
@@ -96,11 +96,11 @@ def test_reports_tell_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> N
 def test_what_runs_tells_it() -> None:
     torch.manual_seed(0)
     model = Net()
-    options = {"precision": "bf16", "inner": "aot_eager", "passes": [behind("body/linear", relu)]}
+    options = {"precision": "bf16", "inner_backend": "aot_eager", "passes": [behind("body/linear", relu)]}
     trained(model, torch.randn(2, 8), torch.compile(model, backend="qsync", options=options))
-    (ran,) = (ran for ran in qsync_fx.applied(model).operators if ran.id.operator == "tap.relu")
+    (ran,) = (ran for ran in qsync_fx.plan_coverage(model).operators if ran.id.operator == "tap.relu")
     assert ran.reason.startswith("inserted by tap; ")
-    assert "inserted by tap" in str(qsync_fx.applied(model))
+    assert "inserted by tap" in str(qsync_fx.plan_coverage(model))
 
 
 # Operators that a plan decides on.
@@ -117,7 +117,7 @@ def with_adapter(weight: nn.Parameter, after: str, where: str = "body/linear") -
 
 
 @pytest.mark.parametrize(
-    ("after", "inner"),
+    ("after", "inner_backend"),
     [
         ("normalize", "aot_eager"),
         pytest.param("normalize", "inductor", marks=tiers.ALL),
@@ -128,7 +128,7 @@ def with_adapter(weight: nn.Parameter, after: str, where: str = "body/linear") -
         pytest.param("lower", "inductor", marks=tiers.ALL),
     ],
 )
-def test_a_product_with_a_parameter_of_the_passes_own_trains(after: str, inner: str) -> None:
+def test_a_product_with_a_parameter_of_the_passes_own_trains(after: str, inner_backend: str) -> None:
     torch.manual_seed(0)
     model, weight, x = Net(), nn.Parameter(torch.randn(8, 8) / 3), torch.randn(4, 8)
     step = with_adapter(weight, after)
@@ -137,7 +137,9 @@ def test_a_product_with_a_parameter_of_the_passes_own_trains(after: str, inner: 
     y = model.body(x)
     expected = model.classifier(torch.tanh(y + F.linear(y, weight)))
     gradients = torch.autograd.grad(expected.square().sum(), [weight, model.body.weight])
-    run = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": inner, "passes": [step]})
+    run = torch.compile(
+        model, backend="qsync", options={"precision": "fp32", "inner_backend": inner_backend, "passes": [step]}
+    )
     found, _ = trained(model, x, run)
     torch.testing.assert_close(found, expected.detach())
     assert weight.grad is not None
@@ -208,7 +210,9 @@ def test_in_a_checkpointed_region(after: str) -> None:
     y = model.inner.body(x)
     expected = model.top(model.inner.classifier(torch.tanh(y + F.linear(y, weight))))
     (gradient,) = torch.autograd.grad(expected.square().sum(), [weight])
-    run = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager", "passes": [step]})
+    run = torch.compile(
+        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [step]}
+    )
     found, _ = trained(model, x, run)
     torch.testing.assert_close(found, expected.detach())
     torch.testing.assert_close(weight.grad, gradient)
@@ -262,5 +266,7 @@ def test_several_results_and_several_graphs() -> None:
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(2, 8)
     y = torch.relu(model.second(torch.relu(model.first(x)).roll(4, -1))).roll(4, -1)
-    run = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager", "passes": [halves]})
+    run = torch.compile(
+        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [halves]}
+    )
     torch.testing.assert_close(run(x), y)

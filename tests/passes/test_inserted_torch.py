@@ -44,7 +44,9 @@ def test_torch_is_spelled_as_the_model_is(how: str, after: str) -> None:
     assert list(put_in(explain(step, precision="fp32"))) == [f"body/tap.{name}" for name in names]
     torch.manual_seed(0)
     model, x = Net(), torch.randn(2, 8)
-    run = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager", "passes": [step]})
+    run = torch.compile(
+        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [step]}
+    )
     y = model.body(x)
     torch.testing.assert_close(run(x), model.classifier(torch.tanh(scale(y) if how == "module" else torch.relu(y))))
     run(x).sum().backward()

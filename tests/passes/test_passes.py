@@ -39,7 +39,7 @@ def test_a_custom_pass_trains() -> None:
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(
-        model, backend="qsync", options={"precision": "int8", "inner": "aot_eager", "passes": [keep_head_fp32]}
+        model, backend="qsync", options={"precision": "int8", "inner_backend": "aot_eager", "passes": [keep_head_fp32]}
     )
     compiled(torch.randn(2, 8)).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -226,25 +226,25 @@ def outcome(function: Function) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     return y.detach(), x.grad, process_state()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "eager", pytest.param("inductor", marks=tiers.ALL)])
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "eager", pytest.param("inductor", marks=tiers.ALL)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_state_afterwards_is_that_of_eager_mode(name: str, inner: str) -> None:
+def test_the_state_afterwards_is_that_of_eager_mode(name: str, inner_backend: str) -> None:
     function = FUNCTIONS[name]
     expected, expected_gradient, expected_state = outcome(function)
     before = process_state()
-    options = {"inner": inner, "precision": "fp32"}
+    options = {"inner_backend": inner_backend, "precision": "fp32"}
     result, gradient, state = outcome(torch.compile(function, backend="qsync", options=options))
-    if inner == "inductor":
+    if inner_backend == "inductor":
         before["random numbers"] = expected_state["random numbers"] = state["random numbers"]
     assert {**state, "random numbers": None} == {**before, "random numbers": None}
     assert state == expected_state
-    if inner != "inductor" or name not in DRAWS:
+    if inner_backend != "inductor" or name not in DRAWS:
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_checkpointing_works_after_a_compiled_gradient() -> None:
-    torch.compile(grad(sine), backend="qsync", options={"inner": "aot_eager"})(torch.randn(4))
+    torch.compile(grad(sine), backend="qsync", options={"inner_backend": "aot_eager"})(torch.randn(4))
     x = torch.randn(4, requires_grad=True)
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())
@@ -252,9 +252,11 @@ def test_checkpointing_works_after_a_compiled_gradient() -> None:
 
 def test_the_backend_of_attention_is_the_one_that_the_model_chooses() -> None:
     expected = in_sdpa_kernel(x := torch.randn(2, 2, 4, 4))
-    for inner in ("eager", "aot_eager"):
+    for inner_backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
-        compiled = torch.compile(in_sdpa_kernel, backend="qsync", options={"inner": inner, "precision": "fp32"})
+        compiled = torch.compile(
+            in_sdpa_kernel, backend="qsync", options={"inner_backend": inner_backend, "precision": "fp32"}
+        )
         assert torch.equal(compiled(x), expected)
 
 
@@ -278,7 +280,7 @@ def test_calls_with_an_effect_that_no_table_lists_stay_in_the_graph() -> None:
         leave()
         return y + 1
 
-    compiled = torch.compile(function, backend="qsync", options={"inner": "eager"})
+    compiled = torch.compile(function, backend="qsync", options={"inner_backend": "eager"})
     compiled(torch.ones(4))
     _log.clear()
     compiled(torch.ones(4))
@@ -310,11 +312,11 @@ def test_switches_of_a_body_that_cannot_be_traced_do_not_outlast_it(monkeypatch:
         return y + torch.ones(4)
 
     x = torch.randn(4, requires_grad=True)
-    assert torch.compile(function, backend="qsync", options={"inner": "eager"})(x).dtype is torch.float32
+    assert torch.compile(function, backend="qsync", options={"inner_backend": "eager"})(x).dtype is torch.float32
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_a_kept_call_is_unpacked_as_dynamo_wrote_it(inner: str) -> None:
+@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
+def test_a_kept_call_is_unpacked_as_dynamo_wrote_it(inner_backend: str) -> None:
     """`vjp` pulls back after its level, in a call that cannot be re-traced and returns a tuple."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
@@ -323,5 +325,5 @@ def test_a_kept_call_is_unpacked_as_dynamo_wrote_it(inner: str) -> None:
         return first * 2 + second
 
     operands = torch.randn(4), torch.randn(4)
-    compiled = torch.compile(function, backend="qsync", options={"inner": inner, "precision": "fp32"})
+    compiled = torch.compile(function, backend="qsync", options={"inner_backend": inner_backend, "precision": "fp32"})
     torch.testing.assert_close(compiled(*operands), function(*operands))

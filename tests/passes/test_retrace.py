@@ -166,7 +166,7 @@ def test_values_that_autograd_does_not_see(forward: Forward) -> None:
     for inner in ("aot_eager", "eager"):
         torch._dynamo.reset()
         model = build(lambda: Two(forward))
-        ours = two_steps(model, compiled(model, precision="fp32", inner=inner))
+        ours = two_steps(model, compiled(model, precision="fp32", inner_backend=inner))
         assert_equal(ours[0], theirs[0])
         assert_equal(ours[1], theirs[1])
     for precision, bound in ("bf16", 0.03), ("int8", 0.15):
@@ -191,10 +191,10 @@ def test_eager_keeps_what_data_means_for_autograd() -> None:
         return y
 
     x = torch.ones(3, requires_grad=True)
-    for wrapped in (through_data, compiled(through_data, precision="fp32", inner="eager")):
+    for wrapped in (through_data, compiled(through_data, precision="fp32", inner_backend="eager")):
         (found,) = torch.autograd.grad(wrapped(x).sum(), x)
         assert torch.equal(found, 2 * x.detach().exp())
-    for wrapped in (through_detach, compiled(through_detach, precision="fp32", inner="eager")):
+    for wrapped in (through_detach, compiled(through_detach, precision="fp32", inner_backend="eager")):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(wrapped(x).sum(), x)
 

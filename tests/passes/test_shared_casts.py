@@ -21,7 +21,7 @@ def test_no_cast_outlives_a_write() -> None:
 
     inputs = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(4, 8)]
     text = qsync_fx.explain(model, *inputs, options={"precision": "bf16"}).graph()
-    compiled = torch.compile(model, backend="qsync", options={"precision": "bf16", "inner": "aot_eager"})
+    compiled = torch.compile(model, backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"})
     torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=0.05, atol=0.2)
     assert text.count("aten.to.dtype(%clone, bfloat16)") == 2
 

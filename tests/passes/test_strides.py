@@ -154,8 +154,8 @@ def cases() -> list[Any]:
     return [
         pytest.param(*case, id="-".join(case), marks=() if case in QUICK else tiers.ALL)
         for name in MODELS
-        for inner in ("inductor", "aot_eager")
-        for case in [(name, fmt, inner) for fmt in ("bf16", "int8")]
+        for inner_backend in ("inductor", "aot_eager")
+        for case in [(name, fmt, inner_backend) for fmt in ("bf16", "int8")]
     ]
 
 
@@ -169,13 +169,17 @@ def step(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), leaf.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize(("name", "fmt", "inner"), cases())
-def test_views_behind_what_is_rewritten_read_what_they_read_in_eager_mode(name: str, fmt: str, inner: str) -> None:
+@pytest.mark.parametrize(("name", "fmt", "inner_backend"), cases())
+def test_views_behind_what_is_rewritten_read_what_they_read_in_eager_mode(
+    name: str, fmt: str, inner_backend: str
+) -> None:
     torch.manual_seed(0)
     x, function, weights = MODELS[name]()
     model = Calling(function, *weights)
     expected = step(model, model, x)
-    result = step(model, torch.compile(model, backend="qsync", options={"precision": fmt, "inner": inner}), x)
+    result = step(
+        model, torch.compile(model, backend="qsync", options={"precision": fmt, "inner_backend": inner_backend}), x
+    )
     for one, other in zip(result, expected, strict=True):
         assert one.shape == other.shape
         assert float((one - other).norm() / other.norm()) < {"bf16": 0.03, "int8": 0.15}[fmt]
@@ -214,7 +218,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], Function, list[Tensor]]] = {
 def test_layers_and_their_gradients_have_the_strides_of_torch(name: str) -> None:
     shape, function, weights = LAYERS[name]
     model = Calling(function, *weights)
-    call = torch.compile(model, backend="qsync", options={"precision": "int8", "inner": "eager"}, dynamic=False)
+    call = torch.compile(model, backend="qsync", options={"precision": "int8", "inner_backend": "eager"}, dynamic=False)
     for x in layouts(shape):
         torch._dynamo.reset()
         leaf = x.requires_grad_()

@@ -45,7 +45,7 @@ class Pair(nn.Module):
 def profile(breaks: bool = False) -> Profile:
     torch.manual_seed(0)
     batch = torch.randn(4, 16), torch.randn(4, 8)
-    how = {"rounds": 1, "progress": False, "sensitivity": "exact"}
+    how = {"repeats": 1, "progress": False, "sensitivity": "second_order"}
     return qsync_fx.measure(Pair(breaks=breaks), Counted(), [batch], ["fp32", "bf16"], **how)
 
 
@@ -68,7 +68,7 @@ def keep(found: Profile, **changes: Any) -> Path:
 
 
 def trained(model: nn.Module, size: int = 4, **options: Any) -> Any:
-    fast = torch.compile(model, backend="qsync", options={"inner": "eager", **options}, dynamic=None)
+    fast = torch.compile(model, backend="qsync", options={"inner_backend": "eager", **options}, dynamic=None)
     step(fast, size)
     return fast
 
@@ -80,7 +80,9 @@ def step(fast: Any, size: int = 4) -> None:
 
 
 def formats(model: nn.Module) -> dict[str, str]:
-    return {str(ran.id): str(ran.precision) for ran in qsync_fx.applied(model).operators if ran.kind == "adjustable"}
+    return {
+        str(ran.id): str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"
+    }
 
 
 DEFAULT = dict.fromkeys(PLANNED, "bf16")
@@ -89,7 +91,7 @@ DEFAULT = dict.fromkeys(PLANNED, "bf16")
 def under_inductor(found: Profile) -> Profile:
     """The same for a model that is compiled by another compiler than the one that it was measured with, so that tests are quick."""
     assert found.fingerprint is not None
-    return replace(found, fingerprint=replace(found.fingerprint, options="inner=eager"))
+    return replace(found, fingerprint=replace(found.fingerprint, options="inner_backend=eager"))
 
 
 class Said(logging.Handler):
@@ -121,10 +123,10 @@ def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
     (said,) = messages
     assert "no plan was asked for" in said and "the variance of bf16" in said and str(file) in said
     assert formats(fast) == PLANNED
-    found = qsync_fx.applied(fast)
+    found = qsync_fx.plan_coverage(fast)
     assert found.complete and found.unasked[0] in str(found) and found.unasked[0] in said
     assert {ran.reason for ran in found.operators if ran.kind == "adjustable"} == {"plan of a cached profile"}
-    explanation = qsync_fx.explain(Pair(), torch.randn(4, 16), options={"inner": "eager"})
+    explanation = qsync_fx.explain(Pair(), torch.randn(4, 16), options={"inner_backend": "eager"})
     assert {str(op.id): str(op.precision) for op in explanation.operators} == PLANNED
 
 
@@ -160,7 +162,7 @@ def test_the_last_batch_of_an_epoch_and_evaluation_go_on_under_the_plan() -> Non
 def test_evaluation_decides_on_nothing() -> None:
     keep(under_inductor(profile()))
     model = Pair().eval()
-    fast = torch.compile(model, backend="qsync", options={"inner": "eager"})
+    fast = torch.compile(model, backend="qsync", options={"inner_backend": "eager"})
     with torch.no_grad():
         fast(torch.randn(5, 16))
     assert formats(fast) == DEFAULT
@@ -183,13 +185,13 @@ def test_a_stale_profile_is_not_taken_and_said_once(model: Any, size: int, chang
     made = model()
     with pytest.warns(PlanWarning, match=f"(?s)a profile of Pair is in the cache, but.*{why}.*cached_plan=False"):
         fast = trained(made, size)
-    assert formats(fast) == DEFAULT and not qsync_fx.applied(fast).unasked
+    assert formats(fast) == DEFAULT and not qsync_fx.plan_coverage(fast).unasked
     step(fast, size + 1)
 
 
 def test_other_options_make_other_times() -> None:
     keep(profile())
-    with pytest.warns(PlanWarning, match="other options: none, here inner=eager"):
+    with pytest.warns(PlanWarning, match="other options: none, here inner_backend=eager"):
         assert formats(trained(Pair())) == DEFAULT
 
 
@@ -208,7 +210,7 @@ def test_what_is_asked_for_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert formats(trained(Pair(), cached_plan=False)) == DEFAULT
     assert formats(trained(Pair(), precision="fp32")) == dict.fromkeys(PLANNED, "fp32")
     torch._dynamo.reset()
-    fast = torch.compile(Pair(), backend="qsync", options={"inner": "eager"})
+    fast = torch.compile(Pair(), backend="qsync", options={"inner_backend": "eager"})
     with torch.autocast("cpu", torch.bfloat16):
         step(fast)
     assert formats(fast) == DEFAULT
@@ -234,7 +236,7 @@ def test_a_file_that_is_none_is_no_matter() -> None:
 def test_each_graph_of_a_model_gets_its_part() -> None:
     keep(under_inductor(profile(breaks=True)))
     fast = trained(Pair(breaks=True))
-    assert formats(fast) == PLANNED and qsync_fx.applied(fast).complete
+    assert formats(fast) == PLANNED and qsync_fx.plan_coverage(fast).complete
 
 
 @tiers.ALL
@@ -253,7 +255,7 @@ def test_data_parallel_models_are_known_by_what_is_inside(tmp_path: Path, outsid
 
 def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     with pytest.raises(ProfileError, match="no profile says how much"):
-        quick(layer(), Counted(), rounds=1).save()
+        quick(layer(), Counted(), repeats=1).save()
     with pytest.raises(ProfileError, match="another machine"):
         replace(profile(), machine=replace(profile().machine, name="elsewhere")).save()
     with pytest.raises(ProfileError, match="by what its model is known"):

@@ -1,4 +1,4 @@
-"""`qsync_fx.switch`: another plan in the middle of training, with nothing lost but what the plan says.
+"""`qsync_fx.switch_plan`: another plan in the middle of training, with nothing lost but what the plan says.
 
 Compilations are counted by torch itself; what runs is told from outputs, which differ from one plan to the next.
 """
@@ -48,7 +48,7 @@ def test_training_goes_on_where_it_was() -> None:
     kept = copy.deepcopy((model.state_dict(), optimizer.state_dict())), torch.get_rng_state()
 
     parameters = [id(p) for p in model.parameters()]
-    assert qsync_fx.switch(fast, BF16) is fast
+    assert qsync_fx.switch_plan(fast, BF16) is fast
     assert torch.equal(torch.get_rng_state(), kept[1]), "switching draws no random number"
     found = [train(fast, optimizer, x) for x in batches(3)]
     assert [id(p) for p in model.parameters()] == parameters
@@ -68,7 +68,7 @@ def test_one_compilation_a_plan() -> None:
     fast, x = compiled(build(Perceptron), plan=INT8), torch.randn(4, 16)
 
     def step(plan: Plan) -> int:
-        return compilations(lambda: qsync_fx.switch(fast, plan)(x).sum().backward())
+        return compilations(lambda: qsync_fx.switch_plan(fast, plan)(x).sum().backward())
 
     assert compilations(lambda: fast(x).sum().backward()) == 1
     assert step(BF16) == 1
@@ -82,8 +82,8 @@ def test_one_compilation_a_plan() -> None:
 def test_a_uniform_plan_is_the_precision_of_that_name() -> None:
     fast, x = compiled(build(Perceptron), precision="int8"), torch.randn(4, 16)
     assert compilations(lambda: fast(x)) == 1
-    assert compilations(lambda: qsync_fx.switch(fast, BF16)(x)) == 1
-    assert compilations(lambda: qsync_fx.switch(fast, INT8)(x)) == 0
+    assert compilations(lambda: qsync_fx.switch_plan(fast, BF16)(x)) == 1
+    assert compilations(lambda: qsync_fx.switch_plan(fast, INT8)(x)) == 0
 
 
 def test_without_a_plan_the_device_decides_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_without_a_plan_the_device_decides_again(monkeypatch: pytest.MonkeyPatch
     model, x = build(Perceptron), torch.randn(4, 16)
     fast = compiled(model)
     wanted = fast(x)
-    assert not torch.equal(qsync_fx.switch(fast, FP32)(x), wanted)
-    assert compilations(lambda: qsync_fx.switch(fast, None)(x)) == 0
+    assert not torch.equal(qsync_fx.switch_plan(fast, FP32)(x), wanted)
+    assert compilations(lambda: qsync_fx.switch_plan(fast, None)(x)) == 0
     assert torch.equal(fast(x), wanted)
 
 
@@ -110,10 +110,10 @@ def test_twenty_plans_and_back() -> None:
     fast, plans = compiled(model, plan=FP32), many_plans()
     assert len(plans) > torch._dynamo.config.recompile_limit
     with torch.no_grad(), torch._dynamo.config.patch(accumulated_recompile_limit=8):
-        first = [qsync_fx.switch(fast, plan)(x) for plan in plans]
+        first = [qsync_fx.switch_plan(fast, plan)(x) for plan in plans]
         assert len({tuple(y.flatten().tolist()) for y in first}) == len(plans), "every plan is followed"
         again: list[Tensor] = []
-        assert compilations(lambda: again.extend(qsync_fx.switch(fast, plan)(x) for plan in reversed(plans))) == 0
+        assert compilations(lambda: again.extend(qsync_fx.switch_plan(fast, plan)(x) for plan in reversed(plans))) == 0
     assert torch.equal(torch.stack(first), torch.stack(again[::-1]))
 
 
@@ -140,7 +140,7 @@ def test_a_plan_is_followed_after_another_one_has_met_the_limit() -> None:
         model.scale = 4
         with pytest.raises(PlanError, match="recompile_limit"):
             fast(x)
-        qsync_fx.switch(fast, INT8)
+        qsync_fx.switch_plan(fast, INT8)
         assert not torch.equal(fast(x), model(x))
 
 
@@ -150,12 +150,12 @@ def test_other_options_stay(tmp_path: Path) -> None:
     @qsync_fx.graph_pass
     def note(graph: qsync_fx.PrecisionGraph) -> None:
         options = graph.context.options
-        ran.append((options.rounding, options.scaling, options.inner, graph.context.plan))
+        ran.append((options.rounding, options.scaling, options.inner_backend, graph.context.plan))
 
     fast = compiled(build(Perceptron), precision="int8", rounding="floor", scaling="channel", passes=[note])
     fast(torch.randn(4, 16))
     BF16.save(tmp_path / "plan.json")
-    qsync_fx.switch(fast, tmp_path / "plan.json")
+    qsync_fx.switch_plan(fast, tmp_path / "plan.json")
     (tmp_path / "plan.json").unlink()  # it is read when it is given
     fast(torch.randn(4, 16))
     assert ran == [("floor", "channel", "aot_eager", INT8), ("floor", "channel", "aot_eager", BF16)]
@@ -168,12 +168,12 @@ def test_what_torch_compile_was_told_stays() -> None:
             return x + 1
 
     whole = torch.compile(Breaks(), backend="qsync", fullgraph=True, options={"plan": BF16})
-    qsync_fx.switch(whole, INT8)
+    qsync_fx.switch_plan(whole, INT8)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         whole(torch.randn(2))
-    dynamic = torch.compile(build(Perceptron), backend="qsync", dynamic=True, options={"inner": "aot_eager"})
+    dynamic = torch.compile(build(Perceptron), backend="qsync", dynamic=True, options={"inner_backend": "aot_eager"})
     dynamic(torch.randn(3, 16))
-    qsync_fx.switch(dynamic, INT8)
+    qsync_fx.switch_plan(dynamic, INT8)
     assert compilations(lambda: [dynamic(torch.randn(n, 16)) for n in (3, 4, 5)]) == 1
 
 
@@ -182,19 +182,19 @@ def test_a_plan_that_does_not_fit_is_told_and_can_be_taken_back() -> None:
     fast = compiled(model, plan=FP32)
     fast(x)
     with pytest.raises(PlanError):
-        qsync_fx.switch(fast, "no such file.json")
+        qsync_fx.switch_plan(fast, "no such file.json")
     with pytest.raises(OptionError):
-        qsync_fx.switch(fast, 8)  # type: ignore[arg-type]
+        qsync_fx.switch_plan(fast, 8)  # type: ignore[arg-type]
     assert torch.equal(fast(x), model(x)), "nothing was switched"
-    qsync_fx.switch(fast, Plan("fp32", patterns=[("heed", "int8")]))
+    qsync_fx.switch_plan(fast, Plan("fp32", patterns=[("heed", "int8")]))
     with pytest.raises(PlanError, match="heed"):
         fast(x)
-    assert compilations(lambda: qsync_fx.switch(fast, FP32)(x)) == 0
+    assert compilations(lambda: qsync_fx.switch_plan(fast, FP32)(x)) == 0
 
 
 def test_explain_takes_a_switched_model() -> None:
     fast, x = compiled(build(Perceptron), plan=FP32), torch.randn(4, 16)
-    qsync_fx.switch(fast, INT8)(x)
+    qsync_fx.switch_plan(fast, INT8)(x)
     found = qsync_fx.explain(fast, x, options={"plan": BF16})
     assert {str(op.precision) for op in found.operators if op.kind == "adjustable"} == {"bf16"}
     assert compilations(lambda: fast(x)) == 0

@@ -1,4 +1,4 @@
-"""`qsync_fx.switch` takes what torch.compile has made: modules, functions, methods, blocks, frames behind a graph break, ranks."""
+"""`qsync_fx.switch_plan` takes what torch.compile has made: modules, functions, methods, blocks, frames behind a graph break, ranks."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def rounds(run: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor]) -
 def test_a_module_that_compiled_itself() -> None:
     model = build(Perceptron)
     exact = copy.deepcopy(model)
-    model.compile(backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+    model.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
     assert not rounds(model, exact)
-    assert qsync_fx.switch(model, INT8) is model
+    assert qsync_fx.switch_plan(model, INT8) is model
     assert rounds(model, exact)
-    qsync_fx.switch(model, FP32)
+    qsync_fx.switch_plan(model, FP32)
     assert not rounds(model, exact)
 
 
 def test_a_function() -> None:
     model = build(Perceptron)
 
-    @torch.compile(backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+    @torch.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
     def run(x: Tensor) -> Tensor:
         return model(x)
 
     kept = run  # as a training loop has it in a variable
     assert not rounds(kept, model)
-    assert qsync_fx.switch(run, INT8) is run
+    assert qsync_fx.switch_plan(run, INT8) is run
     assert rounds(kept, model)
 
 
@@ -57,13 +57,13 @@ def test_a_method_of_a_class() -> None:
             super().__init__()
             self.inner = Perceptron()
 
-        @torch.compile(backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+        @torch.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)
 
     model = build(Net)
     assert not rounds(model, model.inner)
-    qsync_fx.switch(model, INT8)
+    qsync_fx.switch_plan(model, INT8)
     assert rounds(model, model.inner)
 
 
@@ -78,10 +78,10 @@ def test_blocks_compiled_one_by_one() -> None:
 
     model = build(Blocks)
     exact = copy.deepcopy(model)
-    model.first.compile(backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})
+    model.first.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
     model.second = compiled(model.second, precision="fp32")
     assert not rounds(model, exact)
-    qsync_fx.switch(model, INT8)
+    qsync_fx.switch_plan(model, INT8)
     assert rounds(model.first, exact.first)
     assert rounds(model.second, exact.second)
 
@@ -102,9 +102,9 @@ def test_frames_after_a_graph_break() -> None:
     assert torch.equal(fast(x), model(x))
     plans = [Plan("fp32", patterns=[("second", name)]) for name in ("bf16", "int8", "fp8", "tf32")]
     for plan in plans * 2:
-        qsync_fx.switch(fast, plan)
+        qsync_fx.switch_plan(fast, plan)
         assert not torch.equal(fast(x), model(x))
-    assert compilations(lambda: qsync_fx.switch(fast, FP32)(x)) == 0
+    assert compilations(lambda: qsync_fx.switch_plan(fast, FP32)(x)) == 0
     assert torch.equal(fast(x), model(x))
 
 
@@ -119,7 +119,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("around", ["ddp of compiled", "compiled of ddp"])
 def test_data_parallel(around: str) -> None:
     parallel = nn.parallel.DistributedDataParallel
-    options: Any = {"precision": "fp32", "inner": "aot_eager"}
+    options: Any = {"precision": "fp32", "inner_backend": "aot_eager"}
     model, exact, x = build(Perceptron), build(Perceptron), torch.randn(32, 16)
     if around == "ddp of compiled":
         fast = parallel(torch.compile(model, backend="qsync", options=options))
@@ -128,7 +128,7 @@ def test_data_parallel(around: str) -> None:
     fast(x).square().mean().backward()
     exact(x).square().mean().backward()
     assert_equal(gradients(model), gradients(exact))
-    assert qsync_fx.switch(fast, INT8) is fast
+    assert qsync_fx.switch_plan(fast, INT8) is fast
     model.zero_grad()
     fast(x).square().mean().backward()
     assert 1e-4 < relative_error(gradients(model), gradients(exact)) < 0.1
@@ -138,4 +138,4 @@ def test_what_cannot_be_switched_is_told() -> None:
     model = build(Perceptron)
     for other in (model, torch.compile(model, backend="aot_eager"), lambda x: x):
         with pytest.raises(OptionError, match="not compiled with the backend"):
-            qsync_fx.switch(other, INT8)
+            qsync_fx.switch_plan(other, INT8)

@@ -32,7 +32,7 @@ SINGLE = [
 
 
 def measured(step: Counted, batches: Any) -> None:
-    qsync_fx.measure(layer(), step, batches, ["fp32"], rounds=1, progress=False)
+    qsync_fx.measure(layer(), step, batches, ["fp32"], repeats=1, progress=False)
 
 
 def sensitivity(step: Counted, batches: Any) -> None:
@@ -45,7 +45,7 @@ def planned(step: Counted, batches: Any) -> None:
 
 
 def planned_by_ranks(step: Counted, batches: Any) -> None:
-    qsync_fx.distributed.find_plan(layer(), step, batches, progress=False)
+    qsync_fx.distributed.measure_and_plan(layer(), step, batches, progress=False)
 
 
 @pytest.mark.parametrize("batches", SINGLE, ids=lambda value: type(value).__name__)
@@ -70,4 +70,4 @@ def test_lists_and_loaders_of_batches() -> None:
 
 def test_one_list_is_measured() -> None:
     step = Counted()
-    assert quick(layer(), step, rounds=1).runs and step.calls
+    assert quick(layer(), step, repeats=1).runs and step.calls

@@ -25,7 +25,7 @@ NARROW = Plan.uniform("bf16")
 
 
 def correct(model: nn.Module, step: Any, profile: Any, **more: Any) -> Profile:
-    how = {"plan": NARROW, "rounds": 2, "progress": False}
+    how = {"plan": NARROW, "repeats": 2, "progress": False}
     return measure(model, step, [BATCH], profile=profile, **{**how, **more})
 
 
@@ -53,7 +53,7 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
 def test_what_a_loss_takes_is_known_from_then_on_of_a_profile_of_before() -> None:
     before = quick(layer(), Counted())
     old, other = replace(before, loss_memory=None), replace(before, loss_memory=LossMemory(held=7, most=9))
-    after, kept = (correct(layer(), Counted(), profile, rounds=1) for profile in (old, other))
+    after, kept = (correct(layer(), Counted(), profile, repeats=1) for profile in (old, other))
     assert after.loss_memory == before.loss_memory is not None and kept.loss_memory == other.loss_memory
 
 
@@ -61,7 +61,7 @@ def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
     before = quick(layer(), Counted())
     again = before
     for notes in ({}, {"why": "named in other words"}):
-        again = correct(layer(), Counted(), again, plan=Plan("bf16", notes=notes), rounds=1)
+        again = correct(layer(), Counted(), again, plan=Plan("bf16", notes=notes), repeats=1)
     assert [run.planned for run in again.runs] == [False, True] and len(again.runs[-1].steps) == 1
     uniform = correct(layer(), Counted(), before, plan=Plan.uniform("fp32"))
     assert [run.label for run in uniform.runs][:1] == ["fp32"] and uniform.runs[:1] == before.runs
@@ -69,8 +69,8 @@ def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
 
 
 def test_formats_that_plans_have_brought_stay_known() -> None:
-    narrow = correct(layer(), Counted(), quick(layer(), Counted()), rounds=1)
-    third = correct(layer(), Counted(), narrow, plan=Plan.uniform("int8"), rounds=1)
+    narrow = correct(layer(), Counted(), quick(layer(), Counted()), repeats=1)
+    third = correct(layer(), Counted(), narrow, plan=Plan.uniform("int8"), repeats=1)
     assert set(third.graph.formats) == {"fp32", "bf16", "int8"}
     assert [qsync_fx.replay(plan, third).seconds > 0 for plan in (NARROW, Plan.uniform("int8"))] == [True, True]
 
@@ -78,7 +78,7 @@ def test_formats_that_plans_have_brought_stay_known() -> None:
 def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     before = quick(layer(), Counted(), path=path)
-    how = {"profile": path, "path": path, "rounds": 3}
+    how = {"profile": path, "path": path, "repeats": 3}
     with pytest.raises(KeyboardInterrupt):
         correct(layer(), Counted(interrupted_at=4 + 2 * (1 + 2 + 2 * 3) + 1), **how)
     assert Profile.load(path) == before
@@ -134,20 +134,20 @@ def test_a_profile_of_something_else_is_refused() -> None:
 
 def test_a_profile_says_under_which_conditions_it_was_taken() -> None:
     model = layer().eval()
-    profile = quick(model, Counted(), options={"rounding": "nearest"}, rounds=1)
+    profile = quick(model, Counted(), options={"rounding": "nearest"}, repeats=1)
     assert profile.model.conditions == "rounding=nearest, 1 modules in the mode to evaluate"
     assert profile.model.conditions in str(profile) and profile.model.conditions in str(
         qsync_fx.replay(Plan.uniform("fp32"), profile)
     )
     with pytest.raises(OptionError, match="Inductor writes, and 'aot_eager' writes none"):
-        quick(layer(), Counted(), options={"inner": "aot_eager"})
+        quick(layer(), Counted(), options={"inner_backend": "aot_eager"})
 
 
 @ALL
 def test_the_whole_step_of_a_mixed_plan_is_an_anchor() -> None:
     model = build(Perceptron)
     batch = torch.randn(64, 16), torch.randn(64, 10)
-    how = {"rounds": 2, "progress": False, "sensitivity": None}
+    how = {"repeats": 2, "progress": False, "sensitivity": None}
     before = measure(model, Counted(), [batch], ["fp32", "bf16"], **how)
     mixed = Plan(operators={"layers.0/linear": "bf16", "layers.3/linear": "fp32", "head/linear": "int8"})
     assert "int8" not in before.graph.formats

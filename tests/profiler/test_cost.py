@@ -31,7 +31,7 @@ def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: ObservedS
     assert found is not None
     known, new = map(_seconds, found.groups())
     assert 3 * known < new and known < 60
-    assert "minutes" not in sensitivity_costs(seen, "exact", 2)
+    assert "minutes" not in sensitivity_costs(seen, "second_order", 2)
 
 
 def test_steps_of_ranks_that_train_together_are_counted(seen: ObservedStep) -> None:
@@ -47,14 +47,14 @@ def test_ranks_that_are_up_are_told_what_steps_together_take(
     import qsync_fx.profiler.measurement as measurement
 
     monkeypatch.setattr(measurement, "ranks", lambda: 3)
-    quick(layer(), Counted(), rounds=1, progress=True)
+    quick(layer(), Counted(), repeats=1, progress=True)
     assert "; then steps of all 3 ranks together" in capsys.readouterr().err
-    quick(layer(), Counted(), rounds=1, progress=True, all_reduce=False)
+    quick(layer(), Counted(), repeats=1, progress=True, all_reduce=False)
     assert "ranks together" not in capsys.readouterr().err
 
 
 def test_what_is_left_follows_from_what_parts_took(seen: ObservedStep) -> None:
-    left = Left(seen, plans=3, rounds=2)
+    left = Left(seen, plans=3, repeats=2)
     left.compiled.append(20.0)
     assert left.seconds == pytest.approx(40.0, abs=1), "as much for each as for the first"
     left.compiled.append(8.0)
@@ -70,8 +70,8 @@ def test_a_log_says_how_far_a_measurement_is(
     import qsync_fx.profiler.progress as shown
 
     monkeypatch.setattr(shown, "_EVERY", 0.0)
-    quick(layer(), Counted(), rounds=1, progress=True)
+    quick(layer(), Counted(), repeats=1, progress=True)
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qsync: measuring: ")]
     assert "1 of 2" in told[0] and "compiled fp32" in told[0] and " left" in told[0] and "2 of 2" in told[1]
-    quick(layer(), Counted(), rounds=1, sensitivity="fisher")
+    quick(layer(), Counted(), repeats=1, sensitivity="fisher")
     assert capsys.readouterr().err == "", "nor of its sensitivity, where nothing is to be shown"

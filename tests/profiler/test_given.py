@@ -54,6 +54,6 @@ def test_parameters_beside_the_models_are_said() -> None:
 
 
 def test_a_profile_has_the_optimizer_that_is_made() -> None:
-    profile = quick(layer(), Counted(), optimizer=torch.optim.AdamW, rounds=1)
+    profile = quick(layer(), Counted(), optimizer=torch.optim.AdamW, repeats=1)
     assert profile.optimizer == "AdamW" and profile.optimizer_seconds > 0
     assert profile.optimizer_memory is not None and profile.optimizer_memory.state == 2

@@ -41,7 +41,7 @@ def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(
 @ALL
 def test_a_plan_may_ask_for_formats_that_are_not_measured_beside_it() -> None:
     narrow = qsync_fx.Plan.uniform("bf16")
-    profile = quick(layer(), Counted(), plan=narrow, rounds=1)
+    profile = quick(layer(), Counted(), plan=narrow, repeats=1)
     assert [run.planned for run in profile.runs] == [False, True]
     assert profile.interpolated(narrow) == []
     found = qsync_fx.replay(narrow, profile).seconds
@@ -51,7 +51,7 @@ def test_a_plan_may_ask_for_formats_that_are_not_measured_beside_it() -> None:
 def test_the_sensitivity_of_operators_is_part_of_a_profile_that_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     batches = iter([(torch.randn(4, 16), torch.randn(4, 8)) for _ in range(3)])
     step = Counted()
-    profile = measure(layer(), step, batches, ["fp32"], rounds=1, sensitivity="fisher")
+    profile = measure(layer(), step, batches, ["fp32"], repeats=1, sensitivity="fisher")
     assert "; then 4 to 50 steps of about 1 pass for its sensitivity" in capsys.readouterr().err
     assert profile.sensitivity is not None and profile.sensitivity.steps == 3
     assert str(profile)
@@ -61,24 +61,24 @@ def test_dynamo_compiles_the_model_as_often_afterwards_as_before() -> None:
     model = layer()
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
-            quick(model, Counted(), rounds=1)
-        compiled = torch.compile(model, backend="qsync", options={"inner": "eager", "precision": "fp32"})
+            quick(model, Counted(), repeats=1)
+        compiled = torch.compile(model, backend="qsync", options={"inner_backend": "eager", "precision": "fp32"})
         compiled(BATCH[0])
-    assert qsync_fx.applied(compiled).complete
-    assert [str(ran.id) for ran in qsync_fx.applied(compiled).operators] == ["/linear"]
+    assert qsync_fx.plan_coverage(compiled).complete
+    assert [str(ran.id) for ran in qsync_fx.plan_coverage(compiled).operators] == ["/linear"]
 
 
 def test_an_interrupted_measurement_goes_on_from_there(tmp_path: Path) -> None:
     whole = Counted()
-    quick(layer(), whole, rounds=3)
+    quick(layer(), whole, repeats=3)
     path = tmp_path / "layer.json"
     with pytest.raises(KeyboardInterrupt):
-        quick(layer(), Counted(interrupted_at=whole.calls - 1), rounds=3, path=path)
+        quick(layer(), Counted(interrupted_at=whole.calls - 1), repeats=3, path=path)
     (partial,) = tmp_path.iterdir()
     kept = SAMPLES.load(partial)
     assert kept.rounds == 2
     rest = Counted()
-    profile = quick(layer(), rest, rounds=3, path=path)
+    profile = quick(layer(), rest, repeats=3, path=path)
     assert whole.calls - rest.calls == 2 * 3, "two of three rounds, of three steps each, are not run again"
     assert len(profile.runs[0].steps) == 3 and not partial.exists()
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_measured_is_said_before_anything_is_compiled(tmp_path: P
     with pytest.raises(ProfileError, match="a tensor of shape"):
         quick(layer(), lambda model, batch: model(batch[0]))
     with pytest.raises(OptionError, match="0 times"):
-        quick(layer(), Counted(), rounds=0)
+        quick(layer(), Counted(), repeats=0)
     step = Counted()
     with pytest.raises(ProfileError, match="No such file or directory"):
         quick(layer(), step, path=tmp_path / "missing" / "layer.json")
@@ -139,7 +139,7 @@ def test_a_step_that_differentiates_its_loss_is_told_that_it_is_not_to() -> None
         quick(model, trains, optimizer=optimizer)
     assert caught.value.where == "step" and "return the loss, without backward()" in (caught.value.do or "")
     assert torch.equal(model.weight, weight) and model.weight.grad is None
-    quick(model, Counted(), optimizer=optimizer, rounds=1)
+    quick(model, Counted(), optimizer=optimizer, repeats=1)
 
 
 @pytest.mark.parametrize("number", ["nan", "inf"])
@@ -177,7 +177,7 @@ def perceptron() -> Profile:
     plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8")
     batch = torch.randn(64, 16), torch.randn(64, 10)
     return measure(
-        model, Counted(), [batch], ["fp32", "bf16", "int8"], plan=plan, rounds=2, progress=False, sensitivity=None
+        model, Counted(), [batch], ["fp32", "bf16", "int8"], plan=plan, repeats=2, progress=False, sensitivity=None
     )
 
 
@@ -212,6 +212,6 @@ def test_where_nothing_is_made_narrow_nothing_is_disturbed() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     step = Counted()
     batches = [(torch.randn(4, 16), torch.randn(4, 8))]
-    profile = measure(model, step, batches, ["fp32"], rounds=1, progress=False)
+    profile = measure(model, step, batches, ["fp32"], repeats=1, progress=False)
     assert profile.sensitivity is not None
     assert {value for by in profile.sensitivity.variance.values() for value in by.values()} == {0.0}

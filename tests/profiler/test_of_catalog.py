@@ -87,7 +87,9 @@ def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
     for run in profile.runs[:3]:
         timeline = qsync_fx.replay(Plan.uniform(run.label), profile)
         assert run.peak_bytes == timeline.peak_bytes["t4"] - 4 * 3 * state - 4 * BATCH.numel()
-    one = measure(net, step, [BATCH], ["fp32"], rounds=1, optimizer=torch.optim.AdamW, sensitivity=None, progress=False)
+    one = measure(
+        net, step, [BATCH], ["fp32"], repeats=1, optimizer=torch.optim.AdamW, sensitivity=None, progress=False
+    )
     assert one.runs[0].peak_bytes == pytest.approx(profile.runs[0].peak_bytes, rel=0.02)
     for found in (one, profile):
         assert str(found).count("peak beyond state") == 2, "heads a column, and is explained"

@@ -53,7 +53,7 @@ def taken() -> Profile:
         runs,
         optimizer="AdamW",
         collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)], 0.9, copies=1e-10, buffers=8e-4)],
-        sensitivity=Sensitivity("exact", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
+        sensitivity=Sensitivity("second_order", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
         codecs=[CodecSpeed("qsgd8", 11e9, 19e9), CodecSpeed("fp32", 10e9, 12e9)],
         loss_memory=LossMemory(held=1024, most=4096),
     )

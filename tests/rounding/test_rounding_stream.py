@@ -32,7 +32,7 @@ def _fresh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "inner"),
+    ("precision", "inner_backend"),
     [
         ("tf32", "aot_eager"),
         ("fp8", "aot_eager"),
@@ -42,11 +42,11 @@ def _fresh() -> None:
         pytest.param("int8", "inductor", marks=tiers.ALL),
     ],
 )
-def test_torch_s_generator_is_where_fp32_leaves_it(precision: str, inner: str) -> None:
+def test_torch_s_generator_is_where_fp32_leaves_it(precision: str, inner_backend: str) -> None:
     def after(precision: str) -> tuple[Tensor, Tensor]:
         torch.compiler.reset()
         model = build(lambda: Perceptron(0.5))
-        fast = compiled(model, precision=precision, inner=inner)
+        fast = compiled(model, precision=precision, inner_backend=inner_backend)
         for _ in range(3):
             step(fast, model)
         return torch.get_rng_state(), torch.randperm(100)
@@ -77,9 +77,9 @@ def test_dropout_drops_what_fp32_drops() -> None:
 # Seeds.
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)])
-def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(inner: str) -> None:
-    step = started(inner=inner)
+@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)])
+def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(inner_backend: str) -> None:
+    step = started(inner_backend=inner_backend)
     runs = []
     for _ in range(2):
         manual_seed(3)
@@ -204,10 +204,11 @@ def test_every_graph_of_a_step_draws_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "budget"), [("aot_eager", 0.1), ("aot_eager", 0.5), pytest.param("inductor", 0.5, marks=tiers.ALL)]
+    ("inner_backend", "budget"),
+    [("aot_eager", 0.1), ("aot_eager", 0.5), pytest.param("inductor", 0.5, marks=tiers.ALL)],
 )
-def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(inner: str, budget: float) -> None:
-    step = started(inner=inner)
+def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(inner_backend: str, budget: float) -> None:
+    step = started(inner_backend=inner_backend)
     manual_seed(3)
     kept = step()
     torch.compiler.reset()

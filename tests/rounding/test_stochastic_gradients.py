@@ -98,19 +98,24 @@ def under_inductor(make: type[nn.Module], fmt: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "fmt", "inner"),
+    ("make", "fmt", "inner_backend"),
     [
-        *((make, fmt, inner) for inner in ("eager", "aot_eager") for fmt in ("bf16", "int8") for make in LAYERS),
+        *(
+            (make, fmt, inner_backend)
+            for inner_backend in ("eager", "aot_eager")
+            for fmt in ("bf16", "int8")
+            for make in LAYERS
+        ),
         *(under_inductor(make, fmt) for fmt in ("bf16", "int8") for make in LAYERS),
     ],
 )
-def test_gradients_are_right_on_average(make: type[nn.Module], fmt: str, inner: str) -> None:
+def test_gradients_are_right_on_average(make: type[nn.Module], fmt: str, inner_backend: str) -> None:
     """Of a layer whose input is FP32, and so its gradient: what is rounded is what comes in, and the product is not rounded at all."""
     model = build(make)
     x, layer = torch.randn(LAYERS[make], requires_grad=True), model.layer
     gradient = torch.randn_like(model(x))
     operands = [values(t, fmt).requires_grad_() for t in (x, layer.weight)]
-    if inner == "inductor" and fmt == "bf16":
+    if inner_backend == "inductor" and fmt == "bf16":
         # It makes the narrow weight anew for the backward pass, in the kernel that widens it, and leaves both conversions out.
         operands[1] = layer.weight.detach().double()
     exact_layer = build(make).double()
@@ -120,7 +125,7 @@ def test_gradients_are_right_on_average(make: type[nn.Module], fmt: str, inner: 
     exact = torch.autograd.grad(exact_layer(operands[0]), leaves, gradient.double())
     for rounding in ("stochastic", "nearest"):
         torch._dynamo.reset()
-        run = compiled(model, precision=fmt, inner=inner, **{**HOW, "gradient_rounding": rounding})
+        run = compiled(model, precision=fmt, inner_backend=inner_backend, **{**HOW, "gradient_rounding": rounding})
         found = [
             greatest_z(d, e) for d, e in zip(zip(*draws(run, layer, x, gradient), strict=True), exact, strict=True)
         ]
@@ -140,7 +145,9 @@ def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str)
     exact = ((gradient.double() @ operands[2]) * open_gates).t() @ operands[0]
     for rounding in ("stochastic", "nearest"):
         torch._dynamo.reset()
-        run = compiled(lambda x: model(x), precision=fmt, inner="eager", **{**HOW, "gradient_rounding": rounding})
+        run = compiled(
+            lambda x: model(x), precision=fmt, inner_backend="eager", **{**HOW, "gradient_rounding": rounding}
+        )
         found = greatest_z((torch.autograd.grad(run(x), first.weight, gradient)[0] for _ in range(DRAWS)), exact)
         assert found < LARGEST_Z if rounding == "stochastic" else found > 3 * LARGEST_Z
 

@@ -28,21 +28,27 @@ from tests.support.models.small_models import (
 
 
 @pytest.mark.parametrize(
-    ("fmt", "inner"),
+    ("fmt", "inner_backend"),
     [
-        *((fmt, inner) for fmt in ("bf16", "int8", "fp8", "int8_grad") for inner in ("eager", "aot_eager")),
+        *(
+            (fmt, inner_backend)
+            for fmt in ("bf16", "int8", "fp8", "int8_grad")
+            for inner_backend in ("eager", "aot_eager")
+        ),
         # What Inductor makes of other roundings, test_stochastic_gradients and test_fused_quantizer say.
         pytest.param("int8_grad", "inductor", marks=tiers.ALL),
         *(pytest.param(fmt, "inductor", marks=tiers.EVERY) for fmt in ("bf16", "int8", "fp8")),
     ],
 )
-def test_the_forward_pass_is_the_same_and_gradients_are_as_near(fmt: str, inner: str) -> None:
+def test_the_forward_pass_is_the_same_and_gradients_are_as_near(fmt: str, inner_backend: str) -> None:
     found = {}
     for rounding in ("nearest", "stochastic"):
         torch._dynamo.reset()
         model = build(Convolutional)
         before = torch.get_rng_state()
-        y = compiled(model, precision=fmt, inner=inner, gradient_rounding=rounding)(torch.randn(16, 1, 8, 8))
+        y = compiled(model, precision=fmt, inner_backend=inner_backend, gradient_rounding=rounding)(
+            torch.randn(16, 1, 8, 8)
+        )
         y.square().mean().backward()
         found[rounding] = y.detach(), gradients(model)
         torch.set_rng_state(before)

@@ -81,7 +81,11 @@ def looked(
 
 
 def problem(
-    known: Looked, batch: int, method: str = "exact", optimizer: OptimizerMemory = MOMENTUM, memory: float | None = None
+    known: Looked,
+    batch: int,
+    method: str = "second_order",
+    optimizer: OptimizerMemory = MOMENTUM,
+    memory: float | None = None,
 ) -> Problem:
     """Returns the problem of two ranks with as many samples each, its T4 limited in memory, without a limit of seconds."""
     devices = {name: ClusterDevice(device=name, batch=batch) for name in FORMATS}

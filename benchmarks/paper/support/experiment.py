@@ -22,7 +22,7 @@ from benchmarks.support.harness import Row, selected, write_json
 from qsync_fx import Plan
 from qsync_fx.profiler.progress import progress
 
-METHODS = ("exact", "paper", "hessian")
+METHODS = ("second_order", "paper", "hessian")
 """Sensitivities that are measured."""
 LOOKED = 8
 """Steps that they are the mean over, of a training that begins."""

@@ -37,7 +37,7 @@ class Pair:
         self.replicas = [model, *(_sharing(model) for _ in plans[1:])]
         self._compiled = []
         for replica, plan in zip(self.replicas, plans, strict=True):
-            options: dict[str, Any] = {"plan": plan, "inner": inner}
+            options: dict[str, Any] = {"plan": plan, "inner_backend": inner}
             self._compiled.append(torch.compile(replica, backend="qsync", options=options, dynamic=False))
 
     def backward(self, parts: Sequence[Inputs]) -> float:

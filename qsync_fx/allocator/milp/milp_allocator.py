@@ -118,7 +118,7 @@ class MilpAllocator:
 
     @property
     def name(self) -> str:
-        return "exact"
+        return "milp"
 
     def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan that is best; see `Allocator`."""

@@ -58,7 +58,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD",
         help="how it is found what operators add to the variance of gradients (see qsync sensitivity), or none; exact by default",
     )
-    measured.add_argument("--rounds", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
+    measured.add_argument("--repeats", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
     measured.add_argument(
         "--cache",
         action="store_true",
@@ -70,7 +70,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    from qsync_fx.profiler.measurement import ROUNDS, measure
+    from qsync_fx.profiler.measurement import REPEATS, measure
 
     if arguments.device is not None:
         _of_catalog(arguments)
@@ -90,8 +90,8 @@ def _measure(arguments: argparse.Namespace) -> None:
         optimizer=training_args.optimizer(arguments.optimizer, trained.module),
         plan=() if inputs.options.plan is None else inputs.options.plan,
         profile=arguments.profile,
-        rounds=ROUNDS if arguments.rounds is None else arguments.rounds,
-        sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity or "exact",
+        repeats=REPEATS if arguments.repeats is None else arguments.repeats,
+        sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity or "second_order",
         path=path,
         options=options,
     )
@@ -110,7 +110,7 @@ def _of_catalog(arguments: argparse.Namespace) -> None:
         model_args.flag(name): value for name, value in model_args.given(arguments).items() if name != "precision"
     }
     measuring |= {
-        f"--{name}": getattr(arguments, name) or None for name in ("profile", "sensitivity", "rounds", "cache")
+        f"--{name}": getattr(arguments, name) or None for name in ("profile", "sensitivity", "repeats", "cache")
     }
     if text := [name for name, value in measuring.items() if value is not None]:
         message = f"a device of the catalog is reckoned, and {', '.join(text)} {'is' if len(text) == 1 else 'are'} of what is measured here"

@@ -55,7 +55,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold")
     group.add_argument(
-        "--method", metavar="NAME", default="exact", help="how it is found where nothing says it; %(default)s, or depth"
+        "--method",
+        metavar="NAME",
+        default="second_order",
+        help="how it is found where nothing says it; %(default)s, or depth",
     )
     training_args.add_optimizer(group)
     group.add_argument("--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices")
@@ -78,14 +81,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help='"30%%", "4 GB" or bytes, or NAME=SIZE; repeatable',
     )
-    group.add_argument("--allocator", metavar="NAME", default="exact", help="what chooses; %(default)s by default")
+    group.add_argument("--allocator", metavar="NAME", default="milp", help="what chooses; %(default)s by default")
     group.add_argument(
         "--tie-blocks", action="store_true", help="operators at one place of equal blocks get one format"
     )
     group.add_argument(
-        "--corrections",
-        "--rounds",
-        dest="corrections",
+        "--max-replans",
+        "--repeats",
+        dest="max_replans",
         metavar="N",
         type=int,
         help="how often a plan at hand is run and looked for again; 3 at most by default, 0 for not",

@@ -33,7 +33,7 @@ examples:
   qsync sensitivity bert:small --method paper
   qsync sensitivity bert:small --check --steps 8"""
 
-_COMPARED = ("exact", "injected", "depth", "paper", "fisher")
+_COMPARED = ("second_order", "injected", "depth", "paper", "fisher")
 _TRUTH = "monte_carlo"
 
 
@@ -47,7 +47,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         refused={"plan": alone},
     )
     settings.add_argument(
-        "--method", metavar="NAME", default="exact", help="how: exact (default), injected, paper and others"
+        "--method",
+        metavar="NAME",
+        default="second_order",
+        help="how: second_order (default), injected, paper and others",
     )
     settings.add_argument("--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)")
     settings.add_argument(

@@ -35,7 +35,7 @@ int8 and fp8 are used where they beat bf16."""
 _EXAMPLES = """\
 examples:
   qsync tune bert:small --precision int8
-  qsync tune bert:small --precision fp8 --device cuda:1 --rounds 21
+  qsync tune bert:small --precision fp8 --device cuda:1 --repeats 21
   qsync tune bert:small --precision int8 --record h200.json   keep every timing
   qsync tune bert:small --precision int8 --recorded h200.json decide without a GPU"""
 
@@ -44,7 +44,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     model_args.add(parser)
     measured = parser.add_argument_group("how to measure")
     measured.add_argument("--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1")
-    measured.add_argument("--rounds", metavar="N", type=int, help="how often each candidate is measured; 9 by default")
+    measured.add_argument("--repeats", metavar="N", type=int, help="how often each candidate is measured; 9 by default")
     measured.add_argument(
         "--recorded", metavar="FILE", type=Path, help="take timings from this file, in place of a GPU"
     )
@@ -63,9 +63,9 @@ def _tune(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.selection.select import known, way
     from qsync_fx.backend.cuda.tuning import ROUNDS, buckets, shown, tune_all
 
-    rounds = ROUNDS if arguments.rounds is None else arguments.rounds
+    rounds = ROUNDS if arguments.repeats is None else arguments.repeats
     if rounds < 1:
-        raise OptionError(f"a candidate cannot be measured {rounds} times", where="--rounds", do="give 1 or more")
+        raise OptionError(f"a candidate cannot be measured {rounds} times", where="--repeats", do="give 1 or more")
     if arguments.recorded and arguments.record:
         raise OptionError("timings are read or written", where="--recorded, --record", do="give one of them")
     if arguments.output is not None:

@@ -206,7 +206,10 @@ class GraphReading:
         current = {fmt: row_on(context.device, fmt) for fmt in FORMATS.values()}
         saved = [fmt for fmt in current if note.autocast == "off" or (not region and stays(live, current[fmt], False))]
         refused, inputs = handle.refused, None if region else owned
-        runs = {fmt: resolve(row, fmt, context.device, context.options.exact, inputs, refused)[0] for fmt in current}
+        runs = {
+            fmt: resolve(row, fmt, context.device, context.options.emulate_unsupported, inputs, refused)[0]
+            for fmt in current
+        }
         scaled = owned is not None and owned.bits < 32
         readers = wide_readers(site.node) if owned is not None and not scaled else None
         gradients = {fmt: current[fmt].gradient for fmt in runs.values() if fmt.scaled}

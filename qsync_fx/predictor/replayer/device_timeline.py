@@ -34,12 +34,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qsync_fx.predictor.times import Entry, Schedule
+if TYPE_CHECKING:
+    # The link times of a cluster file are read without torch.
+    from qsync_fx.predictor.times import Entry, Schedule
 
 Array = NDArray[Any]
 

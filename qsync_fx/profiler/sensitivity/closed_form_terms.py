@@ -110,7 +110,7 @@ def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[
             into[node] = [outside[node]] if node in outside else list(node.all_input_nodes)
 
 
-def of_paper(looked: Looked, name: str, change: RoundingSite) -> float:
+def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
     """Return QSync's indicator, Eq. (3), of one call of an operator.
 
     Products with a weight have the variances of Eq. (4) and (5). The paper gives unary operators,

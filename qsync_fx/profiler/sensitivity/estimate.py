@@ -103,7 +103,7 @@ def sensitivity(
     model: nn.Module,
     step: StepFunction,
     batches: Iterable[Any],
-    method: str = "exact",
+    method: str = "second_order",
     precisions: Sequence[str | Precision] | None = None,
     steps: int = STEPS,
     fraction: float = FRACTION,
@@ -175,7 +175,7 @@ def several(
     captured = Captured(root, Options.parse(options))
     about = f"{type(root).__name__} in {', '.join(names)}, {steps} steps of {fraction} of a batch, seed {seed}"
     about = ", ".join(
-        filter(None, (about, captured.options.beside_plan, "" if optimizer is None else "trained between"))
+        filter(None, (about, captured.options.non_default_options, "" if optimizer is None else "trained between"))
     )
     if partial is not None:
         INTERRUPTED.check_writable(partial)

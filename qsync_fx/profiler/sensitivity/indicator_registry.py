@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from qsync_fx.errors import ProfileError, nearest
-from qsync_fx.profiler.sensitivity.closed_form_terms import Formulas, RandomIndicator, by_depth, by_fisher, of_paper
+from qsync_fx.profiler.sensitivity.closed_form_terms import (
+    Formulas,
+    RandomIndicator,
+    by_depth,
+    by_fisher,
+    qsync_indicator,
+)
 from qsync_fx.profiler.sensitivity.gradient_step import Method
 from qsync_fx.profiler.sensitivity.monte_carlo import MonteCarlo
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
@@ -35,7 +41,7 @@ class MethodSpec:
 
 
 METHODS: Final[dict[str, MethodSpec]] = {
-    "exact": MethodSpec(
+    "second_order": MethodSpec(
         SecondOrder,
         "exact variances, carried to the gradients by second derivatives, and the gates that flip",
         lambda operators, precisions: 20,
@@ -52,7 +58,7 @@ METHODS: Final[dict[str, MethodSpec]] = {
         lambda operators, precisions: 2,
     ),
     "paper": MethodSpec(
-        lambda: Formulas(of_paper), "QSync's equations 3 to 5 to the letter", lambda operators, precisions: 1
+        lambda: Formulas(qsync_indicator), "QSync's equations 3 to 5 to the letter", lambda operators, precisions: 1
     ),
     "hessian": MethodSpec(
         HessianIndicator,

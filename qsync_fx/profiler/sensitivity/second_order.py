@@ -1,4 +1,5 @@
-"""The method "exact": what errors at each operator do to the gradients of all parameters, for all operators and precisions in one run.
+"""The method "second_order": what errors at each operator do to the gradients of all parameters, for all operators and precisions in one
+run.
 
 A tensor of an operator that is rounded errs by e, which changes the gradients by H e: by what follows in the forward pass, and by the
 operator's own part in the backward pass; `probed` gives |H e|**2. Errors that are random have no products in the mean: of them

@@ -188,7 +188,7 @@ def probed(
 def _not_twice(why: str) -> ProfileError:
     return ProfileError(
         f"the model cannot be differentiated twice: {why}",
-        where='the method "exact"',
+        where='the method "second_order"',
         do='find the sensitivity with method="injected", which costs a pass an operator and precision, or with method="depth"',
     )
 

@@ -70,7 +70,7 @@ class Captured:
             rounding=inputs.rounding,
             gradient_rounding=inputs.gradient_rounding,
             scaling=inputs.scaling,
-            exact=inputs.exact,
+            emulate_unsupported=inputs.emulate_unsupported,
             passes=inputs.passes,
             root=inputs.root,
             target=inputs.target,

@@ -5,7 +5,7 @@ Invariant: what passes here returned a loss that is a number, and left it to its
 A model compiled under one plan after another.
 
 Invariant: Dynamo's limit of versions holds none of them up, and nothing of them is left: code of the model that was compiled meanwhile is
-dropped, and the user's own is compiled anew when it is called next. What runs in a model (`applied`) says nothing of them.
+dropped, and the user's own is compiled anew when it is called next. What runs in a model (`plan_coverage`) says nothing of them.
 """
 
 from __future__ import annotations

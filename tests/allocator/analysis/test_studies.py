@@ -62,8 +62,8 @@ def test_allocators_stand_side_by_side() -> None:
     names = [one.allocator for one in found]
     assert names == done
     formats = [f"uniform-{fmt}" for fmt in ("int8", "bf16", "fp32")]
-    assert sorted(names) == sorted(["exact", "paper", *formats, "full-precision", "random", "hessian"])
-    exact = next(one for one in found if one.allocator == "exact")
+    assert sorted(names) == sorted(["milp", "paper", *formats, "full-precision", "random", "hessian"])
+    exact = next(one for one in found if one.allocator == "milp")
     assert exact.answer is not None
     assert exact.gap is not None
     for one in found:

@@ -50,7 +50,7 @@ def options(graphs: list[int]) -> dict[str, Any]:
     def count(graph: qsync_fx.PrecisionGraph) -> None:
         graphs.append(len(graph.operators("adjustable")))
 
-    return {"precision": "bf16", "inner": "aot_eager", "passes": [count]}
+    return {"precision": "bf16", "inner_backend": "aot_eager", "passes": [count]}
 
 
 def compiled(model: nn.Module, graphs: list[int]) -> Callable[..., Any]:

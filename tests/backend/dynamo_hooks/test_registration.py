@@ -27,7 +27,7 @@ PROGRAM = """
         model, x = nn.Linear(4, 4), torch.randn(2, 4)
         barrier.wait()
         try:
-            compiled = torch.compile(model, backend="qsync", options={{"inner": "eager", "precision": "fp32"}})
+            compiled = torch.compile(model, backend="qsync", options={{"inner_backend": "eager", "precision": "fp32"}})
             torch.testing.assert_close(compiled(x), model(x))
         except BaseException as error:
             failures.append(repr(error))

@@ -44,7 +44,9 @@ def test_an_error_of_the_inner_compiler_reaches_the_user_too(monkeypatch: pytest
         raise ZeroDivisionError("the compiler fails")
 
     monkeypatch.setitem(registry._COMPILER_FNS, "aot_eager", broken)
-    fast = torch.compile(build(Perceptron), backend="qsync", options={"precision": "bf16", "inner": "aot_eager"})
+    fast = torch.compile(
+        build(Perceptron), backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"}
+    )
     with pytest.raises(PlanError, match="ZeroDivisionError: the compiler fails") as caught:
         fast(torch.randn(4, 16))
     assert "forward" in str(caught.value.where)

@@ -1,4 +1,4 @@
-"""What a ReLU keeps under "keep_less" are bits, of which gradients come out as of bytes."""
+"""What a ReLU keeps under "activation_recompute" are bits, of which gradients come out as of bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from qsync_fx.backend.inductor import activation_recompute, inductor_config
+from qsync_fx.backend.inductor import inductor_config, recompute_policy
 from qsync_fx.backend.inductor.decompositions import for_inductor
 from tests.support import tiers
 from tests.support.compiling.early_bytes import Graphs
@@ -50,7 +50,7 @@ def gradients_of(network: str, x: Tensor) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = NETWORKS[network][0]()
-    step: Any = torch.compile(model, backend="qsync", options={"precision": "int8", "keep_less": True})
+    step: Any = torch.compile(model, backend="qsync", options={"precision": "int8", "activation_recompute": True})
     x = x.clone().requires_grad_()
     step(x).square().sum().backward()
     return [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item, misc]
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_bytes_to_the_bit(
     assert len(backward.find_nodes(op="call_function", target=torch.ops.qsync.unpack_bits.default)) == len(bits)
 
     monkeypatch.setattr(
-        activation_recompute.InBits,
+        recompute_policy.InBits,
         "__call__",
         lambda _, *given, **how: min_cut_rematerialization_partition(*given, **how),
     )
@@ -91,15 +91,15 @@ def test_gradients_are_those_of_bytes_to_the_bit(
 def test_a_partitioner_of_the_users_own_is_asked_first() -> None:
     asked = []
 
-    class Theirs(activation_recompute.InBits):
+    class Theirs(recompute_policy.InBits):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             asked.append(gm)
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)  # type: ignore[no-untyped-call]
 
     with torch._inductor.config.patch(custom_partitioner_fn=Theirs()):
-        ours = inductor_config.inductor(torch.device("cpu"), keep_less=True)["custom_partitioner_fn"]
+        ours = inductor_config.inductor(torch.device("cpu"), activation_recompute=True)["custom_partitioner_fn"]
         assert isinstance(ours.partition, Theirs)
-        assert ours.uuid() != activation_recompute.InBits().uuid()
+        assert ours.uuid() != recompute_policy.InBits().uuid()
         assert "custom_partitioner_fn" not in inductor_config.inductor(torch.device("cpu"))
     joint = fx.symbolic_trace(lambda primals_1, tangents_1: (primals_1 * 2, tangents_1 * 2))
     for node in joint.graph.nodes:
@@ -111,6 +111,6 @@ def test_a_partitioner_of_the_users_own_is_asked_first() -> None:
 
 def test_a_graph_is_read_from_torchs_caches_under_the_settings_that_it_was_compiled_in() -> None:
     """Where Inductor draws as torch does, its table has no dropout to put ours around."""
-    table = for_inductor(torch.device("cpu"), keep_less=True)
+    table = for_inductor(torch.device("cpu"), activation_recompute=True)
     with torch._inductor.config.patch(fallback_random=True):
         assert pickle.loads(pickle.dumps(table))

@@ -12,7 +12,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qsync_fx.backend.inductor import activation_recompute, inductor_config
+from qsync_fx.backend.inductor import inductor_config, recompute_policy
 from qsync_fx.backend.operators.masks import gate
 from qsync_fx.backend.operators.scatter_gradients import max_pool2d_gradient
 from qsync_fx.profiler.timing.measured_memory import measured_peak
@@ -153,5 +153,5 @@ def test_a_pass_of_the_users_own_is_not_replaced() -> None:
     with torch._inductor.config.patch(post_grad_custom_pre_pass=theirs):
         assert inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"] is theirs
     assert isinstance(
-        inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"], activation_recompute.EarlyBytes
+        inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"], recompute_policy.EarlyBytes
     )

@@ -37,9 +37,8 @@ assert torch.equal(q, expected) and torch.equal(scale, its_scale)
 product = cpu_kernels.gemm(q, q.t(), None, None, None, torch.float32)
 assert torch.equal(product, (q.int() @ q.t().int()).float())
 print("path", _C.isa(), "refused", *_C.refused_isas())
-from qsync_fx.cli.commands import doctor
-from qsync_fx.cli.commands import doctor
-print(doctor._quantizer_text(doctor.look().quantizer))
+from qsync_fx.cli import doctor_report
+print(doctor_report._quantizer_text(doctor_report.look().quantizer))
 """
 
 

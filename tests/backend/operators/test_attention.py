@@ -84,8 +84,8 @@ def test_products_are_what_runs(batch: int) -> None:
         ({"trained": False}, TOKENS, {}),
         ({}, saved_tensors.MOST_TOKENS + 1, {}),
         ({}, TOKENS, {"precision": "fp32"}),
-        ({}, TOKENS, {"keep_less": True}),
-        ({}, TOKENS, {"inner": "aot_eager"}),
+        ({}, TOKENS, {"activation_recompute": True}),
+        ({}, TOKENS, {"inner_backend": "aot_eager"}),
         ({}, TOKENS, {"dynamic": True}),
     ],
 )
@@ -130,9 +130,9 @@ def test_a_step_by_inductor_is_that_of_the_model() -> None:
 
 
 def test_what_it_keeps_is_foreseen_by_the_same_function() -> None:
-    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with keep_less that is so in both."""
+    """In BF16 it keeps the weights, in FP32 torch's kernel keeps its result; with activation_recompute that is so in both."""
     weights = 3 * HEADS * TOKENS * TOKENS * 2
-    for options, products in ({}, True), ({"keep_less": True}, False):
+    for options, products in ({}, True), ({"activation_recompute": True}, False):
         torch._dynamo.reset()
         graph = build_model_graph(qsync_fx.explain(Attending().train(), rows(), options=options), ("fp32", "bf16"))
         (operator,) = [one for one in graph.operators if "attention" in one.row]

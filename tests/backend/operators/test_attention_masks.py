@@ -52,7 +52,7 @@ def strides(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> tup
 
     monkeypatch.setattr("qsync_fx.backend.compile.lay_out_masks", noting)
     torch._dynamo.reset()
-    made = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})(x)
+    made = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})(x)
     return found, made
 
 

@@ -250,15 +250,15 @@ def test_explain_says_what_computes_int8_gradients() -> None:
 
 
 @tiers.ALL
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+def test_a_model_trains_through_the_operators(inner_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
     # What would be compiled for a GPU is not what computes here.
     monkeypatch.setattr(kernel_registry, "prepare", lambda units: [])
     x = torch.randn(8, 64)
-    options = {"precision": "int8", "inner": inner, "rounding": "nearest"}
+    options = {"precision": "int8", "inner_backend": inner_backend, "rounding": "nearest"}
     problems = problems_of(explain(model(), x, options={"precision": "int8"}))
     saved: list[Tensor] = []
 
@@ -283,7 +283,7 @@ def test_a_model_trains_through_the_operators(inner: str, monkeypatch: pytest.Mo
     assert calls == 5
     torch.compiler.reset()
     # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward pass converts it to.
-    assert sum(t.dtype == torch.int8 for t in saved) == (3 if inner == "inductor" else 2)
+    assert sum(t.dtype == torch.int8 for t in saved) == (3 if inner_backend == "inductor" else 2)
     for one, other in zip(before, after, strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * one.abs().max().item())
 

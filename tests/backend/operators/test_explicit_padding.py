@@ -58,11 +58,11 @@ def gradients(step: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
     return [g.float() for g in torch.autograd.grad(loss, [x, *model.parameters()])]
 
 
-def check(model: nn.Module, x: Tensor, precision: str | None, inner: str, **compiling: Any) -> None:
+def check(model: nn.Module, x: Tensor, precision: str | None, inner_backend: str, **compiling: Any) -> None:
     torch._dynamo.reset()
     expected = gradients(model.double(), model, x.double())
     model.float()
-    options: dict[str, Any] = {"inner": inner}
+    options: dict[str, Any] = {"inner_backend": inner_backend}
     if precision is not None:
         options["precision"] = precision
     step = torch.compile(model, backend="qsync", options=options, **compiling)
@@ -74,20 +74,20 @@ def check(model: nn.Module, x: Tensor, precision: str | None, inner: str, **comp
         assert error <= TOLERANCE[precision], (name, error)
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner_backend", INNER)
 @pytest.mark.parametrize("precision", [*FORMATS, "fp32", None])
-def test_video_block(precision: str | None, inner: str) -> None:
+def test_video_block(precision: str | None, inner_backend: str) -> None:
     torch.manual_seed(0)
     block = nn.Sequential(nn.Conv3d(16, 32, 3, padding=1), nn.Conv3d(32, 32, 3, padding=1))
-    check(block, torch.randn(2, 16, 2, 8, 8), precision, inner)
+    check(block, torch.randn(2, 16, 2, 8, 8), precision, inner_backend)
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_video_model(inner: str) -> None:
+@pytest.mark.parametrize("inner_backend", INNER)
+def test_video_model(inner_backend: str) -> None:
     torch.manual_seed(0)
     model, x = video_model(), torch.randn(2, 3, 4, 16, 16)
     torch._dynamo.reset()
-    options = {"precision": "bf16", "inner": inner}
+    options = {"precision": "bf16", "inner_backend": inner_backend}
     results = gradients(torch.compile(model, backend="qsync", options=options), model, x)
     expected = gradients(model, model, x)
     for result, right in zip(results, expected, strict=True):
@@ -107,25 +107,25 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner_backend", INNER)
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers(layer: str, precision: str, inner: str) -> None:
+def test_layers(layer: str, precision: str, inner_backend: str) -> None:
     make, shape = LAYERS[layer]
     torch.manual_seed(0)
     x = torch.randn(shape)
     if x.dim() == 5:
         x = x.contiguous(memory_format=torch.channels_last_3d)
-    check(make(), x, precision, inner)
+    check(make(), x, precision, inner_backend)
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_depthwise_layer_in_fp32(inner: str) -> None:
+@pytest.mark.parametrize("inner_backend", INNER)
+def test_depthwise_layer_in_fp32(inner_backend: str) -> None:
     torch.manual_seed(0)
     layer = nn.Conv3d(16, 16, (7, 4, 3), (2, 2, 3), (3, 0, 1), groups=16)
     x = torch.randn(3, 16, 7, 14, 4).contiguous(memory_format=torch.channels_last_3d)
     layer = layer.to(memory_format=torch.channels_last_3d)
-    check(layer, x, "fp32", inner)
+    check(layer, x, "fp32", inner_backend)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -134,7 +134,7 @@ def test_random_problems(seed: int) -> None:
     assert wrong(problem, torch.bfloat16, guarded=True) == []
 
 
-def compiled(problem: Problem, precision: str, inner: str) -> None:
+def compiled(problem: Problem, precision: str, inner_backend: str) -> None:
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if problem.transposed:
         kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -150,7 +150,7 @@ def compiled(problem: Problem, precision: str, inner: str) -> None:
         groups=problem.groups,
         **extra,
     )
-    check(layer, problem.tensors(torch.float32)[1], precision, inner, dynamic=False)
+    check(layer, problem.tensors(torch.float32)[1], precision, inner_backend, dynamic=False)
 
 
 @settings(max_examples=3)
@@ -176,13 +176,13 @@ class Region(nn.Module):
             return self.layer(x).float()
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_region_of_autocast(inner: str) -> None:
+@pytest.mark.parametrize("inner_backend", INNER)
+def test_region_of_autocast(inner_backend: str) -> None:
     torch.manual_seed(0)
     model, x = Region(), torch.randn(2, 16, 2, 8, 8)
     expected = gradients(model.layer, model, x)
     torch._dynamo.reset()
-    results = gradients(torch.compile(model, backend="qsync", options={"inner": inner}), model, x)
+    results = gradients(torch.compile(model, backend="qsync", options={"inner_backend": inner_backend}), model, x)
     for result, right in zip(results, expected, strict=True):
         assert (result - right).norm() <= 0.03 * right.norm()
 
@@ -190,7 +190,7 @@ def test_region_of_autocast(inner: str) -> None:
 def test_symbolic_sizes() -> None:
     torch.manual_seed(0)
     model = nn.Conv3d(16, 16, 3, padding=1)
-    options = {"precision": "bf16", "inner": "aot_eager"}
+    options = {"precision": "bf16", "inner_backend": "aot_eager"}
     step = torch.compile(model, backend="qsync", dynamic=True, options=options)
     for depth in (4, 2, 3, 2):
         x = torch.randn(2, 16, depth, 8, 7)
@@ -208,7 +208,7 @@ def test_second_derivatives() -> None:
         slope = torch.autograd.grad(step(leaf).float().square().sum(), leaf, create_graph=True)[0]
         return list(torch.autograd.grad(slope.square().sum(), [leaf, model.weight]))
 
-    options = {"precision": "bf16", "inner": "eager"}
+    options = {"precision": "bf16", "inner_backend": "eager"}
     results = penalty(torch.compile(model, backend="qsync", options=options))
     for result, right in zip(results, penalty(model), strict=True):
         assert (result - right).norm() <= 0.03 * right.norm()
@@ -224,7 +224,7 @@ def test_gradients_per_sample() -> None:
         return y.float().square().sum()
 
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))
-    options = {"precision": "bf16", "inner": "aot_eager"}
+    options = {"precision": "bf16", "inner_backend": "aot_eager"}
     results = torch.compile(each, backend="qsync", options=options)(weights, x)
     for name, right in each(weights, x).items():
         assert (results[name] - right).norm() <= 0.03 * right.norm()

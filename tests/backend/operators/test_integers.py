@@ -110,7 +110,7 @@ exact = step(model)
 for options in ({}, {"precision": "int8"}, {"precision": "int8_grad"}):
     planned = {str(op.precision) for op in qsync_fx.explain(model, images, options=options).operators if op.kind == "adjustable"}
     torch._dynamo.reset()
-    found = step(torch.compile(model, backend="qsync", options={"inner": "aot_eager", **options}))
+    found = step(torch.compile(model, backend="qsync", options={"inner_backend": "aot_eager", **options}))
     off = max(float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
     print(*planned, "exact" if off < 1e-5 else "near" if off < 0.2 else off)
 """

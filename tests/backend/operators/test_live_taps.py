@@ -140,15 +140,15 @@ def check(model: nn.Module, x: Tensor, **how: Any) -> None:
 def test_gradients_of_dead_taps_are_zero(layer: str, precision: str) -> None:
     make, shape = LAYERS[layer]
     torch.manual_seed(0)
-    check(make(), torch.randn(shape), dynamic=False, options={"precision": precision, "inner": "aot_eager"})
+    check(make(), torch.randn(shape), dynamic=False, options={"precision": precision, "inner_backend": "aot_eager"})
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=tiers.ALL)])
+@pytest.mark.parametrize("inner_backend", ["eager", pytest.param("inductor", marks=tiers.ALL)])
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_with_every_inner_compiler(precision: str, inner: str) -> None:
+def test_with_every_inner_compiler(precision: str, inner_backend: str) -> None:
     torch.manual_seed(0)
     make, shape = LAYERS["one pixel"]
-    check(make(), torch.randn(shape), dynamic=False, options={"precision": precision, "inner": inner})
+    check(make(), torch.randn(shape), dynamic=False, options={"precision": precision, "inner_backend": inner_backend})
 
 
 @pytest.mark.parametrize("precision", FORMATS)
@@ -158,7 +158,9 @@ def test_symbolic_sizes(precision: str, transposed: bool) -> None:
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     model = kind(4, 6, 3, stride=2, padding=1)
     torch._dynamo.reset()
-    step = torch.compile(model, backend="qsync", dynamic=True, options={"precision": precision, "inner": "aot_eager"})
+    step = torch.compile(
+        model, backend="qsync", dynamic=True, options={"precision": precision, "inner_backend": "aot_eager"}
+    )
     torch.manual_seed(3)
     for size in ((5, 4), (2, 4), (3, 2), (2, 2)):
         x = torch.randn(2, 4, *size)
@@ -180,7 +182,7 @@ class Autocast(nn.Module):
 
 def test_the_models_own_autocast_region() -> None:
     torch.manual_seed(0)
-    check(Autocast(), torch.randn(2, 4, 1, 1), dynamic=False, options={"inner": "aot_eager"})
+    check(Autocast(), torch.randn(2, 4, 1, 1), dynamic=False, options={"inner_backend": "aot_eager"})
 
 
 def text(model: nn.Module, x: Tensor, precision: str) -> str:

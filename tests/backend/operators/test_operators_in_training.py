@@ -167,15 +167,15 @@ def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]
 
 
 @pytest.mark.parametrize(
-    ("fmt", "channel", "inner"),
+    ("fmt", "channel", "inner_backend"),
     [
         *((fmt, channel, "aot_eager") for fmt in FORMATS_OF_PRODUCTS for channel in (False, True)),
         pytest.param("int8", False, "inductor", marks=tiers.ALL),
     ],
 )
-def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner: str) -> None:
+def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner_backend: str) -> None:
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend(inner)
+    counter = CompileCounterWithBackend(inner_backend)
     # Made here, since Dynamo of torch 2.11 makes no frozen dataclasses.
     layers = Layer(fmt, Geometry([1, 1], [1, 1], [1, 1]), channel), Layer(fmt, None, channel)
     plain = functools.partial(network, *layers)
@@ -189,7 +189,7 @@ def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner: s
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype
             assert one.stride() == other.stride()
-            if inner == "aot_eager":
+            if inner_backend == "aot_eager":
                 assert torch.equal(one, other)
             else:
                 # Fused code rounds intermediate results less often, and a value near the middle of two levels may take the other one.

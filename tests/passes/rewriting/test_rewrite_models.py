@@ -57,7 +57,7 @@ def step(run: Any, model: nn.Module, inputs: Inputs) -> tuple[Tensor, dict[str, 
 
 
 def fast(model: nn.Module, *passes: Any, precision: str = "fp32") -> Any:
-    options: Any = {"precision": precision, "inner": "aot_eager", "passes": list(passes)}
+    options: Any = {"precision": precision, "inner_backend": "aot_eager", "passes": list(passes)}
     return torch.compile(model, backend="qsync", options=options)
 
 

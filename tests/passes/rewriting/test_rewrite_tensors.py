@@ -19,7 +19,7 @@ from tests.support.models.small_models import build, compiled
 
 torch.set_num_threads(1)
 
-INNER = ["aot_eager", *(pytest.param(inner, marks=tiers.ALL) for inner in ("eager", "inductor"))]
+INNER = ["aot_eager", *(pytest.param(inner_backend, marks=tiers.ALL) for inner_backend in ("eager", "inductor"))]
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def _fresh() -> None:
 # Tensors that a replacement refers to.
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_parameters_that_a_replacement_refers_to_train(inner: str) -> None:
+@pytest.mark.parametrize("inner_backend", INNER)
+def test_parameters_that_a_replacement_refers_to_train(inner_backend: str) -> None:
     torch.manual_seed(0)
     adapters = {"first": nn.Linear(8, 16, bias=False), "second": nn.Linear(16, 8, bias=False)}
 
@@ -62,7 +62,9 @@ def test_parameters_that_a_replacement_refers_to_train(inner: str) -> None:
 
     wanted = trained(build(Written))
     fast = torch.compile(
-        build(Net), backend="qsync", options={"precision": "fp32", "inner": inner, "passes": [rewriting(linear, put)]}
+        build(Net),
+        backend="qsync",
+        options={"precision": "fp32", "inner_backend": inner_backend, "passes": [rewriting(linear, put)]},
     )
     found = trained(fast)
     assert not any(torch.equal(p, value) for p, value in zip(parameters, before, strict=True))
@@ -70,8 +72,8 @@ def test_parameters_that_a_replacement_refers_to_train(inner: str) -> None:
         assert torch.allclose(one, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_buffers_that_a_replacement_writes_stay_written(inner: str) -> None:
+@pytest.mark.parametrize("inner_backend", INNER)
+def test_buffers_that_a_replacement_writes_stay_written(inner_backend: str) -> None:
     largest = {"first": torch.zeros(()), "second": torch.zeros(())}
 
     def put(match: qsync_fx.Match, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -91,7 +93,9 @@ def test_buffers_that_a_replacement_writes_stay_written(inner: str) -> None:
     for x in batches:
         model(x)
     fast = torch.compile(
-        build(Net), backend="qsync", options={"precision": "fp32", "inner": inner, "passes": [rewriting(linear, put)]}
+        build(Net),
+        backend="qsync",
+        options={"precision": "fp32", "inner_backend": inner_backend, "passes": [rewriting(linear, put)]},
     )
     for x in batches:
         fast(x).sum().backward()

@@ -24,7 +24,9 @@ def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
 
 def test_agreement() -> None:
     truth = Sensitivity("monte_carlo", "Net", {"a/x": {"int8": 1.0}, "b/x": {"int8": 4.0}, "c/x": {"int8": 0.0}})
-    found = Sensitivity("exact", "Net", {"a/x": {"int8": 2.0}, "b/x": {"int8": 8.0}, "c/x": {"int8": 0.0}, "d/x": {}})
+    found = Sensitivity(
+        "second_order", "Net", {"a/x": {"int8": 2.0}, "b/x": {"int8": 8.0}, "c/x": {"int8": 0.0}, "d/x": {}}
+    )
     held = agreement(found, truth, "int8")
     assert (held.operators, held.ratio, held.spread) == (2, pytest.approx(2), 4)
     assert held.spearman == pytest.approx(1)

@@ -14,7 +14,7 @@ from qsync_fx.predictor.indicator.sensitivity_map import CHECKS, Sensitivity
 from qsync_fx.serialization import Schema
 
 FOUND = Sensitivity(
-    "exact",
+    "second_order",
     "Net",
     {"a/linear": {"int8": 3.0, "bf16": 0.5}, "b/linear": {"int8": 1.0, "bf16": 0.0}},
     2,
@@ -51,11 +51,11 @@ def test_it_prints_as_a_table() -> None:
 def test_a_file_gives_back_the_value(tmp_path: Path) -> None:
     FOUND.save(tmp_path / "s.json")
     assert Sensitivity.load(tmp_path / "s.json") == FOUND
-    overflow = Sensitivity("exact", "Net", {"a/linear": {"int8": math.inf}})
+    overflow = Sensitivity("second_order", "Net", {"a/linear": {"int8": math.inf}})
     assert Sensitivity.from_json(overflow.to_json()).of("a/linear", "int8") > 1e308
 
 
-HEAD = {"format": "qsync-sensitivity", "version": 1, "method": "exact", "model": "Net"}
+HEAD = {"format": "qsync-sensitivity", "version": 1, "method": "second_order", "model": "Net"}
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_other_files_may_hold_one() -> None:
 def test_a_negative_variance_or_nan_is_none() -> None:
     for wrong in (-1.0, math.nan):
         with pytest.raises(ProfileError, match="is no variance"):
-            Sensitivity("exact", "Net", {"a/linear": {"int8": wrong}})
+            Sensitivity("second_order", "Net", {"a/linear": {"int8": wrong}})

@@ -71,7 +71,7 @@ def measuring_rank(at: int, file: str, out: str, told: bool) -> None:
     model = Told(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     batch = torch.randn(16, 64)
-    how: dict[str, Any] = {"rounds": 1, "sensitivity": None, "progress": False}
+    how: dict[str, Any] = {"repeats": 1, "sensitivity": None, "progress": False}
     profile = qsync_fx.measure(model, told_step if told else plain_step, [batch], ["fp32"], **how)
     (found,) = profile.collectives
     assert all(torch.equal(one, now) for one, now in zip(before, model.parameters(), strict=True))

@@ -61,7 +61,7 @@ def test_an_interrupted_sensitivity_goes_on_from_there(tmp_path: Path, train: bo
 
 def test_methods_take_up_what_they_have_learned(tmp_path: Path) -> None:
     """But for the eigenvectors of "hessian", which are too large to keep."""
-    partial, names = tmp_path / "partial", ["exact", "random"]
+    partial, names = tmp_path / "partial", ["second_order", "random"]
     wanted = several(model(), step, batches(), names, ["int8"], steps=3)
     whole = Counted()
     several(model(), whole, batches(), names, ["int8"], steps=3)
@@ -124,7 +124,7 @@ def test_measure_goes_on_with_its_sensitivity(tmp_path: Path) -> None:
             counted,
             batches(),
             ("bf16",),
-            rounds=1,
+            repeats=1,
             path=path,
             sensitivity="fisher",
             progress=False,

@@ -98,7 +98,7 @@ def state(model: nn.Module) -> list[Tensor]:
     return [t.clone() for t in (*model.state_dict().values(), *grads, torch.get_rng_state())]
 
 
-@pytest.mark.parametrize("method", [m if m == "exact" else pytest.param(m, marks=tiers.ALL) for m in METHODS])
+@pytest.mark.parametrize("method", [m if m == "second_order" else pytest.param(m, marks=tiers.ALL) for m in METHODS])
 def test_a_model_is_left_as_it_was(method: str) -> None:
     make, width = MODELS["convolutional"]
     model = small_models.build(make)

@@ -26,7 +26,7 @@ def test_gradients_of_one_layer_are_known_in_closed_form() -> None:
     """The mean square of a linear layer: H and J are constants, so that every term can be written down."""
     layer = nn.Linear(24, 8, bias=False)
     x = torch.randn(40, 24)
-    (exact,) = several(layer, half_square, [x], ["exact"], ["int8"], steps=300, fraction=1.0)
+    (exact,) = several(layer, half_square, [x], ["second_order"], ["int8"], steps=300, fraction=1.0)
     w = layer.weight.detach()
     vx, vw = noise(x, FORMATS["int8"]), noise(w, FORMATS["int8"])
     y = x @ w.t()

@@ -18,7 +18,7 @@ from qsync_fx.allocator import PlanEvaluator
 from qsync_fx.communication import hierarchical
 from qsync_fx.communication.codecs import Codec, codec_named
 from qsync_fx.communication.codecs.codec import Draw
-from qsync_fx.distributed import Replanning, check_replicas, compress, find_plan
+from qsync_fx.distributed import Replanning, check_replicas, compress, measure_and_plan
 from qsync_fx.distributed.consensus.rendezvous import Meeting
 from qsync_fx.distributed.node_topology import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
@@ -168,7 +168,7 @@ def planned(rank: int, world: int) -> dict[str, Any]:
         found[name] = [str(nodes), uneven]
     os.environ["GROUP_RANK"] = str(rank % 2)
     torch.manual_seed(0)
-    plan = find_plan(
+    plan = measure_and_plan(
         nn.Linear(64, 32),
         lambda model, x: model(x).square().mean(),
         [torch.randn(4, 64)],
@@ -176,8 +176,8 @@ def planned(rank: int, world: int) -> dict[str, Any]:
         precisions=["fp32"],
         target=60.0,
         codecs=("qsgd8",),
-        corrections=0,
-        rounds=1,
+        max_replans=0,
+        repeats=1,
         progress=False,
     )
     found["notes"] = plan.notes[BETWEEN_NODES]

@@ -1,4 +1,4 @@
-"""What the tests of `qsync_fx.applied` share: models, a training step and what it warns of."""
+"""What the tests of `qsync_fx.plan_coverage` share: models, a training step and what it warns of."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qsync_fx import PlanWarning
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    return torch.compile(model, backend="qsync", options={"inner": "eager", **options})
+    return torch.compile(model, backend="qsync", options={"inner_backend": "eager", **options})
 
 
 def step(model: nn.Module, call: Callable[[], Tensor]) -> list[str]:
@@ -29,7 +29,7 @@ def step(model: nn.Module, call: Callable[[], Tensor]) -> list[str]:
 
 
 def uncovered(model: nn.Module) -> dict[str, str]:
-    return {module.path: str(module.cause.why) for module in qsync_fx.applied(model).uncovered}
+    return {module.path: str(module.cause.why) for module in qsync_fx.plan_coverage(model).uncovered}
 
 
 class Plain(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from qsync_fx.backend.inductor import activation_recompute
+from qsync_fx.backend.inductor import recompute_policy
 
 
 class Graphs(CustomGraphPass):
@@ -17,7 +17,7 @@ class Graphs(CustomGraphPass):
         self.seen: list[fx.Graph] = []
 
     def __call__(self, graph: fx.Graph) -> None:
-        activation_recompute.EarlyBytes()(graph)
+        recompute_policy.EarlyBytes()(graph)
         self.seen.append(graph)
 
     def uuid(self) -> Any:

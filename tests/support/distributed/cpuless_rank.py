@@ -78,8 +78,8 @@ def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     model, batch = network(), data(rank, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     how: dict[str, Any] = {"device_class": ["fast", "slow"][rank], "precisions": ["fp32", "int8"], "codecs": ["qsgd8"]}
-    how |= {"optimizer": optimizer, "progress": False, "rounds": 1, "corrections": 1, "hierarchical": False}
-    plan = qsync_fx.distributed.find_plan(model, squares, [batch], **how)
+    how |= {"optimizer": optimizer, "progress": False, "repeats": 1, "max_replans": 1, "hierarchical": False}
+    plan = qsync_fx.distributed.measure_and_plan(model, squares, [batch], **how)
     gloo = distributed.new_group(backend="gloo")
     parallel = DistributedDataParallel(compiled(model, plan), process_group=gloo)
     handle = compress(parallel, plan, check_every=1)
@@ -95,7 +95,7 @@ def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         else [],
         "replanned": len(training.replanned),
         "weights": weights(model),
-        "compiled": len(qsync_fx.applied(parallel).operators),
+        "compiled": len(qsync_fx.plan_coverage(parallel).operators),
     }
     other = DistributedDataParallel(compiled(network()), process_group=gloo)
     average_by_batch(other)

@@ -39,7 +39,7 @@ def train(folder: Path, steps: int) -> None:
     name = os.environ["DEVICE"]
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         model,
         loss_of,
         [data(rank)],
@@ -47,8 +47,8 @@ def train(folder: Path, steps: int) -> None:
         device_class=name,
         precisions=["fp32"] if name == "fast" else ["fp32", "bf16"],
         progress=False,
-        rounds=1,
-        corrections=0,
+        repeats=1,
+        max_replans=0,
         save=folder / "plan.json",
     )
     done, kept = 0, folder / "checkpoint"
@@ -59,7 +59,7 @@ def train(folder: Path, steps: int) -> None:
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         done = int(saved["done"])
     parallel = DistributedDataParallel(
-        torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+        torch.compile(model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
     )
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     said = {"world": world, "ranks": plan.ranks, "done": done, "pid": os.getpid(), "restarts": count, "device": name}

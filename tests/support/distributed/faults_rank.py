@@ -41,11 +41,11 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def find(rank: int, name: str = "", corrections: int = 0, formats: tuple[str, ...] = ("fp32",), **how: Any) -> Any:
+def find(rank: int, name: str = "", max_replans: int = 0, formats: tuple[str, ...] = ("fp32",), **how: Any) -> Any:
     """A plan, with as little measured as can be where nothing is asked of it."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return qsync_fx.distributed.find_plan(
+    return qsync_fx.distributed.measure_and_plan(
         model,
         loss_of,
         [data(rank)],
@@ -53,8 +53,8 @@ def find(rank: int, name: str = "", corrections: int = 0, formats: tuple[str, ..
         device_class=name or ["fast", "slow"][rank],
         precisions=list(formats),
         progress=False,
-        rounds=1,
-        corrections=corrections,
+        repeats=1,
+        max_replans=max_replans,
         **how,
     )
 
@@ -76,7 +76,7 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     torch.__version__ = str(torch.__version__).removesuffix("x")  # type: ignore[assignment]
 
     plan = find(rank, "both", 1, ("fp32", "bf16"), save=folder / "plan.json")
-    model: nn.Module = torch.compile(network(), backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+    model: nn.Module = torch.compile(network(), backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
     parallel = DistributedDataParallel(model)
     with guard(parallel, check_every=1):
         list(train(parallel, rank, 2))

@@ -30,7 +30,9 @@ def network(width: int = 16) -> nn.Sequential:
 
 
 def compiled(model: nn.Module, plan: Any = PLAN, **options: Any) -> nn.Module:
-    fast: nn.Module = torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager", **options})
+    fast: nn.Module = torch.compile(
+        model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager", **options}
+    )
     return fast
 
 
@@ -82,7 +84,7 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     with guard(model, check_every=1):
         list(train(model, rank, 2))
     found["trained"] = weights(model)
-    found["classes"] = sorted({str(ran.precision) for ran in qsync_fx.applied(model).operators})
+    found["classes"] = sorted({str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators})
     with torch.no_grad():
         if odd:
             model.module.get_parameter("1.bias")[2] = -model.module.get_parameter("1.bias")[2]
@@ -124,7 +126,7 @@ def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     with parallel.no_sync():
         parallel(data(rank, 1 + 2 * rank)).sum().backward()
     parallel(data(rank, 1 + 2 * rank)).sum().backward()
-    return {"errors": gradients, "weights": weights(model), "compiled": len(qsync_fx.applied(parallel).operators)}
+    return {"errors": gradients, "weights": weights(model), "compiled": len(qsync_fx.plan_coverage(parallel).operators)}
 
 
 def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                 if step == 0:
                     pass
             digest = hashlib.sha256(weights(model).encode()).hexdigest()
-            print(f"trained {digest} by {len(qsync_fx.applied(model).operators)} operators", flush=True)
+            print(f"trained {digest} by {len(qsync_fx.plan_coverage(model).operators)} operators", flush=True)
             if odd and how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if odd and how == "stop":
@@ -168,7 +170,7 @@ def patience(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if step == 1 and rank == 1:
                 with subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"]):
                     os.kill(os.getpid(), signal.SIGSTOP)
-    return {"weights": weights(model), "compiled": len(qsync_fx.applied(model).operators)}
+    return {"weights": weights(model), "compiled": len(qsync_fx.plan_coverage(model).operators)}
 
 
 def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -184,15 +186,15 @@ def finding(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         return module(x).square().mean()
 
     def find(**how: Any) -> ClusterPlan:
-        return qsync_fx.distributed.find_plan(
+        return qsync_fx.distributed.measure_and_plan(
             model,
             step,
             [data(rank, 64)],
             optimizer=optimizer,
             device_class=name,
             progress=False,
-            rounds=2,
-            corrections=1,
+            repeats=2,
+            max_replans=1,
             **how,
         )
 
@@ -244,7 +246,7 @@ def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         found[name] = {
             "told": told,
             "weights": weights(model),
-            "left": [m.path for m in qsync_fx.applied(parallel).uncovered],
+            "left": [m.path for m in qsync_fx.plan_coverage(parallel).uncovered],
         }
     return found
 
@@ -270,7 +272,7 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         return module(x).square().mean()
 
     try:
-        qsync_fx.distributed.find_plan(network(), step, [data(rank, 64)], device_class=str(rank), progress=False)
+        qsync_fx.distributed.measure_and_plan(network(), step, [data(rank, 64)], device_class=str(rank), progress=False)
     except qsync_fx.RankError as error:
         return said(error)
     return {}
@@ -286,7 +288,7 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
     arguments = job["arguments"] if rank in job["ranks"] else {}
     try:
-        qsync_fx.distributed.find_plan(network(), step, [data(rank, 64)], progress=False, **arguments)
+        qsync_fx.distributed.measure_and_plan(network(), step, [data(rank, 64)], progress=False, **arguments)
     except qsync_fx.QSyncError as error:
         return {"error": type(error).__name__, "what": error.what, "steps": len(steps)}
     return {}

@@ -79,7 +79,7 @@ def build(**how: Any) -> Net:
 
 def compiled(model: nn.Module) -> Any:
     plan = LOW if distributed.get_rank() else Plan.uniform("fp32")
-    return torch.compile(model, backend="qsync", options={"plan": plan, "inner": "aot_eager"})
+    return torch.compile(model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
 
 
 def batches(count: int = STEPS, samples: int = 8) -> Iterator[Tensor]:
@@ -206,7 +206,7 @@ def whole(parameter: Tensor) -> Tensor:
 def outcome(called: Any) -> dict[str, Any]:
     found = [whole(p) for p in called.parameters()]
     start = list(build().parameters())
-    applied = qsync_fx.applied(called)
+    applied = qsync_fx.plan_coverage(called)
     return {
         "weights": hashlib.sha256(b"".join(p.numpy().tobytes() for p in found)).hexdigest(),
         "moved": len(found) == len(start) and any(not torch.equal(p, q) for p, q in zip(found, start, strict=True)),
@@ -256,7 +256,7 @@ def checkpointed(world: int, folder: Path) -> dict[str, Any]:
     dcp.load({"model": state, "optimizer": moments}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
     loaded = outcome(called)
-    qsync_fx.switch(called, Plan.uniform("bf16" if distributed.get_rank() else "int8"))
+    qsync_fx.switch_plan(called, Plan.uniform("bf16" if distributed.get_rank() else "int8"))
     train(called, optimizer=optimizer)
     return {"loaded": loaded, "trained": outcome(called), "steps": int(next(iter(optimizer.state.values()))["step"])}
 

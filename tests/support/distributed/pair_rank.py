@@ -56,7 +56,7 @@ def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=len(BATCHES))
     model = network()
-    options: dict[str, Any] = {"plan": PLANS[rank], "inner": "aot_eager"}
+    options: dict[str, Any] = {"plan": PLANS[rank], "inner_backend": "aot_eager"}
     parallel = torch.compile(DistributedDataParallel(model, broadcast_buffers=False), backend="qsync", options=options)
     optimizer = optimizer_of(model)
     for step in range(STEPS):

@@ -22,7 +22,7 @@ from tests.support.processes import ranks
 WIDTH, BATCH, TARGET = 384, 64, 0.2
 """1.2 MB of gradients: 0.02 s in FP32 over 500 Mbit/s, and 0.48 s over 20, of the 0.2 s that a step may take."""
 STEPS, FROM = 44, 10
-INNER = {"inner": "aot_eager"}
+INNER = {"inner_backend": "aot_eager"}
 
 
 def network() -> nn.Sequential:
@@ -42,7 +42,7 @@ def batch(rank: int, step: int) -> Tensor:
 def trained(folder: Path, rank: int) -> dict[str, Any]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    plan = qsync_fx.distributed.find_plan(
+    plan = qsync_fx.distributed.measure_and_plan(
         model,
         loss_of,
         [batch(rank, 0)],
@@ -51,8 +51,8 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
         precisions=["fp32"],
         target=TARGET,
         codecs=("qsgd8", "qsgd4"),
-        corrections=0,
-        rounds=2,
+        max_replans=0,
+        repeats=2,
         progress=False,
     )
     compiled: Any = torch.compile(model, backend="qsync", options={"plan": plan, **INNER})

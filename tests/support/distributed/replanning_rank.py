@@ -72,7 +72,7 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
 
 
 def found_plan(rank: int, model: nn.Module, optimizer: Any, **wishes: Any) -> Any:
-    return qsync_fx.distributed.find_plan(
+    return qsync_fx.distributed.measure_and_plan(
         model,
         loss_of,
         [batch(rank, 0)],
@@ -80,8 +80,8 @@ def found_plan(rank: int, model: nn.Module, optimizer: Any, **wishes: Any) -> An
         device_class=["fast", "slow"][rank],
         precisions=[["fp32"], ["fp32", "bf16"]][rank],
         progress=False,
-        rounds=2,
-        **{"corrections": 1, **wishes},
+        repeats=2,
+        **{"max_replans": 1, **wishes},
     )
 
 
@@ -112,7 +112,7 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """A plan with codecs is found, agreed on and trained under, and another is put in force, as when ranks plan anew."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "corrections": 0}
+    wishes = {"codecs": ("qsgd8", "1bit*"), "objective": "fastest", "budget": 1e9, "max_replans": 0}
     # Links of 5 MB/s, so that codecs pay.
     slow_links = [Collective("gloo", 2, [(2**10, 1e-3), (2**20, 0.2)])]
     with mock.patch.object(link_measurement, "collectives", return_value=slow_links):
@@ -162,7 +162,7 @@ def trained(plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, 
             optimizer.step()
         in_force = training.plan
     assert in_force is not None
-    ran = (operator for operator in qsync_fx.applied(compiled).operators if operator.kind == "adjustable")
+    ran = (operator for operator in qsync_fx.plan_coverage(compiled).operators if operator.kind == "adjustable")
     return {
         "weights": hashlib.sha256(weights(model).encode()).hexdigest(),
         "replanned": [decided.to_dict() for decided in training.replanned],

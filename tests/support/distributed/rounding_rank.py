@@ -31,7 +31,9 @@ def variance(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         group = dist.new_group(list(range(count)))
         if rank < count:
             model = build(Perceptron)
-            fast = compiled(DistributedDataParallel(model, process_group=group), precision="int8", inner="eager")
+            fast = compiled(
+                DistributedDataParallel(model, process_group=group), precision="int8", inner_backend="eager"
+            )
             x = torch.randn(32, 16)
             torch.manual_seed(0)
             found[count] = _variance([_gradient(model, fast, x) for _ in range(REPETITIONS)])

@@ -103,7 +103,11 @@ def run(call: Callable[..., Any], sample: SampleInput, in_place: bool, precision
         torch._dynamo.reset()
         return torch.compile(program.function, backend=backend, **how)
 
-    options = {"precision": precision, "inner": "aot_eager", "passes": [GraphPass("watch", watch, after="lower")]}
+    options = {
+        "precision": precision,
+        "inner_backend": "aot_eager",
+        "passes": [GraphPass("watch", watch, after="lower")],
+    }
     counter = CompileCounterWithBackend("aot_eager")
     try:
         eager = program(program.function)

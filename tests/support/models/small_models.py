@@ -51,7 +51,7 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 def compiled(model: Any, **options: Any) -> Any:
     """The model under the backend, quickly compiled."""
-    return torch.compile(model, backend="qsync", options={"inner": "aot_eager", **options})
+    return torch.compile(model, backend="qsync", options={"inner_backend": "aot_eager", **options})
 
 
 class Counting:
@@ -67,7 +67,7 @@ class Counting:
         return qsync(module, inputs, options=options)
 
     def compile(self, model: Any, **options: Any) -> Any:
-        return torch.compile(model, backend=self, options={"inner": "aot_eager", **options})
+        return torch.compile(model, backend=self, options={"inner_backend": "aot_eager", **options})
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

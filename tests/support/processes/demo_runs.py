@@ -12,7 +12,7 @@ from qsync_fx import Plan
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DIGITS = ("--data", "digits")
 INT8 = Plan("int8", patterns=[("stem", "fp32"), ("**.shortcut", "bf16"), ("head", "fp32")])
-EAGER = ("--inner", "aot_eager")
+EAGER = ("--inner-backend", "aot_eager")
 """Where the plan is given nothing is measured, and no kernel is compiled."""
 
 

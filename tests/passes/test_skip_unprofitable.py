@@ -1,4 +1,4 @@
-"""The option "where_faster": what is as fast in a wider format runs in it and says why; what a plan names does not."""
+"""The option "skip_unprofitable": what is as fast in a wider format runs in it and says why; what a plan names does not."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[s
 
 def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ROWS * 1024 * 2 < cpu_kernels.ENOUGH_WORK[16] <= ROWS * 1024 * 16 < cpu_kernels.ENOUGH_WORK[8]
-    layers = found(True, monkeypatch, precision="int8_grad", where_faster=True)
+    layers = found(True, monkeypatch, precision="int8_grad", skip_unprofitable=True)
     assert {name: fmt for name, (fmt, _) in layers.items()} == {
         **dict.fromkeys(("wide", "large"), "int8_grad"),
         **dict.fromkeys(("thin", "step", "grouped", "middle"), "bf16"),
@@ -95,7 +95,7 @@ def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_a_unit_it_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     for precision in ("bf16", "int8", "fp8", "tf32"):
-        layers = found(False, monkeypatch, precision=precision, where_faster=True)
+        layers = found(False, monkeypatch, precision=precision, skip_unprofitable=True)
         assert {fmt for fmt, _ in layers.values()} == {"fp32"}, precision
         assert all("so it runs in fp32" in reason for _, reason in layers.values())
 
@@ -104,7 +104,10 @@ def test_without_a_unit_it_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path of the native module without a unit, as QSYNC_CPU_ISA=avx2 asks for, where oneDNN has one."""
     with counting_as(False, True, True, monkeypatch):
-        layers, text = layers_of(explained(precision=precision, where_faster=True)), str(explained(precision=precision))
+        layers, text = (
+            layers_of(explained(precision=precision, skip_unprofitable=True)),
+            str(explained(precision=precision)),
+        )
     assert {fmt for fmt, _ in layers.values()} == {"bf16", "fp32"} and layers["large"][0] == layers["wide"][0] == "bf16"
     assert "the native module's path has no unit for int8" in layers["large"][1]
     assert "so that convolutions in it are computed in bf16" in layers["wide"][1]
@@ -114,7 +117,7 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
     )
     # Without a unit for BF16 what is wider is FP32, which oneDNN's unit is faster than.
     with counting_as(False, True, False, monkeypatch):
-        layers = layers_of(explained(precision=precision, where_faster=True))
+        layers = layers_of(explained(precision=precision, skip_unprofitable=True))
     assert {name for name, (fmt, _) in layers.items() if fmt == precision} == {"large"}
     assert {fmt for name, (fmt, _) in layers.items() if name != "large"} == {"fp32"}
 
@@ -122,13 +125,13 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_the_option_would_leave_wider_is_said_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         f"5 operators are in a format that is not faster here, such as thin/conv2d (3 channels are too few for int8 to pay, from "
-        f'{cpu_kernels.CHANNELS} on it does); the option "where_faster" leaves what is so in a wider one'
+        f'{cpu_kernels.CHANNELS} on it does); the option "skip_unprofitable" leaves what is so in a wider one'
     )
     with counting_as(True, True, True, monkeypatch):
         asked = explained(precision="int8")
         assert line in str(asked).splitlines()
         assert line in str(asked.replanned(Plan("int8"))).splitlines()
-        for options in ({"where_faster": True}, {"exact": True}):
+        for options in ({"skip_unprofitable": True}, {"emulate_unsupported": True}):
             assert "not faster here" not in str(explained(precision="int8", **options))
         for none in (explained(), explained(precision="fp32"), asked.replanned(Plan("fp32", patterns=[("*", "int8")]))):
             assert "not faster here" not in str(none)
@@ -149,7 +152,7 @@ def test_what_the_option_would_leave_wider_is_said_without_it(monkeypatch: pytes
 
 def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan("int8", patterns=[("thin", "int8")], operators={"small/linear": "int8"})
-    layers = found(True, monkeypatch, plan=plan, where_faster=True)
+    layers = found(True, monkeypatch, plan=plan, skip_unprofitable=True)
     assert layers["thin"][0] == layers["small"][0] == "int8"
     assert layers["step"][0] == layers["middle"][0] == "bf16"
     for unit in (True, False):
@@ -161,7 +164,7 @@ def test_what_the_model_holds_stays() -> None:
     held = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():
         explained = qsync_fx.explain(
-            held, torch.randn(2, 8).bfloat16(), options={"precision": "int8", "where_faster": True}
+            held, torch.randn(2, 8).bfloat16(), options={"precision": "int8", "skip_unprofitable": True}
         )
     (layer,) = explained.operators
     assert str(layer.precision) == "bf16"
@@ -171,11 +174,13 @@ def test_what_the_model_holds_stays() -> None:
 def test_it_trains() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
-    options = {"precision": "int8_grad", "where_faster": True, "inner": "aot_eager"}
+    options = {"precision": "int8_grad", "skip_unprofitable": True, "inner_backend": "aot_eager"}
     torch.compile(model, backend="qsync", options=options)(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
-    torch.compile(model, backend="qsync", options={"precision": "fp32", "inner": "aot_eager"})(x).sum().backward()
+    torch.compile(model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})(
+        x
+    ).sum().backward()
     for gradient, wanted in zip((p.grad for p in model.parameters()), expected, strict=True):
         assert gradient is not None and wanted is not None and torch.equal(gradient, wanted)
 
@@ -204,7 +209,7 @@ def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
     model, inputs = OnGpu(), (torch.randn(256, 256), torch.randn(1, 32, 6, 6))
     how = {"plan": Plan("int8", patterns=[("named", "int8")]), "scaling": scaling}
     found = {
-        (gpu, asked): qsync_fx.explain(model, *inputs, options={**how, "where_faster": asked, "target": gpu})
+        (gpu, asked): qsync_fx.explain(model, *inputs, options={**how, "skip_unprofitable": asked, "target": gpu})
         for gpu, asked in (("a100", True), ("a100", False), ("t4", True))
     }
 
@@ -242,7 +247,7 @@ def test_what_was_measured_on_a_gpu_decides_there() -> None:
     """A table in which BF16 is as fast for one product leaves it out, though it is large; one in which INT8 wins keeps what is small."""
     # What reads the layer lets it give out BF16.
     model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU()), torch.randn(32, 64)
-    options = {"precision": "int8", "where_faster": True}
+    options = {"precision": "int8", "skip_unprofitable": True}
     (problem, *_) = problems_of(qsync_fx.explain(model, x, options={"precision": "int8"}))
     kernels = way(problem, "sm_80", known)
     assert not isinstance(kernels, str)
@@ -261,4 +266,4 @@ def test_nothing_is_measured_with_it() -> None:
         return model(x).sum()
 
     with pytest.raises(OptionError, match="measured in every format"):
-        qsync_fx.measure(nn.Linear(8, 8), step, [torch.randn(2, 8)], ["fp32"], options={"where_faster": True})
+        qsync_fx.measure(nn.Linear(8, 8), step, [torch.randn(2, 8)], ["fp32"], options={"skip_unprofitable": True})

@@ -1,4 +1,5 @@
-"""A plan that is not applied is never silent: whatever keeps Dynamo from compiling a part of a model, `applied` names it with the reason
+"""A plan that is not applied is never silent: whatever keeps Dynamo from compiling a part of a model, `plan_coverage` names it with the
+reason
 and the way out, a training step warns of it, and with the option "strict" it raises.
 """
 
@@ -32,7 +33,7 @@ def test_every_module_with_what_runs_in_it() -> None:
     model = build(Perceptron)
     plan = Plan("int8", patterns=[("head", "bf16")])
     assert step(model, lambda: compiled(model, plan=plan)(torch.randn(4, 16))) == []
-    found = qsync_fx.applied(model)
+    found = qsync_fx.plan_coverage(model)
     assert {module.path: [str(ran.precision) for ran in module.operators] for module in found.modules} == {
         "layers.0": ["int8"],
         "layers.1": ["bf16"],
@@ -60,27 +61,27 @@ def test_a_model_that_was_never_compiled_or_never_called() -> None:
     assert uncovered(model) == {"first": "not met", "second": "not met"}
     fast(torch.randn(4, 16))
     assert uncovered(model) == {}
-    assert "torch.compile was not given it" in str(qsync_fx.applied(Plain()))
+    assert "torch.compile was not given it" in str(qsync_fx.plan_coverage(Plain()))
     with pytest.raises(qsync_fx.OptionError, match="takes a module"):
-        qsync_fx.applied(print)  # type: ignore[arg-type]
+        qsync_fx.plan_coverage(print)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "int8"}], ids=["default", "int8"])
 def test_nothing_is_applied_before_the_first_call(options: dict[str, Any]) -> None:
     model = Plain()
     fast = compiled(model, **options)
-    before = qsync_fx.applied(fast)
+    before = qsync_fx.plan_coverage(fast)
     assert not before.called and not before.complete
     assert "nothing of it has run in compiled code yet" in str(before)
     assert "call what torch.compile returned" in str(before)
     assert "all that is planned is applied" not in str(before)
     fast(torch.randn(4, 16))
-    after = qsync_fx.applied(fast)
+    after = qsync_fx.plan_coverage(fast)
     assert after.called and after.complete
     assert str(after).endswith("all that is planned is applied")
     assert "yet" not in str(after)
     torch._dynamo.reset()
-    assert not qsync_fx.applied(fast).called, "its code is gone"
+    assert not qsync_fx.plan_coverage(fast).called, "its code is gone"
 
 
 def test_a_part_that_is_compiled_by_itself_and_was_not_called() -> None:
@@ -88,13 +89,13 @@ def test_a_part_that_is_compiled_by_itself_and_was_not_called() -> None:
     start, inner = compiled(model.start, precision="bf16"), compiled(model.inner, precision="bf16")
     inner(torch.randn(4, 16))
     # As in the whole model, where the function between its layers is one of `inner`.
-    found = {str(ran.id) for ran in qsync_fx.applied(model).operators}
+    found = {str(ran.id) for ran in qsync_fx.plan_coverage(model).operators}
     assert found == {"inner.first/linear", "inner/relu", "inner.second/linear"}
-    text = str(qsync_fx.applied(model))
+    text = str(qsync_fx.plan_coverage(model))
     assert "no call of it has been compiled" in text
     assert text.endswith("all that is planned is applied, as far as the model has been called")
     start(torch.randn(4, 16))
-    assert str(qsync_fx.applied(model)).endswith("all that is planned is applied")
+    assert str(qsync_fx.plan_coverage(model)).endswith("all that is planned is applied")
 
 
 def test_modules_whose_parameters_others_use_are_applied() -> None:
@@ -131,7 +132,7 @@ def test_modules_that_share_compiled_code() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     outer = Outer(model, out=16)
     step(outer, lambda: compiled(outer, precision="bf16")(torch.randn(4, 16)))
-    found = {str(ran.id) for ran in qsync_fx.applied(outer).operators}
+    found = {str(ran.id) for ran in qsync_fx.plan_coverage(outer).operators}
     assert {f"inner.{at}.{name}/linear" for at in range(4) for name in ("first", "second")} <= found
     twin = copy.deepcopy(model)
     compiled(model, precision="bf16")(torch.randn(4, 16))
@@ -145,8 +146,8 @@ def test_models_of_torchs_own_classes_share_compiled_code() -> None:
     def trained(width: int) -> list[str]:
         model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 3))
         assert step(model, lambda: compiled(model, precision="bf16", strict=True)(torch.randn(4, 16))) == []
-        assert qsync_fx.applied(model).complete
-        return [f"{ran.id} {ran.precision}" for ran in qsync_fx.applied(model).operators]
+        assert qsync_fx.plan_coverage(model).complete
+        return [f"{ran.id} {ran.precision}" for ran in qsync_fx.plan_coverage(model).operators]
 
     first = trained(16)
     assert first == ["0/linear bf16", "1/relu bf16", "2/linear bf16"]
@@ -158,7 +159,7 @@ def test_the_options_of_the_last_compilation_count() -> None:
     model, x = Plain(), torch.randn(4, 16)
     for precision in ("int8", "bf16"):
         compiled(model, precision=precision)(x)
-        assert {str(ran.precision) for ran in qsync_fx.applied(model).operators if ran.kind == "adjustable"} == {
+        assert {str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"} == {
             precision
         }
 
@@ -170,13 +171,15 @@ def test_a_plan_file_is_read_once(tmp_path: Any) -> None:
     path = tmp_path / "plan.json"
     Plan("int8").save(path)
     model, x = Scaled(), torch.randn(4, 16)
-    given = {"plan": path, "inner": "eager"}
+    given = {"plan": path, "inner_backend": "eager"}
     fast = torch.compile(model, backend="qsync", options=given)
     path.unlink()
     for model.scale in (1, 2):
         fast(x)
-        assert {str(ran.precision) for ran in qsync_fx.applied(model).operators if ran.kind == "adjustable"} == {"int8"}
-    assert given == {"plan": path, "inner": "eager"}, "the user's dictionary is the user's"
+        assert {str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"} == {
+            "int8"
+        }
+    assert given == {"plan": path, "inner_backend": "eager"}, "the user's dictionary is the user's"
     with pytest.raises(PlanError, match=r"plan\.json"):
         torch.compile(model, backend="qsync", options=given)
 
@@ -220,7 +223,7 @@ def test_functions_and_trainers() -> None:
     trainer = Trainer()
     assert step(trainer.model, lambda: compiled(trainer.loss, precision="bf16", strict=True)(torch.randn(4, 16))) == []
     assert uncovered(trainer.model) == {}
-    assert [str(ran.precision) for ran in qsync_fx.applied(trainer.model).operators] == ["bf16"] * 3
+    assert [str(ran.precision) for ran in qsync_fx.plan_coverage(trainer.model).operators] == ["bf16"] * 3
 
     def run(network: nn.Module, x: Tensor) -> Tensor:
         for _ in range(1):
@@ -264,7 +267,7 @@ def test_what_is_used_of_torch_is_there() -> None:
     assert callback.hooks is not None
     wrapper = innermost_backend(callback)
     assert wrapper.compiler_fn is lookup_backend("qsync")  # type: ignore[attr-defined]
-    assert wrapper.kwargs == {"options": qsync_fx.Options(precision="bf16", inner="eager")}  # type: ignore[attr-defined]
+    assert wrapper.kwargs == {"options": qsync_fx.Options(precision="bf16", inner_backend="eager")}  # type: ignore[attr-defined]
     broken = Breaking()
     before = sum(counters["graph_break"].values())
     compiled(broken, precision="bf16")(torch.randn(4, 16))

@@ -1,4 +1,4 @@
-"""The option "keep_less": bits are what they were made of, less is kept, and gradients are those without it."""
+"""The option "activation_recompute": bits are what they were made of, less is kept, and gradients are those without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qsync_fx
 from qsync_fx import _C
-from qsync_fx.backend.inductor import activation_recompute
+from qsync_fx.backend.inductor import recompute_policy
 from qsync_fx.backend.inductor.decompositions import for_inductor
 from qsync_fx.backend.operators.masks import pack_bits, unpack_bits
 from tests.support import tiers
@@ -88,7 +88,7 @@ def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast
 
     def partition(graph: fx.GraphModule, inputs: Any, **how: Any) -> Any:
         if less:
-            activation_recompute.Repeatable()(graph.graph)
+            recompute_policy.Repeatable()(graph.graph)
         return min_cut_rematerialization_partition(graph, inputs, **how)
 
     def backward(graph: fx.GraphModule, inputs: object) -> Any:
@@ -97,7 +97,7 @@ def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast
     table = for_inductor(torch.device("cpu"), fast, less)
     parameters = {name.replace(".", "_"): value for name, value in block.named_parameters()}
     given = [{"x": x, **parameters}[node.name] for node in lowered.graph.nodes if node.op == "placeholder"]
-    with activation_recompute.settings() if less else nullcontext():
+    with recompute_policy.settings() if less else nullcontext():
         step = aot_function(lowered, forward, backward, partition, decompositions=table)
         torch.manual_seed(3)
         (found,) = step(*given)
@@ -134,7 +134,7 @@ def test_a_compiled_model_trains_with_it(precision: str) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         block = Block()
-        options = {"precision": precision, "keep_less": less}
+        options = {"precision": precision, "activation_recompute": less}
         compiled: Callable[..., Any] = torch.compile(block, backend="qsync", options=options)  # type: ignore[arg-type]
         torch.manual_seed(1)
         (compiled(x) - x.sin()).square().mean().backward()
@@ -164,7 +164,7 @@ def test_a_checkpoint_within_the_graph_stays_one() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Checkpointed()
-        compiled = torch.compile(model, backend="qsync", options={"precision": "fp32", "keep_less": less})
+        compiled = torch.compile(model, backend="qsync", options={"precision": "fp32", "activation_recompute": less})
         torch.manual_seed(1)
         compiled(x).square().mean().backward()
         found[less] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

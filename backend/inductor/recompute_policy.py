@@ -1,4 +1,4 @@
-"""The option "keep_less": the bytes that a ReLU keeps for its backward pass wait for it in a bit each.
+"""The option "activation_recompute": the bytes that a ReLU keeps for its backward pass wait for it in a bit each.
 
 Which bytes are kept a partitioner of joint graphs says, once it is done: where a ReLU's result is there anyway, it is none. So what is kept
 is packed behind the partitioner, in both graphs that it has made; packed in front of it, it would be packed where nothing is kept, too.
@@ -13,7 +13,7 @@ time: in a residual block of ResNet that took longer than the normalization that
 
 Invariant: gradients are those of `aten::threshold_backward`, to the bit.
 
-The option "keep_less": what the forward pass keeps for the backward pass is as little as can be without another product.
+The option "activation_recompute": what the forward pass keeps for the backward pass is as little as can be without another product.
 
 A partitioner of torch's chooses what is kept, by the least bytes. By itself it lets nothing be computed again that a product of the
 backward pass reads, nor what lies far apart from its other readers: it counts that as dear. So both a GELU's input and its output are
@@ -44,7 +44,7 @@ from qsync_fx.backend.operators.masks import BYTE, gate
 aten = torch.ops.aten
 prims = torch.ops.prims
 _MADE_OF: Final = (prims.convert_element_type.default, aten.permute.default, torch.ops.qsync.pack_bits.default)
-"""What becomes of a comparison: bytes, and of these with channels last their bits (`qsync_fx.backend.inductor.activation_recompute`)."""
+"""What becomes of a comparison: bytes, and of these with channels last their bits (`qsync_fx.backend.inductor.recompute_policy`)."""
 
 
 def threshold_backward(gradient: Tensor, result: Tensor, threshold: float) -> Tensor:

@@ -1,4 +1,5 @@
-"""The option "weights_once": a weight is quantized once a step, to the bits of a step without the option, and no write goes unseen."""
+"""The option "cache_quantized_weights": a weight is quantized once a step, to the bits of a step without the option, and no write goes
+unseen."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("precision", "scaling", "inner"),
+    ("precision", "scaling", "inner_backend"),
     [
         ("int8", "tensor", "aot_eager"),
         ("int8", "channel", "aot_eager"),
@@ -88,25 +89,29 @@ def equal(found: list[Tensor], wanted: list[Tensor]) -> bool:
         pytest.param("fp8", "channel", "inductor", marks=tiers.ALL),
     ],
 )
-def test_steps_have_the_bits_of_steps_without_it(precision: str, scaling: str, inner: str, made: list[Tensor]) -> None:
+def test_steps_have_the_bits_of_steps_without_it(
+    precision: str, scaling: str, inner_backend: str, made: list[Tensor]
+) -> None:
     """With one pass a step: the same numbers are drawn for the same roundings."""
     torch.manual_seed(0)
     model, batches = Net(), [[x] for x in images(3)]
-    options = {"precision": precision, "scaling": scaling, "inner": inner}
+    options = {"precision": precision, "scaling": scaling, "inner_backend": inner_backend}
     wanted = trained(model, options, batches)
     assert not made
-    found = trained(model, {**options, "weights_once": True}, batches)
+    found = trained(model, {**options, "cache_quantized_weights": True}, batches)
     assert equal(found, wanted)
     assert len(made) == 4 * 3
 
 
-@pytest.mark.parametrize("inner", INNERS)
-def test_a_weight_is_quantized_once_a_step_and_not_once_a_micro_batch(inner: str, made: list[Tensor]) -> None:
+@pytest.mark.parametrize("inner_backend", INNERS)
+def test_a_weight_is_quantized_once_a_step_and_not_once_a_micro_batch(inner_backend: str, made: list[Tensor]) -> None:
     """Rounded to nearest, which copy is read makes no difference: gradients that are summed are those without the option."""
     torch.manual_seed(0)
     model, batches = Net(), [images(4), images(4), images(4)]
-    options = {**NEAREST, "inner": inner}
-    assert equal(trained(model, {**options, "weights_once": True}, batches), trained(model, options, batches))
+    options = {**NEAREST, "inner_backend": inner_backend}
+    assert equal(
+        trained(model, {**options, "cache_quantized_weights": True}, batches), trained(model, options, batches)
+    )
     assert len(made) == 4 * 3
 
 
@@ -114,7 +119,9 @@ def test_micro_batches_share_a_rounding_and_steps_do_not() -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 32, bias=False), torch.eye(64)  # each value of which is on INT8's grid
     compiled = torch.compile(
-        layer, backend="qsync", options={"precision": "int8", "inner": "aot_eager", "weights_once": True}
+        layer,
+        backend="qsync",
+        options={"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True},
     )
     first, second = compiled(x), compiled(x)
     with torch.no_grad():
@@ -125,7 +132,7 @@ def test_micro_batches_share_a_rounding_and_steps_do_not() -> None:
 def test_a_seed_repeats_a_run() -> None:
     torch.manual_seed(0)
     model, batches = Net(), [images(2), images(2)]
-    options = {"precision": "int8", "inner": "aot_eager", "weights_once": True}
+    options = {"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True}
     assert equal(trained(model, options, batches), trained(model, options, batches))
 
 
@@ -133,7 +140,10 @@ def test_graphs_of_other_shapes_and_evaluation_share_or_have_copies_of_their_own
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(
-        model, backend="qsync", dynamic=False, options={"precision": "int8", "inner": "aot_eager", "weights_once": True}
+        model,
+        backend="qsync",
+        dynamic=False,
+        options={"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True},
     )
     for rows in (4, 6, 4):
         compiled(*images(1, rows)).sum().backward()
@@ -146,17 +156,19 @@ def test_graphs_of_other_shapes_and_evaluation_share_or_have_copies_of_their_own
     assert len(made) == 8, "and leaves what training reads as it was"
 
 
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("inner_backend", INNERS)
 @pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("name", [*COUNTED, *UNCOUNTED])
 def test_a_weight_that_was_changed_is_read_as_it_is(
-    name: str, evaluated: bool, inner: str, recwarn: pytest.WarningsRecorder
+    name: str, evaluated: bool, inner_backend: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     """What torch does not count is seen by its values, here at the second time that a copy is used."""
     torch.compiler.reset()
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 12, bias=False), torch.randn(5, 24)
-    compiled = torch.compile(layer, backend="qsync", options={**NEAREST, "inner": inner, "weights_once": True})
+    compiled = torch.compile(
+        layer, backend="qsync", options={**NEAREST, "inner_backend": inner_backend, "cache_quantized_weights": True}
+    )
     write: Write = {**COUNTED, **UNCOUNTED}[name]
     with torch.set_grad_enabled(not evaluated):
         before, again = compiled(x).detach().clone(), compiled(x).detach().clone()
@@ -166,14 +178,14 @@ def test_a_weight_that_was_changed_is_read_as_it_is(
         assert torch.equal(after, -before)
         write(layer)
         assert torch.equal(compiled(x), before), "a weight that is not trusted any more is read in each pass"
-    told = [w for w in recwarn.list if "written to without torch knowing" in str(w.message)]
+    told = [w for w in recwarn.list if "written to without torch counting it" in str(w.message)]
     assert len(told) == (name in UNCOUNTED)
 
 
 def test_around_the_compiled_model_checkpointing_computes_the_same_again(made: list[Tensor]) -> None:
     torch.manual_seed(0)
     model, (x,) = Net(), images(1)
-    options = {"precision": "int8", "inner": "aot_eager", "weights_once": True}
+    options = {"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True}
     found = []
     for around in (False, True):
         torch.compiler.reset()
@@ -225,17 +237,19 @@ class Derived(nn.Module):
 def test_what_stays_in_the_graph_is_said(model: type[nn.Module], why: str, count: int, made: list[Tensor]) -> None:
     torch.manual_seed(0)
     net, x = model(), torch.randn(4, 8)
-    options = {**NEAREST, "inner": "aot_eager"}
+    options = {**NEAREST, "inner_backend": "aot_eager"}
     wanted = torch.compile(copy.deepcopy(net), backend="qsync", options=options)(x)
-    compiled = torch.compile(net, backend="qsync", options={**options, "weights_once": True})
-    with pytest.warns(qsync_fx.PlanWarning, match=f'"weights_once" leaves 1 weights .*{why}'):
+    compiled = torch.compile(net, backend="qsync", options={**options, "cache_quantized_weights": True})
+    with pytest.warns(qsync_fx.PlanWarning, match=f'"cache_quantized_weights" leaves 1 weights .*{why}'):
         found = compiled(x)
     assert torch.equal(found, wanted) and len(made) == count
     found.sum().backward()
 
 
 def test_a_model_without_such_weights_is_told() -> None:
-    options = {"precision": "bf16", "inner": "aot_eager", "weights_once": True}
+    options = {"precision": "bf16", "inner_backend": "aot_eager", "cache_quantized_weights": True}
     compiled = torch.compile(nn.Linear(8, 8), backend="qsync", options=options)
-    with pytest.warns(qsync_fx.PlanWarning, match='"weights_once" has no effect on .* It is for int8 and fp8'):
+    with pytest.warns(
+        qsync_fx.PlanWarning, match='"cache_quantized_weights" has no effect on .* It is for int8 and fp8'
+    ):
         compiled(torch.randn(4, 8))

@@ -1,4 +1,4 @@
-"""`applied`: what of a plan runs in a model that is being trained, and what does not.
+"""`plan_coverage`: what of a plan runs in a model that is being trained, and what does not.
 
 Invariant: it tells what has been compiled so far, for the options that each module was compiled with last; it compiles and runs nothing.
 """
@@ -37,7 +37,7 @@ class AppliedModule:
 
 
 @dataclass(frozen=True)
-class Applied:
+class PlanCoverage:
     """What runs in a model, and what of its plan does not.
 
     Attributes:
@@ -74,15 +74,15 @@ class Applied:
 
     def table(self, width: int | None = None) -> str:
         """Returns the table that `print` shows, fitted to a width where one is given."""
-        from qsync_fx.diagnostics.explanation_table import applied_text
+        from qsync_fx.diagnostics.explanation_table import coverage_text
 
-        return applied_text(self, width)
+        return coverage_text(self, width)
 
     def __str__(self) -> str:
         return self.table()
 
 
-def applied(model: nn.Module) -> Applied:
+def plan_coverage(model: nn.Module) -> PlanCoverage:
     """Says what runs in a model that is trained with this backend, module by module, and what of its plan does not.
 
     Graphs are made when the model is called: ask after a training step.
@@ -94,7 +94,9 @@ def applied(model: nn.Module) -> Applied:
         OptionError: it is no module.
     """
     if not isinstance(model, nn.Module):
-        raise OptionError(f"applied takes a module, not {type(model).__name__}", do="give the model that is trained")
+        raise OptionError(
+            f"plan_coverage takes a module, not {type(model).__name__}", do="give the model that is trained"
+        )
     root = unwrapped(model)
     trees = [tree for log in logs() if (tree := Tree(root, log)).ran or tree.compiled]
     unseen = Tree(root, Log(Options()))
@@ -112,7 +114,7 @@ def applied(model: nn.Module) -> Applied:
         for path, tree in owner.items()
     )
     used = {id(tree) for tree in owner.values()}
-    return Applied(
+    return PlanCoverage(
         type(root).__name__,
         tuple(
             module

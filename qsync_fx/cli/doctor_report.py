@@ -1,0 +1,251 @@
+"""The report of `qsync doctor`: the hardware and tools of this machine, and how each format runs on it.
+
+Invariant: making a report changes nothing. A value that cannot be determined is empty, never guessed. How a format
+runs is the answer of `qsync_fx.devices.support`.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import qsync_fx.backend.cuda.runtime.device_state  # noqa: F401  what `support` says of CUDA devices comes from there
+from qsync_fx import _C, __version__
+from qsync_fx.backend.cuda import toolchain
+from qsync_fx.backend.cuda.kernel_build import kernel_cache, sass
+from qsync_fx.cli import output
+from qsync_fx.devices.cpu_features import Cpu, cpu, wrong_path
+from qsync_fx.devices.format_support import Support, support
+from qsync_fx.devices.machine import HugePages, huge_pages
+from qsync_fx.errors import QSyncError
+from qsync_fx.formats import FORMATS, Precision
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `wrong` saying why.
+
+    `refused` are paths that are there, and are not used since they give other results than the scalar one; `products` says of each
+    type of values which instruction multiplies matrices of it.
+    """
+
+    path: str | None
+    available: tuple[str, ...]
+    openmp: bool
+    wrong: QSyncError | None = None
+    refused: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device; memory in bytes."""
+
+    device: torch.device
+    name: str
+    capability: tuple[int, int]
+    memory: int
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something that CUDA kernels are compiled with, and where it lies."""
+
+    version: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """CUDA kernels that are compiled already: how many there are in a folder. `reason` says why the folder is not used."""
+
+    folder: Path
+    count: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class FormatSupport:
+    """How one device runs one format."""
+
+    device: torch.device
+    precision: Precision
+    support: Support
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that `qsync doctor` says.
+
+    Attributes:
+        cuda: what torch was built for; None for a CPU build.
+        threads: that kernels on the CPU use, of those that the process may.
+        nvcc, host, cutlass: what CUDA kernels are compiled with, or why it cannot be used.
+        nvrtc: what compiles for sm_70 (V100), which nvcc of CUDA 13 does not, or why there is nothing.
+        disassembler: what looks for the right instructions in compiled kernels; None where nothing does.
+        kernels: those that are compiled already: in the cache, then in the folders of QSYNC_KERNELS_PATH.
+    """
+
+    qsync_fx: str
+    torch: str
+    python: str
+    cuda: str | None
+    cpu: Cpu
+    threads: int
+    huge_pages: HugePages
+    quantizer: Quantizer
+    gpus: tuple[Gpu, ...]
+    nvcc: Tool | QSyncError
+    host: Tool | QSyncError
+    cutlass: Tool | QSyncError
+    nvrtc: Tool | QSyncError
+    disassembler: Path | None
+    kernels: tuple[Kernels, ...]
+    formats: tuple[FormatSupport, ...]
+
+
+def look() -> Report:
+    """Looks this machine over; under a second."""
+    gpus = _gpus()
+    devices = (torch.device("cpu"), *(gpu.device for gpu in gpus))
+    return Report(
+        qsync_fx=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cuda=torch.version.cuda,
+        cpu=cpu(),
+        threads=torch.get_num_threads(),
+        huge_pages=huge_pages(),
+        quantizer=_quantizer(),
+        gpus=gpus,
+        nvcc=_tool(toolchain.nvcc),
+        host=_tool(lambda: toolchain.host_compiler(toolchain.nvcc())),
+        cutlass=_tool(toolchain.cutlass),
+        nvrtc=_tool(lambda: toolchain.toolchain("sm_70").nvcc),
+        disassembler=sass.disassembler(),
+        kernels=_kernels(),
+        formats=tuple(
+            FormatSupport(device, fmt, support(device, fmt)) for device in devices for fmt in FORMATS.values()
+        ),
+    )
+
+
+def _quantizer() -> Quantizer:
+    available = tuple(_C.available_isas())
+    if (wrong := wrong_path()) is not None:
+        return Quantizer(None, available, _C.openmp, wrong)
+    products = tuple(f"{values} by {instruction}" for values, instruction in _C.gemm_instructions().items())
+    return Quantizer(_C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()), products=products)
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    result = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        result.append(Gpu(torch.device("cuda", index), properties.name, capability, properties.total_memory))
+    return tuple(result)
+
+
+def _tool(find: Callable[[], toolchain.ToolProgram | toolchain.Headers]) -> Tool | QSyncError:
+    try:
+        result = find()
+    except QSyncError as error:
+        return error
+    path = result.path if isinstance(result, toolchain.ToolProgram) else result.folders[0]
+    return Tool(toolchain.dotted(result.version), path)
+
+
+def _kernels() -> tuple[Kernels, ...]:
+    folders, reason = [kernel_cache.root()], ""
+    try:
+        folders += kernel_cache.ahead_of_time()
+    except QSyncError as error:
+        reason = str(error)
+    result = []
+    for folder in folders:
+        entries = [entry for entry in kernel_cache.entries(folder) if isinstance(entry, kernel_cache.CacheEntry)]
+        result.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
+    return (*result, *([Kernels(Path(), 0, reason)] if reason else ()))
+
+
+def render(report: Report) -> RenderableType:
+    """Returns the report as something that a `rich.console.Console` prints: what there is, then formats by device."""
+    from rich.console import Group
+
+    return Group(_machine(report), "", _formats(report))
+
+
+def _machine(report: Report) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+
+    def line(name: str, value: str) -> None:
+        # Names of devices and paths are data: nothing in them is markup.
+        table.add_row(name, Text(value))
+
+    cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""
+    line("qsync_fx", report.qsync_fx)
+    line("torch", f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}")
+    threads = f"{report.cpu.threads} threads for this process, kernels use {report.threads}"
+    line("processor", f"{report.cpu.model or 'unknown'}, {cores}{threads}")
+    line("instruction sets", ", ".join(report.cpu.features) or "none that matter here")
+    if report.huge_pages.policy:
+        line("huge pages", str(report.huge_pages))
+    line("quantizer", _quantizer_text(report.quantizer))
+    for gpu in report.gpus:
+        major, minor = gpu.capability
+        line(str(gpu.device), f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / 2**30:.1f} GiB")
+    if not report.gpus:
+        line("cuda", "no device")
+    line("nvcc", _tool_text(report.nvcc))
+    if not isinstance(report.nvcc, QSyncError):
+        line("host compiler", _tool_text(report.host))
+        line(
+            "disassembler",
+            str(report.disassembler or "no cuobjdump and nvdisasm: kernels are used without a look inside"),
+        )
+    line("CUTLASS", _tool_text(report.cutlass))
+    line(
+        "for V100", f"nothing: {report.nvrtc.do}" if isinstance(report.nvrtc, QSyncError) else _tool_text(report.nvrtc)
+    )
+    for kernels in report.kernels:
+        line("CUDA kernels", kernels.reason or f"{kernels.count} compiled in {kernels.folder}")
+    return table
+
+
+def _quantizer_text(quantizer: Quantizer) -> str:
+    if quantizer.wrong is not None:
+        return str(quantizer.wrong)
+    threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
+    wrong = "".join(f"; {path} gives wrong results on this processor and is not used" for path in quantizer.refused)
+    products = f"products of {', of '.join(quantizer.products)}"
+    return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}; {products}{wrong}"
+
+
+def _tool_text(tool: Tool | QSyncError) -> str:
+    return str(tool) if isinstance(tool, QSyncError) else f"{tool.version} in {tool.path}"
+
+
+def _formats(report: Report) -> Table:
+    from rich.text import Text
+
+    styles = {"native": "green", "simulated": "yellow", "substituted": "magenta"}
+    rows = []
+    for row in report.formats:
+        settings = Text(row.support.how, styles[row.support.how])
+        rows.append((row.precision.name, str(row.device), settings, row.support.runs_as.name, row.support.reason))
+    return output.table(("precision", "device", "how", "runs as", "why"), rows)
