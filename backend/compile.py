@@ -106,7 +106,7 @@ def tell_of_a_stale_profile(why: str, current: SourcePlace, options: Options) ->
     log.stale.add(name)
     text = (
         f"a profile of {name} is in the cache, but {why}. So it trains as if there were none; measure it again "
-        f"(qsync_fx.measure(...).save()), or switch cached plans off: the option cached_plan=False, or {SWITCH}=0."
+        f"(qsync_fx.cache_plan(qsync_fx.measure(...))), or switch cached plans off: the option cached_plan=False, or {SWITCH}=0."
     )
     warnings.warn(text, PlanWarning, stacklevel=2)
 

@@ -20,7 +20,7 @@ from qsync_fx.allocator.evaluator import PlanEvaluator
 from qsync_fx.plan.plan_loading import read_plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import TrainingMemory, peak_bytes
-from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import optimizer_memory
 
 SHARE = 0.8

@@ -17,7 +17,6 @@ from torch import fx
 
 from qsync_fx.formats import Precision
 from qsync_fx.graph import Context
-from qsync_fx.graph.node_metadata import Computed
 from qsync_fx.rounding import Rounding
 
 
@@ -65,7 +64,7 @@ def _as_fast(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     return None
 
 
-def _by_torch(node: fx.Node, device: torch.device) -> Computed | None:
+def _by_torch(node: fx.Node, device: torch.device) -> object | None:
     return None
 
 
@@ -95,7 +94,7 @@ class Lowering:
     emit: Callable[[fx.Node, Operands], fx.Node]
     keep: Callable[[fx.Node, Role], list[int]]
     refuses: Callable[[fx.Node], str | None] = _never
-    computed: Callable[[fx.Node, torch.device], Computed | None] = _by_torch
+    computed: Callable[[fx.Node, torch.device], object | None] = _by_torch
     plain: Callable[[fx.Node], list[fx.Node]] = _as_it_is
     separate: Callable[[fx.Node, Role], list[int]] = _none
     slower: Callable[[fx.Node, Precision, Context], str | None] = _as_fast

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsync_fx import devices as devices, distributed as distributed, optim as optim
-    from qsync_fx.allocator.api import find_plan as find_plan
+    from qsync_fx.allocator.api import cache_plan as cache_plan, find_plan as find_plan
     from qsync_fx.diagnostics import Explanation as Explanation, explain as explain
     from qsync_fx.diagnostics.coverage_report import PlanCoverage as PlanCoverage, plan_coverage as plan_coverage
     from qsync_fx.errors import (
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from qsync_fx.plan_switching import switch_plan as switch_plan
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity as Sensitivity
     from qsync_fx.predictor.replayer.cluster import Cluster as Cluster
+    from qsync_fx.profiler.analytic_profile import catalog_profile as catalog_profile
     from qsync_fx.profiler.measurement import measure as measure
     from qsync_fx.profiler.profile import Profile as Profile
     from qsync_fx.profiler.sensitivity.estimate import sensitivity as sensitivity
@@ -75,6 +76,8 @@ _HOMES = {
     **dict.fromkeys(("ClusterPlan", "Plan"), "qsync_fx.plan"),
     "Profile": "qsync_fx.profiler.profile",
     "graph_pass": "qsync_fx.passes.pass_base",
+    "cache_plan": "qsync_fx.allocator.api",
+    "catalog_profile": "qsync_fx.profiler.analytic_profile",
     "measure": "qsync_fx.profiler.measurement",
     "rounding_stream": "qsync_fx.rounding",
     "sensitivity": "qsync_fx.profiler.sensitivity.estimate",

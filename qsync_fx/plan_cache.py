@@ -130,7 +130,7 @@ KEPT: Final = Schema(
     CachedPlan,
     noun="plan of a cached profile",
     error=PlanError,
-    remedy="remove it, and save the profile again: Profile.save()",
+    remedy="remove it, and save the profile again: qsync_fx.cache_plan(profile)",
     name="qsync-cached-plan",
 )
 

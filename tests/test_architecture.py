@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
+
+import networkx as nx
 
 import qsync_fx
 from qsync_fx.backend.operators import lowerings
@@ -53,6 +53,7 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
     named = {name: found for name, path in sources.items() if (found := strings(path) & narrow)}
     because = {
         "qsync_fx/formats.py": "the table",
+        "qsync_fx/option_help.py": "recipes, whose options are formats",
         "qsync_fx/devices/format_support.py": "which devices have which units, and what runs when the user asks for nothing",
         "qsync_fx/devices/cpu_features.py": "instruction sets of CPUs, one of which is called bf16",
         "qsync_fx/graph/fx_utils.py": "the short name of a torch type in texts of graphs is bf16",
@@ -107,69 +108,100 @@ def test_one_file_reads_environment_variables() -> None:
 
 
 LAYERS = (
-    "errors environment serialization entry_points formatting text_tables option_help plan rounding "
-    "formats ops devices options autocast_policy module_paths graph plan_cache coverage",
-    "predictor",
-    "passes",
+    "errors autocast_policy formatting text_tables module_paths option_help",
+    "environment entry_points formats rounding",
+    "serialization ops",
+    "devices plan",
+    "options",
+    "graph",
+    "coverage plan_cache predictor",
+    "passes communication optim",
     "backend",
-    "allocator communication diagnostics optim profiler plan_switching timeline",
-    "distributed",
-    "cli",
+    "diagnostics plan_switching",
+    "profiler",
+    "timeline",
+    "allocator",
+    "distributed cli",
 )
-"""From the bottom to the top: a module imports from its own layer and from those before it."""
+"""Packages from the bottom to the top. A package imports packages of earlier lines only, and none of its own line."""
+LONGEST_CYCLE = 5
 
 
-def layer(module: str) -> int:
-    parts = module.split(".")[1:]
-    prefixes = {".".join(parts[: n + 1]) for n in range(len(parts))}
-    found = [at for at, names in enumerate(LAYERS) if prefixes & set(names.split())]
-    assert found, f"{module} is in no layer: say in LAYERS and in docs/architecture.md where it belongs"
-    return found[0]
+def module_of(name: str) -> str:
+    """Return the dotted name of a file under ROOT."""
+    module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return module if module.startswith("qsync_fx") else f"qsync_fx.{module}"
+
+
+MODULES = {module_of(name): path for name, path in SOURCES.items()}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return all modules of the project that a file imports.
+
+    Imports inside functions and under TYPE_CHECKING count. In a file that uses importlib every string that is the
+    name of a module counts, too: importlib takes such strings, directly or by way of a table.
+    """
+    result: set[str] = set()
+    tree = ast.parse(path.read_text())
+    has_importlib = any(isinstance(node, ast.Name) and node.id == "importlib" for node in ast.walk(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            result |= {name if name in MODULES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            result |= {alias.name for alias in node.names}
+        elif has_importlib and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            result.add(node.value)
+    return {name for name in result & MODULES.keys() if MODULES[name] != path}
+
+
+def layer(module: str) -> tuple[int, str]:
+    """Return the number of a module's layer, and its package."""
+    package = module.split(".")[1]
+    found = [number for number, names in enumerate(LAYERS) if package in names.split()]
+    assert found, f"{module} is in no layer: add it to LAYERS and to docs/architecture.md"
+    return found[0], package
+
+
+FACADES = ("qsync_fx", "qsync_fx.passes", "qsync_fx.backend")
+"""Packages whose __init__ re-exports names of any layer."""
 
 
 def test_imports_run_one_way() -> None:
-    for name, path in SOURCES.items():
-        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        module = module if module.startswith("qsync_fx") else f"qsync_fx.{module}"
-        if module in ("qsync_fx", "qsync_fx.backend", "qsync_fx.passes"):
+    for module, path in MODULES.items():
+        if module in FACADES:
             continue
-        for imported in imports(ast.parse(path.read_text())):
-            assert layer(imported) <= layer(module), f"{name} imports {imported}, which stands above it"
+        number, package = layer(module)
+        for imported in imported_modules(path) - set(FACADES):
+            below, other = layer(imported)
+            assert other == package or below < number, f"{module} imports {imported}, which is not below it"
 
 
-def imports(tree: ast.Module, functions: bool = True) -> Iterator[str]:
-    """Yields the modules of ours that a module imports, also inside of functions, but not for type checkers alone."""
-    todo: list[ast.AST] = [tree]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.FunctionDef) and not functions:
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "qsync_fx":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if not alias.name.startswith("_"))
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("qsync_fx."))
-        todo += ast.iter_child_nodes(node)
+def test_import_cycles_are_short() -> None:
+    graph = nx.DiGraph()
+    for module, path in MODULES.items():
+        graph.add_edges_from((module, imported) for imported in imported_modules(path) - set(FACADES))
+    graph.remove_nodes_from(FACADES)
+    assert graph.number_of_edges() > len(MODULES), "imports are found"
+    for cycle in nx.strongly_connected_components(graph):
+        assert len(cycle) <= LONGEST_CYCLE, f"these files import one another: {sorted(cycle)}"
 
 
-def test_siblings_are_loaded_without_cycles() -> None:
-    """Of the files and folders in one folder, none imports another that imports it, but within functions."""
-    modules = {
-        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for name, path in SOURCES.items()
-    }
-    modules = {name if name.startswith("qsync_fx") else f"qsync_fx.{name}": path for name, path in modules.items()}
-    beside: dict[str, dict[str, set[str]]] = {}
-    for module, path in modules.items():
-        for imported in imports(ast.parse(path.read_text()), functions=False):
-            target = imported if imported in modules else imported.rpartition(".")[0]
-            ours, theirs = module.split("."), target.split(".")
-            at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-            if at is not None:
-                beside.setdefault(".".join(ours[:at]), {}).setdefault(ours[at], set()).add(theirs[at])
-    assert {"qsync_fx", "qsync_fx.passes", "qsync_fx.backend.cuda"} <= beside.keys()
-    for siblings in beside.values():
-        TopologicalSorter(siblings).prepare()
+def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import importlib\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from qsync_fx.graph import cost_dag\n"
+        "def later():\n"
+        "    import qsync_fx.errors\n"
+        "    importlib.import_module('qsync_fx.formats')\n"
+        "    from qsync_fx.plan.plan import Plan\n"
+    )
+    expected = {"qsync_fx.graph.cost_dag", "qsync_fx.errors", "qsync_fx.formats", "qsync_fx.plan.plan"}
+    assert imported_modules(path) == expected
 
 
 def test_the_page_on_architecture_tells_the_layers() -> None:

@@ -38,7 +38,7 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
     model, args = resnet50()
     model.to(options.device)
     args = tree_map_only(torch.Tensor, lambda t: t.to(options.device), args)
-    found = problems_of(explain(model, *args, options={"precision": options.precision}))
+    found = problems_of(explain(model, *args, options={"precision": options.precision}).lowered_graphs)
     chosen = {p for p in found if isinstance(p, ConvProblem)}
     return sorted(chosen, key=lambda p: (-p.flops, shown(p)))
 

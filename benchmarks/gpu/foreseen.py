@@ -116,7 +116,7 @@ def main() -> None:
         case = cases[case_name]()
         case = Case(case.model, case.batch, case.step, torch.optim.SGD(case.model.parameters(), lr=1e-6))
         sources = {
-            "catalog": qsync_fx.devices.get(name).profile(case.model, case.step, case.batch, PRECISIONS, case.optimizer)
+            "catalog": qsync_fx.catalog_profile(name, case.model, case.step, case.batch, PRECISIONS, case.optimizer)
         }
         ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
         plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, MIXED)

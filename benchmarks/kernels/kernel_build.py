@@ -44,7 +44,7 @@ def units_of_layer(arch: Arch) -> list[TranslationUnit]:
     layer = BertLayer(BertConfig(attn_implementation="sdpa"))
     with assumed(arch, on="cpu"):
         explained = explain(layer, torch.randn(*TOKENS, 768), options={"precision": "int8_grad"})
-        return candidates.of_problems(problems_of(explained), arch, False)
+        return candidates.of_problems(problems_of(explained.lowered_graphs), arch, False)
 
 
 def loaded(units: list[TranslationUnit], folder: Path) -> float:

@@ -35,8 +35,9 @@ from qsync_fx.errors import PlanError
 from qsync_fx.formats import FORMATS as EVERY
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -17,9 +17,10 @@ import qsync_fx
 from qsync_fx.devices import get
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.analytic_times import DeviceTimes
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import Follows, ModelOperator, ModelParameter, ModelRead, StateNames, Value
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 DEVICE = "a100"
 FORMATS = ("fp32", "tf32", "bf16", "int8", "int8_grad")

@@ -33,7 +33,7 @@ from qsync_fx.predictor.memory import (
     anchored_bytes,
     step_memory,
 )
-from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import loss_memory, measured_peak, optimizer_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -268,12 +268,18 @@ def find_plan(
     return settled(solve(available), available, solve, at_hand, max_replans)
 
 
-def keep(profile: Profile) -> pathlib.Path:
-    """Writes a profile and its plan to the cache, and returns the path of the profile.
+def cache_plan(profile: Profile) -> pathlib.Path:
+    """Find the fastest plan of a profile, and save both in the cache; return the path of the profile.
+
+    The plan has at most the variance of the default format of the device, mostly BF16. From then on
+    `torch.compile(model, backend="qsync")` without a plan or a precision trains this model on this machine under it.
+
+    Args:
+        profile: of `qsync_fx.measure`, with sensitivity.
 
     Raises:
-        ProfileError: it is of another machine or of the catalog, holds no sensitivity, or cannot be written.
-        PlanError: it holds no format that a plan could be within.
+        ProfileError: if the profile is of another machine or of the catalog, has no sensitivity, or cannot be written.
+        PlanError: if the profile has no format for the plan's variance.
     """
     profile.machine.check(here_for(profile.machine))
     model = profile.fingerprint

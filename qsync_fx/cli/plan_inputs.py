@@ -226,7 +226,7 @@ def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> Mo
     from torch.utils import _pytree as pytree
 
     from qsync_fx.diagnostics import explain
-    from qsync_fx.predictor.model import build_model_graph
+    from qsync_fx.profiler.model_graph_builder import build_model_graph
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, trained.batches[0])
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -248,6 +248,7 @@ def _of_catalog(
     cluster: Cluster | None, profiles: Mapping[str, Any], trained: Trained, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     from qsync_fx.devices import get
+    from qsync_fx.profiler.analytic_profile import catalog_profile
 
     devices = {} if cluster is None or "" in profiles else cluster.devices
     missing = {name: item.device for name, item in devices.items() if name not in profiles and item.device is not None}
@@ -257,8 +258,8 @@ def _of_catalog(
             device = get(called)
             formats = [fmt for fmt in trained.precisions or device.units if fmt in device.units]
             optimizer = training_args.optimizer(arguments.optimizer, trained.module)
-            result[name] = device.profile(
-                trained.module, trained.step, trained.batches[0], _at_most_32(formats), optimizer
+            result[name] = catalog_profile(
+                device, trained.module, trained.step, trained.batches[0], _at_most_32(formats), optimizer
             )
             done(name)
     return result

@@ -11,8 +11,7 @@ the file, and what to do.
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,10 +35,7 @@ from qsync_fx.formats import FORMATS, FP32, Precision, encoding, precision
 from qsync_fx.serialization.schema import TomlSchema
 
 if TYPE_CHECKING:
-    import torch
-
-    from qsync_fx.profiler.measurement import GivenOptimizer
-    from qsync_fx.profiler.profile import Profile
+    pass
 
 
 PRODUCTS: tuple[Product, ...] = get_args(Product)
@@ -105,29 +101,6 @@ class Device:
         from qsync_fx.devices.device_catalog import name_of
 
         return None if self.kind == "cpu" else name_of(self) or self.path or self.name
-
-    def profile(
-        self,
-        model: torch.nn.Module,
-        step: Callable[[Any, Any], Any],
-        batch: object,
-        precisions: Sequence[str | Precision] | None = None,
-        optimizer: GivenOptimizer | None = None,
-    ) -> Profile:
-        """Returns a profile of a model on this device, in place of one that is measured there.
-
-        Args:
-            step: what a training step computes: takes the model and a batch, returns the loss. It runs once, here, and twice without
-                the model.
-            batch: what it is given.
-            precisions: the formats that plans may ask for; by default those that the device has units for.
-            optimizer: what will update the model, or makes that of its parameters, if its time and memory count.
-        """
-        # What explains a model stands above this module.
-        result: Profile = importlib.import_module("qsync_fx.profiler.analytic_profile").of_catalog(
-            self, model, step, batch, precisions, optimizer
-        )
-        return result
 
     def gemm_seconds(self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn") -> float:
         """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""

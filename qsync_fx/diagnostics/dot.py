@@ -12,9 +12,10 @@ from torch import fx
 
 from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
+from qsync_fx.graph.cost_dag import precision_dag
 
 if TYPE_CHECKING:
-    from qsync_fx.diagnostics import Explanation
+    from qsync_fx.diagnostics.explanation import Explanation
 
 
 def dot(explanation: Explanation) -> str:
@@ -45,7 +46,7 @@ def _shown(graph: PrecisionGraph) -> list[Operator]:
 
 
 def _edges(graph: PrecisionGraph, index: int) -> list[str]:
-    dag, operators = graph.dag(), [operator for part in graph.walk() for operator in _shown(part)]
+    dag, operators = precision_dag(graph), [operator for part in graph.walk() for operator in _shown(part)]
     shown = {str(operator.id) for operator in operators}
     lines = [
         f"  {_name(index, source)} -> {_name(index, reader)} [tooltip={json.dumps(_carries(data))}];"

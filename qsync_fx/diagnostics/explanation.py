@@ -88,6 +88,11 @@ class Explanation:
     _plan: Plan | None = field(default=None, repr=False)
 
     @property
+    def lowered_graphs(self) -> list[PrecisionGraph]:
+        """The graphs after the last pass, in the order they run."""
+        return [part.graph for part in self.graphs]
+
+    @property
     def operators(self) -> list[Operator]:
         """Every operator of the model, in the order they run."""
         return [operator for part in self.graphs for operator in part.operators]

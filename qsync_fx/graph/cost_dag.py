@@ -62,15 +62,23 @@ class Costs(Mapping[OperandState, Cost]):
         return len(self._states)
 
 
-def precision_dag(flow: Flow) -> nx.MultiDiGraph:
-    """Returns the DAG of a graph.
+def precision_dag(graph: PrecisionGraph) -> nx.MultiDiGraph:
+    """Return the operators of a graph, with the tensors between them as edges.
 
     Nodes have `type`: "operator", "parameter", "input" or "output". Operators have `kind`, `row` (name), `order`, `shape`, `numel`, `line`
     ("file:line" or ""), `repeated` (activation checkpointing computes it again), `precisions` (names of the formats that it can take) and
     `costs` (a mapping from `State` to `Cost`). Parameters and inputs have `shape` and `numel`.
     Edges have `role` (the argument's name), `tensor` (the name of what flows; views of one tensor share it), `numel`, `own` (the name of
     the format that the model holds it in, None for integers) and `gradient` (whether one flows back).
+
+    Raises:
+        PassError: if the graph is not classified yet.
     """
+    with graph.context.there():
+        return _dag(graph.costing.flow)
+
+
+def _dag(flow: Flow) -> nx.MultiDiGraph:
     result: nx.MultiDiGraph = nx.MultiDiGraph()
     for site in flow.sites:
         _add_operator(result, flow, site)

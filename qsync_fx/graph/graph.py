@@ -45,8 +45,6 @@ from qsync_fx.plan.operator_id import Numbering, OpId
 from qsync_fx.plan.plan import Plan
 
 if TYPE_CHECKING:
-    import networkx as nx
-
     from qsync_fx.graph.operator_costs import Costing
 
 
@@ -282,17 +280,6 @@ class PrecisionGraph:
         (output,) = (node for node in self.nodes if node.op == "output")
         values = (self.value(used) for used in pytree.tree_leaves(output.args))
         return [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
-
-    def dag(self) -> nx.MultiDiGraph:
-        """Returns the operators and what flows between them as a value of networkx; see `qsync_fx.graph.cost_dag`.
-
-        Raises:
-            PassError: the graph has not been classified yet.
-        """
-        from qsync_fx.graph.cost_dag import precision_dag
-
-        with self.context.there():
-            return precision_dag(self.costing.flow)
 
     @functools.cached_property
     def costing(self) -> Costing:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx
@@ -22,53 +22,6 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph.cost_algebra import Cost
 from qsync_fx.ops.spec import Kind, OperatorRow
 from qsync_fx.plan.operator_id import OpId
-
-if TYPE_CHECKING:
-    from qsync_fx.backend.cuda.problem.problem import Problem
-    from qsync_fx.backend.cuda.selection.select import KernelDecision
-    from qsync_fx.graph.graph import PrecisionGraph
-
-
-@dataclass(frozen=True)
-class Product:
-    """One product of a layer on a device that kernels may be had for, and what computes it.
-
-    Attributes:
-        name: "output", "input gradient" or "weight gradient"; "product" where its layouts do not tell.
-        problem: what is computed, by which kernels are chosen.
-        decision: which kernel computes it, or that torch does, and why.
-    """
-
-    name: str
-    problem: Problem
-    decision: KernelDecision
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What computes a layer's products: decided once, when the layer is lowered; reports, compilation and cache keys read it.
-
-    Attributes:
-        arch: what kernels are compiled for; "" where there are none.
-        products: each with its kernel; none where there are no kernels for layers like it.
-        because: why torch computes all of them.
-    """
-
-    arch: str = ""
-    products: tuple[Product, ...] = ()
-    because: str = ""
-
-    def __str__(self) -> str:
-        if self.because:
-            return f"torch computes: {self.because}"
-        ours = [product.name for product in self.products if product.decision.config is not None]
-        left: dict[str, list[str]] = {}
-        for product in self.products:
-            if product.decision.config is None:
-                left.setdefault(product.decision.reason, []).append(product.name)
-        clauses = [f"CUTLASS {self.arch} kernels for {', '.join(ours)}"] if ours else []
-        clauses += [f"torch computes {', '.join(names)}: {reason}" for reason, names in left.items()]
-        return "; ".join(clauses)
 
 
 @dataclass(frozen=True)
@@ -105,7 +58,7 @@ class OperatorInfo:
     pinned: bool = False
     cost: Cost | None = None
     stream: int | None = None
-    computed: Computed | None = None
+    computed: object | None = None
     by: str = ""
     how: str = "inserted"
 
@@ -211,7 +164,7 @@ NOTE: Final = Key[OperatorInfo]("qsync")
 CAST: Final = Key[CastInfo]("qsync_cast")
 """That the node is a cast, and which. Written by `Casts`, `autocast` and `drawn`; read by `lower`, the verifier and costs."""
 
-BODIES: Final = Key[tuple["PrecisionGraph", ...]]("qsync_bodies")
+BODIES: Final = Key[tuple[Any, ...]]("qsync_bodies")
 """The graphs that a higher-order operator calls and that the passes rewrite. Written by normalize, read by whatever walks into them."""
 
 CALLER: Final = Key[fx.Node]("qsync_called_by")
@@ -238,8 +191,11 @@ PATH: Final = Key[str]("qsync_input")
 OURS: Final = (NOTE, CAST, BODIES, CALLER, REPLACED, OPAQUE, REGION, KEPT, UNLISTED, PATH)
 
 
-def bodies(node: fx.Node) -> tuple[PrecisionGraph, ...]:
-    """Returns the bodies of a node that the passes rewrite; () for all but some higher-order operators."""
+def bodies(node: fx.Node) -> tuple[Any, ...]:
+    """Return the bodies of a higher-order operator, each a `PrecisionGraph`; () for all other nodes.
+
+    The type is not named here: graphs import this module.
+    """
     return BODIES.get(node) or ()
 
 

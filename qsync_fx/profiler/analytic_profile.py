@@ -1,11 +1,12 @@
-"""A profile of a model on a device that is not at hand: reckoned by the catalog, in place of one that `measure` took there.
+"""Profiles of devices that are not present: times are computed from the catalog.
 
-Invariant: a profile like any other, but that its machine is one of the catalog, and that what a step holds is foreseen, not seen:
-without what its optimizer takes, where that one cannot be asked.
+Invariant: the profile is like a measured one, except that its machine is a catalog device and that its memory is
+predicted. The optimizer's memory is left out if it cannot be determined.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from qsync_fx.devices import Device
+from qsync_fx.devices import Device, get
 from qsync_fx.devices.machine import of_catalog as machine_of
 from qsync_fx.errors import OptionError
 from qsync_fx.formats import FORMATS, Precision, precisions as named
@@ -22,10 +23,10 @@ from qsync_fx.module_paths import unwrapped
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import States, scheduled, states
 from qsync_fx.predictor.memory import OptimizerMemory, TrainingMemory as Held, step_memory
-from qsync_fx.predictor.model import build_model_graph
 from qsync_fx.predictor.model.model_file import stored
 from qsync_fx.predictor.times import Entry, Part
 from qsync_fx.profiler.measurement import GivenOptimizer, optimizer_of
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import observed, profile_plans
 from qsync_fx.profiler.profile import Collective, Profile
 from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, Quantized
@@ -36,18 +37,33 @@ from qsync_fx.profiler.training_state import untouched
 _SIZES = tuple(2**power for power in range(16, 31))
 
 
-def of_catalog(
-    device: Device,
+def catalog_profile(
+    device: Device | str | os.PathLike[str],
     model: nn.Module,
     step: StepFunction,
     batch: Any,
     precisions: Sequence[str | Precision] | None = None,
     optimizer: GivenOptimizer | None = None,
 ) -> Profile:
-    """Returns what a device would take; the step runs once, as written, to see what it gives the model, then its loss alone.
+    """Return the profile of a model on a device of the catalog, with computed times in place of measured ones.
 
-    See `Device.profile`.
+    The step runs on this machine: once with the model, and twice without it.
+
+    Args:
+        device: of `qsync_fx.devices.get`, or its name, or the path of a TOML file that describes it.
+        model: the model, as for `qsync_fx.measure`.
+        step: takes the model and a batch, and returns the loss.
+        batch: the argument of `step`.
+        precisions: formats that plans may use; by default those that the device has units for.
+        optimizer: an optimizer of the model, or a callable that makes one of its parameters; None to leave its time
+            and memory out.
+
+    Raises:
+        DeviceError: if there is no such device.
+        OptionError: for arguments that cannot be used.
     """
+    if not isinstance(device, Device):
+        device = get(device)
     formats = _formats(device, precisions)
     updating = optimizer_of(unwrapped(model), optimizer)
     training = TrainingStep(step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1))

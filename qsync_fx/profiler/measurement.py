@@ -48,11 +48,11 @@ from qsync_fx.module_paths import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.plan_loading import HoldsPlan, device_plans
-from qsync_fx.predictor.model.builder import build_model_graph
 from qsync_fx.predictor.model.model_file import stored
 from qsync_fx.profiler.links.collective_times import ranks
 from qsync_fx.profiler.links.joint_steps import planned_seconds
 from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linked
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed, profile_plans
 from qsync_fx.profiler.profile import PROFILE, Model, Profile
 from qsync_fx.profiler.progress import progress as shown_progress

@@ -162,21 +162,12 @@ class Profile:
         """The optimizer's step, the median over all steps: it follows no format."""
         return statistics.median(step[2] for run in self.runs for step in run.steps)
 
-    def save(self, path: Path | None = None) -> pathlib.Path:
-        """Writes the profile in one step, and returns its path.
-
-        Args:
-            path: of the file; by default one in the cache, beside the plan that is the fastest one within the variance of what trains
-                where nothing is asked for, BF16 mostly. From then on `torch.compile(model, backend="qsync")` without a plan or a precision
-                trains this model on this machine under that plan.
+    def save(self, path: Path) -> pathlib.Path:
+        """Write the profile atomically, and return its path; `qsync_fx.cache_plan` puts it into the cache.
 
         Raises:
-            ProfileError: it cannot be written. For the cache: it was not measured on this machine, or without sensitivity.
+            ProfileError: if it cannot be written.
         """
-        if path is None:
-            from qsync_fx.allocator.api import keep
-
-            return keep(self)
         PROFILE.write(path, self.to_json())
         return pathlib.Path(path)
 

@@ -139,7 +139,7 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
     """Returns the model that a profile is of."""
     graph = getattr(profile, "graph", None)
     if graph is None:
-        do = "give what qsync_fx.measure returned, the path of its file, or what a device of the catalog says: get(...).profile(...)"
+        do = "give what qsync_fx.measure returned, the path of its file, or qsync_fx.catalog_profile(...)"
         message = f"what was given for {shown(name)} is of type {type(profile).__name__}, and no profile"
         raise ProfileError(message, where="profiles", do=do)
     if not isinstance(graph, ModelGraph):
@@ -216,7 +216,7 @@ def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> D
     message = f"the model was explained for {existing}, and formats run there that need not be those of {device}"
     file = f"{device}.json"
     do = (
-        f'make its profile, qsync_fx.devices.get("{called}").profile(model, step, batch).save("{file}") or qsync measure MODULE:CALLABLE '
+        f'make its profile, qsync_fx.catalog_profile("{called}", model, step, batch).save("{file}") or qsync measure MODULE:CALLABLE '
         f'--device {called} --output {file}, and give it: --profile {name}={file}, or profile = "{file}" for device in the cluster\'s file'
     )
     raise ProfileError(message, where=f"devices.{name}", do=do)

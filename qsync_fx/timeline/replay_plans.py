@@ -53,7 +53,7 @@ def replay(
             whose gradients are compressed so.
         profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that it names are as a
             profile reckoned for the same device says, or reckoned with the model of one of a device on which the same formats run: for
-            other devices they are made first, by `qsync_fx.devices.get(...).profile(...)`.
+            other devices they are made first, by `qsync_fx.catalog_profile`.
         cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
         any_machine: whether the file of the profile of one device, without a name and a cluster, may be one that was measured on another
             machine, or with other versions of torch or qsync_fx, as those of a fleet may. What is reckoned by the catalog always may.

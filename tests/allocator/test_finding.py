@@ -252,7 +252,7 @@ def reckoned(device: str) -> Profile:
         return result
 
     optimizer = torch.optim.Adam(model.parameters())
-    return get(device).profile(model, step, torch.randn(4096, 64), optimizer=optimizer)
+    return qsync_fx.catalog_profile(device, model, step, torch.randn(4096, 64), optimizer=optimizer)
 
 
 def test_profiles_of_the_catalog_and_their_files(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import qsync_fx
 from qsync_fx import Cluster, OptionError, Profile
 from qsync_fx.allocator import PlanNote, PlanNoteKind, PlanResult, evaluate_plan
 from qsync_fx.allocator.feasibility import MOST, slowed
-from qsync_fx.devices import get
 from qsync_fx.predictor.replayer.cluster import ClusterDevice, Network
 from tests.support.planning.allocation_problems import drawn_sensitivity
 
@@ -30,7 +29,7 @@ def reckoned() -> Profile:
         result: Tensor = model(batch).square().mean()
         return result
 
-    found = get("t4").profile(model, step, torch.randn(512, 1024))
+    found = qsync_fx.catalog_profile("t4", model, step, torch.randn(512, 1024))
     return replace(found, sensitivity=drawn_sensitivity(found.graph))
 
 

@@ -14,7 +14,6 @@ import qsync_fx
 from qsync_fx import OptionError, Plan, PlanError, Profile, ProfileError
 from qsync_fx.allocator import PlanNoteKind, PlanResult
 from qsync_fx.allocator.measure_and_replan import ReplanLoop
-from qsync_fx.devices import get
 from qsync_fx.predictor.cost_mapper import CostMapper, states
 from qsync_fx.predictor.memory import SGD, step_memory
 from qsync_fx.profiler.measurement import corrected
@@ -36,7 +35,7 @@ def reckoned() -> Profile:
         result: Tensor = model(batch).square().mean()
         return result
 
-    found = get("t4").profile(model, step, torch.randn(2048, 512))
+    found = qsync_fx.catalog_profile("t4", model, step, torch.randn(2048, 512))
     return replace(found, sensitivity=drawn_sensitivity(found.graph))
 
 

@@ -41,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     x, formats = torch.randn(512, 1024), ("fp32", "fp16")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    qsync_fx.devices.get("t4").profile(model, step, x, formats, optimizer).save(folder / "t4.json")
+    qsync_fx.catalog_profile("t4", model, step, x, formats, optimizer).save(folder / "t4.json")
     found = qsync_fx.sensitivity(model, step, [x], precisions=["fp16"], steps=2, options={"target": "t4"})
     found.save(folder / "sensitivity.json")
     links = "[network]\nbandwidth = 1e10\nlatency = 1e-5\n"

@@ -54,7 +54,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     t4 = qsync_fx.devices.get("t4")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     x, formats = torch.randn(512, 1024), ("fp32", "fp16")
-    profile = t4.profile(model, lambda model, x: model(x).square().mean(), x, formats, optimizer)
+    profile = qsync_fx.catalog_profile(t4, model, lambda model, x: model(x).square().mean(), x, formats, optimizer)
     profile.save(folder / "t4.json")
     for name in ("fp32", "fp16"):
         Plan.uniform(name).save(folder / f"{name}.json")

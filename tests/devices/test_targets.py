@@ -23,6 +23,7 @@ from qsync_fx.backend.cuda.runtime.device_state import assumed
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
+from qsync_fx.graph.cost_dag import precision_dag
 from tests.support import tiers
 from tests.support.models.small_models import Convolutional, Perceptron, build, gradients, relative_error
 from tests.support.models.zoo import language, loss_of
@@ -84,7 +85,9 @@ def test_explain_shows_the_graph_of_a_device_that_is_not_there(target: str) -> N
     again = explanation.replanned(qsync_fx.Plan.uniform("int8"))
     assert again.graph("lower") == text
     states = [
-        state for _, data in explanation.graphs[0].graph.dag().nodes(data=True) for state in data.get("states", ())
+        state
+        for _, data in precision_dag(explanation.graphs[0].graph).nodes(data=True)
+        for state in data.get("states", ())
     ]
     assert (
         not states or ("bf16" not in {str(state.output) for state in states if str(state.precision) == "int8"}) is old
@@ -217,7 +220,7 @@ def test_kernels_are_asked_for_the_formats_of_the_device() -> None:
     for target, gradient in (("t4", "fp16"), ("a100", "bf16")):
         explanation = qsync_fx.explain(model, x, options={"precision": "int8", "target": target})
         with explanation.there():
-            asked = [(problem.a, problem.b) for problem in problems_of(explanation)]
+            asked = [(problem.a, problem.b) for problem in problems_of(explanation.lowered_graphs)]
         assert asked == [("int8", "int8"), (gradient, gradient), (gradient, gradient)]
 
 

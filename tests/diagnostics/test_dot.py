@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
+from qsync_fx.graph.cost_dag import precision_dag
 
 
 class Branches(nn.Module):
@@ -28,7 +29,7 @@ def test_edges_are_those_of_the_dag(tmp_path: Path) -> None:
     explanation.save_dot(tmp_path / "net.dot")
     text = (tmp_path / "net.dot").read_text()
 
-    dag = explanation.graphs[0].graph.dag()
+    dag = precision_dag(explanation.graphs[0].graph)
     operators = {name for name, data in dag.nodes(data=True) if data["type"] == "operator"}
     wanted = sorted((a, b) for a, b in dag.edges() if a in operators and b in operators)
     found = sorted(re.findall(r'"g0\.([^"]+)" -> "g0\.([^"]+)"', text))
@@ -42,7 +43,7 @@ def test_what_a_lowering_refuses_is_no_state() -> None:
     explanation = qsync_fx.explain(Branches(), torch.randn(2, 8), options={"precision": "int8"})
     precisions = {
         name: data["precisions"]
-        for name, data in explanation.graphs[0].graph.dag().nodes(data=True)
+        for name, data in precision_dag(explanation.graphs[0].graph).nodes(data=True)
         if data["type"] == "operator" and data["kind"] == "adjustable"
     }
     refused = next(op for op in explanation.operators if op.note.instead)

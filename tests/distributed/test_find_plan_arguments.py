@@ -8,7 +8,6 @@ import pytest
 
 import qsync_fx
 from qsync_fx import QSyncError
-from qsync_fx.devices import get
 from tests.support.planning.measured_layer import BATCH, Counted, layer
 
 
@@ -58,6 +57,6 @@ def test_measure_refuses_an_unknown_method_before_a_step() -> None:
 def test_find_plan_from_a_profile_without_sensitivity_names_the_wrong_argument(
     arguments: dict[str, Any], what: str
 ) -> None:
-    profile = get("t4").profile(layer(), Counted(), BATCH, ["fp32", "fp16"])
+    profile = qsync_fx.catalog_profile("t4", layer(), Counted(), BATCH, ["fp32", "fp16"])
     with pytest.raises(QSyncError, match=what):
         qsync_fx.find_plan(profile, **arguments)

@@ -114,7 +114,9 @@ def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
     """Returns the products of a model's layers on a GPU, which need not be there."""
     with assumed(arch, on="cpu"):
         options = {"precision": precision}
-        return problems_of(explain(build(name, torch.device("cpu")), CASES[name].inputs(), options=options))
+        return problems_of(
+            explain(build(name, torch.device("cpu")), CASES[name].inputs(), options=options).lowered_graphs
+        )
 
 
 def units(arch: Arch) -> list[TranslationUnit]:

@@ -27,7 +27,7 @@ def stack() -> nn.Module:
 def asked(precision: str = "int8") -> list[Problem]:
     """Returns the problems of these layers, for their kernels to be compiled before."""
     with assumed(kit.arch(), on="cpu"):
-        return problems_of(explain(stack(), torch.randn(BATCH, WIDTH), options={"precision": precision}))
+        return problems_of(explain(stack(), torch.randn(BATCH, WIDTH), options={"precision": precision}).lowered_graphs)
 
 
 def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int]:

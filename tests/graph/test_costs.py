@@ -23,6 +23,7 @@ from qsync_fx.backend.operators.attention import attend_by_products
 from qsync_fx.diagnostics import Explanation
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.cost_algebra import WORKS, Cost, Work, evaluated
+from qsync_fx.graph.cost_dag import precision_dag
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import casts
 from qsync_fx.ops import Kind
@@ -294,7 +295,7 @@ def test_nothing_is_saved_for_backward_in_inference_mode() -> None:
 def test_the_dag_names_operators_parameters_and_roles() -> None:
     *_, explanation = explained("bert", "int8")
     graph = explanation.graphs[0].graph
-    dag = graph.dag()
+    dag = precision_dag(graph)
     assert nx.is_directed_acyclic_graph(dag)
     assert [name for name, data in dag.nodes(data=True) if data["type"] == "operator"] == [
         str(op.id) for op in graph.operators()
@@ -313,7 +314,7 @@ def test_the_dag_names_operators_parameters_and_roles() -> None:
 
 def test_the_dag_has_states_and_costs_of_every_precision() -> None:
     *_, explanation = explained("bert", "bf16")
-    dag = explanation.graphs[0].graph.dag()
+    dag = precision_dag(explanation.graphs[0].graph)
     for data in (d for _, d in dag.nodes(data=True) if d["type"] == "operator" and d["kind"] == Kind.ADJUSTABLE):
         if data["row"] == "linear":
             assert {"fp32", "tf32", "bf16", "int8", "fp8"} <= set(data["precisions"])

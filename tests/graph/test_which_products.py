@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qsync_fx
+from qsync_fx.graph.cost_dag import precision_dag
 from tests.support import tiers
 from tests.support.computing.weight_products import adjustable
 
@@ -110,7 +111,7 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
     plan = qsync_fx.Plan(operators={"inner/einsum": "int8"})
     found = qsync_fx.explain(net, x, options={"plan": plan})
     assert [each[:2] for each in adjustable(found)] == [("inner/einsum", "int8")]
-    dag = found.graphs[0].graph.dag()
+    dag = precision_dag(found.graphs[0].graph)
     roles = {source: data["role"] for source, _, data in dag.in_edges("inner/einsum", data=True)}
     assert roles["inner.w"] == "weight" and set(roles.values()) == {"weight", "tensors.1"}
     (operator,) = found.operators

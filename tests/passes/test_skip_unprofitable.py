@@ -248,7 +248,7 @@ def test_what_was_measured_on_a_gpu_decides_there() -> None:
     # What reads the layer lets it give out BF16.
     model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU()), torch.randn(32, 64)
     options = {"precision": "int8", "skip_unprofitable": True}
-    (problem, *_) = problems_of(qsync_fx.explain(model, x, options={"precision": "int8"}))
+    (problem, *_) = problems_of(qsync_fx.explain(model, x, options={"precision": "int8"}).lowered_graphs)
     kernels = way(problem, "sm_80", known)
     assert not isinstance(kernels, str)
     name = kernels.configs[0].name

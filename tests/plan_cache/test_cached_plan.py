@@ -62,7 +62,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def keep(found: Profile, **changes: Any) -> Path:
     """Puts a profile into the cache, with a plan that nobody could take for another one."""
-    file = found.save().with_suffix(".plan.json")
+    file = qsync_fx.cache_plan(found).with_suffix(".plan.json")
     KEPT.write(file, KEPT.encode(replace(KEPT.load(file), operators=PLANNED, **changes)))
     return file
 
@@ -131,7 +131,7 @@ def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
 
 
 def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
-    path = profile().save()
+    path = qsync_fx.cache_plan(profile())
     kept = KEPT.load(path.with_suffix(".plan.json"))
     answer = qsync_fx.find_plan(profile(), objective="fastest", budget="bf16")
     assert isinstance(kept, CachedPlan) and kept.operators == answer.plans["cpu"] and kept.within == "bf16"
@@ -255,12 +255,12 @@ def test_data_parallel_models_are_known_by_what_is_inside(tmp_path: Path, outsid
 
 def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     with pytest.raises(ProfileError, match="no profile says how much"):
-        quick(layer(), Counted(), repeats=1).save()
+        qsync_fx.cache_plan(quick(layer(), Counted(), repeats=1))
     with pytest.raises(ProfileError, match="another machine"):
-        replace(profile(), machine=replace(profile().machine, name="elsewhere")).save()
+        qsync_fx.cache_plan(replace(profile(), machine=replace(profile().machine, name="elsewhere")))
     with pytest.raises(ProfileError, match="by what its model is known"):
-        replace(profile(), fingerprint=None).save()
+        qsync_fx.cache_plan(replace(profile(), fingerprint=None))
     (cache / "file").write_text("")
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(cache / "file"))
     with pytest.raises(ProfileError, match=r"is not saved[\s\S]*QSYNC_CACHE_DIR"):
-        profile().save()
+        qsync_fx.cache_plan(profile())

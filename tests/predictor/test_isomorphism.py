@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.graph.cost_dag import precision_dag
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.repeated_blocks import Blocks, isomorphic_blocks
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.models.zoo_torch import Residual
 from tests.support.planning.predicted_models import explained, graph_of
 from tests.support.tiers import ALL
@@ -79,7 +81,7 @@ def test_a_model_without_blocks_has_none() -> None:
 def test_layers_of_a_transformer() -> None:
     layers = isomorphic_blocks(graph_of("bert2"))[0]
     assert layers.modules == ("bert.encoder.layer.0", "bert.encoder.layer.1")
-    agree(layers, explained("bert2").graphs[0].graph.dag())
+    agree(layers, precision_dag(explained("bert2").graphs[0].graph))
 
 
 def agree(blocks: Blocks, dag: nx.MultiDiGraph) -> None:

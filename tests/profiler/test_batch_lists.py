@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import qsync_fx
 from qsync_fx import OptionError
-from qsync_fx.devices import get
 from qsync_fx.profiler.timing.step_timers import first_batch
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 
@@ -40,7 +39,7 @@ def sensitivity(step: Counted, batches: Any) -> None:
 
 
 def planned(step: Counted, batches: Any) -> None:
-    profile = get("t4").profile(layer(), Counted(), BATCH, ["fp32"])
+    profile = qsync_fx.catalog_profile("t4", layer(), Counted(), BATCH, ["fp32"])
     qsync_fx.find_plan(profile, model=layer(), step=step, batches=batches, progress=False)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsync_fx.devices import get
+import qsync_fx
 from qsync_fx.errors import OptionError
 from qsync_fx.profiler.measurement import optimizer_of
 from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
@@ -40,7 +40,7 @@ def test_an_optimizer_of_another_model_is_refused_before_the_step_runs() -> None
     with pytest.raises(OptionError, match="AdamW, updates no parameter of the model, a Linear"):
         quick(layer(), step, optimizer=other)
     with pytest.raises(OptionError, match="AdamW, updates no parameter of the model, a Linear"):
-        get("t4").profile(layer(), step, BATCH, ["fp32"], other)
+        qsync_fx.catalog_profile("t4", layer(), step, BATCH, ["fp32"], other)
     assert not step.calls
 
 

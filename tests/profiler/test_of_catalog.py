@@ -16,8 +16,8 @@ from qsync_fx.diagnostics import explain
 from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.cost_mapper import scheduled, states
-from qsync_fx.predictor.model import build_model_graph
 from qsync_fx.profiler.measurement import measure
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.profile import Profile
 
 T4 = get("t4")
@@ -40,7 +40,7 @@ def profile() -> Profile:
     net = model()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = torch.optim.AdamW(net.parameters())
-    found = T4.profile(net, step, BATCH, ("fp32", "fp16", "int8"), optimizer)
+    found = qsync_fx.catalog_profile(T4, net, step, BATCH, ("fp32", "fp16", "int8"), optimizer)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
     assert not optimizer.state
@@ -98,8 +98,8 @@ def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
 def test_a_file_of_ones_own_has_profiles_too(tmp_path: Path) -> None:
     text = Path(T4.path).read_text().replace('name = "t4"', 'name = "half"').replace("peak = 65e12", "peak = 32.5e12")
     (tmp_path / "half.toml").write_text(text)
-    half = get(tmp_path / "half.toml").profile(model(), step, BATCH, ["fp16"])
-    whole = T4.profile(model(), step, BATCH, ["fp16"])
+    half = qsync_fx.catalog_profile(tmp_path / "half.toml", model(), step, BATCH, ["fp16"])
+    whole = qsync_fx.catalog_profile(T4, model(), step, BATCH, ["fp16"])
     assert half.runs[0].forward > whole.runs[0].forward
     assert half.optimizer == ""
     assert half.optimizer_seconds == 0
@@ -115,7 +115,7 @@ def test_what_others_read_holds_no_path_of_this_machine(
     assert get(own).target == str(own), "no name finds it"
     monkeypatch.setenv("QSYNC_DEVICES", str(tmp_path))
     assert get(own).target == get("mine").target == "mine"
-    found = get("mine").profile(model(), step, BATCH, ["fp16"])
+    found = qsync_fx.catalog_profile("mine", model(), step, BATCH, ["fp16"])
     assert found.graph.device == "mine" and str(tmp_path) not in found.to_json()
     # A file of the user's goes before the package's, whose name is no longer its own.
     own.rename(tmp_path / "t4.toml")
@@ -123,7 +123,7 @@ def test_what_others_read_holds_no_path_of_this_machine(
 
 
 def test_a_cpu_of_the_catalog_needs_no_target() -> None:
-    found = get("epyc-9004").profile(model(), step, BATCH)
+    found = qsync_fx.catalog_profile("epyc-9004", model(), step, BATCH)
     assert found.precisions == ["fp32", "bf16", "int8"]
     assert found.machine.device == "cpu"
 
@@ -131,11 +131,11 @@ def test_a_cpu_of_the_catalog_needs_no_target() -> None:
 def test_sizes_that_dynamo_has_seen_before_do_not_matter() -> None:
     net = nn.Sequential(nn.Linear(512, 8))
     for size in (3, 5, 7):
-        found = T4.profile(net, step, torch.randn(size, 512), ["fp16"])
+        found = qsync_fx.catalog_profile(T4, net, step, torch.randn(size, 512), ["fp16"])
         explain(net, torch.randn(size + 20, 512))
     assert found.runs[0].forward > 0
 
 
 def test_a_step_that_does_not_call_its_model_is_an_error() -> None:
     with pytest.raises(ProfileError, match="did not call the model"):
-        T4.profile(model(), lambda net, batch: torch.zeros(1, requires_grad=True).sum(), BATCH)
+        qsync_fx.catalog_profile(T4, model(), lambda net, batch: torch.zeros(1, requires_grad=True).sum(), BATCH)

@@ -31,7 +31,7 @@ def reckoned(device: str, momentum: float | None = 0.9) -> Profile:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
     optimizer = None if momentum is None else torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    return qsync_fx.devices.get(device).profile(model, step, torch.randn(64, 512), FORMATS, optimizer)
+    return qsync_fx.catalog_profile(device, model, step, torch.randn(64, 512), FORMATS, optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_device_on_which_other_formats_run_takes_a_profile_and_that_is_said_so
         qsync_fx.replay(Plan.uniform("fp32"), {"here": here}, cluster=cluster)
     said = str(caught.value)
     assert caught.value.where == "devices.named"
-    assert 'qsync_fx.devices.get("t4").profile(model, step, batch).save("t4.json")' in said
+    assert 'qsync_fx.catalog_profile("t4", model, step, batch).save("t4.json")' in said
     assert "qsync measure MODULE:CALLABLE --device t4 --output t4.json" in said and "--profile named=t4.json" in said
     assert "target" not in said and "catalog" not in said
 

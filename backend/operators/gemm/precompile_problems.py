@@ -7,8 +7,8 @@ what it asks for a kernel for is what it will ask for when it trains. Symbolic s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,24 +27,66 @@ from qsync_fx.backend.cuda.selection.select import KernelDecision
 from qsync_fx.backend.operators.product_utils import incoming
 from qsync_fx.devices import standing_for
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.node_metadata import Computed, Product
 
 if TYPE_CHECKING:
-    from qsync_fx.diagnostics import Explanation
     from qsync_fx.graph import Operator, PrecisionGraph
 
 
 NONE_LIKE_IT: Final = "there are no kernels for layers like it"
 
 
-def problems_of(explanation: Explanation) -> list[Problem]:
-    """Returns the problems of an explained model, each once, in the order in which layers run.
+@dataclass(frozen=True)
+class LayerProduct:
+    """One product of a layer on a device with kernels, and its kernel.
 
-    On devices without kernels too: they are what the model would be there.
+    Attributes:
+        name: "output", "input gradient" or "weight gradient"; "product" if its layouts do not determine which.
+        problem: the key by which kernels are selected.
+        decision: the kernel, or the reason why torch computes the product.
+    """
+
+    name: str
+    problem: Problem
+    decision: KernelDecision
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """The kernels of a layer's products, selected once, when the layer is lowered.
+
+    `qsync_fx.graph.node_metadata.OperatorInfo.computed` holds it; its text is part of the operator's reason.
+
+    Attributes:
+        arch: the architecture of the kernels; "" if there are none.
+        products: in the order output, input gradient, weight gradient; empty if no kernel fits such layers.
+        because: the reason why torch computes all of them.
+    """
+
+    arch: str = ""
+    products: tuple[LayerProduct, ...] = ()
+    because: str = ""
+
+    def __str__(self) -> str:
+        if self.because:
+            return f"torch computes: {self.because}"
+        ours = [product.name for product in self.products if product.decision.config is not None]
+        left: dict[str, list[str]] = {}
+        for product in self.products:
+            if product.decision.config is None:
+                left.setdefault(product.decision.reason, []).append(product.name)
+        clauses = [f"CUTLASS {self.arch} kernels for {', '.join(ours)}"] if ours else []
+        clauses += [f"torch computes {', '.join(names)}: {reason}" for reason, names in left.items()]
+        return "; ".join(clauses)
+
+
+def problems_of(graphs: Iterable[PrecisionGraph]) -> list[Problem]:
+    """Return the distinct problems of lowered graphs, in the order in which layers run.
+
+    On devices without kernels these are the problems that the model would have there.
     """
     result: dict[Problem, None] = {}
-    for part in explanation.graphs:
-        result |= dict.fromkeys(_problems(part.graph))
+    for graph in graphs:
+        result |= dict.fromkeys(_problems(graph))
     return list(result)
 
 
@@ -56,7 +98,7 @@ def _asked(operator: Operator) -> list[Problem]:
     available = operator.note.computed
     return (
         [product.problem for product in available.products]
-        if available is not None
+        if isinstance(available, LayerKernels)
         else problems_of_layer(operator.node)
     )
 
@@ -125,16 +167,18 @@ def _trained(argument: Any) -> bool:
     return not (argument.op == "placeholder" and isinstance(value, Tensor) and not value.requires_grad)
 
 
-def computed(node: fx.Node, device: torch.device) -> Computed | None:
+def computed(node: fx.Node, device: torch.device) -> LayerKernels | None:
     """Returns what computes a layer on a device: its kernels, or torch and why; None for devices that never have kernels."""
     result = known_of(device)
     if result.arch is None:
-        return Computed(because=result.reason) if device.type == "cuda" else None
+        return LayerKernels(because=result.reason) if device.type == "cuda" else None
     requested = problems_of_layer(node)
     if not requested:
-        return Computed(result.arch, because=NONE_LIKE_IT)
+        return LayerKernels(result.arch, because=NONE_LIKE_IT)
     named = zip(_products(node, requested), requested, strict=True)
-    return Computed(result.arch, tuple(Product(name, problem, decision(problem, device)) for name, problem in named))
+    return LayerKernels(
+        result.arch, tuple(LayerProduct(name, problem, decision(problem, device)) for name, problem in named)
+    )
 
 
 def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
@@ -189,7 +233,7 @@ def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, Kerne
     """Returns what computes each problem of a graph now, and notes it on its layers."""
     result: dict[Problem, KernelDecision] = {}
     for operator in _layers(graph):
-        if (before := operator.note.computed) is not None:
+        if isinstance(before := operator.note.computed, LayerKernels):
             products = tuple(replace(p, decision=decision(p.problem, device)) for p in before.products)
             operator.update(computed=replace(before, products=products))
             result |= {product.problem: product.decision for product in products}

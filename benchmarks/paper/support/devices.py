@@ -25,8 +25,9 @@ from qsync_fx.allocator.evaluator import evaluate_plan
 from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.formats import FORMATS as EVERY
 from qsync_fx.predictor.memory import MOMENTUM, OptimizerMemory
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.sensitivity.estimate import several
 
 NARROW = tuple(fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32)

@@ -127,7 +127,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
-    from qsync_fx.devices.device_catalog import get
+    from qsync_fx.profiler.analytic_profile import catalog_profile
     from qsync_fx.profiler.profile import Profile
 
     if arguments.profile is not None:
@@ -141,7 +141,7 @@ def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
         )
     trained = training_args.read(argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}))
     optimizer = training_args.optimizer(arguments.optimizer, trained.module)
-    return get(arguments.device or "t4").profile(trained.module, trained.step, trained.batches[0], [fmt], optimizer)
+    return catalog_profile(arguments.device or "t4", trained.module, trained.step, trained.batches[0], [fmt], optimizer)
 
 
 def _read(path: str) -> Rates:

@@ -227,7 +227,7 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
     inputs = model_args.read(arguments)
     # Wherever the model lies, what decides is the device that the kernels are for.
     with assumed(arch, on=inputs.device.type):
-        return candidates.of_problems(problems_of(inputs.explain()), arch, arguments.every_candidate)
+        return candidates.of_problems(problems_of(inputs.explain().lowered_graphs), arch, arguments.every_candidate)
 
 
 BUILD = Command("compile kernels", _build, _arguments, _BUILD_ABOUT)

@@ -73,7 +73,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     from qsync_fx.profiler.measurement import REPEATS, measure
 
     if arguments.device is not None:
-        _of_catalog(arguments)
+        _from_catalog(arguments)
         return
     trained = training_args.read(arguments)
     inputs = trained.given
@@ -98,13 +98,16 @@ def _measure(arguments: argparse.Namespace) -> None:
     if path is not None:
         output.wrote(path)
     if arguments.cache:
-        output.wrote(profile.save())
+        from qsync_fx.allocator.api import cache_plan
+
+        output.wrote(cache_plan(profile))
     _tell(profile, arguments)
 
 
-def _of_catalog(arguments: argparse.Namespace) -> None:
-    """Reckons a profile; what says how one is measured is refused, since it would change nothing."""
+def _from_catalog(arguments: argparse.Namespace) -> None:
+    """Compute a profile; arguments of measurements are refused, since they would change nothing."""
     from qsync_fx.devices import get
+    from qsync_fx.profiler.analytic_profile import catalog_profile
 
     measuring = {
         model_args.flag(name): value for name, value in model_args.given(arguments).items() if name != "precision"
@@ -113,12 +116,13 @@ def _of_catalog(arguments: argparse.Namespace) -> None:
         f"--{name}": getattr(arguments, name) or None for name in ("profile", "sensitivity", "repeats", "cache")
     }
     if text := [name for name, value in measuring.items() if value is not None]:
-        message = f"a device of the catalog is reckoned, and {', '.join(text)} {'is' if len(text) == 1 else 'are'} of what is measured here"
+        are = "is" if len(text) == 1 else "are"
+        message = f"a profile of the catalog is computed, and {', '.join(text)} {are} for profiles measured here"
         raise OptionError(message, where="--device", do="leave one or the other out")
     device = get(arguments.device)
     trained = training_args.read(arguments)
     optimizer = training_args.optimizer(arguments.optimizer, trained.module)
-    profile = device.profile(trained.module, trained.step, trained.batches[0], trained.precisions, optimizer)
+    profile = catalog_profile(device, trained.module, trained.step, trained.batches[0], trained.precisions, optimizer)
     if arguments.output is not None:
         output.wrote(profile.save(arguments.output))
     _tell(profile, arguments)

@@ -143,7 +143,7 @@ def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[P
     from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
     inputs = model_args.read(arguments)
-    return problems_of((inputs if gpu is None else inputs.on(gpu)).explain())
+    return problems_of((inputs if gpu is None else inputs.on(gpu)).explain().lowered_graphs)
 
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:

@@ -1,6 +1,5 @@
-"""What states, casts, costs and memory of any plan follow from, as a value: `ModelGraph`, made by `model_graph` from an explanation."""
+"""The model graph: a value from which states, casts, costs and memory of any plan follow."""
 
-from qsync_fx.predictor.model.builder import build_model_graph
 from qsync_fx.predictor.model.model_graph import ModelGraph
 
-__all__ = ["ModelGraph", "build_model_graph"]
+__all__ = ["ModelGraph"]

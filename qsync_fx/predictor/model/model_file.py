@@ -212,7 +212,7 @@ FILE: Final = Schema(
     StoredGraph,
     noun="model graph",
     error=ProfileError,
-    remedy="make it anew: qsync_fx.predictor.model.build_model_graph(qsync_fx.explain(model, ...)).save(path)",
+    remedy="make it anew: qsync_fx.profiler.model_graph_builder.build_model_graph(qsync_fx.explain(model, ...)).save(path)",
     name="qsync-model-graph",
     largest=256 * 2**20,
     smaller="make it for fewer formats: model_graph(explanation, formats=...)",

@@ -15,7 +15,7 @@ import qsync_fx
 from qsync_fx.formats import precision
 from qsync_fx.graph import saved_tensors
 from qsync_fx.predictor.memory.attention_memory import is_fused
-from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 HEADS, TOKENS, WIDTH = 2, 32, 16
 

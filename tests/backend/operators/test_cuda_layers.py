@@ -189,7 +189,7 @@ def model() -> torch.nn.Module:
 def test_explain_says_what_computes() -> None:
     explained = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
     assert all("kernel" not in op.reason for op in explained.operators)
-    problems = problems_of(explained)
+    problems = problems_of(explained.lowered_graphs)
     # The input of the model needs no gradient.
     assert [(p.a, p.out) for p in problems] == [
         ("int8", "bf16"),
@@ -229,7 +229,7 @@ def test_int8_gradients_of_large_layers_are_kernels_untuned(arch: Arch, rows: in
 def test_explain_says_what_computes_int8_gradients() -> None:
     """All three products of a linear layer are kernels; a convolution's gradients are torch's, and why is said."""
     linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
-    problems = problems_of(linears)
+    problems = problems_of(linears.lowered_graphs)
     assert {(p.a, p.b) for p in problems} == {("int8", "int8")} and len(problems) == 5
     layers = [n for n in linears.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"]
     device = torch.device("cuda")
@@ -242,7 +242,7 @@ def test_explain_says_what_computes_int8_gradients() -> None:
     convolutions = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3))
     explained = explain(convolutions, torch.randn(4, 16, 9, 9), options={"precision": "int8_grad"})
     [_, layer] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.convolution.default"]
-    with assumed("sm_80", everything("sm_80", problems_of(explained))):
+    with assumed("sm_80", everything("sm_80", problems_of(explained.lowered_graphs))):
         assert str(computed(layer, device)) == (
             "CUTLASS sm_80 kernels for output; "
             "torch computes input gradient, weight gradient: sm_80 has no kernel for this product of int8"
@@ -259,7 +259,7 @@ def test_a_model_trains_through_the_operators(inner_backend: str, monkeypatch: p
     monkeypatch.setattr(kernel_registry, "prepare", lambda units: [])
     x = torch.randn(8, 64)
     options = {"precision": "int8", "inner_backend": inner_backend, "rounding": "nearest"}
-    problems = problems_of(explain(model(), x, options={"precision": "int8"}))
+    problems = problems_of(explain(model(), x, options={"precision": "int8"}).lowered_graphs)
     saved: list[Tensor] = []
 
     def train() -> tuple[list[Tensor], int]:

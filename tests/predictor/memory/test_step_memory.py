@@ -30,7 +30,7 @@ from qsync_fx.predictor.memory import (
     peak_bytes,
     step_memory,
 )
-from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import measured_peak
 from tests.support.planning.predicted_models import graph_of, plans
 from tests.support.tiers import ALL

@@ -9,7 +9,7 @@ import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import live_buffers
-from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 
 torch.set_num_threads(1)
 WORDS, SIZE = 4000, 128

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx import Plan, ProfileError
 from qsync_fx.predictor.cost_mapper import CostMapper, states
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_file import FILE, restored, stored
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.planning.predicted_models import DrawnTimes, explained, graph_of
 from tests.support.tiers import ALL
 

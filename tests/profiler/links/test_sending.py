@@ -30,7 +30,7 @@ def profile() -> Profile:
         result: torch.Tensor = model(batch).square().mean()
         return result
 
-    return qsync_fx.devices.get("t4").profile(model, step, torch.randn(64, 512), precisions=("fp32",))
+    return qsync_fx.catalog_profile("t4", model, step, torch.randn(64, 512), precisions=("fp32",))
 
 
 def steps(

@@ -14,8 +14,9 @@ from qsync_fx.allocator import DeviceClass, Problem
 from qsync_fx.devices import get
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.memory import MOMENTUM, TrainingMemory
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.planning.allocation_problems import drawn_sensitivity
 
 FORMATS = {"v100": ("fp32", "fp16"), "t4": ("fp32", "fp16", "int8")}

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, Evaluation, PlanEvaluator, Problem
 from qsync_fx.predictor.memory import ADAM, LossMemory, TrainingMemory
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
 from tests.support.planning.predicted_models import DrawnTimes
 

@@ -16,7 +16,7 @@ from benchmarks.support.unbuilt import without_kernels
 from qsync_fx import Plan
 from qsync_fx.predictor.cost_mapper import states
 from qsync_fx.predictor.memory import LossMemory, TrainingMemory, step_memory
-from qsync_fx.predictor.model import build_model_graph
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import measured_peak
 
 FORMATS = ("fp32", "bf16", "int8")

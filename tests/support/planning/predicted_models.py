@@ -16,9 +16,10 @@ import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.diagnostics import Explanation
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import StateNames
 from qsync_fx.predictor.times import ANYBODY, NEIGHBOURS, Beside, Seconds
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.models.zoo import CASES, language, make
 
 FORMATS = ("fp32", "bf16", "int8", "fp16", "fp8", "tf32", "fp64")

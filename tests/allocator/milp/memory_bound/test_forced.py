@@ -16,8 +16,8 @@ from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.cost_mapper import States, states
 from qsync_fx.predictor.memory.backward import READS, Backward
 from qsync_fx.predictor.memory.forward import Forward, Sources
-from qsync_fx.predictor.model import build_model_graph
 from qsync_fx.predictor.model.model_graph import Name
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.planning.allocation_problems import OwnedTimes, drawn_sensitivity
 
 UNSCALED = ("fp32", "tf32", "bf16")

@@ -24,9 +24,10 @@ from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.predictor.cost_mapper import States, states
 from qsync_fx.predictor.memory import Orders, TrainingMemory, step_memory
 from qsync_fx.predictor.memory.buffers import Category
-from qsync_fx.predictor.model import ModelGraph, build_model_graph
+from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import Choices, ModelOperator
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
+from qsync_fx.profiler.model_graph_builder import build_model_graph
 from tests.support.planning.allocation_problems import PlainTimes, drawn_sensitivity
 from tests.support.planning.drawn_graphs import every
 from tests.support.tiers import ALL
