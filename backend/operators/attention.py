@@ -62,12 +62,12 @@ def _lies_otherwise(mask: object) -> bool:
 
 def _laid_out(graph: PrecisionGraph, node: fx.Node, value: fx.Node, mask: Tensor) -> fx.Node:
     """Returns the mask with its keys beside one another."""
-    found = value
+    result = value
 
     def call(target: object, *args: object, **kwargs: object) -> None:
-        nonlocal found
-        found = graph.graph.call_function(target, (found, *args), kwargs)  # type: ignore[arg-type]
-        graph.propagate(found)
+        nonlocal result
+        result = graph.graph.call_function(target, (result, *args), kwargs)  # type: ignore[arg-type]
+        graph.propagate(result)
 
     with graph.graph.inserting_before(node):
         for dim, stride in enumerate(mask.stride()[:-1]):
@@ -75,7 +75,7 @@ def _laid_out(graph: PrecisionGraph, node: fx.Node, value: fx.Node, mask: Tensor
                 call(aten.slice.Tensor, dim, 0, 1)
         call(aten.clone.default, memory_format=torch.contiguous_format)
         call(aten.expand.default, list(mask.shape))
-    return found
+    return result
 
 
 _REASON: Final = f"computed as products, which are faster than torch's fused kernel up to {MOST_TOKENS} tokens"

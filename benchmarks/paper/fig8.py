@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qsync_fx.predictor.indicator.rank_correlation import spearman
-from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity, spearman
 from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

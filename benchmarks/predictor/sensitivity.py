@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.predictor.indicator import formulas as paper
-from qsync_fx.predictor.indicator.rank_correlation import agreement, spearman
 from qsync_fx.predictor.indicator.rounding_variance import (
     gradient_products,
     noise,
@@ -30,7 +29,7 @@ from qsync_fx.predictor.indicator.rounding_variance import (
     scale,
     step as grid_step,
 )
-from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity, agreement, spearman
 from qsync_fx.profiler.sensitivity.estimate import several
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -103,7 +103,7 @@ def _show(result: Sensitivity) -> None:
 
 
 def _show_agreement(result: Sequence[Sensitivity]) -> None:
-    from qsync_fx.predictor.indicator.rank_correlation import agreement
+    from qsync_fx.predictor.indicator.sensitivity_map import agreement
 
     *methods, truth = result
     heading = ("method", "precision", "operators", "Spearman", "times the truth", "spread of the truth", "seconds")

@@ -113,7 +113,7 @@ def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
     recording = AllocationRecording()
     try:
         recording.second()
-        _kept, gradients = once()
+        _value, gradients = once()  # both live at the end of the recording
         del gradients
     finally:
         _, events = recording.stop()

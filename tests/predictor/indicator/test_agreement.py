@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy.stats import spearmanr
 
-from qsync_fx.predictor.indicator.rank_correlation import agreement, spearman
-from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity, agreement, spearman
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsync_fx.predictor.indicator.rank_correlation import agreement
+from qsync_fx.predictor.indicator.sensitivity_map import agreement
 from qsync_fx.profiler.sensitivity.estimate import several
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured
 from tests.support import tiers
