@@ -46,7 +46,9 @@ def _registering_once(compiler_fn: Any = None, name: Any = None, tags: Any = ())
 
 def _copied(function: Any) -> Any:
     """Return a function with the code that `function` had before the first import of this module."""
-    original = types.FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+    original = types.FunctionType(
+        function.__code__, function.__globals__, argdefs=function.__defaults__
+    )
     return getattr(function, "__wrapped__", original)
 
 

@@ -25,7 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from qsync_fx.backend import numeric_guards, operators
-from qsync_fx.backend.dynamo_hooks import compile_anew_where_split, record, tell_of_shared_code, told
+from qsync_fx.backend.dynamo_hooks import (
+    compile_anew_where_split,
+    record,
+    tell_of_shared_code,
+    told,
+)
 from qsync_fx.backend.inductor import (
     decompositions,
     decompositions as dropout,
@@ -138,7 +143,9 @@ def rewrite(
         context = context_for(module, inputs, options, observed)
         fakes = _fake(inputs, context.fake_mode)
         stale: list[str] = []
-        passes = with_cached_plan(pipeline(options, operators.lowerings(), context.training), unasked, stale.append)
+        passes = with_cached_plan(
+            pipeline(options, operators.lowerings(), context.training), unasked, stale.append
+        )
         if not instruments and not options.passes:
             # Nobody reads what operators cost when a model is compiled, and counting it takes longer than a pass.
             passes = tuple(step for step in passes if not isinstance(step, AnnotateCost))
@@ -186,7 +193,11 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     wait_for_a_step()
     device = graph.context.device
     fast_dropout = dropout.serves(graph)
-    kernels = prepare(graph) + " fast_dropout" * fast_dropout + " activation_recompute" * options.activation_recompute
+    kernels = (
+        prepare(graph)
+        + " fast_dropout" * fast_dropout
+        + " activation_recompute" * options.activation_recompute
+    )
     # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
     with (
         torch._functorch.config.patch(backward_pass_autocast="off"),
@@ -219,9 +230,9 @@ def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Op
     """Compiles a backward pass that compiled autograd has recorded, as it is: its formats were settled with the forward pass."""
     device = _device(module, pytree.tree_leaves(list(inputs)))
     with torch.autocast(device.type, enabled=False):
-        compiled = inner_compiler(options.inner_backend, device, cudagraphs=inductor_config.captures(options, device))(
-            module, inputs
-        )
+        compiled = inner_compiler(
+            options.inner_backend, device, cudagraphs=inductor_config.captures(options, device)
+        )(module, inputs)
 
     def without_autocast(*args: Any) -> Any:
         with torch.autocast(device.type, enabled=False):
@@ -251,10 +262,15 @@ def inner_compiler(
         patches = inductor_config.inductor(device, cudagraphs, activation_recompute)
         settings = {
             "inner_compile": inductor_config.remembering(compile_fx_inner),
-            "decompositions": decompositions.for_inductor(device, fast_dropout, activation_recompute),
+            "decompositions": decompositions.for_inductor(
+                device, fast_dropout, activation_recompute
+            ),
         }
         return lambda module, inputs: result(
-            module, list(inputs), **settings, config_patches=patches | layouts.settings(device, module)
+            module,
+            list(inputs),
+            **settings,
+            config_patches=patches | layouts.settings(device, module),
         )
     return lambda module, inputs: result(prepared(module), list(inputs))
 
@@ -276,7 +292,9 @@ def context_for(
         options=options,
         plan=active_plan(options, device),
         fake_mode=tracing.fake_mode if tracing is not None else None,
-        ambient=(True, torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None,
+        ambient=(True, torch.get_autocast_dtype(device.type))
+        if torch.is_autocast_enabled(device.type)
+        else None,
         training=torch.is_grad_enabled(),
         complete=_is_complete(module, current),
         seen=frozenset(observed),

@@ -70,7 +70,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from qsync_fx.coverage.causes import tell_of_a_limit
-from qsync_fx.coverage.compilation_log import Frame, Log, Outcome, Ran, below, converting, log_of, note_graph, shape_of
+from qsync_fx.coverage.compilation_log import (
+    Frame,
+    Log,
+    Outcome,
+    Ran,
+    below,
+    converting,
+    log_of,
+    note_graph,
+    shape_of,
+)
 from qsync_fx.coverage.first_step_check import settle_packed, wait_for_a_step
 from qsync_fx.errors import DeviceError, PlanError, PlanWarning, QSyncError
 from qsync_fx.graph.graph import Operator, PrecisionGraph
@@ -96,13 +106,23 @@ def compile_anew_where_split(inputs: Sequence[Any]) -> None:
     Args:
         inputs: of the graph, parameters among them.
     """
-    gradients = sum(item.nbytes for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad)
-    if not gradients or not torch.is_grad_enabled() or DistributedDataParallel._active_ddp_module is not None:
+    gradients = sum(
+        item.nbytes for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad
+    )
+    if (
+        not gradients
+        or not torch.is_grad_enabled()
+        or DistributedDataParallel._active_ddp_module is not None
+    ):
         return
 
     def fits(_: object) -> bool:
         parallel = DistributedDataParallel._active_ddp_module
-        return parallel is None or gradients <= parallel.bucket_bytes_cap or get_optimize_ddp_mode() != "ddp_optimizer"
+        return (
+            parallel is None
+            or gradients <= parallel.bucket_bytes_cap
+            or get_optimize_ddp_mode() != "ddp_optimizer"
+        )
 
     def outside_of_parallel(builder: Any, guard: Guard) -> None:
         builder.guard_manager.root.add_lambda_guard(fits, [_SAYS], guard.user_stack)
@@ -110,14 +130,24 @@ def compile_anew_where_split(inputs: Sequence[Any]) -> None:
     install_guard(Guard(GlobalStateSource(), outside_of_parallel))
 
 
-def record(graph: PrecisionGraph, current: SourcePlace, options: Options, module: fx.GraphModule, alone: bool) -> None:
+def record(
+    graph: PrecisionGraph,
+    current: SourcePlace,
+    options: Options,
+    module: fx.GraphModule,
+    alone: bool,
+) -> None:
     """Notes down `graph`, made of Dynamo's `module`, in the log of `options`; `alone` where the code is for one module only."""
     if current.code is None:
         return
     operators = [_ran(operator) for operator in graph.operators()]
     tensors = _tensors(module)
     for path, root in _roots(current):
-        live = {name for name, part in paths(root) if any(id(p) in tensors for p in own_parameters(part))}
+        live = {
+            name
+            for name, part in paths(root)
+            if any(id(p) in tensors for p in own_parameters(part))
+        }
         inside = [ran for ran in operators if below(ran.id.module, path) is not None]
         live |= {rest for ran in inside if (rest := below(ran.id.module, path))}
         if current.root is not None or live:
@@ -142,7 +172,11 @@ def _ran(operator: Operator) -> Ran:
 def _tensors(module: fx.GraphModule) -> set[int]:
     """The addresses of the tensors that the compilation under way reads: parameters are inputs of Dynamo's graphs, or held by them."""
     tx = translator()
-    inputs = [argument.example for argument in tx.output.graphargs if argument.is_tensor] if tx is not None else []
+    inputs = (
+        [argument.example for argument in tx.output.graphargs if argument.is_tensor]
+        if tx is not None
+        else []
+    )
     return {id(t) for t in (*inputs, *module.parameters()) if isinstance(t, torch.Tensor)}
 
 
@@ -173,7 +207,9 @@ def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Op
     )
     if options.strict:
         raise error
-    warnings.warn_explicit(str(error), PlanWarning, current.code.co_filename, current.code.co_firstlineno)
+    warnings.warn_explicit(
+        str(error), PlanWarning, current.code.co_filename, current.code.co_firstlineno
+    )
 
 
 def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
@@ -183,8 +219,14 @@ def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
     if rest is None:
         return
     for path, module in paths(current.root):
-        if module is not current.module and type(module) is type(current.module) and shape_of(module) == shape:
-            yield dataclasses.replace(operator.id, module=joined(joined(current.within, path), rest))
+        if (
+            module is not current.module
+            and type(module) is type(current.module)
+            and shape_of(module) == shape
+        ):
+            yield dataclasses.replace(
+                operator.id, module=joined(joined(current.within, path), rest)
+            )
 
 
 def _differs(graph: PrecisionGraph, operator: Operator, other: OpId) -> bool:
@@ -283,7 +325,9 @@ def observe(context: OptimizeContext, value: Any, options: Options) -> None:
         callback: Any = context.callback
         callback.__class__ = ObservedGraphs
         module = given_to_compile(value)
-        callback.qsync_given = weakref.ref(unwrapped(module)) if isinstance(module, nn.Module) else None
+        callback.qsync_given = (
+            weakref.ref(unwrapped(module)) if isinstance(module, nn.Module) else None
+        )
         callback.put_in_force(options)
 
 
@@ -317,8 +361,13 @@ class ObservedGraphs(CatchErrorsWrapper):
             result = super().__call__(frame, *args, **kwargs)
             if result.guarded_code is None and _holds_modules_of_torch(frame):
                 with compile_lock, _disable_current_modes():
-                    result = self._torchdynamo_orig_backend(frame, args[0], self.hooks, *args[1:], skip=1)
-        new = {k: [text for text, n in counters[k].items() if n > before[k].get(text, 0)] for k in _REASONS}
+                    result = self._torchdynamo_orig_backend(
+                        frame, args[0], self.hooks, *args[1:], skip=1
+                    )
+        new = {
+            k: [text for text, n in counters[k].items() if n > before[k].get(text, 0)]
+            for k in _REASONS
+        }
         entries = touched or _entries(log, frame, around)
         _note(entries, result, new)
         settle_packed(entries, log)
@@ -335,7 +384,9 @@ def _entries(log: Log, frame: Any, around: Calls) -> list[Frame]:
 def _note(entries: list[Frame], result: Any, new: dict[str, list[str]]) -> None:
     skipped = result.guarded_code is None
     # Before 2.13 torch gives no reason for a frame that it does not look at.
-    reason = getattr(result, "skip_reason", None) or ("torch dispatch mode" if is_in_torch_dispatch_mode() else None)
+    reason = getattr(result, "skip_reason", None) or (
+        "torch dispatch mode" if is_in_torch_dispatch_mode() else None
+    )
     texts = [*new["graph_break"], *(new["unimplemented"] if skipped else [])] or (
         [reason] if skipped and reason else []
     )
@@ -354,10 +405,16 @@ def _called_for(frame: Any, around: Calls) -> list[nn.Module]:
         return []  # Dynamo leaves these to Python, always
     if inside:
         owned = owned or (
-            code.co_name == "forward" and isinstance(first, nn.Module) and unwrapped(first) is unwrapped(inside[0])
+            code.co_name == "forward"
+            and isinstance(first, nn.Module)
+            and unwrapped(first) is unwrapped(inside[0])
         )
         return [unwrapped(inside[0])] if owned else []
-    return [unwrapped(module) for _, module in modules_in_reach(code, local, frame.f_globals)] if owned else []
+    return (
+        [unwrapped(module) for _, module in modules_in_reach(code, local, frame.f_globals)]
+        if owned
+        else []
+    )
 
 
 def _holds_modules_of_torch(frame: Any) -> bool:
@@ -377,5 +434,7 @@ def _holds_modules_of_torch(frame: Any) -> bool:
 def _distinct(texts: list[str]) -> list[str]:
     """Dynamo counts a reason once by its first line alone and once in full."""
     return [
-        text for text in dict.fromkeys(texts) if not any(other != text and other.startswith(text) for other in texts)
+        text
+        for text in dict.fromkeys(texts)
+        if not any(other != text and other.startswith(text) for other in texts)
     ]

@@ -38,7 +38,9 @@ def qsync(
         raise
 
 
-MODES: Mapping[str, Mapping[str, object]] = MappingProxyType({"reduce-overhead": {"cudagraphs": True}})
+MODES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {"reduce-overhead": {"cudagraphs": True}}
+)
 """What modes of torch.compile mean as options. Other modes have Inductor measure kernels of its own, among which ours are not."""
 
 

@@ -154,7 +154,9 @@ def _before_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # One that is fused with the scaling is called with gradients of any kind, and told apart which to skip.
     if step & (step - 1) or getattr(optimizer, "found_inf", None) is not None:
         return
-    owned = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    owned = {
+        id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    }
     for model, formats in list(_watched.items()):
         gradients = [p.grad for p in model.parameters() if id(p) in owned and p.grad is not None]
         if gradients and not _finite(gradients):
@@ -205,7 +207,9 @@ def widened(module: fx.GraphModule) -> fx.GraphModule:
 
 def _mixed(node: fx.Node) -> bool:
     x, *others = (_dtype(operand) for operand in node.all_input_nodes)
-    return x is not None and any(other is not None and other.itemsize > x.itemsize for other in others)
+    return x is not None and any(
+        other is not None and other.itemsize > x.itemsize for other in others
+    )
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -225,4 +229,7 @@ def _widen(graph: fx.Graph, node: fx.Node) -> None:
     for result in results:
         with graph.inserting_after(result):
             narrow = graph.call_function(aten.to.dtype, (result, dtype))
-        result.replace_all_uses_with(narrow, delete_user_cb=lambda user, narrow=narrow: user is not narrow)  # type: ignore[misc]
+        result.replace_all_uses_with(
+            narrow,
+            delete_user_cb=lambda user, narrow=narrow: user is not narrow,  # type: ignore[misc]
+        )

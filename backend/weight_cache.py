@@ -116,7 +116,14 @@ def _copy(weight: Tensor, made: CopySpec, seed: Tensor, queue: int | None) -> tu
         saved = _kept[weight] = _CachedCopies()
     if not saved.trusted:
         return made.of(weight, seed)
-    state = weight._version, weight.data_ptr(), weight.dtype, weight.device, weight.shape, weight.stride()
+    state = (
+        weight._version,
+        weight.data_ptr(),
+        weight.dtype,
+        weight.device,
+        weight.shape,
+        weight.stride(),
+    )
     key = (made.fmt, made.rounding, made.keep, queue)
     result = saved.copies.get(key)
     if result is not None and result.state == state:
@@ -139,7 +146,9 @@ def _some(weight: Tensor) -> Tensor:
     live = weight.detach()
     # An odd step meets all columns of a matrix whose rows have an even length.
     step = live.numel() // _COMPARED | 1
-    span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True)
+    )
     if span == live.numel():  # whichever way it lies, without gaps
         some = live.as_strided((-(-span // step),), (step,))
     else:
@@ -187,7 +196,9 @@ class Lifted:
             with torch.inference_mode(False), torch.no_grad():
                 seed = self._seed()
                 pairs = copies([(value[index], made) for index, made in self.weights], seed)
-            return compiled(*value, *[seed] * self.draws, *(part for pair in pairs for part in pair))
+            return compiled(
+                *value, *[seed] * self.draws, *(part for pair in pairs for part in pair)
+            )
 
         return run
 
@@ -212,8 +223,14 @@ def lift(graph: PrecisionGraph) -> Lifted:
     if draws:
         added.instead_of([seed], f"{seed.name}_drawn", graph.value(seed))
     for node in used:
-        for index, (name, value) in enumerate(zip(("values", "scale"), graph.value(node), strict=True)):
-            parts = [user for user in node.users if user.target is py_operator.getitem and user.args[1] == index]
+        for index, (name, value) in enumerate(
+            zip(("values", "scale"), graph.value(node), strict=True)
+        ):
+            parts = [
+                user
+                for user in node.users
+                if user.target is py_operator.getitem and user.args[1] == index
+            ]
             added.instead_of(parts, f"{node.name}_{name}", value)
         graph.graph.erase_node(node)
     graph.inputs = [*graph.inputs, *added.values]
@@ -251,7 +268,9 @@ def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
     """Yields the casts of weights to scaled formats, and why one stays where it is; "" where it does not."""
     origins, memory = Origins(graph), AliasSets(graph)
     for part in graph.walk():
-        for node in part.graph.find_nodes(op="call_function", target=torch.ops.qsync.quantize.default):
+        for node in part.graph.find_nodes(
+            op="call_function", target=torch.ops.qsync.quantize.default
+        ):
             if origins.of(node.args[0]) is Origin.PARAMETER:
                 inside = "it stands in what is checkpointed, and is computed again with that"
                 yield node, inside if part is not graph else _obstacle(graph, node, memory)
@@ -271,7 +290,9 @@ def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
     return ""
 
 
-def _warn_left_out(graph: PrecisionGraph, left: list[tuple[fx.Node, str]], any_weights: bool) -> None:
+def _warn_left_out(
+    graph: PrecisionGraph, left: list[tuple[fx.Node, str]], any_weights: bool
+) -> None:
     """Warn of weights that the option has no effect on."""
     if not any_weights and graph.operators("adjustable"):
         warnings.warn(

@@ -45,18 +45,26 @@ class Clock:
         ended = _now()
         self.waiting.append(self._reduced[0] - self._handed[0])
         computing, processor = (
-            self._handed[at] - self._started[at] + ended[at] - self._reduced[at] for at in range(len(ended))
+            self._handed[at] - self._started[at] + ended[at] - self._reduced[at]
+            for at in range(len(ended))
         )
         self.computing.append(computing)
         self.processor.append(processor)
 
     def medians(self) -> dict[str, float] | None:
         """Returns the medians over the steps after the first ones; None where there are none."""
-        computing, waiting, processor = (one[WARM_UP:] for one in (self.computing, self.waiting, self.processor))
+        computing, waiting, processor = (
+            one[WARM_UP:] for one in (self.computing, self.waiting, self.processor)
+        )
         if not computing:
             return None
         seconds = [sum(both) for both in zip(computing, waiting, strict=True)]
-        found = {"seconds": seconds, "computing": computing, "waiting": waiting, "processor": processor}
+        found = {
+            "seconds": seconds,
+            "computing": computing,
+            "waiting": waiting,
+            "processor": processor,
+        }
         return {name: statistics.median(steps) for name, steps in found.items()}
 
 

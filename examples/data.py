@@ -20,7 +20,12 @@ from qsync_fx.errors import QSyncError
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts it."""
 
-_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 _SMALLEST, _LARGEST = 8, 128
 
 
@@ -52,7 +57,9 @@ class Data:
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
         """Returns images as float32 with the mean 0 and the standard deviation 1 of the training images."""
         mean, deviation = self._statistics
-        return images.float().sub_(mean).div_(deviation).contiguous(memory_format=torch.channels_last)
+        return (
+            images.float().sub_(mean).div_(deviation).contiguous(memory_format=torch.channels_last)
+        )
 
     @functools.cached_property
     def _statistics(self) -> tuple[float, float]:
@@ -64,9 +71,16 @@ class Data:
 
     def subset(self, samples: int, seed: int) -> Data:
         """Returns the data with `samples` of the training images, drawn at random."""
-        chosen = torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed))[:samples]
+        chosen = torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed))[
+            :samples
+        ]
         return Data(
-            self.name, (self.train[0][chosen], self.train[1][chosen]), self.test, self.epochs, self.batch, samples
+            self.name,
+            (self.train[0][chosen], self.train[1][chosen]),
+            self.test,
+            self.epochs,
+            self.batch,
+            samples,
         )
 
 
@@ -87,7 +101,9 @@ def load(source: str | None) -> Data:
     train, test = _pair(files[0], files[1]), _pair(files[2], files[3])
     if train[0].shape[1:] != test[0].shape[1:]:
         raise DataError(
-            "training and test images are of different sizes", where=str(folder), do="take files of one set"
+            "training and test images are of different sizes",
+            where=str(folder),
+            do="take files of one set",
         )
     name = "Fashion-MNIST" if folder.name.lower() == "fashion-mnist" else folder.resolve().name
     return Data(name, train, test, epochs=3, batch=96, samples=20_000)
@@ -109,13 +125,20 @@ def _digits() -> Data:
     train, test = order[len(order) // 5 :], order[: len(order) // 5]
     name = "scikit-learn's digits"
     return Data(
-        name, (images[train], labels[train]), (images[test], labels[test]), epochs=10, batch=24, samples=len(train)
+        name,
+        (images[train], labels[train]),
+        (images[test], labels[test]),
+        epochs=10,
+        batch=24,
+        samples=len(train),
     )
 
 
 def _found(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise DataError("there is no such folder", where=str(folder), do="give a folder, or --data digits")
+        raise DataError(
+            "there is no such folder", where=str(folder), do="give a folder, or --data digits"
+        )
     files: list[Path] = []
     for name in _FILES:
         either = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
@@ -151,7 +174,9 @@ def _idx(path: Path, dimensions: int) -> np.ndarray[tuple[int, ...], np.dtype[np
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"the file cannot be read: {error}", where=str(path), do="fetch it again") from error
+        raise DataError(
+            f"the file cannot be read: {error}", where=str(path), do="fetch it again"
+        ) from error
     start = 4 + 4 * dimensions
     if content[:4] != bytes((0, 0, 8, dimensions)) or len(content) < start:
         raise DataError(

@@ -50,7 +50,10 @@ def _report(args: argparse.Namespace) -> int:
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
+    console, errors = (
+        Console(highlight=False),
+        Console(stderr=True, highlight=False, soft_wrap=True),
+    )
     try:
         return _run(args, console, errors)
     except QSyncError as error:
@@ -62,9 +65,13 @@ def _report(args: argparse.Namespace) -> int:
 def _arguments() -> argparse.Namespace:
     description = (__doc__ or "").partition("Invariant")[0].rstrip()
     parser = argparse.ArgumentParser(
-        prog="demo.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="demo.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--epochs", type=_positive, metavar="N", help="default: 3, digits 10, 2 with --quick")
+    parser.add_argument(
+        "--epochs", type=_positive, metavar="N", help="default: 3, digits 10, 2 with --quick"
+    )
     parser.add_argument(
         "--batch",
         type=_positive,
@@ -78,7 +85,10 @@ def _arguments() -> argparse.Namespace:
         "Debian's dataset-fashion-mnist is installed, else scikit-learn's digits",
     )
     parser.add_argument(
-        "--samples", type=_positive, metavar="N", help="train on so many images, drawn at random; default: 20000"
+        "--samples",
+        type=_positive,
+        metavar="N",
+        help="train on so many images, drawn at random; default: 20000",
     )
     parser.add_argument(
         "--memory",
@@ -104,7 +114,11 @@ def _arguments() -> argparse.Namespace:
         help="the digits, a smaller network, few rounds: shows how it goes, and measures nothing",
     )
     parser.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="the same seed gives the same weights; default: 0"
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="the same seed gives the same weights; default: 0",
     )
     parser.add_argument(
         "--output",
@@ -164,7 +178,10 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
     results: list[Any] = [None] * messages.WORLD
     planned = None
     try:
-        with screen.Bar(console, jobs[0], steps, len(images.test[1])) as bar, processes.Ranks(jobs) as ranks:
+        with (
+            screen.Bar(console, jobs[0], steps, len(images.test[1])) as bar,
+            processes.Ranks(jobs) as ranks,
+        ):
             for which, message in ranks.messages():
                 if isinstance(message, messages.Result):
                     results[which] = message
@@ -174,7 +191,10 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
     except processes.RankFailed as failed:
         job = jobs[failed.rank]
         errors.print(
-            screen.failure(failed.rank, failed.what, failed.expected, args.plan or job.plan, job.log), soft_wrap=True
+            screen.failure(
+                failed.rank, failed.what, failed.expected, args.plan or job.plan, job.log
+            ),
+            soft_wrap=True,
         )
         return 1
     found = outcome.Outcome(jobs[0], planned, results, len(images.test[1]))
@@ -200,7 +220,11 @@ def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
         read_plan(args.plan)
     elif args.inner_backend != "inductor":
         what = "what is measured, and foreseen, is what inductor compiles"
-        raise DataError(what, where=f"--inner-backend {args.inner_backend}", do="give a plan too, or leave it out")
+        raise DataError(
+            what,
+            where=f"--inner-backend {args.inner_backend}",
+            do="give a plan too, or leave it out",
+        )
     batch = args.batch or images.batch
     batches = (batch, round(batch * SLOWER))
     samples = min(args.samples or images.samples, len(images.train[1]))
@@ -240,7 +264,9 @@ def _folder(given: Path | None) -> Path:
         named.mkdir(parents=True, exist_ok=given is not None)
     except OSError as error:
         raise QSyncError(
-            f"the output folder cannot be made: {error.strerror}", where=str(named), do="give another one by --output"
+            f"the output folder cannot be made: {error.strerror}",
+            where=str(named),
+            do="give another one by --output",
         ) from error
     return named
 
@@ -255,7 +281,9 @@ def _announce(console: Any, images: Any, job: Any, args: argparse.Namespace) -> 
     size = "x".join(str(side) for side in images.train[0].shape[2:])
     count = "all" if job.samples is None else f"{job.samples} of"
     native = support(torch.device("cpu"), FORMATS["bf16"])
-    console.print(f"[bold]qsync_fx demo[/]: a ResNet on {escape(images.name)}, on a training and an inference device")
+    console.print(
+        f"[bold]qsync_fx demo[/]: a ResNet on {escape(images.name)}, on a training and an inference device"
+    )
     console.print(
         f"  {count} {len(images.train[1])} training images of {size} pixels, {len(images.test[1])} test images"
     )

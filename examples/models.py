@@ -19,7 +19,11 @@ class Block(nn.Module):
         self.norm1 = nn.BatchNorm2d(outs)
         self.conv2 = nn.Conv2d(outs, outs, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(outs)
-        self.shortcut = nn.Identity() if stride == 1 and ins == outs else nn.Conv2d(ins, outs, 1, stride, bias=False)
+        self.shortcut = (
+            nn.Identity()
+            if stride == 1 and ins == outs
+            else nn.Conv2d(ins, outs, 1, stride, bias=False)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -35,7 +39,9 @@ class ResNet(nn.Module):
         self.norm = nn.BatchNorm2d(width)
         self.stages = [f"stage{stage}" for stage in range(1, stages + 1)]
         for stage, name in enumerate(self.stages):
-            self.add_module(name, Block(width * 2 ** max(0, stage - 1), width * 2**stage, 1 + (stage > 0)))
+            self.add_module(
+                name, Block(width * 2 ** max(0, stage - 1), width * 2**stage, 1 + (stage > 0))
+            )
         self.head = nn.Linear(width * 2 ** (stages - 1), classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

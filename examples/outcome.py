@@ -60,14 +60,18 @@ class Outcome:
     def right(self) -> bool:
         """Whether replicas are equal, and what was compiled is what was explained."""
         runs = [self.ran(run) for run in RUNS]
-        return all(one.digest == ran[0].digest and not one.unexplained for ran in runs for one in ran)
+        return all(
+            one.digest == ran[0].digest and not one.unexplained for ran in runs for one in ran
+        )
 
     def to_json(self) -> dict[str, object]:
         """Returns what was foreseen and measured, as plain values."""
         return {
             "batches": self.job.batches,
             "memory": None if self.planned is None else self.planned.memory,
-            "foreseen": {} if self.planned is None else {run: vars(one) for run, one in self.planned.foreseen.items()},
+            "foreseen": {}
+            if self.planned is None
+            else {run: vars(one) for run, one in self.planned.foreseen.items()},
             "measured": {
                 run: {
                     "seconds": self.seconds(run),
@@ -85,7 +89,9 @@ class Outcome:
 def summary(outcome: Outcome, seconds: float) -> RenderableType:
     """Returns what there is to say at the end."""
     verdict = [Text.from_markup(line) for line in (*_wanted(outcome), "", *_verdict(outcome))]
-    return Group(_table(outcome), _notes(outcome), Text(), *verdict, Text(f"The run took {seconds:.0f} s."))
+    return Group(
+        _table(outcome), _notes(outcome), Text(), *verdict, Text(f"The run took {seconds:.0f} s.")
+    )
 
 
 def _table(outcome: Outcome) -> Table:
@@ -131,13 +137,27 @@ def _notes(outcome: Outcome) -> RenderableType:
     timed = outcome.ran(RUNS[0])[0].timed
     notes = [
         ("operators", "those that a plan decides on, by the precision they were compiled in"),
-        ("graphs", f"how many were compiled, by {outcome.job.inner_backend} after the passes of qsync_fx"),
-        ("iteration", f"median of {timed} steps: batch, forward, backward, gradients of both ranks, optimizer"),
-        ("waiting", "of that, until the other rank's gradients are there, and averaged; own work is the rest"),
-        ("memory", "the most bytes at once: weights, buckets, the optimizer's state, and what a step allocates"),
+        (
+            "graphs",
+            f"how many were compiled, by {outcome.job.inner_backend} after the passes of qsync_fx",
+        ),
+        (
+            "iteration",
+            f"median of {timed} steps: batch, forward, backward, gradients of both ranks, optimizer",
+        ),
+        (
+            "waiting",
+            "of that, until the other rank's gradients are there, and averaged; own work is the rest",
+        ),
+        (
+            "memory",
+            "the most bytes at once: weights, buckets, the optimizer's state, and what a step allocates",
+        ),
     ]
     if not timed:
-        notes[2:4] = [("iteration", f"the first {WARM_UP} steps are not measured, and there were no more")]
+        notes[2:4] = [
+            ("iteration", f"the first {WARM_UP} steps are not measured, and there were no more")
+        ]
     grid = Table.grid(padding=(0, 2))
     for name, text in notes:
         grid.add_row(Text(name, style="dim"), Text(text, style="dim"))
@@ -150,7 +170,11 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
     if uniform is None or planned is None:
         return
     more = planned / uniform - 1
-    yield _told(more <= SLOWER, f"a step is {abs(more):.1%} {_than(more)} than with uniform low precision", SLOWER)
+    yield _told(
+        more <= SLOWER,
+        f"a step is {abs(more):.1%} {_than(more)} than with uniform low precision",
+        SLOWER,
+    )
     (before, other), (after, then) = (
         [ran.took["waiting"] for ran in outcome.ran(run) if ran.took is not None] for run in RUNS
     )
@@ -163,16 +187,25 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
     if known["uniform"].variance:
         less = 1 - known["planned"].variance / known["uniform"].variance
         yield _told(
-            less >= LESS, f"roundings disturb the mean gradient by {less:.0%} less variance (sum of Omega)", LESS
+            less >= LESS,
+            f"roundings disturb the mean gradient by {less:.0%} less variance (sum of Omega)",
+            LESS,
         )
     counts = [ran[-1].operators for ran in (outcome.ran("uniform"), outcome.ran("planned"))]
     recovered = counts[1].get("fp32", 0) - counts[0].get("fp32", 0)
     yield f"  {recovered} of {sum(counts[1].values())} operators of rank 1 are recovered to FP32"
     off = known["planned"].seconds / planned - 1
-    yield _told(abs(off) <= OFF, f"the step was foreseen {abs(off):.1%} too {'long' if off > 0 else 'short'}", OFF)
+    yield _told(
+        abs(off) <= OFF,
+        f"the step was foreseen {abs(off):.1%} too {'long' if off > 0 else 'short'}",
+        OFF,
+    )
     peak = outcome.ran("planned")[-1].peak
     if peak is not None:
-        yield _told(peak <= memory, f"rank 1 held {_megabytes(peak)} at most, of {_megabytes(memory)} allowed")
+        yield _told(
+            peak <= memory,
+            f"rank 1 held {_megabytes(peak)} at most, of {_megabytes(memory)} allowed",
+        )
     if outcome.disturbed > DISTURBED:
         yield (
             f"  [yellow]Other processes had the cores for {outcome.disturbed:.0%} of a rank's own work: what was measured is theirs, "
@@ -182,7 +215,13 @@ def _wanted(outcome: Outcome) -> Iterator[str]:
 
 def _told(met: bool, text: str, limit: float | None = None) -> str:
     color, word = ("green", "met") if met else ("yellow", "missed")
-    wanted = "" if limit is None else f", {limit:.0%} wanted" if limit == LESS else f", {limit:.0%} allowed"
+    wanted = (
+        ""
+        if limit is None
+        else f", {limit:.0%} wanted"
+        if limit == LESS
+        else f", {limit:.0%} allowed"
+    )
     return f"  {text}{wanted}: [{color}]{word}[/]"
 
 
@@ -191,7 +230,9 @@ def _than(change: float) -> str:
 
 
 def _counts(ran: Ran) -> str:
-    names = sorted(ran.operators, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    names = sorted(
+        ran.operators, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    )
     return "\n".join(f"{ran.operators[name]:>2} in {name}" for name in names)
 
 

@@ -74,7 +74,10 @@ def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan
             profile.save(job.profile(role))
         problem = plan.answer.problem
         runs = dict(zip(RUNS, (problem.uniform(), plan.answer.plans), strict=True))
-        foreseen = {name: _foreseen(PlanEvaluator(problem, plans), job.timeline(name)) for name, plans in runs.items()}
+        foreseen = {
+            name: _foreseen(PlanEvaluator(problem, plans), job.timeline(name))
+            for name, plans in runs.items()
+        }
         pipe.send(Planned(plan.answer.text(job.width), memory, foreseen))
     return plan
 

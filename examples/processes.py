@@ -102,7 +102,9 @@ class Ranks:
         while talking:
             ready = wait(list(talking), timeout=_SILENCE)
             if not ready:
-                raise RankFailed(min(talking.values()), f"no rank has said anything for {_SILENCE:.0f} s", False)
+                raise RankFailed(
+                    min(talking.values()), f"no rank has said anything for {_SILENCE:.0f} s", False
+                )
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 message = _receive(pipe)
@@ -112,7 +114,9 @@ class Ranks:
                 if isinstance(message, Result):
                     del talking[pipe]
 
-    def _first_failure(self, failures: dict[int, Failed | None], others: dict[Connection, int]) -> RankFailed:
+    def _first_failure(
+        self, failures: dict[int, Failed | None], others: dict[Connection, int]
+    ) -> RankFailed:
         """Returns the failure that came first; the other rank's is often but the lost connection to this one."""
         until = time.monotonic() + _GRACE
         while others and (left := until - time.monotonic()) > 0:
@@ -122,13 +126,19 @@ class Ranks:
                 if message is None or isinstance(message, Failed):
                     failures[others.pop(pipe)] = message
         # A rank that ended without a word was killed, and its death is the cause of whatever the other says.
-        first = min(failures, key=lambda rank: failure.at if (failure := failures[rank]) else float("-inf"))
+        first = min(
+            failures, key=lambda rank: failure.at if (failure := failures[rank]) else float("-inf")
+        )
         failure = failures[first]
         if failure is not None:
             return RankFailed(first, failure.text, failure.expected)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[first].wait(_GRACE)
-        return RankFailed(first, f"the process ended without a word ({_how(self._processes[first].returncode)})", False)
+        return RankFailed(
+            first,
+            f"the process ended without a word ({_how(self._processes[first].returncode)})",
+            False,
+        )
 
 
 def _environment() -> dict[str, str]:
@@ -153,6 +163,8 @@ def _receive(pipe: Connection) -> Any:
 def _how(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
-            out_of_memory = ", as by a machine that runs out of memory" if code == -signal.SIGKILL else ""
+            out_of_memory = (
+                ", as by a machine that runs out of memory" if code == -signal.SIGKILL else ""
+            )
             return f"killed by {signal.Signals(-code).name}{out_of_memory}"
     return "it closed its pipe" if code is None else f"exit code {code}"

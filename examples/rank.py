@@ -91,7 +91,9 @@ def explain(name: str, plan: qsync_fx.ClusterPlan, job: Job, images: data.Data) 
     if name == RUNS[-1]:
         write_text(job.output / f"explain-rank{job.rank}.txt", f"{explanation}\n")
         explanation.save_dot(job.output / f"explain-rank{job.rank}.dot")
-    return {str(op.id): str(op.precision) for op in explanation.operators if op.kind == "adjustable"}
+    return {
+        str(op.id): str(op.precision) for op in explanation.operators if op.kind == "adjustable"
+    }
 
 
 def connect(job: Job) -> None:

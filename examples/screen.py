@@ -33,7 +33,9 @@ class Bar:
             expand=True,
         )
         self._measuring = self.progress.add_task("two processes start", total=_measured_steps(job))
-        self._training = self.progress.add_task("training", total=len(RUNS) * job.epochs * steps, visible=False)
+        self._training = self.progress.add_task(
+            "training", total=len(RUNS) * job.epochs * steps, visible=False
+        )
         self._shown = self._measuring
         if job.given is not None:
             self._trains()
@@ -83,11 +85,15 @@ class Bar:
 
     def _end_of_epoch(self) -> None:
         first = self._ended[0]
-        losses = ", ".join(f"{ended.loss:.3f} on rank {rank}" for rank, ended in sorted(self._ended.items()))
+        losses = ", ".join(
+            f"{ended.loss:.3f} on rank {rank}" for rank, ended in sorted(self._ended.items())
+        )
         self._ended.clear()
         number = f"{first.epoch:>{len(str(self.epochs))}}/{self.epochs}"
         accuracy = f"test accuracy {(first.correct or 0) / self.tests:.2%}"
-        self.progress.console.print(f"  epoch {number}   {TITLES[first.run]:<21}   loss {losses}   {accuracy}")
+        self.progress.console.print(
+            f"  epoch {number}   {TITLES[first.run]:<21}   loss {losses}   {accuracy}"
+        )
 
 
 def _measured_steps(job: Job) -> int:
@@ -101,7 +107,11 @@ _FOR_SENSITIVITY = 8
 
 def failure(rank: int, text: str, expected: bool, plan: Path, log: Path) -> RenderableType:
     """Returns what there is to say about a rank that could not go on."""
-    lines = [Text.from_markup(f"[bold red]demo: rank {rank} failed[/]"), Text(text), Text(f"  plan:  {plan}")]
+    lines = [
+        Text.from_markup(f"[bold red]demo: rank {rank} failed[/]"),
+        Text(text),
+        Text(f"  plan:  {plan}"),
+    ]
     if not expected:
         lines.append(Text(f"  log:   {log}"))
         lines += [Text(f"  | {line}", style="dim") for line in _tail(log)]

@@ -36,7 +36,9 @@ def fresh(job: Job, images: data.Data) -> tuple[nn.Module, torch.optim.Optimizer
     torch.manual_seed(job.seed)
     model = models.ResNet(images.classes, 8, 1) if job.small else models.ResNet(images.classes)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, torch.optim.SGD(model.parameters(), _rate(job), momentum=0.9, nesterov=True, weight_decay=5e-4)
+    return model, torch.optim.SGD(
+        model.parameters(), _rate(job), momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
 
 
 def step_of(job: Job, images: data.Data) -> Callable[[Any, Batch], torch.Tensor]:
@@ -79,7 +81,9 @@ class Run:
         self.peak: int | None = None
         self.correct: int | None = None
         steps = job.epochs * (len(images.train[1]) // sum(job.batches)) + 1
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, _rate(job), total_steps=steps)
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, _rate(job), total_steps=steps
+        )
         self._step = step_of(job, images)
         self._compiled, self._graphs = compiled(self.model, plan, job.inner_backend, self.clock)
 
@@ -130,7 +134,9 @@ class Run:
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
         states = (value for state in self.optimizer.state.values() for value in state.values())
         kept = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
-        return parameters + sum(buffer.nbytes for buffer in self.model.buffers()) + kept + parameters
+        return (
+            parameters + sum(buffer.nbytes for buffer in self.model.buffers()) + kept + parameters
+        )
 
 
 def compiled(
@@ -144,7 +150,11 @@ def compiled(
         ddp = DistributedDataParallel(model, broadcast_buffers=False)
     ddp.register_comm_hook(clock, Clock.hand_over)
     ran: list[dict[str, str]] = []
-    options: dict[str, Any] = {"plan": plan, "inner_backend": inner_backend, "passes": [recorder(ran)]}
+    options: dict[str, Any] = {
+        "plan": plan,
+        "inner_backend": inner_backend,
+        "passes": [recorder(ran)],
+    }
     return torch.compile(ddp, backend="qsync", options=options), ran
 
 

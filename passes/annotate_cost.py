@@ -41,5 +41,8 @@ def _moved(operator: Operator) -> Cost:
         return Cost()
     nodes = (*node.all_input_nodes, node)
     return Cost(
-        Work(flops_of(graph, node), sum((size_in(graph.value(used), operator.precision) for used in nodes), start=0))
+        Work(
+            flops_of(graph, node),
+            sum((size_in(graph.value(used), operator.precision) for used in nodes), start=0),
+        )
     )

@@ -30,7 +30,11 @@ class Assign:
         _check(graph)
         unasked: list[Operator] = []
         for operator in graph.operators():
-            if operator.kind is Kind.ADJUSTABLE and not operator.note.pinned and _assign(operator.graph, operator):
+            if (
+                operator.kind is Kind.ADJUSTABLE
+                and not operator.note.pinned
+                and _assign(operator.graph, operator)
+            ):
                 unasked.append(operator)
         give_way(graph, unasked)
 
@@ -54,7 +58,9 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
     if choice is None:
         operator.decide(owned, "the plan does not name it: it stays as the model wrote it")
     elif region == "off" and not explicit:
-        operator.decide(owned, "the model disables autocast here, and the plan does not name the operator")
+        operator.decide(
+            owned, "the model disables autocast here, and the plan does not name the operator"
+        )
     elif isinstance(region, Precision) and graph.context.automatic:
         operator.decide(region, "the model's autocast region")
     elif (
@@ -64,7 +70,9 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
     ):
         operator.decide(owned, f"the model holds it in {owned}, which no default changes")
     elif graph.context.automatic:
-        operator.decide(choice.precision, "no precision was asked for, and this is the device's default")
+        operator.decide(
+            choice.precision, "no precision was asked for, and this is the device's default"
+        )
         return True
     else:
         operator.decide(choice.precision, choice.reason, skip_unprofitable=skip_unprofitable)

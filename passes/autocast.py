@@ -50,14 +50,18 @@ def _region(node: fx.Node, device: str) -> Region | None:
     kind, dtype, enabled, _ = node.args
     if kind != device:
         return None
-    return bool(enabled), dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(device)
+    return bool(enabled), dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(
+        device
+    )
 
 
 def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     enabled, dtype = region
     operator = Operator(graph, node)
     # What autocast has it compute in shows in the type of its result: some operators widen, and many keep what they are given.
-    operator.update(autocast=(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off")
+    operator.update(
+        autocast=(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off"
+    )
     for body in node_metadata.bodies(node):
         body.context = dataclasses.replace(body.context, ambient=region)
     if not enabled:
@@ -77,7 +81,9 @@ def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
         )
 
 
-def _wanted(graph: PrecisionGraph, node: fx.Node, description: Policy, dtype: torch.dtype) -> torch.dtype:
+def _wanted(
+    graph: PrecisionGraph, node: fx.Node, description: Policy, dtype: torch.dtype
+) -> torch.dtype:
     if description == "lower":
         return dtype
     if description == "fp32":
@@ -86,7 +92,9 @@ def _wanted(graph: PrecisionGraph, node: fx.Node, description: Policy, dtype: to
     return torch.float32 if torch.float32 in result else dtype
 
 
-def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, description: Policy) -> fx.Node:
+def _cast(
+    graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, description: Policy
+) -> fx.Node:
     value = graph.value(used)
     # Autocast converts what the model has stored in Float8 too.
     floats = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
@@ -96,7 +104,12 @@ def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dty
         cast = graph.graph.call_function(torch.ops.aten.to.dtype, (used, wanted))
     owner = node_metadata.NOTE[node].id
     node_metadata.CAST[cast] = node_metadata.CastInfo(
-        node_metadata.Part.CONVERT, owner, precision_of(wanted), None, node_metadata.Purpose.AUTOCAST, description
+        node_metadata.Part.CONVERT,
+        owner,
+        precision_of(wanted),
+        None,
+        node_metadata.Purpose.AUTOCAST,
+        description,
     )
     graph.propagate(cast)
     return cast
@@ -105,7 +118,9 @@ def _cast(graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dty
 def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     """Leaves a node that we do not look into in the region that it was written in."""
     with graph.graph.inserting_before(node):
-        enter = graph.graph.call_function(_enter_autocast, (graph.context.device.type, region[1], region[0], True))
+        enter = graph.graph.call_function(
+            _enter_autocast, (graph.context.device.type, region[1], region[0], True)
+        )
     with graph.graph.inserting_after(node):
         leave = graph.graph.call_function(_exit_autocast, (enter,))
     node_metadata.KEPT[enter] = node_metadata.KEPT[leave] = True
@@ -122,7 +137,9 @@ def _switch_off(graph: PrecisionGraph) -> None:
     nodes = graph.nodes
     first = next(node for node in nodes if node.op not in ("placeholder", "get_attr"))
     with graph.graph.inserting_before(first):
-        off = graph.graph.call_function(_enter_autocast, (graph.context.device.type, None, False, None))
+        off = graph.graph.call_function(
+            _enter_autocast, (graph.context.device.type, None, False, None)
+        )
     with graph.graph.inserting_before(nodes[-1]):
         leave = graph.graph.call_function(_exit_autocast, (off,))
     node_metadata.KEPT[off] = node_metadata.KEPT[leave] = True

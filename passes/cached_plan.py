@@ -37,7 +37,11 @@ class CachedPlan:
         context = graph.context
         complete = context.complete and context.training
         operators = sizes_of(graph.operators())
-        plan = self.candidates.plan(operators, complete) if context.training else self.candidates.before
+        plan = (
+            self.candidates.plan(operators, complete)
+            if context.training
+            else self.candidates.before
+        )
         if plan is None:
             if context.training and (why := self.candidates.why_not(operators, complete)):
                 self.tell(why)

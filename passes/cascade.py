@@ -41,13 +41,20 @@ def _sweep(graph: PrecisionGraph, formats: Formats, rules: Rules) -> bool:
     changed = False
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
-            inputs = {p: formats.get(operand) for p, operand in operands(node, body) if isinstance(operand, fx.Node)}
+            inputs = {
+                p: formats.get(operand)
+                for p, operand in operands(node, body)
+                if isinstance(operand, fx.Node)
+            }
             formats.update(inputs)
             changed |= _sweep(body, formats, rules)
         if node.op == "placeholder" and node in formats:
             continue
         if node not in node_metadata.NOTE:
-            source, owned = handed_on(graph, node, graph.context.automatic), format_of(graph.value(node))
+            source, owned = (
+                handed_on(graph, node, graph.context.automatic),
+                format_of(graph.value(node)),
+            )
             formats[node] = owned if source is None else formats.get(source, owned)
             continue
         operator = Operator(graph, node)
@@ -70,7 +77,9 @@ def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
         reason = f"{row.reason}; it writes in place, in the format of what it writes to"
     elif row is not None and large is not None:
         widest = rule.promotion([formats.get(used) for used in rule.inputs])
-        reason = f"{row.reason}; its argument {large:g} does not fit {widest}, so it runs in {result}"
+        reason = (
+            f"{row.reason}; its argument {large:g} does not fit {widest}, so it runs in {result}"
+        )
     operator.update(precision=result, output=rule.output(result), reason=reason)
 
 
@@ -87,4 +96,8 @@ def _output(graph: PrecisionGraph, node: fx.Node, note: OperatorInfo) -> Precisi
         return owned
     result = wide_readers(node)
     notes = [node_metadata.NOTE[user] for user in result or ()]
-    return owned if result is not None and all(wants_wide(n.kind, n.precision) for n in notes) else narrow
+    return (
+        owned
+        if result is not None and all(wants_wide(n.kind, n.precision) for n in notes)
+        else narrow
+    )

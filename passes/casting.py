@@ -31,7 +31,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from qsync_fx.formats import Precision, precision_of
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.alias_analysis import AliasSets, Places, Sharing, handed_in, in_place, operands, writes
+from qsync_fx.graph.alias_analysis import (
+    AliasSets,
+    Places,
+    Sharing,
+    handed_in,
+    in_place,
+    operands,
+    writes,
+)
 from qsync_fx.graph.fx_utils import is_float, tensors
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.node_metadata import CastInfo, Part, Purpose
@@ -47,7 +55,11 @@ def drawn(graph: PrecisionGraph, rounding: Rounding) -> fx.Node:
     args: tuple[Any, ...] = (device,)
     keywords: dict[str, Any] = {}
     if rounding != "stochastic":
-        target, args, keywords = torch.ops.aten.zeros.default, ([1],), {"dtype": torch.int64, "device": device}
+        target, args, keywords = (
+            torch.ops.aten.zeros.default,
+            ([1],),
+            {"dtype": torch.int64, "device": device},
+        )
     with graph.graph.inserting_before(first):
         seed = graph.graph.create_node("call_function", target, args, keywords, name="seed")
     node_metadata.CAST[seed] = node_metadata.CastInfo(node_metadata.Part.SEED, None)
@@ -66,7 +78,10 @@ class Casts:
     """
 
     def __init__(
-        self, graph: PrecisionGraph, rounding: Rounding = "nearest", outer: tuple[Casts, fx.Node] | None = None
+        self,
+        graph: PrecisionGraph,
+        rounding: Rounding = "nearest",
+        outer: tuple[Casts, fx.Node] | None = None,
     ) -> None:
         self.graph, self.rounding, self.outer = graph, rounding, outer
         self.own = {node: plain_type(graph.value(node)) for node in graph.nodes}
@@ -78,7 +93,9 @@ class Casts:
 
     def passed(self, node: fx.Node) -> None:
         """Goes on to the next node. A cast that stood in the graph before is shared, or gives way to one that is."""
-        if node_metadata.is_part(node, Part.CONVERT) and not node_metadata.has_purpose(node, Purpose.AUTOCAST):
+        if node_metadata.is_part(node, Part.CONVERT) and not node_metadata.has_purpose(
+            node, Purpose.AUTOCAST
+        ):
             source, dtype = node.args[:2]
             shared = self._made.setdefault((source, dtype, self.sharing.epoch(source)), node)  # type: ignore[arg-type]
             if shared is not node and not node_metadata.has_purpose(node, Purpose.RESULT):
@@ -91,7 +108,11 @@ class Casts:
             return {}
         around, node = self.outer
         memory = around.sharing.memory
-        return {p: memory.of(used) for p, used in operands(node, self.graph) if isinstance(used, fx.Node)}
+        return {
+            p: memory.of(used)
+            for p, used in operands(node, self.graph)
+            if isinstance(used, fx.Node)
+        }
 
     def shared(self, before: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         """Returns `used` converted to `dtype`, by a new cast before `before` or one made earlier."""
@@ -113,7 +134,12 @@ class Casts:
         return made
 
     def rounded(
-        self, before: fx.Node, used: fx.Node, fmt: Precision, keep: tuple[int, ...], dtype: torch.dtype
+        self,
+        before: fx.Node,
+        used: fx.Node,
+        fmt: Precision,
+        keep: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> fx.Node:
         """Returns `used` on the grid of a format that is not plain, as values of `dtype`, one scale an index of the dimensions `keep`."""
         source = self.origin(used)
@@ -134,18 +160,27 @@ class Casts:
                     name=f"{source.name}_{fmt}_{precision_of(dtype)}",
                 )
                 self._describe(
-                    self._made[key, dtype], source, CastInfo(Part.DEQUANTIZE, _owner(before), precision_of(dtype))
+                    self._made[key, dtype],
+                    source,
+                    CastInfo(Part.DEQUANTIZE, _owner(before), precision_of(dtype)),
                 )
         dequantized: fx.Node = self._made[key, dtype]
         return dequantized
 
     def convert(
-        self, source: fx.Node, dtype: torch.dtype, owner: OpId | None, purpose: Purpose = Purpose.OPERAND
+        self,
+        source: fx.Node,
+        dtype: torch.dtype,
+        owner: OpId | None,
+        purpose: Purpose = Purpose.OPERAND,
     ) -> fx.Node:
         """Returns a new conversion where the graph's insertion point is."""
         result = precision_of(dtype)
         cast = self.graph.graph.create_node(
-            "call_function", torch.ops.aten.to.dtype, (source, dtype), name=f"{source.name}_{result}"
+            "call_function",
+            torch.ops.aten.to.dtype,
+            (source, dtype),
+            name=f"{source.name}_{result}",
         )
         self._describe(cast, source, CastInfo(Part.CONVERT, owner, result, purpose=purpose))
         return cast
@@ -155,7 +190,9 @@ class Casts:
         new = self.graph.graph.create_node(
             "call_function",
             node.target,
-            *fx.node.map_arg((node.args, node.kwargs), lambda used: instead if used is operand else used),
+            *fx.node.map_arg(
+                (node.args, node.kwargs), lambda used: instead if used is operand else used
+            ),
             name=f"{node.name}_{precision_of(tensors(self.graph.value(instead))[0].dtype)}",
         )
         self._describe(new, node, None)
@@ -199,7 +236,9 @@ class Casts:
         self.own.setdefault(new, self.own.get(source))
         self.values.setdefault(new, self.values.get(source))
 
-    def _round(self, source: fx.Node, fmt: Precision, keep: tuple[int, ...], owner: OpId | None) -> Any:
+    def _round(
+        self, source: fx.Node, fmt: Precision, keep: tuple[int, ...], owner: OpId | None
+    ) -> Any:
         graph = self.graph.graph
         stream = self.streams.take()
         if not fmt.scaled:
@@ -221,7 +260,9 @@ class Casts:
         parts = []
         for index, (name, part) in enumerate((("q", Part.VALUES), ("scale", Part.SCALE))):
             parts.append(
-                graph.create_node("call_function", py_operator.getitem, (pair, index), name=f"{pair.name}_{name}")
+                graph.create_node(
+                    "call_function", py_operator.getitem, (pair, index), name=f"{pair.name}_{name}"
+                )
             )
             self._describe(parts[-1], source, CastInfo(part, owner, fmt))
         return tuple(parts)
@@ -292,10 +333,15 @@ def _viewed(casts: Casts, node: fx.Node) -> fx.Node | None:
         return None
     if in_place(node):
         return writes(node)[0]
-    if node.target is not py_operator.getitem and not isinstance(node.target, torch._ops.OpOverload):
+    if node.target is not py_operator.getitem and not isinstance(
+        node.target, torch._ops.OpOverload
+    ):
         return None
     types = {t.dtype for t in tensors(casts.graph.value(node))}
     for used in node.all_input_nodes:
-        if memory.of(used) & memory.of(node) and {t.dtype for t in tensors(casts.graph.value(used))} == types:
+        if (
+            memory.of(used) & memory.of(node)
+            and {t.dtype for t in tensors(casts.graph.value(used))} == types
+        ):
             return used
     return None

@@ -43,9 +43,13 @@ def classify(operator: Operator, origins: Origins | None = None) -> None:
     elif row is None:
         name = target_name(node)
         graph.unknown[name] = graph.unknown.get(name, 0) + 1
-        operator.update(kind=Kind.FIXED, reason=f"{name} is not in the operator table: FP32 in, FP32 out")
+        operator.update(
+            kind=Kind.FIXED, reason=f"{name} is not in the operator table: FP32 in, FP32 out"
+        )
     elif row.kind is Kind.ADJUSTABLE and in_place(node):
-        operator.update(kind=Kind.FIXED, reason="it writes in place, into a tensor whose type stays as it is")
+        operator.update(
+            kind=Kind.FIXED, reason="it writes in place, into a tensor whose type stays as it is"
+        )
     else:
         row = with_weight(graph, node, row, origins or Origins(graph))
         operator.update(kind=row.kind, reason=row.reason, row=row)

@@ -86,12 +86,22 @@ def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.N
     """Returns for new nodes which ones that are gone they are read in place of."""
     alive = set(graph.nodes)
     result: dict[fx.Node, fx.Node] = {}
-    todo = [(before.nodes[node][1:3], (node.args, node.kwargs)) for node in alive if node in before.nodes]
+    todo = [
+        (before.nodes[node][1:3], (node.args, node.kwargs))
+        for node in alive
+        if node in before.nodes
+    ]
     for was, now in todo:
         olds, news = pytree.tree_leaves(was), pytree.tree_leaves(now)
         for old, new in zip(olds, news, strict=True) if len(olds) == len(news) else ():
             both = isinstance(old, fx.Node) and isinstance(new, fx.Node)
-            if both and old not in alive and old in before.nodes and new not in before.nodes and new not in result:
+            if (
+                both
+                and old not in alive
+                and old in before.nodes
+                and new not in before.nodes
+                and new not in result
+            ):
                 result[new] = old
                 todo.append((before.nodes[old][1:3], (new.args, new.kwargs)))
     return result
@@ -99,13 +109,20 @@ def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.N
 
 def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
     """Whether nothing but `Operator.assign` tells the two apart."""
-    same = list(before.nodes.items()) == list(after.nodes.items()) and before.notes.keys() == after.notes.keys()
+    same = (
+        list(before.nodes.items()) == list(after.nodes.items())
+        and before.notes.keys() == after.notes.keys()
+    )
     return same and all(_decided(note, after.notes[node]) for node, note in before.notes.items())
 
 
 def _decided(before: OperatorInfo, after: OperatorInfo) -> bool:
     undone = dataclasses.replace(
-        after, planned=before.planned, precision=before.precision, reason=before.reason, pinned=before.pinned
+        after,
+        planned=before.planned,
+        precision=before.precision,
+        reason=before.reason,
+        pinned=before.pinned,
     )
     return after == before or (after.pinned and undone == before)
 
@@ -129,13 +146,21 @@ def spell(graph: PrecisionGraph, node: fx.Node) -> None:
     inputs = {"args": node.args, "kwargs": node.kwargs}
     traced, several = _traced(graph, node, inputs)
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, fx.Node)]
-    read = [leaf for leaf in leaves if isinstance(graph.value(leaf), (torch.Tensor, torch.SymInt, torch.SymFloat))]
+    read = [
+        leaf
+        for leaf in leaves
+        if isinstance(graph.value(leaf), (torch.Tensor, torch.SymInt, torch.SymFloat))
+    ]
     with graph.graph.inserting_before(node):
-        local = inlined(graph, traced, read, {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta})
+        local = inlined(
+            graph, traced, read, {key: node.meta[key] for key in OF_THE_MODEL if key in node.meta}
+        )
     _replace(graph, node, tuple(local[output] for output in traced.outputs), several)
 
 
-def _traced(graph: PrecisionGraph, node: fx.Node, value: dict[str, Any]) -> tuple[TracedPattern, bool]:
+def _traced(
+    graph: PrecisionGraph, node: fx.Node, value: dict[str, Any]
+) -> tuple[TracedPattern, bool]:
     called, several = _called(graph, node), False
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -177,7 +202,9 @@ def _attribute(graph: PrecisionGraph, node: fx.Node) -> Any:
         ) from error
 
 
-def _replace(graph: PrecisionGraph, node: fx.Node, outputs: tuple[fx.Node, ...], several: bool) -> None:
+def _replace(
+    graph: PrecisionGraph, node: fx.Node, outputs: tuple[fx.Node, ...], several: bool
+) -> None:
     def instead(used: fx.Node) -> Any:
         return used if used is not node else outputs if several else outputs[0]
 
@@ -255,7 +282,9 @@ def _new(graph: PrecisionGraph, before: GraphSnapshot) -> list[fx.Node]:
     return [node for node in graph.nodes if node not in before.nodes]
 
 
-def _identify(graph: PrecisionGraph, before: GraphSnapshot, free: dict[fx.Node, list[fx.Node]], by: str) -> None:
+def _identify(
+    graph: PrecisionGraph, before: GraphSnapshot, free: dict[fx.Node, list[fx.Node]], by: str
+) -> None:
     copied_from = {id(note): node for node, note in before.notes.items()}
     instead = replaced(before, graph)
     for node in _new(graph, before):
@@ -269,10 +298,14 @@ def _identify(graph: PrecisionGraph, before: GraphSnapshot, free: dict[fx.Node, 
             if near is not None and key in near.meta:
                 node.meta.setdefault(key, near.meta[key])
         note = node_metadata.NOTE[near] if near is not None else None
-        identify_new(graph, [node], by, "inserted", note, free.get(old, []) if old is not None else [])
+        identify_new(
+            graph, [node], by, "inserted", note, free.get(old, []) if old is not None else []
+        )
 
 
-def _place_of(node: fx.Node, instead: dict[fx.Node, fx.Node], before: GraphSnapshot) -> fx.Node | None:
+def _place_of(
+    node: fx.Node, instead: dict[fx.Node, fx.Node], before: GraphSnapshot
+) -> fx.Node | None:
     """The node of the model in whose place a new one stands, together with others of its pass that read it."""
     todo = [node]
     for index in todo:
@@ -286,9 +319,13 @@ def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
     """The operator that a node belongs beside: one of the module that its pass says, else one that it reads, else one that reads it."""
     if stack := node.meta.get("nn_module_stack"):
         for operator in graph.own_operators():
-            if (other := operator.node.meta.get("nn_module_stack")) and list(other)[-1] == list(stack)[-1]:
+            if (other := operator.node.meta.get("nn_module_stack")) and list(other)[-1] == list(
+                stack
+            )[-1]:
                 return operator.node
-    return _nearest(node, lambda index: index.all_input_nodes) or _nearest(node, lambda index: index.users)
+    return _nearest(node, lambda index: index.all_input_nodes) or _nearest(
+        node, lambda index: index.users
+    )
 
 
 def _nearest(node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> fx.Node | None:
@@ -307,10 +344,20 @@ def _decide(operator: Operator, passed: Sequence[str]) -> None:
     if InsertCasts.name in passed:
         lowered = Lower.name in passed and note.precision is not None and not note.precision.plain
         if not replaces:
-            operator.update(kind=Kind.FIXED, precision=owned, output=owned, autocast=None, reason=_settled(owned))
-        elif (lowered and str(note.precision) not in operator.node.args) or (not lowered and owned is not note.output):
+            operator.update(
+                kind=Kind.FIXED,
+                precision=owned,
+                output=owned,
+                autocast=None,
+                reason=_settled(owned),
+            )
+        elif (lowered and str(note.precision) not in operator.node.args) or (
+            not lowered and owned is not note.output
+        ):
             why = f"{note.precision} gives way: {_settled(owned)}"
-            operator.update(precision=owned, output=owned, instead=why, reason=f"{note.reason}; {why}")
+            operator.update(
+                precision=owned, output=owned, instead=why, reason=f"{note.reason}; {why}"
+            )
     elif Classify.name in passed and not replaces:
         classify(operator)
         if Assign.name in passed and operator.kind is Kind.ADJUSTABLE:
@@ -467,7 +514,11 @@ def _damage_to_node(node: fx.Node, before: GraphSnapshot) -> Iterator[Damage]:
             if not isinstance(value, types):
                 problem = f"the {field} of {note.id} is {value!r}, not a {types[0].__name__}"
                 yield Damage(node, problem, _LEAVE)
-    if node in before.notes and node not in node_metadata.NOTE and node.target == before.nodes[node][0]:
+    if (
+        node in before.notes
+        and node not in node_metadata.NOTE
+        and node.target == before.nodes[node][0]
+    ):
         yield Damage(node, f"the metadata of {before.notes[node].id} is gone", _LEAVE)
     target, name = node.target, type(node.target).__name__
     if node.op not in _OPERATIONS:

@@ -50,10 +50,15 @@ class InsertCasts:
 
 class _Inserter:
     def __init__(
-        self, graph: PrecisionGraph, options: InsertCasts, outer: tuple[_Inserter, fx.Node] | None = None
+        self,
+        graph: PrecisionGraph,
+        options: InsertCasts,
+        outer: tuple[_Inserter, fx.Node] | None = None,
     ) -> None:
         self.graph, self.options, self.inside = graph, options, outer is not None
-        self.casts: Casts = Casts(graph, options.rounding, (outer[0].casts, outer[1]) if outer is not None else None)
+        self.casts: Casts = Casts(
+            graph, options.rounding, (outer[0].casts, outer[1]) if outer is not None else None
+        )
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
@@ -112,9 +117,13 @@ class _Inserter:
         """Computes a node's value anew if an operand's has changed."""
         if node.op not in ("call_function", "call_method") or is_switch(node):
             return
-        changed = any(self.graph.value(used) is not self.casts.values.get(used) for used in node.all_input_nodes)
+        changed = any(
+            self.graph.value(used) is not self.casts.values.get(used)
+            for used in node.all_input_nodes
+        )
         if not (force or changed) or (
-            not isinstance(node.target, torch._ops.OpOverload) and node.target is not py_operator.getitem
+            not isinstance(node.target, torch._ops.OpOverload)
+            and node.target is not py_operator.getitem
         ):
             return
         before = self.casts.values.get(node)
@@ -134,21 +143,32 @@ class _Inserter:
             return  # a view has the strides that its base gives it
         order = memory_order(before)
         copy = self._after(
-            node, lambda: self.graph.graph.call_function(torch.ops.qsync.in_order.default, (node, order))
+            node,
+            lambda: self.graph.graph.call_function(torch.ops.qsync.in_order.default, (node, order)),
         )
         note = node_metadata.NOTE.get(node)
-        node_metadata.CAST[copy] = CastInfo(Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT)
+        node_metadata.CAST[copy] = CastInfo(
+            Part.COPY, note.id if note is not None else None, purpose=Purpose.RESULT
+        )
 
     def _rounded(self, node: fx.Node, operand: Operand, note: OperatorInfo) -> fx.Node:
         """Returns a factor on the grid of the operator's format."""
         row, fmt, output = note.row, note.precision, note.output
         keep: tuple[int, ...] = ()
-        assert row is not None and fmt is not None and output is not None, f"{note.id} was not assigned"
+        assert row is not None and fmt is not None and output is not None, (
+            f"{note.id} was not assigned"
+        )
         lowering = self.options.lowerings.get(row.name)
         if fmt.scaled and lowering is not None:
             role = tuple(Role)[row.scaled.index(operand.place)]
-            keep = tuple((lowering.keep if self.options.scaling == "channel" else lowering.separate)(node, role))
-        return self.casts.rounded(node, operand.node, fmt, keep, (output if fmt.scaled else fmt).dtype)
+            keep = tuple(
+                (lowering.keep if self.options.scaling == "channel" else lowering.separate)(
+                    node, role
+                )
+            )
+        return self.casts.rounded(
+            node, operand.node, fmt, keep, (output if fmt.scaled else fmt).dtype
+        )
 
     def _cast(self, node: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         if used not in writes(node):
@@ -169,8 +189,13 @@ class _Inserter:
                 back = self.graph.graph.call_function(torch.ops.aten.copy_.default, (used, copy))
             self.graph.propagate(back)
             self.casts.stands_for(back, used)
-            for result in (node, *(user for user in node.users if user.target is py_operator.getitem)):
-                if isinstance(self.graph.value(result), torch.Tensor) and memory.of(result) & memory.of(used):
+            for result in (
+                node,
+                *(user for user in node.users if user.target is py_operator.getitem),
+            ):
+                if isinstance(self.graph.value(result), torch.Tensor) and memory.of(
+                    result
+                ) & memory.of(used):
                     result.replace_all_uses_with(back)
             self.casts.sharing.passed(back)
         self.copies.clear()
@@ -178,17 +203,29 @@ class _Inserter:
     def _keep_apart(self, node: fx.Node) -> None:
         """Copies where a conversion of the model's copied and now returns its input, if either is written to."""
         memory, source = self.casts.sharing.memory, node.args[0]
-        if not isinstance(source, fx.Node) or self.graph.value(node) is not self.graph.value(source):
+        if not isinstance(source, fx.Node) or self.graph.value(node) is not self.graph.value(
+            source
+        ):
             return
-        if memory.of(node) & memory.of(source) or not (memory.of(node) | memory.of(source)) & memory.written:
+        if (
+            memory.of(node) & memory.of(source)
+            or not (memory.of(node) | memory.of(source)) & memory.written
+        ):
             return
-        copy = self._after(node, lambda: self.graph.graph.call_function(torch.ops.aten.clone.default, (node,)))
+        copy = self._after(
+            node, lambda: self.graph.graph.call_function(torch.ops.aten.clone.default, (node,))
+        )
         node_metadata.CAST[copy] = CastInfo(Part.COPY, node_metadata.NOTE[node].id)
 
     def _output(self, node: fx.Node, note: OperatorInfo) -> None:
         """Converts a result that is not in the format that the note promises."""
         value = self.graph.value(node)
-        if note.output is None or not is_float(value) or value.dtype is note.output.dtype or in_place(node):
+        if (
+            note.output is None
+            or not is_float(value)
+            or value.dtype is note.output.dtype
+            or in_place(node)
+        ):
             return
         dtype = note.output.dtype
         self._after(node, lambda: self.casts.convert(node, dtype, note.id, Purpose.RESULT))

@@ -69,20 +69,33 @@ class Lower:
 
     def _tell(self, graph: PrecisionGraph, operator: Operator) -> None:
         assert operator.row is not None
-        operator.update(computed=self.lowerings[operator.row.name].computed(operator.node, graph.context.device))
+        operator.update(
+            computed=self.lowerings[operator.row.name].computed(operator.node, graph.context.device)
+        )
 
     def _operands(self, operator: Operator) -> Operands:
         """Reads what insert_casts has put in front of the operator."""
         row, note = operator.row, operator.note
-        assert row is not None and note.precision is not None and note.output is not None and note.stream is not None
+        assert (
+            row is not None
+            and note.precision is not None
+            and note.output is not None
+            and note.stream is not None
+        )
         inputs = tuple(arguments(operator.node).values())
         (x, seed), (weight, _) = (_rounded(argument_at(inputs, index)) for index in row.scaled)
-        return Operands((x, weight), seed, note.stream, note.precision.name, self.rounding, note.output.dtype)
+        return Operands(
+            (x, weight), seed, note.stream, note.precision.name, self.rounding, note.output.dtype
+        )
 
 
 def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None], fx.Node]:
     """Returns what an operand is on the grid of its format: the original, the values and the scale, and the seed of the rounding."""
-    result: tuple[fx.Node, fx.Node, fx.Node | None] = (node_metadata.cast_source(operand), operand, None)
+    result: tuple[fx.Node, fx.Node, fx.Node | None] = (
+        node_metadata.cast_source(operand),
+        operand,
+        None,
+    )
     made = operand
     if node_metadata.is_part(operand, Part.DEQUANTIZE):
         values, scale = (arguments(operand)[name] for name in ("q", "scale"))
@@ -90,7 +103,9 @@ def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None],
     return result, arguments(made)["seed"]
 
 
-def replace(graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()) -> None:
+def replace(
+    graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()
+) -> None:
     """Puts a lowered operator in the place of an operator, with what it does not compute with as it was before casts, but `kept`."""
     old = operator.node
     _unround_others(new, saved)

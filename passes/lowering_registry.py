@@ -40,7 +40,9 @@ class Operands:
         out_dtype: type of the operator's output.
     """
 
-    operands: tuple[tuple[fx.Node, fx.Node, fx.Node | None], tuple[fx.Node, fx.Node, fx.Node | None]]
+    operands: tuple[
+        tuple[fx.Node, fx.Node, fx.Node | None], tuple[fx.Node, fx.Node, fx.Node | None]
+    ]
     seed: fx.Node
     stream: int
     fmt: str

@@ -49,7 +49,11 @@ def _normalize(graph: PrecisionGraph, local: SourcePlace) -> None:
             body = _attribute(module, used)
             if not isinstance(body, fx.GraphModule):
                 continue
-            noted = [p.meta.get("example_value", p.meta.get("val")) for p in body.graph.nodes if p.op == "placeholder"]
+            noted = [
+                p.meta.get("example_value", p.meta.get("val"))
+                for p in body.graph.nodes
+                if p.op == "placeholder"
+            ]
             values = [current(value) for value in noted]
             inner = PrecisionGraph(body, values, graph.context, parent=graph)
             if any(value is None for value in values):
@@ -60,7 +64,9 @@ def _normalize(graph: PrecisionGraph, local: SourcePlace) -> None:
             except PassError:
                 raise  # a user's pass has put in the node that cannot be traced
             except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
-                node_metadata.OPAQUE[node] = f"its body stays as Dynamo wrote it ({type(error).__name__})"
+                node_metadata.OPAQUE[node] = (
+                    f"its body stays as Dynamo wrote it ({type(error).__name__})"
+                )
                 continue
             replaced[used] = inner.module
             if str(node.target) in _REWRITTEN:

@@ -86,7 +86,9 @@ def graph_pass(
         ...         op.assign("fp32", reason="the head stays in FP32")
     """
     if after is not None and before is not None:
-        raise OptionError("a pass has one place, but both after= and before= are given", do="give one of them")
+        raise OptionError(
+            "a pass has one place, but both after= and before= are given", do="give one of them"
+        )
 
     def make(function: Callable[[PrecisionGraph], None]) -> GraphPass:
         place = "assign" if after is None and before is None else after

@@ -109,12 +109,16 @@ def warn(error: PassError, current: SourcePlace) -> None:
         "warning, and its attribute `graph` has the text."
     )
     if current.code is not None:
-        warnings.warn_explicit(text, UserWarning, current.code.co_filename, current.code.co_firstlineno)
+        warnings.warn_explicit(
+            text, UserWarning, current.code.co_filename, current.code.co_firstlineno
+        )
     else:
         warnings.warn(text, UserWarning, stacklevel=2)
 
 
-def pipeline(options: Options, lowerings: Mapping[str, Lowering], training: bool = True) -> tuple[Pass, ...]:
+def pipeline(
+    options: Options, lowerings: Mapping[str, Lowering], training: bool = True
+) -> tuple[Pass, ...]:
     """Returns the passes in order, the user's own among them.
 
     Without gradients formats are rounded to nearest: stochastic rounding is there to keep gradients unbiased, and evaluation should be
@@ -167,7 +171,9 @@ def _installed(name: str) -> Pass:
         raise OptionError(
             f"no installed package offers a pass {name!r}",
             where='option "passes"',
-            do=nearest(name, entries.names) if entries else "install one that does, or give the pass itself",
+            do=nearest(name, entries.names)
+            if entries
+            else "install one that does, or give the pass itself",
         )
     entry, *others = entries.select(name=name)
     if others:
@@ -198,14 +204,18 @@ def _place(custom: Pass, passes: Sequence[Pass]) -> int:
     # Custom passes with one anchor run in the order that they are given in.
     index += 1
     while (
-        index < len(passes) and isinstance(passes[index], GraphPass) and getattr(passes[index], "after", None) == anchor
+        index < len(passes)
+        and isinstance(passes[index], GraphPass)
+        and getattr(passes[index], "after", None) == anchor
     ):
         index += 1
     return index
 
 
 def run_or_fall_back(
-    make: Callable[[], PrecisionGraph], passes: Sequence[Pass], instruments: Sequence[Instrument] = ()
+    make: Callable[[], PrecisionGraph],
+    passes: Sequence[Pass],
+    instruments: Sequence[Instrument] = (),
 ) -> PrecisionGraph:
     """Runs the passes on a graph that `make` makes; where a pass of ours fails, leaves another one as the model wrote it, and warns.
 
@@ -296,7 +306,9 @@ def _readable(name: str) -> Iterator[None]:
 def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:
     """Says whose fault an error is: that of the pass, unless it is ours and another one has changed the graph before it."""
     error.step = step.name
-    text = "; the error's attribute `graph` has the text of the graph after it" if error.graph else ""
+    text = (
+        "; the error's attribute `graph` has the text of the graph after it" if error.graph else ""
+    )
     if not _is_ours(step):
         error.do = f"{error.do or f'correct the pass {step.name!r}'}{text}"
     elif changed:

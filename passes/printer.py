@@ -37,12 +37,16 @@ def _line(graph: PrecisionGraph, node: fx.Node) -> str:
         return f"return {_argument(node.args[0])}"
     value = graph.value(node)
     # A mode is no value, and the name of its class is another one in every torch.
-    head = f"%{node.name}" + (f": {describe(value)}" if value is not None and not is_switch(node) else "")
+    head = f"%{node.name}" + (
+        f": {describe(value)}" if value is not None and not is_switch(node) else ""
+    )
     if node.op == "placeholder":
         return f"{head} = input"
     if node.op == "get_attr":
         return f"{head} = attribute {node.target}"
-    arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    arguments = [_argument(a) for a in node.args] + [
+        f"{k}={_argument(v)}" for k, v in node.kwargs.items()
+    ]
     name = target_name(node).removesuffix(".default")
     line = f"{head} = {name}({', '.join(arguments)})"
     note = node_metadata.NOTE.get(node)
@@ -114,6 +118,11 @@ class Snapshots:
     def diff(self, first: str, second: str) -> str:
         """Returns a unified diff of the graphs after two passes."""
         lines = difflib.unified_diff(
-            self.texts[first].splitlines(), self.texts[second].splitlines(), first, second, lineterm="", n=2
+            self.texts[first].splitlines(),
+            self.texts[second].splitlines(),
+            first,
+            second,
+            lineterm="",
+            n=2,
         )
         return "\n".join(lines)

@@ -50,10 +50,15 @@ class StochasticGradients:
 
 class _Rewriter:
     def __init__(
-        self, graph: PrecisionGraph, lowerings: Mapping[str, Lowering], outer: tuple[_Rewriter, fx.Node] | None = None
+        self,
+        graph: PrecisionGraph,
+        lowerings: Mapping[str, Lowering],
+        outer: tuple[_Rewriter, fx.Node] | None = None,
     ) -> None:
         self.graph, self.lowerings, self.outer = graph, lowerings, outer
-        self.streams: RandomStreams = outer[0].streams if outer is not None else RandomStreams(GRADIENTS, RESULT)
+        self.streams: RandomStreams = (
+            outer[0].streams if outer is not None else RandomStreams(GRADIENTS, RESULT)
+        )
         self._seed: fx.Node | None = None
 
     def run(self) -> None:
@@ -131,7 +136,9 @@ class _Rewriter:
 
     def _seed_node(self) -> fx.Node:
         if self._seed is None:
-            drawn_already = (n for n in self.graph.nodes if n.target is torch.ops.qsync.draw.default)
+            drawn_already = (
+                n for n in self.graph.nodes if n.target is torch.ops.qsync.draw.default
+            )
             if self.outer is not None:
                 around, node = self.outer
                 self._seed = handed_in(self.graph, node, around._seed_node(), "seed")

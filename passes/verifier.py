@@ -19,7 +19,14 @@ from qsync_fx.formats import Precision, precision_of
 from qsync_fx.graph import Operator, PrecisionGraph, node_metadata
 from qsync_fx.graph.alias_analysis import Sharing, in_place
 from qsync_fx.graph.cost_dag import computes
-from qsync_fx.graph.fx_utils import arguments, describe, is_float, memory_order, same_strides, tensors
+from qsync_fx.graph.fx_utils import (
+    arguments,
+    describe,
+    is_float,
+    memory_order,
+    same_strides,
+    tensors,
+)
 from qsync_fx.graph.node_metadata import OperatorInfo
 from qsync_fx.graph.operand_formats import OperandReader
 from qsync_fx.ops import Kind
@@ -86,7 +93,10 @@ def _is_assigned(graph: PrecisionGraph) -> Iterator[Broken]:
         if operator.kind is Kind.ADJUSTABLE and note.precision is None:
             yield operator.node, "it is adjustable and has no precision"
         if note.planned is not None and note.precision is not note.planned and not note.instead:
-            yield operator.node, f"{note.planned} is planned, {note.precision} runs, and the reason does not say why"
+            yield (
+                operator.node,
+                f"{note.planned} is planned, {note.precision} runs, and the reason does not say why",
+            )
 
 
 def _follows_inputs(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -107,7 +117,9 @@ def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
             result, wanted = graph.value(_after_own_cast(operator.node)), note.output.dtype
             # Where the result alone is converted, and that loses nothing, each reader converts as it needs.
             widens = (
-                note.row is not None and note.row.output_only and torch.promote_types(result.dtype, wanted) is wanted
+                note.row is not None
+                and note.row.output_only
+                and torch.promote_types(result.dtype, wanted) is wanted
             )
             if result.dtype is not wanted and not widens:
                 yield operator.node, f"its output should be {note.output} and is {describe(result)}"
@@ -125,12 +137,18 @@ def _after_own_cast(node: fx.Node) -> fx.Node:
 def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
     """A `contiguous()` without an effect on the traced strides is missing from the graph."""
     written = graph.whole.written
-    traced = {} if written is None else {str(operator.id): operator for operator in written.operators()}
+    traced = (
+        {} if written is None else {str(operator.id): operator for operator in written.operators()}
+    )
     for operator in graph.own_operators():
         before = traced.get(str(operator.id))
         node = _after_own_cast(operator.node)
         old, new = (None if before is None else before.graph.value(before.node)), graph.value(node)
-        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and not same_strides(old, new):
+        if (
+            isinstance(old, torch.Tensor)
+            and isinstance(new, torch.Tensor)
+            and not same_strides(old, new)
+        ):
             yield (
                 operator.node,
                 f"its result has the strides {tuple(new.stride())}, where the model has {tuple(old.stride())}; "
@@ -147,7 +165,10 @@ def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
             if not node.users:
                 yield node, "nothing reads this cast"
             if isinstance(source, fx.Node):
-                if node.target is torch.ops.aten.to.dtype and graph.value(source).dtype is node.args[1]:
+                if (
+                    node.target is torch.ops.aten.to.dtype
+                    and graph.value(source).dtype is node.args[1]
+                ):
                     yield node, f"%{source.name} is {node.args[1]} already"
                 key = (node.target, *_asked(node), sharing.epoch(source))
                 if key in visited:
@@ -187,7 +208,10 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
         for used in () if cast else node.all_input_nodes:
             source, before = selected.get(used, (used, 0))
             if source is not used and sharing.writes(source) > before:
-                yield node, f"it reads %{used.name}, a cast of %{source.name} from before it was written to"
+                yield (
+                    node,
+                    f"it reads %{used.name}, a cast of %{source.name} from before it was written to",
+                )
         origin = node.args[0] if node.args else None
         if cast and isinstance(origin, fx.Node):
             selected[node] = selected.get(origin, (origin, sharing.writes(origin)))
@@ -199,10 +223,20 @@ def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
 
 def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
-        for user in node.users if node_metadata.is_part(node, node_metadata.Part.DEQUANTIZE) else ():
+        for user in (
+            node.users if node_metadata.is_part(node, node_metadata.Part.DEQUANTIZE) else ()
+        ):
             note = node_metadata.NOTE.get(user)
-            if note is None or note.kind is not Kind.ADJUSTABLE or note.precision is None or not note.precision.scaled:
-                yield user, f"it reads %{node.name}, which stands for a quantized operand and has no gradient"
+            if (
+                note is None
+                or note.kind is not Kind.ADJUSTABLE
+                or note.precision is None
+                or not note.precision.scaled
+            ):
+                yield (
+                    user,
+                    f"it reads %{node.name}, which stands for a quantized operand and has no gradient",
+                )
 
 
 def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
@@ -225,18 +259,34 @@ def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
         for operand in () if reader.in_place else reader.operands:
             value = graph.value(operand.node)
             requested = reader.asks(note.precision, operand, value)
-            if isinstance(requested, Precision) and requested.plain and value.dtype is not requested.dtype:
-                yield node, f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}"
+            if (
+                isinstance(requested, Precision)
+                and requested.plain
+                and value.dtype is not requested.dtype
+            ):
+                yield (
+                    node,
+                    f"it runs in {note.precision} and reads {describe(value)} from %{operand.node.name}",
+                )
 
 
 def _lowered(note: OperatorInfo, node: fx.Node) -> bool:
-    return note.kind is Kind.ADJUSTABLE and note.precision is not None and note.precision.name in node.args
+    return (
+        note.kind is Kind.ADJUSTABLE
+        and note.precision is not None
+        and note.precision.name in node.args
+    )
 
 
 def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         fmt, node = operator.precision, operator.node
-        if operator.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain and not _lowered(operator.note, node):
+        if (
+            operator.kind is Kind.ADJUSTABLE
+            and fmt is not None
+            and not fmt.plain
+            and not _lowered(operator.note, node)
+        ):
             yield node, f"{fmt} is planned, and the node does not compute in it"
 
 
@@ -265,25 +315,41 @@ def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
             yield node, "no operator is charged with the time that it takes"
 
 
-STRIDES = VerifierRule("results have the strides that the model was traced with", "insert_casts", _keeps_strides)
+STRIDES = VerifierRule(
+    "results have the strides that the model was traced with", "insert_casts", _keeps_strides
+)
 RULES = (
     VerifierRule("the graph is well formed", "normalize", _is_a_graph),
     VerifierRule("every node has a value", "normalize", _has_values),
     VerifierRule("every operator has one id", "normalize", _keeps_ids),
     VerifierRule("every decision has a reason", "classify", _has_reasons),
     VerifierRule(
-        "every adjustable operator has a precision, and what is not as planned says why", "assign", _is_assigned
+        "every adjustable operator has a precision, and what is not as planned says why",
+        "assign",
+        _is_assigned,
     ),
     VerifierRule("dependent operators follow their inputs", "cascade", _follows_inputs),
     VerifierRule("types match", "insert_casts", _types_match),
     STRIDES,
-    VerifierRule("operators read operands of their precision", "insert_casts", _reads_what_it_asks_for),
+    VerifierRule(
+        "operators read operands of their precision", "insert_casts", _reads_what_it_asks_for
+    ),
     VerifierRule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
-    VerifierRule("each rounding draws from a stream of its own", "insert_casts", _streams_are_apart),
-    VerifierRule("no cast holds a value from before a write", "insert_casts", _reads_current_values),
-    VerifierRule("what stands for a quantized operand is for lowering", "insert_casts", _dequantizes_for_products),
+    VerifierRule(
+        "each rounding draws from a stream of its own", "insert_casts", _streams_are_apart
+    ),
+    VerifierRule(
+        "no cast holds a value from before a write", "insert_casts", _reads_current_values
+    ),
+    VerifierRule(
+        "what stands for a quantized operand is for lowering",
+        "insert_casts",
+        _dequantizes_for_products,
+    ),
     VerifierRule("losses read FP32", "insert_casts", _losses_are_wide),
-    VerifierRule("the graph holds no format that the device does not compile", "lower", _is_compiled),
+    VerifierRule(
+        "the graph holds no format that the device does not compile", "lower", _is_compiled
+    ),
     VerifierRule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
     VerifierRule("every node says whose time it takes", "lower", _is_charged),
     VerifierRule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),

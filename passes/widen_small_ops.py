@@ -33,8 +33,12 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
     Args:
         unasked: the operators of the graph whose precision is the default.
     """
-    default = {op.node: op for op in unasked if op.precision is not None and op.precision.bits < _WIDE}
-    small = {node: why for node, op in default.items() if (why := op.slower(_precision(op))) is not None}
+    default = {
+        op.node: op for op in unasked if op.precision is not None and op.precision.bits < _WIDE
+    }
+    small = {
+        node: why for node, op in default.items() if (why := op.slower(_precision(op))) is not None
+    }
     if not small:
         return
     joins = _Joins()
@@ -45,7 +49,8 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
         before = next((paying[root] for root in map(joins.root, reads) if root in paying), None)
         if node not in default or (_weighted(default[node]) and node not in small):
             paying.setdefault(
-                joins.root(node), str(node_metadata.NOTE[node].id) if node in node_metadata.NOTE else node.name
+                joins.root(node),
+                str(node_metadata.NOTE[node].id) if node in node_metadata.NOTE else node.name,
             )
         elif before is not None and node not in small:
             paying.setdefault(joins.root(node), before)
@@ -128,10 +133,17 @@ class _Joins:
                     self._begin(node, format_of(graph.value(node)))
             elif node_metadata.NOTE[node].kind is Kind.ADJUSTABLE:
                 self._begin(
-                    node, node_metadata.NOTE[node].precision if format_of(graph.value(node)) is not None else None
+                    node,
+                    node_metadata.NOTE[node].precision
+                    if format_of(graph.value(node)) is not None
+                    else None,
                 )
                 if node in self.narrow:
-                    self.narrow[node] = [self._sources[used] for used in node.all_input_nodes if used in self._sources]
+                    self.narrow[node] = [
+                        self._sources[used]
+                        for used in node.all_input_nodes
+                        if used in self._sources
+                    ]
             else:
                 self._follow(graph, node)
 

@@ -73,7 +73,14 @@ def round_float(
     """
 
 def keep(
-    dst: int, n: int, p: float, seed: int = 0, stream: int = 0, threads: int = 1, first: int = 0, isa: str | None = None
+    dst: int,
+    n: int,
+    p: float,
+    seed: int = 0,
+    stream: int = 0,
+    threads: int = 1,
+    first: int = 0,
+    isa: str | None = None,
 ) -> None:
     """Writes `n` bytes to `dst`: 0 where the random number of the value is below `p` (0 to 1), 1 elsewhere."""
 
@@ -158,7 +165,14 @@ def onebit_bytes(n: int, unit: int) -> int:
     """Returns how many bytes `n` values make."""
 
 def truncate_encode(
-    src: int, residual: int, wire: int, n: int, bits: int, partition: int, threads: int = 1, isa: str | None = None
+    src: int,
+    residual: int,
+    wire: int,
+    n: int,
+    bits: int,
+    partition: int,
+    threads: int = 1,
+    isa: str | None = None,
 ) -> None:
     """Writes the highest `bits` (12, 16, ..., 32) of `n` float32 of `src` plus `residual`, which may be 0, into `wire`.
 
@@ -169,7 +183,13 @@ def truncate_encode(
     """
 
 def truncate_decode(
-    wire: int, size: int, dst: int, n: int, add: bool = False, threads: int = 1, isa: str | None = None
+    wire: int,
+    size: int,
+    dst: int,
+    n: int,
+    add: bool = False,
+    threads: int = 1,
+    isa: str | None = None,
 ) -> None:
     """Reads `n` values from `size` bytes of partitions of any levels into `dst`, or adds them to it.
 
@@ -244,7 +264,9 @@ def conv(
     over windows. Sums have 131071 products at most; `a_scale` is one number.
     """
 
-def turn(src: int, dst: int, count: int, rows: int, columns: int, bytes: int, threads: int = 1) -> None:
+def turn(
+    src: int, dst: int, count: int, rows: int, columns: int, bytes: int, threads: int = 1
+) -> None:
     """Writes `count` matrices of `rows` x `columns` values of 1, 2 or 4 `bytes`, one behind the other in `src`, to `dst`, each turned.
 
     Values are moved as they are. `dst` shares no memory with `src`.

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from qsync_fx import devices as devices, distributed as distributed, optim as optim
     from qsync_fx.allocator.api import cache_plan as cache_plan, find_plan as find_plan
     from qsync_fx.diagnostics import Explanation as Explanation, explain as explain
-    from qsync_fx.diagnostics.coverage_report import PlanCoverage as PlanCoverage, plan_coverage as plan_coverage
+    from qsync_fx.diagnostics.coverage_report import (
+        PlanCoverage as PlanCoverage,
+        plan_coverage as plan_coverage,
+    )
     from qsync_fx.errors import (
         DeviceError as DeviceError,
         OptionError as OptionError,

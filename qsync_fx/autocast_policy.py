@@ -45,7 +45,9 @@ _LOWER = {
 }
 _PROMOTE = {
     "cpu": _names("cat index_copy stack"),
-    "cuda": _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"),
+    "cuda": _names(
+        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
+    ),
 }
 _COMPOSED: Mapping[str, Mapping[Policy, frozenset[str]]] = {
     "cpu": {
@@ -83,12 +85,18 @@ def policy(target: torch._ops.OpOverload, device_type: str) -> Policy | None:
     if not torch._C._dispatch_has_kernel(full):
         return None  # An overload on plain numbers, which the dispatcher does not know.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(full, _KEYS[device_type]):
-        return _composed(name, full, device_type) if not any(a.is_out for a in target._schema.arguments) else None
+        return (
+            _composed(name, full, device_type)
+            if not any(a.is_out for a in target._schema.arguments)
+            else None
+        )
     if name in _LOWER[device_type]:
         return "lower"
     return "promote" if name in _PROMOTE[device_type] else "fp32"
 
 
 def _composed(name: str, full: str, device_type: str) -> Policy | None:
-    result = (kind for kind, names in _COMPOSED[device_type].items() if name in names or full in names)
+    result = (
+        kind for kind, names in _COMPOSED[device_type].items() if name in names or full in names
+    )
     return next(result, None)

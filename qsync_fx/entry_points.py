@@ -71,4 +71,8 @@ def place(entry: EntryPoint) -> str:
 
 
 def _kind(result: object) -> str:
-    return f"the class {result.__name__}" if isinstance(result, type) else f"a value of type {type(result).__name__}"
+    return (
+        f"the class {result.__name__}"
+        if isinstance(result, type)
+        else f"a value of type {type(result).__name__}"
+    )

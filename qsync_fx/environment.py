@@ -77,7 +77,8 @@ def launcher_number(name: str) -> int | None:
         return None
     if not re.fullmatch(r"\d{1,9}", value, flags=re.ASCII):
         warnings.warn(
-            f"qsync_fx ignores the environment variable {name}: {shown(value)} is not a whole number", stacklevel=2
+            f"qsync_fx ignores the environment variable {name}: {shown(value)} is not a whole number",
+            stacklevel=2,
         )
         return None
     return int(value)
@@ -102,4 +103,6 @@ def default(name: str, value: str) -> Iterator[None]:
 
 
 def _invalid(name: str, value: str, do: str) -> OptionError:
-    return OptionError(f"{name} cannot be {shown(value)}", where=f"environment variable {name}", do=do)
+    return OptionError(
+        f"{name} cannot be {shown(value)}", where=f"environment variable {name}", do=do
+    )

@@ -20,7 +20,9 @@ class QSyncError(Exception):
         do: what the user can do about it.
     """
 
-    def __init__(self, description: str, *, where: str | None = None, do: str | None = None) -> None:
+    def __init__(
+        self, description: str, *, where: str | None = None, do: str | None = None
+    ) -> None:
         self.what, self.where, self.do = description, where, do
         super().__init__(description, where, do)
 

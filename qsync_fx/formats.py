@@ -66,7 +66,11 @@ class Precision:
     @property
     def plain(self) -> bool:
         """Whether a conversion to `dtype` is all that the format needs: no scale, and no rounding beyond the type's own."""
-        return not self.scaled and self.dtype.is_floating_point and torch.finfo(self.dtype).eps == self.eps
+        return (
+            not self.scaled
+            and self.dtype.is_floating_point
+            and torch.finfo(self.dtype).eps == self.eps
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -75,21 +79,31 @@ class Precision:
         return f"Precision({self.name!r})"
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Precision) and self._content() == other._content())
+        return self is other or (
+            isinstance(other, Precision) and self._content() == other._content()
+        )
 
     def __hash__(self) -> int:
         return hash(self.name)
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """What is copied or read from a pickle of a row of the table is that row, which passes compare by identity."""
-        return (precision, (self.name,)) if FORMATS.get(self.name) is self else super().__reduce_ex__(protocol)
+        return (
+            (precision, (self.name,))
+            if FORMATS.get(self.name) is self
+            else super().__reduce_ex__(protocol)
+        )
 
     def _content(self) -> tuple[object, ...]:
         """What makes formats equal. Those that it refers to count by their names: a plain format refers to itself."""
-        return tuple(fact.name if isinstance(fact, Precision) else fact for fact in vars(self).values())
+        return tuple(
+            fact.name if isinstance(fact, Precision) else fact for fact in vars(self).values()
+        )
 
 
-_Row: TypeAlias = tuple[str, Literal["float", "integer"], int, int, int, float, torch.dtype, bool, str, str, str, str]
+_Row: TypeAlias = tuple[
+    str, Literal["float", "integer"], int, int, int, float, torch.dtype, bool, str, str, str, str
+]
 """The fields of a `Precision`, with names of rows for formats."""
 
 # fmt: off
@@ -150,7 +164,9 @@ def precision(name: str | Precision) -> Precision:
 def precisions(names: Iterable[str | Precision]) -> list[Precision]:
     """Returns the formats called so, each once; raises `PrecisionError` for one that is none, and for a text in place of several."""
     if isinstance(names, str):
-        raise PrecisionError(f"precisions are several, and {names!r} is a text", do=f"write precisions=[{names!r}]")
+        raise PrecisionError(
+            f"precisions are several, and {names!r} is a text", do=f"write precisions=[{names!r}]"
+        )
     return list(dict.fromkeys(precision(name) for name in names))
 
 
@@ -174,6 +190,7 @@ def promoted(first: Precision, second: Precision) -> Precision:
     result = precision_of(torch.promote_types(first.dtype, second.dtype))
     if result is None:
         raise PrecisionError(
-            f"no format holds both {first} and {second}", do="promote only formats of operator outputs"
+            f"no format holds both {first} and {second}",
+            do="promote only formats of operator outputs",
         )
     return result

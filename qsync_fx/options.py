@@ -96,7 +96,11 @@ class Options:
         if self.device_class is not None and not isinstance(self.device_class, str):
             raise _wrong("device_class", self.device_class, 'give a name such as "t4"')
         if self.plan is not None and not isinstance(self.plan, Plan):
-            raise _wrong("plan", self.plan, "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one")
+            raise _wrong(
+                "plan",
+                self.plan,
+                "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one",
+            )
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
         for name in (item.name for item in fields(self) if isinstance(item.default, bool)):
@@ -121,8 +125,12 @@ class Options:
                 where='options "emulate_unsupported" and "skip_unprofitable"',
                 do="drop one of them",
             )
-        if self.root is not None and (not isinstance(self.root, str) or (self.root and "" in self.root.split("."))):
-            raise _wrong("root", self.root, 'give a path such as "encoder.layer.0"; "" is the whole model')
+        if self.root is not None and (
+            not isinstance(self.root, str) or (self.root and "" in self.root.split("."))
+        ):
+            raise _wrong(
+                "root", self.root, 'give a path such as "encoder.layer.0"; "" is the whole model'
+            )
         if not isinstance(self.passes, tuple):
             raise _wrong("passes", self.passes, "give a list, also for one pass: [my_pass]")
         if self.precision is not None and self.plan is not None:
@@ -142,10 +150,16 @@ class Options:
     def non_default_options(self) -> str:
         """The options that change numbers and differ from their defaults, without precision and plan: "scaling=channel"."""
         compared = [item for item in fields(self) if item.compare]
-        changing = [item for item in compared if item.name not in ("precision", "plan", "cached_plan", "strict")]
+        changing = [
+            item
+            for item in compared
+            if item.name not in ("precision", "plan", "cached_plan", "strict")
+        ]
         values = {item.name: getattr(self, item.name) for item in changing}
         return ", ".join(
-            f"{item.name}={_in_words(values[item.name])}" for item in changing if values[item.name] != item.default
+            f"{item.name}={_in_words(values[item.name])}"
+            for item in changing
+            if values[item.name] != item.default
         )
 
     @classmethod
@@ -179,7 +193,8 @@ class Options:
             return mapping
         if not isinstance(mapping, Mapping):
             raise OptionError(
-                f"options are a dictionary, not {kind(mapping)}", do='write options={"precision": "int8"}'
+                f"options are a dictionary, not {kind(mapping)}",
+                do='write options={"precision": "int8"}',
             )
         if "recipe" in mapping:
             mapping = _with_recipe(mapping)
@@ -193,7 +208,9 @@ class Options:
                 )
         result = {name: _converted(name, value) for name, value in mapping.items()}
         device_class = result.get("device_class")
-        if isinstance(result.get("plan"), Plan | ClusterPlan) and isinstance(device_class, str | None):
+        if isinstance(result.get("plan"), Plan | ClusterPlan) and isinstance(
+            device_class, str | None
+        ):
             result["plan"] = part_of_this_process(result["plan"], device_class)
         return cls(**result)
 
@@ -227,7 +244,9 @@ def _in_words(value: object) -> str:
     """Return the text of a value, the same in every process: passes have names."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_in_words, value))}]"
-    return str(value if isinstance(value, (str, bool)) else getattr(value, "name", type(value).__name__))
+    return str(
+        value if isinstance(value, (str, bool)) else getattr(value, "name", type(value).__name__)
+    )
 
 
 def _one_of(name: str, value: object, available: Iterable[str]) -> None:
@@ -240,7 +259,9 @@ def _one_of(name: str, value: object, available: Iterable[str]) -> None:
 def _wrong(name: str, value: object, do: str) -> OptionError:
     inputs = shown(value) if isinstance(value, str) else kind(value)
     return OptionError(
-        f'the option "{name}" cannot be {inputs}', where=f'option "{name}": {DOCUMENTED.get(name, RECIPE_HELP)}', do=do
+        f'the option "{name}" cannot be {inputs}',
+        where=f'option "{name}": {DOCUMENTED.get(name, RECIPE_HELP)}',
+        do=do,
     )
 
 

@@ -97,7 +97,9 @@ def _number(size: int | torch.SymInt) -> str:
 def _tensors(root: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     for path, module in paths(root):
         live: Mapping[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
-        yield from ((joined(path, name), tensor) for name, tensor in live.items() if tensor is not None)
+        yield from (
+            (joined(path, name), tensor) for name, tensor in live.items() if tensor is not None
+        )
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -190,9 +192,18 @@ class Candidates:
 
     def why_not(self, operators: Mapping[str, str], complete: bool) -> str:
         """Returns what the latest of them was measured of that is not at hand, in words; "" where there are none."""
-        return next((subject for _, item in self.kept for subject in self._differing(item, operators, complete)), "")
+        return next(
+            (
+                subject
+                for _, item in self.kept
+                for subject in self._differing(item, operators, complete)
+            ),
+            "",
+        )
 
-    def _differing(self, result: CachedPlan, operators: Mapping[str, str], complete: bool) -> Iterator[str]:
+    def _differing(
+        self, result: CachedPlan, operators: Mapping[str, str], complete: bool
+    ) -> Iterator[str]:
         try:
             result.machine.check(here_for(result.machine))
         except ProfileError as error:

@@ -115,7 +115,9 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
     from torch._dynamo.eval_frame import get_compiler_fn, innermost_backend
 
     backend: Any = innermost_backend(context.callback)
-    room = next((hook for hook in context.enter_exit_hooks if isinstance(hook, _RoomForPlans)), None)
+    room = next(
+        (hook for hook in context.enter_exit_hooks if isinstance(hook, _RoomForPlans)), None
+    )
     if room is None:
         room = _RoomForPlans([backend])
         context.enter_exit_hooks.append(room)
@@ -125,7 +127,9 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
     if available is None:
         room.backends.append(wanted)
     frames = context.callback._torchdynamo_orig_backend
-    context.callback._torchdynamo_orig_backend = frames._clone_with_backend(get_compiler_fn(available or wanted))
+    context.callback._torchdynamo_orig_backend = frames._clone_with_backend(
+        get_compiler_fn(available or wanted)
+    )
     context.callback.put_in_force(wanted.kwargs["options"])
     wait_for_a_step()
     _compile_again(room.backends)
@@ -164,9 +168,13 @@ def _compile_again(backends: list[Any]) -> None:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    as_others = eval_frame._FrameExecStrategy(eval_frame._FrameAction.DEFAULT, eval_frame._FrameAction.DEFAULT)
+    as_others = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.DEFAULT, eval_frame._FrameAction.DEFAULT
+    )
     for code in (reference() for reference in input_codes.seen):
-        if code is not None and any(entry.backend in backends for entry in _debug_get_cache_entry_list(code)):
+        if code is not None and any(
+            entry.backend in backends for entry in _debug_get_cache_entry_list(code)
+        ):
             eval_frame.set_code_exec_strategy(code, as_others)
 
 
@@ -178,18 +186,30 @@ def _contexts(model: Any) -> Iterator[Any]:
 
     result = [_context(model)]
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        owned = module.dynamo_ctx if isinstance(module, OptimizedModule) else _context(module._compiled_call_impl)
+        owned = (
+            module.dynamo_ctx
+            if isinstance(module, OptimizedModule)
+            else _context(module._compiled_call_impl)
+        )
         result += [owned, _context(module.forward)]
     for context in result:
         callback = getattr(context, "callback", None)
-        if callable(callback) and getattr(innermost_backend(callback), "compiler_fn", None) is qsync:
+        if (
+            callable(callback)
+            and getattr(innermost_backend(callback), "compiler_fn", None) is qsync
+        ):
             yield context
 
 
 def _context(function: Any) -> Any:
     """Returns what torch.compile has put around a function; None for a function that is not compiled."""
     function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType) or not hasattr(function, "_torchdynamo_orig_callable"):
+    if not isinstance(function, FunctionType) or not hasattr(
+        function, "_torchdynamo_orig_callable"
+    ):
         return None
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    return next((cell.cell_contents for name, cell in zip(names, cells, strict=True) if name == "self"), None)
+    return next(
+        (cell.cell_contents for name, cell in zip(names, cells, strict=True) if name == "self"),
+        None,
+    )

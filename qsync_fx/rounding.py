@@ -128,14 +128,20 @@ class RoundingStream:
             QSyncError: it is no such state.
         """
         numbers = dict(state) if isinstance(state, Mapping) else {}
-        if numbers.keys() != {"seed", "draws"} or any(type(n) is not int or n < 0 for n in numbers.values()):
+        if numbers.keys() != {"seed", "draws"} or any(
+            type(n) is not int or n < 0 for n in numbers.values()
+        ):
             raise QSyncError(
                 f"a state of the rounding stream is {{'seed': ..., 'draws': ...}} in whole numbers, not {shown(repr(state))}",
                 where="qsync_fx.rounding_stream.load_state_dict",
                 do="give what qsync_fx.rounding_stream.state_dict() returned when the checkpoint was written",
             )
         with self._lock:
-            self._seed, self._draws, self._seen = numbers["seed"], numbers["draws"], _seed_of_torch()
+            self._seed, self._draws, self._seen = (
+                numbers["seed"],
+                numbers["draws"],
+                _seed_of_torch(),
+            )
 
     @untraced
     def restart(self) -> None:
@@ -162,7 +168,9 @@ def _seed_of_torch() -> int:
 
 
 def _rank() -> int:
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return (
+        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    )
 
 
 rounding_stream = RoundingStream()

@@ -24,7 +24,12 @@ AS_LONG_AS_IT_TAKES = 100_000
 
 def plain(description: RenderableType, width: int | None = None) -> str:
     """Returns what a terminal of a width would show, without colours; of any width where none is given."""
-    console = Console(width=width or AS_LONG_AS_IT_TAKES, no_color=True, force_terminal=False, legacy_windows=False)
+    console = Console(
+        width=width or AS_LONG_AS_IT_TAKES,
+        no_color=True,
+        force_terminal=False,
+        legacy_windows=False,
+    )
     with console.capture() as capture:
         console.print(description)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -51,7 +56,12 @@ class Fitted:
         free = options.update(max_width=AS_LONG_AS_IT_TAKES)
         methods = (self.table, turned(self.table))
         result = next(
-            (item for item in methods if console.measure(item, options=free).maximum <= options.max_width), None
+            (
+                item
+                for item in methods
+                if console.measure(item, options=free).maximum <= options.max_width
+            ),
+            None,
         )
         if result is None:
             result = self.table

@@ -37,11 +37,17 @@ def strings(path: Path) -> set[str]:
 
 
 def attributes(path: Path) -> set[str]:
-    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    return {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
 
 
 def imported_names(path: Path) -> set[str]:
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+    ]
     return {alias.name for node in nodes if node.module == "os" for alias in node.names}
 
 
@@ -58,14 +64,18 @@ def test_no_file_but_the_table_names_formats_one_by_one() -> None:
         "qsync_fx/devices/cpu_features.py": "instruction sets of CPUs, one of which is called bf16",
         "qsync_fx/graph/fx_utils.py": "the short name of a torch type in texts of graphs is bf16",
     }
-    assert named.keys() == because.keys(), {name: named.get(name) for name in named.keys() ^ because.keys()}
+    assert named.keys() == because.keys(), {
+        name: named.get(name) for name in named.keys() ^ because.keys()
+    }
     assert named["qsync_fx/graph/fx_utils.py"] == {"bf16"}
 
 
 def test_no_file_but_the_table_names_types_one_by_one() -> None:
     narrow = {str(fmt.dtype) for fmt in FORMATS.values() if fmt.dtype.itemsize < 4}
     named = {
-        name for name, path in SOURCES.items() if attributes(path) & narrow and not name.startswith("backend/cuda/")
+        name
+        for name, path in SOURCES.items()
+        if attributes(path) & narrow and not name.startswith("backend/cuda/")
     }
     because = {
         "qsync_fx/formats.py": "the table",
@@ -83,7 +93,10 @@ def test_no_pass_names_an_operator() -> None:
     """What a pass knows of an operator stands in its row; passes call the conversions that they insert and nothing else."""
     names = {row.name for row in table().values() if row.kind is Kind.ADJUSTABLE} | set(lowerings())
     called = {
-        f"torch.ops.aten.{name}" for row in table().values() for name in (row.name, f"{row.name}_") if row.name in names
+        f"torch.ops.aten.{name}"
+        for row in table().values()
+        for name in (row.name, f"{row.name}_")
+        if row.name in names
     }
     for name, path in SOURCES.items():
         if name.startswith("passes/"):
@@ -103,7 +116,11 @@ def test_one_file_a_pass() -> None:
 
 def test_one_file_reads_environment_variables() -> None:
     names = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
-    readers = {name for name, path in SOURCES.items() if attributes(path) & names or "environ" in imported_names(path)}
+    readers = {
+        name
+        for name, path in SOURCES.items()
+        if attributes(path) & names or "environ" in imported_names(path)
+    }
     assert readers == {"qsync_fx/environment.py"}
 
 
@@ -144,7 +161,9 @@ def imported_modules(path: Path) -> set[str]:
     """
     result: set[str] = set()
     tree = ast.parse(path.read_text())
-    has_importlib = any(isinstance(node, ast.Name) and node.id == "importlib" for node in ast.walk(tree))
+    has_importlib = any(
+        isinstance(node, ast.Name) and node.id == "importlib" for node in ast.walk(tree)
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -175,13 +194,17 @@ def test_imports_run_one_way() -> None:
         number, package = layer(module)
         for imported in imported_modules(path) - set(FACADES):
             below, other = layer(imported)
-            assert other == package or below < number, f"{module} imports {imported}, which is not below it"
+            assert other == package or below < number, (
+                f"{module} imports {imported}, which is not below it"
+            )
 
 
 def test_import_cycles_are_short() -> None:
     graph = nx.DiGraph()
     for module, path in MODULES.items():
-        graph.add_edges_from((module, imported) for imported in imported_modules(path) - set(FACADES))
+        graph.add_edges_from(
+            (module, imported) for imported in imported_modules(path) - set(FACADES)
+        )
     graph.remove_nodes_from(FACADES)
     assert graph.number_of_edges() > len(MODULES), "imports are found"
     for cycle in nx.strongly_connected_components(graph):
@@ -200,13 +223,21 @@ def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
         "    importlib.import_module('qsync_fx.formats')\n"
         "    from qsync_fx.plan.plan import Plan\n"
     )
-    expected = {"qsync_fx.graph.cost_dag", "qsync_fx.errors", "qsync_fx.formats", "qsync_fx.plan.plan"}
+    expected = {
+        "qsync_fx.graph.cost_dag",
+        "qsync_fx.errors",
+        "qsync_fx.formats",
+        "qsync_fx.plan.plan",
+    }
     assert imported_modules(path) == expected
 
 
 def test_the_page_on_architecture_tells_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    told = [re.findall(r"`([\w.]+)`", line) for line in re.findall(r"^\d+\. (.+)$", text, flags=re.MULTILINE)]
+    told = [
+        re.findall(r"`([\w.]+)`", line)
+        for line in re.findall(r"^\d+\. (.+)$", text, flags=re.MULTILINE)
+    ]
     assert [" ".join(names) for names in told] == list(LAYERS)
 
 
@@ -215,5 +246,7 @@ def test_no_module_hides_a_name_of_the_package() -> None:
     modules = {module.name for module in pkgutil.iter_modules(qsync_fx.__path__)}
     assert not modules & set(qsync_fx.__all__)
     # A verb is called as the function that it calls; nobody imports its module for the function's name.
-    files = {path.stem for name, path in SOURCES.items() if not name.startswith("qsync_fx/cli/commands/")}
+    files = {
+        path.stem for name, path in SOURCES.items() if not name.startswith("qsync_fx/cli/commands/")
+    }
     assert not files & set(qsync_fx.__all__)

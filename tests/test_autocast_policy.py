@@ -28,7 +28,11 @@ UNWRITTEN = re.compile("empty|resize")
 
 
 def autocasts(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+    )
 
 
 def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +73,9 @@ def run_by_policy(call: Call, device: str, lower: torch.dtype) -> list[torch.Ten
     to = {"lower": lower, "fp32": torch.float32, "promote": widest, None: None}[what]
     if to is None:
         return run(call)
-    args, kwargs = tree_map(lambda value: value.to(to) if autocasts(value) else value, (call.args, call.kwargs))
+    args, kwargs = tree_map(
+        lambda value: value.to(to) if autocasts(value) else value, (call.args, call.kwargs)
+    )
     return run(Call(call.target, args, kwargs))
 
 
@@ -78,7 +84,9 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.layout is not torch.strided or first.is_complex():
         return True
-    return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.nan_to_num(), second.nan_to_num()
+    )
 
 
 def t(*shape: int) -> torch.Tensor:
@@ -94,7 +102,9 @@ EXTRA = (
     Call(aten.einsum.default, ("bij,bjk,bk->bi", [t(2, 3, 4), t(2, 4, 5), t(2, 5)]), {}),
     Call(aten.conv2d.padding, (t(1, 2, 5, 5), t(3, 2, 3, 3), t(3), [1, 1], "same"), {}),
     Call(aten.conv1d.padding, (t(1, 2, 5), t(3, 2, 3), t(3), [1], "same"), {}),
-    Call(aten.convolution.default, (t(1, 2, 5), t(3, 2, 3), t(3), [1], [0], [1], False, [0], 1), {}),
+    Call(
+        aten.convolution.default, (t(1, 2, 5), t(3, 2, 3), t(3), [1], [0], [1], False, [0], 1), {}
+    ),
     Call(
         aten._convolution.deprecated,
         (t(1, 2, 5), t(3, 2, 3), t(3), [1], [0], [1], False, [0], 1, False, False, True),
@@ -108,7 +118,9 @@ UNREACHED = frozenset({"aten::mkldnn_rnn_layer", "aten::_native_multi_head_atten
 def may_change(target: torch._ops.OpOverload) -> bool:
     """Whether autocast on the CPU has a kernel for an operator, or may have one for what the operator calls."""
     what = policy(target, "cpu")
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        target.name(), "CompositeImplicitAutograd"
+    )
     return what != "inside" and (what is not None or composite)
 
 
@@ -139,7 +151,9 @@ def test_cpu_policy_gives_what_autocast_gives() -> None:
                     f"{call.target} {inputs}: {[v.dtype for v in expected]}, by policy {[v.dtype for v in found]}"
                 )
     assert not wrong, "\n".join(sorted(wrong))
-    declared = _LOWER["cpu"] | _PROMOTE["cpu"] | _COMPOSED["cpu"]["lower"] | _COMPOSED["cpu"]["fp32"]
+    declared = (
+        _LOWER["cpu"] | _PROMOTE["cpu"] | _COMPOSED["cpu"]["lower"] | _COMPOSED["cpu"]["fp32"]
+    )
     assert declared - reached == UNREACHED
 
 
@@ -147,7 +161,11 @@ def test_inside_is_kept_for_what_no_conversion_of_arguments_gives() -> None:
     """An operator is "inside" only if converting its arguments fails for some sample, whichever of the ways is taken."""
     lower, ways = torch.bfloat16, ("lower", "fp32", None)
     cells = (
-        Call(aten.lstm_cell.default, (t(2, 5), [t(2, 4), t(2, 4)], t(16, 5), t(16, 4), t(16), t(16)), {}),
+        Call(
+            aten.lstm_cell.default,
+            (t(2, 5), [t(2, 4), t(2, 4)], t(16, 5), t(16, 4), t(16), t(16)),
+            {},
+        ),
         Call(aten.gru_cell.default, (t(2, 5), t(2, 4), t(12, 5), t(12, 4), t(12), t(12)), {}),
         Call(aten.inner.default, (t(3, 4), t(5, 4)), {}),
         Call(aten.inner.default, (t(4), t(4)), {}),
@@ -161,7 +179,9 @@ def test_inside_is_kept_for_what_no_conversion_of_arguments_gives() -> None:
             expected = run(call)
         for way in ways:
             to = {"lower": lower, "fp32": torch.float32, None: None}[way]
-            args = tree_map(lambda v, to=to: v.to(to) if to is not None and autocasts(v) else v, call.args)
+            args = tree_map(
+                lambda v, to=to: v.to(to) if to is not None and autocasts(v) else v, call.args
+            )
             if not all(map(same, run(Call(call.target, args, {})), expected)):
                 left.discard((call.target, way))
     assert not left
@@ -205,7 +225,13 @@ def test_cuda_policy_gives_the_types_that_autocast_gives() -> None:
             if found != expected:
                 wrong.add(f"{call.target} {inputs}: {expected}, by policy {found}")
     assert not wrong, "\n".join(sorted(wrong))
-    assert {"aten::linear", "aten::conv1d", "aten::softmax", "aten::layer_norm", "aten::cross_entropy_loss"} <= reached
+    assert {
+        "aten::linear",
+        "aten::conv1d",
+        "aten::softmax",
+        "aten::layer_norm",
+        "aten::cross_entropy_loss",
+    } <= reached
 
 
 def test_cuda_lists_are_those_of_the_header() -> None:
@@ -223,7 +249,9 @@ def test_cuda_lists_are_those_of_the_header() -> None:
     assert _PROMOTE["cuda"] == listed("AT_FORALL_PROMOTE")
     for name in listed("AT_FORALL_FP32") | listed("AT_FORALL_FP32_SET_OPT_DTYPE"):
         packet = getattr(aten, name.removeprefix("aten::"))
-        assert "fp32" in {policy(getattr(packet, overload), "cuda") for overload in packet.overloads()}, name
+        assert "fp32" in {
+            policy(getattr(packet, overload), "cuda") for overload in packet.overloads()
+        }, name
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -232,7 +260,9 @@ def test_no_operator_is_declared_twice(device: str) -> None:
     assert sum(map(len, sets)) == len(frozenset().union(*sets))
     for name in frozenset().union(*sets):
         packet = getattr(aten, name.removeprefix("aten::").partition(".")[0])
-        assert any(policy(getattr(packet, overload), device) is not None for overload in packet.overloads()), name
+        assert any(
+            policy(getattr(packet, overload), device) is not None for overload in packet.overloads()
+        ), name
 
 
 def test_other_devices_and_writes_into_out_are_left_alone() -> None:

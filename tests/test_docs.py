@@ -34,8 +34,16 @@ from tests.support.processes import forks
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 NEEDS = {"integrations": ("accelerate", "lightning", "transformers")}
-FILES_TO_TOUCH = {"howto-format": 1, "howto-operator": 2, "howto-pass": 3, "howto-verb": 1, "howto-device": 1}
-PINNED = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)[0]
+FILES_TO_TOUCH = {
+    "howto-format": 1,
+    "howto-operator": 2,
+    "howto-pass": 3,
+    "howto-verb": 1,
+    "howto-device": 1,
+}
+PINNED = re.findall(
+    r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE
+)[0]
 UPDATE = bool(os.environ.get("QSYNC_UPDATE_DOCS"))
 
 
@@ -59,36 +67,51 @@ def update_or_compare(path: Path, expected: str) -> None:
     )
 
 
-def run(path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = (), tree: bool = False) -> None:
+def run(
+    path: Path, folder: Path, scratch: Path, pythonpath: tuple[Path, ...] = (), tree: bool = False
+) -> None:
     """Runs a page in a process of its own, and checks that it shows what it prints.
 
     What its shell starts are forks of one process, too; with `tree` of one that has imported what is found by `pythonpath`.
     """
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     environment["HF_HUB_OFFLINE"] = "1"
     # A page keeps profiles to itself.
     environment |= {"QSYNC_CACHED_PLAN": "1", "QSYNC_CACHE_DIR": str(scratch / "cache")}
     outputs = scratch / "outputs.json"
     log, script, arguments = scratch / "log", Path(pages.__file__), [str(path), str(outputs)]
-    with forks.own(environment) if tree else contextlib.nullcontext(forks.server(environment)) as forked:
+    with (
+        forks.own(environment)
+        if tree
+        else contextlib.nullcontext(forks.server(environment)) as forked
+    ):
         status = forks.run(script, arguments, forked.shell(environment), log, folder, forked)
     assert status == 0, f"{path.name} does not run:\n{log.read_text()}"
     if torch.__version__.partition("+")[0] == PINNED:
         # Another torch may write the same graph in other words.
-        update_or_compare(path, pages.with_outputs(path.read_text(), json.loads(outputs.read_text())))
+        update_or_compare(
+            path, pages.with_outputs(path.read_text(), json.loads(outputs.read_text()))
+        )
 
 
 # Nothing of what a page compiles has been compiled before, on a machine that others share.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", parameters(name for name in PAGES if name not in FILES_TO_TOUCH))
 def test_page_runs(name: str, tmp_path: Path) -> None:
-    if missing := [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]:
+    if missing := [
+        package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None
+    ]:
         pytest.skip(f"{', '.join(missing)} not installed")
     folder = tmp_path / "folder"
-    site, package = folder / "site", folder / "package"  # a page that shows a package builds and installs it
+    site, package = (
+        folder / "site",
+        folder / "package",
+    )  # a page that shows a package builds and installs it
     for made in (folder, site, package):
         made.mkdir()
     for path, text in pages.package(PAGES[name].read_text()).items():
@@ -124,7 +147,9 @@ def copy_tree(to: Path) -> None:
     to.mkdir()
     for name in ("qsync_fx", "passes", "backend", "tests"):
         # What Python has compiled of it goes along, and is good where a file's time is the same; others may be writing more of it just now.
-        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*", "*.so"))
+        shutil.copytree(
+            ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*", "*.so")
+        )
     shutil.copy(ROOT / "pyproject.toml", to)
 
 
@@ -134,7 +159,9 @@ def contents(tree: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(tree)): path.read_bytes()
         for path in tree.rglob("*")
-        if path.is_file() and not made_by_tools & set(path.relative_to(tree).parts) and path.suffix != ".so"
+        if path.is_file()
+        and not made_by_tools & set(path.relative_to(tree).parts)
+        and path.suffix != ".so"
     }
 
 
@@ -142,7 +169,9 @@ def test_every_block_of_python_is_used() -> None:
     for path in PAGES.values():
         for block in pages.blocks(path.read_text()):
             used = block.runs or {"file", "package"} & block.values.keys()
-            assert used or block.language != "python", f"{path.name} shows code that nothing runs:\n{block.text}"
+            assert used or block.language != "python", (
+                f"{path.name} shows code that nothing runs:\n{block.text}"
+            )
 
 
 def test_links_lead_somewhere() -> None:
@@ -155,11 +184,16 @@ def test_links_lead_somewhere() -> None:
             linked = path.parent / file if file else path
             assert linked.exists(), f"{path.name} links to {target}, which does not exist"
             anchors = (
-                {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings(linked)}
+                {
+                    re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+                    for title in headings(linked)
+                }
                 if anchor
                 else {""}
             )
-            assert anchor in anchors, f"{path.name} links to {target}, and {linked.name} has no such heading"
+            assert anchor in anchors, (
+                f"{path.name} links to {target}, and {linked.name} has no such heading"
+            )
 
 
 def headings(path: Path) -> list[str]:
@@ -181,7 +215,9 @@ def test_targets_of_make_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in PAGES.values() if pages.generated(path.read_text())], ids=lambda path: path.stem
+    "path",
+    [path for path in PAGES.values() if pages.generated(path.read_text())],
+    ids=lambda path: path.stem,
 )
 def test_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(name: str) -> str:
@@ -206,9 +242,16 @@ def options() -> str:
 
     def default(name: str) -> str:
         value = defaults[name]
-        return "none" if value is None else f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+        return (
+            "none"
+            if value is None
+            else f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+        )
 
-    rows = ((f"[`{name}`](docs/options.md#{name})", default(name), text) for name, text in DOCUMENTED.items())
+    rows = (
+        (f"[`{name}`](docs/options.md#{name})", default(name), text)
+        for name, text in DOCUMENTED.items()
+    )
     return pages.markdown(("option", "default", "what it is"), rows)
 
 
@@ -216,7 +259,10 @@ def recipes() -> str:
     def in_words(settings: Mapping[str, object]) -> str:
         return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
 
-    rows = ((f"`{name}`", in_words(recipe.options), recipe.trade_off) for name, recipe in RECIPES.items())
+    rows = (
+        (f"`{name}`", in_words(recipe.options), recipe.trade_off)
+        for name, recipe in RECIPES.items()
+    )
     return pages.markdown(("recipe", "options", "trade-off"), rows)
 
 
@@ -225,9 +271,25 @@ def formats() -> str:
         largest = f"{fmt.max:.8g}"
         kind = "integer" if fmt.kind == "integer" else f"float, {fmt.mantissa} bits of mantissa"
         kept = str(fmt.dtype).removeprefix("torch.") + (" and a scale" if fmt.scaled else "")
-        return f"`{fmt.name}`", str(fmt.bits), kind, largest, kept, *map(str, (fmt.output, fmt.gradient, fmt.elsewhere))
+        return (
+            f"`{fmt.name}`",
+            str(fmt.bits),
+            kind,
+            largest,
+            kept,
+            *map(str, (fmt.output, fmt.gradient, fmt.elsewhere)),
+        )
 
-    head = ("format", "bits", "kind", "largest", "kept as", "output", "gradient rounded to", "where it cannot run")
+    head = (
+        "format",
+        "bits",
+        "kind",
+        "largest",
+        "kept as",
+        "output",
+        "gradient rounded to",
+        "where it cannot run",
+    )
     return pages.markdown(head, map(row, FORMATS.values()))
 
 
@@ -242,7 +304,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
     def on_cuda(fmt: Precision) -> str:
         for capability in [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]:
             with monkeypatch.context() as patch:
-                patch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+                patch.setattr(
+                    torch.cuda, "get_device_capability", lambda device, found=capability: found
+                )
                 if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
                     return (
                         "everywhere"
@@ -253,7 +317,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
             with assumed(arch):
                 if support.__wrapped__(torch.device("cuda", 0), fmt).how == "native":
                     number = arch.strip("sm_a")
-                    return f"from {number[:-1]}.{number[-1]} to 9.0, by [our kernels](docs/kernels.md)"
+                    return (
+                        f"from {number[:-1]}.{number[-1]} to 9.0, by [our kernels](docs/kernels.md)"
+                    )
         return "none"
 
     def row(fmt: Precision) -> tuple[str, ...]:
@@ -266,8 +332,12 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_every_option_has_a_section_with_an_example() -> None:
     text = PAGES["options"].read_text()
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL))
+    sections = dict(
+        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    )
     assert [name for name in sections if name in DOCUMENTED] == list(DOCUMENTED)
     for name in DOCUMENTED:
         examples = [block.text for block in pages.blocks(sections[name]) if block.runs]
-        assert any(f'"{name}"' in example for example in examples), f"the option {name} has no example"
+        assert any(f'"{name}"' in example for example in examples), (
+            f"the option {name} has no example"
+        )

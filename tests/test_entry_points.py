@@ -69,7 +69,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(str(tmp_path))
     names: list[str] = []
 
-    def put(group: str, value: str, name: str = "quiet", package: str = "quiet-package", code: str = PASS) -> None:
+    def put(
+        group: str,
+        value: str,
+        name: str = "quiet",
+        package: str = "quiet-package",
+        code: str = PASS,
+    ) -> None:
         module = package.replace("-", "_")
         project = f'[project]\nname = "{package}"\nversion = "1.0"\n[project.entry-points."{group}"]\n{name} = "{module}:{value}"\n'
         page = f"```toml package=pyproject.toml\n{project}```\n\n```python package={module}.py\n{code.strip()}\n```\n"
@@ -101,38 +107,73 @@ def test_a_pass_of_a_package_runs(install: Install) -> None:
 @pytest.mark.parametrize(
     ("value", "code", "what"),
     [
-        ("quiet", "import no_such_module", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "quiet",
+            "import no_such_module",
+            "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ("quiet", "import qsync_fx\nqsync_fx.graph_pas", "cannot be loaded: AttributeError: "),
         ("quiet", "1 / 0", "cannot be loaded: ZeroDivisionError: division by zero"),
-        ("silent", PASS, "cannot be loaded: AttributeError: module 'quiet_package' has no attribute 'silent'"),
+        (
+            "silent",
+            PASS,
+            "cannot be loaded: AttributeError: module 'quiet_package' has no attribute 'silent'",
+        ),
         (
             "plain",
             PASS,
             "offers a value of type function where a function decorated with @qsync_fx.graph_pass is expected",
         ),
-        ("number", PASS, "offers a value of type int where a function decorated with @qsync_fx.graph_pass is expected"),
-        ("Loud", PASS, "offers the class Loud where a function decorated with @qsync_fx.graph_pass is expected"),
+        (
+            "number",
+            PASS,
+            "offers a value of type int where a function decorated with @qsync_fx.graph_pass is expected",
+        ),
+        (
+            "Loud",
+            PASS,
+            "offers the class Loud where a function decorated with @qsync_fx.graph_pass is expected",
+        ),
     ],
 )
-def test_a_broken_pass_names_its_package(value: str, code: str, what: str, install: Install) -> None:
+def test_a_broken_pass_names_its_package(
+    value: str, code: str, what: str, install: Install
+) -> None:
     install("qsync_fx.passes", value, code=code)
     with pytest.raises(QSyncError) as caught:
         explained()
     assert caught.value.what.startswith("the installed package quiet-package ")
     assert what in caught.value.what
-    assert caught.value.where == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.passes'
+    assert (
+        caught.value.where
+        == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.passes'
+    )
     assert caught.value.do is not None and "uninstall it" in caught.value.do
     with pytest.raises(QSyncError, match="quiet-package"):
-        torch.compile(nn.Linear(4, 4), backend="qsync", options={"passes": ["quiet"]})(torch.randn(2, 4))
+        torch.compile(nn.Linear(4, 4), backend="qsync", options={"passes": ["quiet"]})(
+            torch.randn(2, 4)
+        )
 
 
 @pytest.mark.parametrize(
     ("value", "code", "what"),
     [
         ("rows", "import no_such_module", "cannot be loaded: ModuleNotFoundError"),
-        ("rows", PASS, "offers a value of type int where a tuple of qsync_fx.ops.OperatorRow is expected"),
-        ("number", PASS, "offers a value of type int where a tuple of qsync_fx.ops.OperatorRow is expected"),
-        ("text", PASS, "offers a value of type str where a tuple of qsync_fx.ops.OperatorRow is expected"),
+        (
+            "rows",
+            PASS,
+            "offers a value of type int where a tuple of qsync_fx.ops.OperatorRow is expected",
+        ),
+        (
+            "number",
+            PASS,
+            "offers a value of type int where a tuple of qsync_fx.ops.OperatorRow is expected",
+        ),
+        (
+            "text",
+            PASS,
+            "offers a value of type str where a tuple of qsync_fx.ops.OperatorRow is expected",
+        ),
     ],
 )
 def test_broken_rows_name_their_package(value: str, code: str, what: str, install: Install) -> None:
@@ -142,14 +183,20 @@ def test_broken_rows_name_their_package(value: str, code: str, what: str, instal
         torch.compile(nn.Linear(4, 4), backend="qsync")(torch.randn(2, 4))
     assert caught.value.what.startswith("the installed package quiet-package ")
     assert what in caught.value.what
-    assert caught.value.where == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.ops'
+    assert (
+        caught.value.where
+        == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.ops'
+    )
 
 
 def test_two_rows_for_one_operator(install: Install) -> None:
     install("qsync_fx.ops", "taken")
     with pytest.raises(QSyncError, match="two rows claim the operator aten::linear") as caught:
         ops.table()
-    assert caught.value.where == "qsync_fx.ops.matmul and quiet_package:taken of the package quiet-package"
+    assert (
+        caught.value.where
+        == "qsync_fx.ops.matmul and quiet_package:taken of the package quiet-package"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,17 +208,30 @@ def test_two_rows_for_one_operator(install: Install) -> None:
             LOWERING,
             "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering is expected",
         ),
-        ("number", LOWERING, "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering"),
-        ("Quiet", LOWERING, "offers the class Quiet where a tuple of qsync_fx.backend.operators.Lowering is expected"),
+        (
+            "number",
+            LOWERING,
+            "offers a value of type int where a tuple of qsync_fx.backend.operators.Lowering",
+        ),
+        (
+            "Quiet",
+            LOWERING,
+            "offers the class Quiet where a tuple of qsync_fx.backend.operators.Lowering is expected",
+        ),
     ],
 )
-def test_broken_lowerings_name_their_package(value: str, code: str, what: str, install: Install) -> None:
+def test_broken_lowerings_name_their_package(
+    value: str, code: str, what: str, install: Install
+) -> None:
     install("qsync_fx.lowerings", value, code=code)
     with pytest.raises(QSyncError) as caught:
         torch.compile(nn.Linear(4, 4), backend="qsync")(torch.randn(2, 4))
     assert caught.value.what.startswith("the installed package quiet-package ")
     assert what in caught.value.what
-    assert caught.value.where == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.lowerings'
+    assert (
+        caught.value.where
+        == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.lowerings'
+    )
 
 
 def test_two_lowerings_for_one_operator(install: Install) -> None:
@@ -186,7 +246,9 @@ def test_two_lowerings_for_one_operator(install: Install) -> None:
 
 def test_a_lowering_without_a_row(install: Install) -> None:
     install("qsync_fx.lowerings", "rowless", code=LOWERING)
-    with pytest.raises(QSyncError, match="a lowering is for the operator softmax, and no row") as caught:
+    with pytest.raises(
+        QSyncError, match="a lowering is for the operator softmax, and no row"
+    ) as caught:
         lowerings()
     assert caught.value.where == "quiet_package:rowless of the package quiet-package"
 
@@ -194,7 +256,9 @@ def test_a_lowering_without_a_row(install: Install) -> None:
 def test_two_packages_with_a_pass_of_one_name(install: Install) -> None:
     install("qsync_fx.passes", "quiet")
     install("qsync_fx.passes", "quiet", package="other-package")
-    with pytest.raises(OptionError, match="several installed packages offer a pass 'quiet'") as caught:
+    with pytest.raises(
+        OptionError, match="several installed packages offer a pass 'quiet'"
+    ) as caught:
         explained()
     assert set((caught.value.where or "").split(", ")) == {"quiet-package", "other-package"}
 
@@ -207,7 +271,10 @@ def test_a_pass_that_no_package_offers(install: Install) -> None:
 
 
 def test_the_command_tells_it_in_three_lines(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    install: Install,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     install("qsync_fx.passes", "quiet", code="import no_such_module")
     (tmp_path / "model_of_test.py").write_text(
@@ -215,7 +282,11 @@ def test_the_command_tells_it_in_three_lines(
     )
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "model_of_test:make", "--pass", "quiet"]) == 2
-    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["qsync:", "where:", "do:"]
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == [
+        "qsync:",
+        "where:",
+        "do:",
+    ]
 
 
 def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,10 +306,18 @@ def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFix
     ("value", "code", "what"),
     [
         ("counting", "import no_such_module", "cannot be loaded: ModuleNotFoundError"),
-        ("counting", "from qsync_fx.cli import Command\ncounting = Command('x')", "a command runs, or has actions"),
+        (
+            "counting",
+            "from qsync_fx.cli import Command\ncounting = Command('x')",
+            "a command runs, or has actions",
+        ),
         ("missing", COMMAND, "has no attribute 'missing'"),
         ("number", COMMAND, "offers a value of type int where a qsync_fx.cli.Command is expected"),
-        ("count", COMMAND, "offers a value of type function where a qsync_fx.cli.Command is expected"),
+        (
+            "count",
+            COMMAND,
+            "offers a value of type function where a qsync_fx.cli.Command is expected",
+        ),
     ],
 )
 def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
@@ -249,7 +328,9 @@ def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
     told = capsys.readouterr().err
     assert told.startswith("qsync: the installed package quiet-package ")
     assert what in told
-    assert f'where: entry point count = "quiet_package:{value}" in the group qsync_fx.commands' in told
+    assert (
+        f'where: entry point count = "quiet_package:{value}" in the group qsync_fx.commands' in told
+    )
     assert "do:    upgrade quiet-package, or uninstall it" in told
     with pytest.raises(SystemExit) as left:
         main(["--help"])
@@ -259,9 +340,12 @@ def test_a_broken_command_names_its_package_and_is_in_no_ones_way(
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("count", "the package other-package"), ("doctor", "qsync_fx.cli.commands.doctor")]
+    ("name", "where"),
+    [("count", "the package other-package"), ("doctor", "qsync_fx.cli.commands.doctor")],
 )
-def test_two_commands_of_one_name(name: str, where: str, install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_commands_of_one_name(
+    name: str, where: str, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
     install("qsync_fx.commands", "counting", name=name, code=COMMAND)
     if name == "count":
         install("qsync_fx.commands", "counting", name=name, package="other-package", code=COMMAND)

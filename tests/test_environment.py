@@ -30,7 +30,9 @@ def test_switches_that_are_off(value: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("value", ["foo", "2", "-1", " 0", "yes", "x" * 500])
 @pytest.mark.parametrize("name", ["QSYNC_CACHED_PLAN", "QSYNC_KERNELS"])
-def test_switches_with_another_value(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_with_another_value(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match=f"{name} cannot be") as caught:
         environment.switch(name)

@@ -80,7 +80,9 @@ class TestOptions:
 
     def test_arguments_that_other_backends_have(self) -> None:
         with pytest.raises(OptionError, match="mode"):
-            torch.compile(build(Perceptron), backend="qsync", mode="max-autotune")(torch.randn(4, 16))
+            torch.compile(build(Perceptron), backend="qsync", mode="max-autotune")(
+                torch.randn(4, 16)
+            )
 
 
 class TestPlans:
@@ -95,7 +97,9 @@ class TestPlans:
             assert extra in str(error.where)
 
     def test_a_pattern_that_selects_nothing(self) -> None:
-        error = error_of_perceptron(plan=Plan("int8", patterns=[("layers.0", "bf16"), ("heads", "bf16")]))
+        error = error_of_perceptron(
+            plan=Plan("int8", patterns=[("layers.0", "bf16"), ("heads", "bf16")])
+        )
         assert isinstance(error, PlanError)
         assert "'heads'" in error.what
         assert "patterns[1]" in str(error.where)
@@ -114,7 +118,11 @@ class TestPlans:
                 return x
 
         with pytest.raises(PlanError, match="compiled no part of the model") as caught:
-            qsync_fx.explain(Loop(), torch.randn(4, 16), options={"plan": Plan("int8", patterns=[("linear", "bf16")])})
+            qsync_fx.explain(
+                Loop(),
+                torch.randn(4, 16),
+                options={"plan": Plan("int8", patterns=[("linear", "bf16")])},
+            )
         assert "graph_break" in str(caught.value.where)
 
     def test_the_file(self, tmp_path: Path) -> None:
@@ -209,7 +217,9 @@ class TestPasses:
 
     def test_assigning_what_no_pass_decides(self) -> None:
         def tanh_in_int8(graph: PrecisionGraph) -> None:
-            next(op for op in graph.operators() if op.id.operator == "tanh").assign("int8", reason="a test")
+            next(op for op in graph.operators() if op.id.operator == "tanh").assign(
+                "int8", reason="a test"
+            )
 
         error = error_of_perceptron(passes=[graph_pass(tanh_in_int8)])
         assert isinstance(error, PrecisionError)
@@ -228,7 +238,9 @@ class TestPasses:
 
 
 def test_a_device_that_is_not_supported() -> None:
-    error = error_of(build(Perceptron).to("meta"), torch.randn(4, 16, device="meta"), precision="int8")
+    error = error_of(
+        build(Perceptron).to("meta"), torch.randn(4, 16, device="meta"), precision="int8"
+    )
     assert isinstance(error, DeviceError)
     assert "meta" in error.what
     assert "CPU" in str(error.do)

@@ -21,7 +21,9 @@ def test_what_a_row_names_is_a_row(row: Precision) -> None:
     assert row.carrier.carrier is row.carrier
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+)
 def test_a_copy_of_a_row_is_the_row(copied) -> None:  # type: ignore[no-untyped-def]
     plan = copied(Plan("int8", [("head", "tf32")], {"body/linear": "fp8"}))
     assert plan.default is FORMATS["int8"]
@@ -30,7 +32,9 @@ def test_a_copy_of_a_row_is_the_row(copied) -> None:  # type: ignore[no-untyped-
         assert copied(row) is row
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+)
 def test_a_row_that_no_table_has_is_equal_to_its_copy_alone(copied) -> None:  # type: ignore[no-untyped-def]
     int4 = dataclasses.replace(FORMATS["int8"], name="int4", bits=4, max=7.0)
     found = copied(int4)

@@ -22,8 +22,12 @@ SITE = sysconfig.get_path("platlib")
 
 
 def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
     return done.stdout
 
 
@@ -51,7 +55,17 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tree: Path) -> Path:
     run(
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", ".", cwd=tree
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        "out",
+        ".",
+        cwd=tree,
     )
     (found,) = (tree / "out").glob("*.whl")
     return found
@@ -83,9 +97,19 @@ def distribution(target: Path) -> Distribution:
 @tiers.ALL
 def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in names} == {"qsync_fx", f"qsync_fx-{qsync_fx.__version__}.dist-info"}
-    for folder, home in (("qsync_fx", "qsync_fx"), ("passes", "qsync_fx/passes"), ("backend", "qsync_fx/backend")):
-        sources = {f"{home}/{path.relative_to(tree / folder).as_posix()}" for path in (tree / folder).rglob("*.py*")}
+    assert {name.split("/")[0] for name in names} == {
+        "qsync_fx",
+        f"qsync_fx-{qsync_fx.__version__}.dist-info",
+    }
+    for folder, home in (
+        ("qsync_fx", "qsync_fx"),
+        ("passes", "qsync_fx/passes"),
+        ("backend", "qsync_fx/backend"),
+    ):
+        sources = {
+            f"{home}/{path.relative_to(tree / folder).as_posix()}"
+            for path in (tree / folder).rglob("*.py*")
+        }
         assert sources
         assert sources <= names
     catalog = {path.name for path in (tree / "qsync_fx/devices/catalog").iterdir()}
@@ -96,7 +120,8 @@ def test_the_wheel_holds_the_package_and_nothing_generic(tree: Path, wheel: Path
     assert sum(name.startswith("qsync_fx/_C.") and name.endswith(".so") for name in names) == 1
     headers = (path for path in (tree / "cpp/cutlass").rglob("*") if path.is_file())
     templates = {
-        f"qsync_fx/backend/cuda/templates/{path.relative_to(tree / 'cpp/cutlass').as_posix()}" for path in headers
+        f"qsync_fx/backend/cuda/templates/{path.relative_to(tree / 'cpp/cutlass').as_posix()}"
+        for path in headers
     }
     assert "qsync_fx/backend/cuda/templates/abi.h" in templates <= names
     assert not [name for name in names - templates if name.endswith((".cpp", ".h", ".pyc"))]
@@ -107,7 +132,11 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
     package = distribution(installed)
     assert package.name == "qsync-fx"
     assert package.version == qsync_fx.__version__
-    needed = {requirement.split(";")[0].strip() for requirement in package.requires or () if "extra" not in requirement}
+    needed = {
+        requirement.split(";")[0].strip()
+        for requirement in package.requires or ()
+        if "extra" not in requirement
+    }
     assert needed == {
         "torch<2.16,>=2.11",
         "cattrs>=24.1",
@@ -142,7 +171,9 @@ def test_the_wheel_imports(installed: Path) -> None:
 
 
 @tiers.ALL
-def test_the_wheel_compiles_cuda_kernels(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_compiles_cuda_kernels(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The headers come along, and spaces in their path and that of the cache do not matter."""
     try:
         toolchain()
@@ -173,7 +204,9 @@ def test_an_editable_install_sees_new_files(tree: Path, wheel: Path) -> None:
     ours, native = python(files, target).splitlines()
     assert ours == str(tree / "qsync_fx/__init__.py")
     assert native.startswith(str(target))
-    (tree / "passes/made_later.py").write_text("from qsync_fx.passes.made_later_too.inner import VALUE\n")
+    (tree / "passes/made_later.py").write_text(
+        "from qsync_fx.passes.made_later_too.inner import VALUE\n"
+    )
     (tree / "passes/made_later_too").mkdir()
     (tree / "passes/made_later_too/__init__.py").touch()
     (tree / "passes/made_later_too/inner.py").write_text("VALUE = 41\n")
@@ -184,5 +217,13 @@ def test_import_is_light() -> None:
     code = "import qsync_fx, sys; print(*sorted({name.split('.')[0] for name in sys.modules}), *sys.modules)"
     loaded = set(run(sys.executable, "-c", code, cwd=ROOT).split())
     assert "qsync_fx" in loaded
-    assert not loaded & {"torch._inductor", "torch._dynamo", "transformers", "networkx", "rich", "sklearn", "scipy"}
+    assert not loaded & {
+        "torch._inductor",
+        "torch._dynamo",
+        "transformers",
+        "networkx",
+        "rich",
+        "sklearn",
+        "scipy",
+    }
     assert not [name for name in loaded if name.startswith("qsync_fx.passes")]

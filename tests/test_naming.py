@@ -50,7 +50,9 @@ def _bindings(tree: ast.AST, inside: str = "module") -> Iterator[tuple[ast.AST, 
         scope = inside
         if isinstance(node, ast.ClassDef):
             scope = "class"
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.comprehension)):
+        elif isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.comprehension)
+        ):
             scope = "function"
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node, node.id, inside
@@ -89,12 +91,18 @@ def test_classes_are_nouns() -> None:
         if isinstance(node, ast.ClassDef)
     }
     assert set(names.values()) >= CLASSES
-    assert [place for place, name in names.items() if _words(name) & NO_CLASSES_OR_FILES and name not in CLASSES] == []
+    assert [
+        place
+        for place, name in names.items()
+        if _words(name) & NO_CLASSES_OR_FILES and name not in CLASSES
+    ] == []
 
 
 def test_files_are_nouns_and_few_share_a_name() -> None:
     modules = [path for path in SOURCES if path.name != "__init__.py"]
-    assert [str(path.relative_to(ROOT)) for path in modules if _words(path.stem) & NO_CLASSES_OR_FILES] == []
+    assert [
+        str(path.relative_to(ROOT)) for path in modules if _words(path.stem) & NO_CLASSES_OR_FILES
+    ] == []
     repeated = {stem for stem, count in Counter(path.stem for path in modules).items() if count > 1}
     assert len(repeated) <= 8, repeated
 

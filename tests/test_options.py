@@ -110,7 +110,9 @@ def test_recipes_are_options_that_others_override(name: str) -> None:
     assert recipe == Options.parse({"recipe": name}) == Options.parse(dict(RECIPES[name].options))
     assert Options.from_recipe(name, precision="fp32").precision == "fp32"
     planned = Options.parse({"recipe": name, "plan": Plan("int8"), "rounding": "floor"})
-    assert planned == dataclasses.replace(recipe, precision=None, plan=Plan("int8"), rounding="floor")
+    assert planned == dataclasses.replace(
+        recipe, precision=None, plan=Plan("int8"), rounding="floor"
+    )
 
 
 def test_an_unknown_recipe_is_refused_by_name() -> None:
@@ -122,7 +124,9 @@ def test_an_unknown_recipe_is_refused_by_name() -> None:
 
 def test_torch_compile_takes_an_options_object() -> None:
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    compiled = torch.compile(model, backend="qsync", options=Options(precision="bf16", inner_backend="aot_eager"))
+    compiled = torch.compile(
+        model, backend="qsync", options=Options(precision="bf16", inner_backend="aot_eager")
+    )
     compiled(x).sum().backward()
     (operator,) = qsync_fx.plan_coverage(compiled).operators
     assert str(operator.precision) == "bf16"
@@ -130,14 +134,18 @@ def test_torch_compile_takes_an_options_object() -> None:
 
 def test_the_docstring_has_every_option() -> None:
     text = inspect.getdoc(Options) or ""
-    assert re.findall(r"^ +(\w+): ", text.partition("Attributes:")[2].partition("Raises:")[0], re.MULTILINE) == list(
-        DOCUMENTED
-    )
+    assert re.findall(
+        r"^ +(\w+): ", text.partition("Attributes:")[2].partition("Raises:")[0], re.MULTILINE
+    ) == list(DOCUMENTED)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_precisions(name: str) -> None:
-    assert Options.parse({"precision": name}) == Options.parse({"precision": FORMATS[name]}) == Options(precision=name)
+    assert (
+        Options.parse({"precision": name})
+        == Options.parse({"precision": FORMATS[name]})
+        == Options(precision=name)
+    )
 
 
 def test_equal_options_for_equal_mappings() -> None:
@@ -156,11 +164,15 @@ def test_every_option_is_documented() -> None:
     assert {name for name, field in fields.items() if field.default == ()} == LISTS
     for name, choices in _CHOICES.items():
         for choice in choices:
-            assert f'"{choice}"' in DOCUMENTED[name], "the text of an option names each value that it takes"
+            assert f'"{choice}"' in DOCUMENTED[name], (
+                "the text of an option names each value that it takes"
+            )
         assert f'"{fields[name].default}" (default' in DOCUMENTED[name]
     for name, field in fields.items():
         if isinstance(field.default, str):
-            assert name in _CHOICES, "an option with a word for its default has a list of the words it takes"
+            assert name in _CHOICES, (
+                "an option with a word for its default has a list of the words it takes"
+            )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +193,11 @@ def test_every_option_is_documented() -> None:
             "there is no option a value of type int",
             "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
         ),
-        ({"precision": "int9"}, "\"precision\" cannot be 'int9'", "did you mean 'int8'? known: bf16,"),
+        (
+            {"precision": "int9"},
+            "\"precision\" cannot be 'int9'",
+            "did you mean 'int8'? known: bf16,",
+        ),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
         ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),
         ({"plan": {"a/linear": "int8"}}, '"plan" cannot be an object', "give a Plan or a path"),
@@ -190,11 +206,23 @@ def test_every_option_is_documented() -> None:
             "\"inner_backend\" cannot be 'inducter'",
             "did you mean 'inductor'? known: aot_eager, eager, inductor",
         ),
-        ({"inner_backend": None}, '"inner_backend" cannot be null', "known: aot_eager, eager, inductor"),
+        (
+            {"inner_backend": None},
+            '"inner_backend" cannot be null',
+            "known: aot_eager, eager, inductor",
+        ),
         ({"rounding": "Nearest"}, "\"rounding\" cannot be 'Nearest'", "did you mean 'nearest'?"),
         ({"scaling": ["tensor"]}, '"scaling" cannot be a list', "known: channel, tensor"),
-        ({"emulate_unsupported": 1}, '"emulate_unsupported" cannot be a value of type int', "give True or False"),
-        ({"emulate_unsupported": "true"}, "\"emulate_unsupported\" cannot be 'true'", "give True or False"),
+        (
+            {"emulate_unsupported": 1},
+            '"emulate_unsupported" cannot be a value of type int',
+            "give True or False",
+        ),
+        (
+            {"emulate_unsupported": "true"},
+            "\"emulate_unsupported\" cannot be 'true'",
+            "give True or False",
+        ),
         (
             {"cudagraphs": True, "inner_backend": "aot_eager"},
             '"cudagraphs" is given with "inner_backend": "aot_eager", which captures no graphs',
@@ -216,7 +244,11 @@ def test_every_option_is_documented() -> None:
             "drop one of them",
         ),
         ({"passes": "mine"}, "\"passes\" cannot be 'mine'", "give a list"),
-        ({"passes": print}, '"passes" cannot be a value of type builtin_function_or_method', "give a list"),
+        (
+            {"passes": print},
+            '"passes" cannot be a value of type builtin_function_or_method',
+            "give a list",
+        ),
         ([("precision", "int8")], "options are a dictionary, not a list", "write options="),
         ("int8", "options are a dictionary, not text", "write options="),
     ],
@@ -281,7 +313,9 @@ values: st.SearchStrategy[Any] = st.one_of(
 
 @given(
     st.dictionaries(
-        st.one_of(st.sampled_from(sorted(DOCUMENTED)), st.text(max_size=4), st.integers()), values, max_size=3
+        st.one_of(st.sampled_from(sorted(DOCUMENTED)), st.text(max_size=4), st.integers()),
+        values,
+        max_size=3,
     )
 )
 def test_anything_is_understood_or_a_qsync_error(mapping: dict[Any, Any]) -> None:

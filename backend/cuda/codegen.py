@@ -154,7 +154,10 @@ def unit(
         "",
         "struct Config {",
         *(f"    using {name} = {value};" for name, value in every_type.items()),
-        *(f"    static constexpr {_declared(name, value)};" for name, value in every_constant.items()),
+        *(
+            f"    static constexpr {_declared(name, value)};"
+            for name, value in every_constant.items()
+        ),
         "};",
         "",
         f'QSYNC_{interface.upper()}(Config, "{config.name}")',
@@ -162,17 +165,28 @@ def unit(
     ]
     text = "\n".join(lines)
     return TranslationUnit(
-        name=config.name, arch=config.arch, source=text, interface=interface, opcode=opcode, heavy=heavy
+        name=config.name,
+        arch=config.arch,
+        source=text,
+        interface=interface,
+        opcode=opcode,
+        heavy=heavy,
     )
 
 
 def _declared(name: str, value: int | bool | str) -> str:
     if isinstance(value, str):
         return f"auto {name} = {value}"
-    return f"bool {name} = {str(value).lower()}" if isinstance(value, bool) else f"int {name} = {value}"
+    return (
+        f"bool {name} = {str(value).lower()}"
+        if isinstance(value, bool)
+        else f"int {name} = {value}"
+    )
 
 
-def fields_2x(config: KernelConfig, instructions: str, operator: str, swizzle: str) -> dict[str, str]:
+def fields_2x(
+    config: KernelConfig, instructions: str, operator: str, swizzle: str
+) -> dict[str, str]:
     """Returns the types that only kernels of CUTLASS 2.x name.
 
     Args:
@@ -184,9 +198,14 @@ def fields_2x(config: KernelConfig, instructions: str, operator: str, swizzle: s
     shapes = {"Tile": config.tile, "Warp": config.warp, "Instruction": config.instruction}
     return {
         "Arch": f"cutlass::arch::{instructions}",
-        "Unit": "cutlass::arch::OpClassSimt" if config.unit == "simt" else "cutlass::arch::OpClassTensorOp",
+        "Unit": "cutlass::arch::OpClassSimt"
+        if config.unit == "simt"
+        else "cutlass::arch::OpClassTensorOp",
         "Operator": f"cutlass::arch::{operator}",
-        **{name: "cutlass::gemm::GemmShape<{}, {}, {}>".format(*shape) for name, shape in shapes.items()},
+        **{
+            name: "cutlass::gemm::GemmShape<{}, {}, {}>".format(*shape)
+            for name, shape in shapes.items()
+        },
         "Swizzle": f"cutlass::{swizzle}",
     }
 
@@ -224,7 +243,9 @@ def conv_source(config: KernelConfig) -> TranslationUnit:
         "splits": config.order == "split_k",
         "operation": f"cutlass::conv::Operator::{_OPERATIONS[config.operation]}",
     }
-    return unit(config, "conv", header, fields, constants, conv_opcode(config), conv_on_hopper(config))
+    return unit(
+        config, "conv", header, fields, constants, conv_opcode(config), conv_on_hopper(config)
+    )
 
 
 def _conv_fields_2x(config: KernelConfig) -> dict[str, str]:
@@ -256,7 +277,14 @@ LARGEST_K: Final = {"int8": (1 << 17) - 1}
 _UNBOUNDED: Final = (1 << 31) - 1
 _LAYOUTS: Final = {"row": "cutlass::layout::RowMajor", "column": "cutlass::layout::ColumnMajor"}
 _FP8: Final = ("fp8", "fp8_e5m2")
-_OPCODES: Final = {"int8": "IMMA", "fp16": "HMMA", "bf16": "HMMA", "tf32": "HMMA", "fp8": "QMMA", "fp8_e5m2": "QMMA"}
+_OPCODES: Final = {
+    "int8": "IMMA",
+    "fp16": "HMMA",
+    "bf16": "HMMA",
+    "tf32": "HMMA",
+    "fp8": "QMMA",
+    "fp8_e5m2": "QMMA",
+}
 _WGMMA_OPCODES: Final = {name: f"{opcode[0]}GMMA" for name, opcode in _OPCODES.items()}
 
 
@@ -289,7 +317,9 @@ def gemm_source(config: KernelConfig) -> TranslationUnit:
         "largest_k": LARGEST_K.get(config.a, _UNBOUNDED),
         "stream_k": config.order == "stream_k",
     }
-    return unit(config, "gemm", header, types, constants, gemm_opcode(config), gemm_on_hopper(config))
+    return unit(
+        config, "gemm", header, types, constants, gemm_opcode(config), gemm_on_hopper(config)
+    )
 
 
 def _gemm_fields_2x(config: KernelConfig) -> dict[str, str]:

@@ -86,7 +86,10 @@ class KernelConfig:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the attributes as JSON knows them; `from_json` takes them back."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
     @property
     def digest(self) -> str:
@@ -147,7 +150,11 @@ def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arc
     """
     if capability in BY_CAPABILITY or capability < max(BY_CAPABILITY):
         return BY_CAPABILITY.get(capability)
-    large = capability[0] in (10, 11) if shared_memory is None else shared_memory >= SHARED_MEMORY["sm_80"]
+    large = (
+        capability[0] in (10, 11)
+        if shared_memory is None
+        else shared_memory >= SHARED_MEMORY["sm_80"]
+    )
     return "sm_80" if large else "sm_89"
 
 

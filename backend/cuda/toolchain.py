@@ -46,7 +46,16 @@ from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.errors import ToolchainError
 
 DEVICE_FLAGS = ("-std=c++17", "-default-device", "-DNDEBUG", "--ptxas-options=-v")
-HOST_FLAGS = ("-std=c++17", "-O2", "-fpermissive", "-w", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
+HOST_FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fpermissive",
+    "-w",
+    "-DNDEBUG",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+)
 LINKED = ("-Wl,-z,defs", "-ldl")
 
 # NVRTC has no headers of the host's.
@@ -81,7 +90,15 @@ def machine_code(library: str, name: str, arch: str, folders: list[str]) -> tupl
 
     names, texts = _strings(list(_STANDARD)), _strings(list(_STANDARD.values()))
     source = Path(f"{name}.cu").read_bytes()
-    call("nvrtcCreateProgram", ctypes.byref(program), source, f"{name}.cu".encode(), len(_STANDARD), texts, names)
+    call(
+        "nvrtcCreateProgram",
+        ctypes.byref(program),
+        source,
+        f"{name}.cu".encode(),
+        len(_STANDARD),
+        texts,
+        names,
+    )
     options = [f"-arch={arch}", *DEVICE_FLAGS, *(f"-I{folder}" for folder in folders)]
     failed = None
     try:
@@ -102,7 +119,18 @@ def host_code(compiler: str, name: str, folders: list[str]) -> None:
     """Compiles NAME.cu once more, with NAME.cubin in it, to NAME.so.part; raises `Failed`."""
     includes = [f"-I{folder}" for folder in folders]
     code = f'-DQSYNC_CODE="{name}.cubin"'
-    command = [compiler, "-x", "c++", *HOST_FLAGS, code, *includes, "-o", f"{name}.so.part", f"{name}.cu", *LINKED]
+    command = [
+        compiler,
+        "-x",
+        "c++",
+        *HOST_FLAGS,
+        code,
+        *includes,
+        "-o",
+        f"{name}.so.part",
+        f"{name}.cu",
+        *LINKED,
+    ]
     if status := subprocess.run(command, check=False).returncode:
         raise Failed(f"the host compiler ended with status {status}")
 
@@ -118,7 +146,9 @@ def agree(name: str, report: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compiles NAME.cu to NAME.cubin and NAME.so without nvcc.")
+    parser = argparse.ArgumentParser(
+        description="Compiles NAME.cu to NAME.cubin and NAME.so without nvcc."
+    )
     parser.add_argument("--nvrtc", metavar="LIBRARY", required=True)
     parser.add_argument("--host", metavar="COMPILER", required=True)
     parser.add_argument("--arch", required=True)
@@ -241,7 +271,9 @@ def nvcc() -> ToolProgram:
             result = _program(shutil.which(named), ("--version",), r"release [\d.]+, V([\d.]+)")
             if result is None:
                 raise ToolchainError(
-                    "this is no nvcc that runs", where=f"{name}={named}", do=f"correct {name}, or unset it"
+                    "this is no nvcc that runs",
+                    where=f"{name}={named}",
+                    do=f"correct {name}, or unset it",
                 )
             if result.version < OLDEST_NVCC:
                 raise _too_old("nvcc", result, OLDEST_NVCC, f"correct {name}, or unset it")
@@ -262,7 +294,9 @@ def nvcc() -> ToolProgram:
 
 def _nvcc_places() -> Iterator[str]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
-        if (home := environment.text(name)) and (path := shutil.which("nvcc", path=str(Path(home) / "bin"))):
+        if (home := environment.text(name)) and (
+            path := shutil.which("nvcc", path=str(Path(home) / "bin"))
+        ):
             yield path
     for folder in (None, USUAL, *map(str, wheel_folders("bin"))):
         if path := shutil.which("nvcc", path=folder):
@@ -289,11 +323,18 @@ def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
             result = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
             if result is None:
                 raise ToolchainError(
-                    "this is no C++ compiler that runs", where=f"{name}={named}", do=f"correct {name}, or unset it"
+                    "this is no C++ compiler that runs",
+                    where=f"{name}={named}",
+                    do=f"correct {name}, or unset it",
                 )
             return result
     result = _host("g++") or _host("c++")
-    if result is not None and compiler is not None and newest is not None and result.version[0] > newest:
+    if (
+        result is not None
+        and compiler is not None
+        and newest is not None
+        and result.version[0] > newest
+    ):
         older = (_host(f"g++-{number}") for number in range(newest, OLDEST_GCC[0], -1))
         fit = next((program for program in older if program), None)
         if fit is None:
@@ -310,7 +351,12 @@ def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
             do="install g++ (on Debian: apt-get install g++), or name a compiler in NVCC_CCBIN",
         )
     if result.version < OLDEST_GCC:
-        raise _too_old("the host compiler", result, OLDEST_GCC, "install a later g++, or name one in NVCC_CCBIN")
+        raise _too_old(
+            "the host compiler",
+            result,
+            OLDEST_GCC,
+            "install a later g++, or name one in NVCC_CCBIN",
+        )
     return result
 
 
@@ -323,7 +369,9 @@ def cutlass() -> Headers:
     for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
         if named := environment.text(name):
             root = Path(os.path.abspath(named))
-            result = next((h for h in map(_headers, (root, root / "source", root.parent)) if h), None)
+            result = next(
+                (h for h in map(_headers, (root, root / "source", root.parent)) if h), None
+            )
             if result is None:
                 raise ToolchainError(
                     "this folder holds no CUTLASS: it has no include/cutlass/version.h beside tools/util/include",
@@ -347,7 +395,9 @@ def _headers(root: Path) -> Headers | None:
     if not header.is_file() or not folders[1].is_dir():
         return None
     text = header.read_text(encoding="utf-8", errors="replace")
-    numbers = [re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+    numbers = [
+        re.search(rf"#define CUTLASS_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")
+    ]
     return Headers(folders, tuple(int(number[1]) for number in numbers if number))
 
 
@@ -374,11 +424,19 @@ def tool(name: str, *neighbours: Path) -> Path | None:
 def library_folders(compiler: Path) -> tuple[Path, ...]:
     """Returns where the toolkit of this nvcc keeps its libraries. It may be a script that calls the real one, so nvcc is asked."""
     text = subprocess.run(
-        [compiler, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=60, check=False
+        [compiler, "--dryrun", "-x", "cu", os.devnull],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     top = re.search(r"^#\$ TOP=(.+)$", text.stderr, flags=re.MULTILINE)
     home = Path(top[1].strip()) if top else compiler.resolve().parent.parent
-    return tuple(path for path in (home / "lib64", home / "lib", *home.glob("targets/*/lib")) if path.is_dir())
+    return tuple(
+        path
+        for path in (home / "lib64", home / "lib", *home.glob("targets/*/lib"))
+        if path.is_dir()
+    )
 
 
 def dotted(version: Version) -> str:
@@ -400,7 +458,9 @@ def _program(path: str | None, arguments: tuple[str, ...], pattern: str) -> Tool
 @functools.cache
 def _version(path: str, arguments: tuple[str, ...], pattern: str, changed: int) -> Version | None:
     try:
-        text = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=60, check=True).stdout
+        text = subprocess.run(
+            [path, *arguments], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     result = re.search(pattern, text, flags=re.MULTILINE)
@@ -409,14 +469,18 @@ def _version(path: str, arguments: tuple[str, ...], pattern: str, changed: int) 
 
 def _too_old(name: str, result: ToolProgram, oldest: Version, do: str) -> ToolchainError:
     return ToolchainError(
-        f"{name} is {dotted(result.version)}: {dotted(oldest)} or later is needed", where=str(result.path), do=do
+        f"{name} is {dotted(result.version)}: {dotted(oldest)} or later is needed",
+        where=str(result.path),
+        do=do,
     )
 
 
 OLDEST: Final = (12, 4)
 FLAGS: Final = (*DEVICE_FLAGS, *HOST_FLAGS, *LINKED)
 INSTALL: Final = "pip install 'qsync-fx[volta]'"
-_PACKAGES: Final = "nvidia-cuda-nvrtc-cu12, nvidia-cuda-runtime-cu12, nvidia-cuda-cccl-cu12, nvidia-cuda-nvcc-cu12"
+_PACKAGES: Final = (
+    "nvidia-cuda-nvrtc-cu12, nvidia-cuda-runtime-cu12, nvidia-cuda-cccl-cu12, nvidia-cuda-nvcc-cu12"
+)
 _HEADERS: Final = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cuda/std/cstdint")
 
 
@@ -460,26 +524,49 @@ def command(name: str, arch: str, result: Toolchain, folders: tuple[Path, ...]) 
     """Returns the command that compiles NAME.cu in the current folder to NAME.so, and its machine code to NAME.cubin."""
     includes = [f"-I{folder}" for folder in (*folders, *result.cutlass.folders, *result.toolkit)]
     head = [sys.executable, "-I", str(Path(__file__).resolve())]
-    return [*head, "--nvrtc", str(result.nvcc.path), "--host", str(result.host.path), "--arch", arch, *includes, name]
+    return [
+        *head,
+        "--nvrtc",
+        str(result.nvcc.path),
+        "--host",
+        str(result.host.path),
+        "--arch",
+        arch,
+        *includes,
+        name,
+    ]
 
 
 def _in_wheels(place: Path) -> Nvrtc | None:
     headers = (place / name / "include" for name in ("cuda_cccl", "cuda_runtime", "cuda_nvcc"))
     # The name of the file says "12" alone.
-    written = (path.name.split("-")[1] for path in sorted(place.parent.glob("nvidia_cuda_nvrtc_cu12-*.dist-info")))
-    return _checked_nvrtc(place / "cuda_nvrtc" / "lib" / "libnvrtc.so.12", next(written, ""), headers)
+    written = (
+        path.name.split("-")[1]
+        for path in sorted(place.parent.glob("nvidia_cuda_nvrtc_cu12-*.dist-info"))
+    )
+    return _checked_nvrtc(
+        place / "cuda_nvrtc" / "lib" / "libnvrtc.so.12", next(written, ""), headers
+    )
 
 
 def _in_toolkit(root: Path) -> Nvrtc | None:
     library = root / "lib64" / "libnvrtc.so.12"
     headers = (root / "include", root / "include" / "cccl")
     return _checked_nvrtc(
-        library, library.resolve().name.partition(".so.")[2], (path for path in headers if path.is_dir())
+        library,
+        library.resolve().name.partition(".so.")[2],
+        (path for path in headers if path.is_dir()),
     )
 
 
 def _checked_nvrtc(library: Path, version: str, headers: Iterator[Path]) -> Nvrtc | None:
     folders = tuple(headers)
     numbers = tuple(map(int, re.findall(r"\d+", version)))
-    full = library.is_file() and all(any((folder / name).is_file() for folder in folders) for name in _HEADERS)
-    return Nvrtc(ToolProgram(library, numbers), folders) if full and OLDEST <= numbers < (13,) else None
+    full = library.is_file() and all(
+        any((folder / name).is_file() for folder in folders) for name in _HEADERS
+    )
+    return (
+        Nvrtc(ToolProgram(library, numbers), folders)
+        if full and OLDEST <= numbers < (13,)
+        else None
+    )

@@ -66,7 +66,11 @@ from qsync_fx.serialization.schema import Schema
 from qsync_fx.serialization.strict_json import Malformed
 
 PROBLEM_FORMATS: Final = tuple(dict.fromkeys(name for pair in OPERANDS for name in pair))
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"a": PROBLEM_FORMATS, "b": PROBLEM_FORMATS, "out": OUTPUTS}
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "a": PROBLEM_FORMATS,
+    "b": PROBLEM_FORMATS,
+    "out": OUTPUTS,
+}
 _GEMM_SIZES: Final = ("m", "n", "k")
 _CONV_SIZES: Final = ("n", "h", "w", "c", "k", "r", "s", "stride", "dilation")
 
@@ -89,7 +93,9 @@ def _common(problem: Problem, sizes: tuple[str, ...]) -> str | None:
             return _cannot(name, value)
     for name in sizes:
         value = getattr(problem, name)
-        if not all(1 <= size <= LARGEST_SIZE for size in (value if isinstance(value, tuple) else (value,))):
+        if not all(
+            1 <= size <= LARGEST_SIZE for size in (value if isinstance(value, tuple) else (value,))
+        ):
             return _cannot(name, value)
     return None
 
@@ -115,7 +121,9 @@ def problem_from(data: object, where: str) -> Problem:
         result: Problem = structured(_PROBLEMS, data, Problem)
     except Malformed as wrong:
         place = ", ".join(filter(None, (where, wrong.where)))
-        raise QSyncError(f"this is no problem: {wrong.what.strip()}", where=place, do=wrong.do or None) from None
+        raise QSyncError(
+            f"this is no problem: {wrong.what.strip()}", where=place, do=wrong.do or None
+        ) from None
     return result
 
 
@@ -189,7 +197,9 @@ def name_of(candidate: Candidate) -> str:
     return candidate if isinstance(candidate, str) else candidate.name
 
 
-def tune(problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rounds: int = ROUNDS) -> TunedChoice:
+def tune(
+    problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rounds: int = ROUNDS
+) -> TunedChoice:
     """Measures torch and the candidates for one problem and chooses.
 
     Candidates take turns, and each round starts with another one, so that what a GPU does over time (clocks, heat) falls on all of them.
@@ -208,7 +218,11 @@ def tune(problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rou
             except QSyncError as error:
                 failed[name_of(candidate)] = error.what
         running = [candidate for candidate in running if name_of(candidate) not in failed]
-    seconds = {name: statistics.median(values) for name, values in measured.items() if values and name not in failed}
+    seconds = {
+        name: statistics.median(values)
+        for name, values in measured.items()
+        if values and name not in failed
+    }
     if not seconds:
         raise TuningError(
             f"no candidate could be measured: {next(iter(failed.values()), 'there is none')}",
@@ -272,7 +286,10 @@ def tune_all(
             continue
         report(problem, result[problem], "")
     others = {problem: counterpart(problem, wide) for problem in result}
-    return [gated(choice, result.get(other) if (other := others[p]) else None) for p, choice in result.items()]
+    return [
+        gated(choice, result.get(other) if (other := others[p]) else None)
+        for p, choice in result.items()
+    ]
 
 
 def buckets(problems: Iterable[Problem], wide: str = "bf16") -> list[Problem]:
@@ -332,7 +349,9 @@ class TuningTable:
 
     def updated(self, choices: Iterable[TunedChoice]) -> TuningTable:
         """Returns the table with these choices in place of older ones for the same problems."""
-        return TuningTable(self.environment, {**self.choices, **{choice.problem: choice for choice in choices}})
+        return TuningTable(
+            self.environment, {**self.choices, **{choice.problem: choice for choice in choices}}
+        )
 
 
 def path_in(folder: Path, environment: Environment) -> Path:
@@ -370,7 +389,12 @@ def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoi
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_PATIENCE):
             table = _present(path, environment).updated(choices)
-            TABLE.write(path, TABLE.encode(_Rows(environment, [_short(choice) for choice in table.choices.values()])))
+            TABLE.write(
+                path,
+                TABLE.encode(
+                    _Rows(environment, [_short(choice) for choice in table.choices.values()])
+                ),
+            )
             return table
 
 
@@ -442,7 +466,9 @@ def _long(value: object) -> bool:
 
 
 def _check_environment(result: Environment) -> str | None:
-    return next((f"{name} is too long" for name, value in vars(result).items() if _long(value)), None)
+    return next(
+        (f"{name} is too long" for name, value in vars(result).items() if _long(value)), None
+    )
 
 
 ENVIRONMENT: Final[Mapping[Any, Check]] = {Environment: _check_environment}
@@ -515,17 +541,28 @@ class _RecordedRows:
 def save_recording(path: Path, recording: TimingRecording) -> None:
     """Writes a recording to `path` in one step; raises `TuningError` if it cannot."""
     rows = [_Row(problem, dict(seconds)) for problem, seconds in recording.timings.items()]
-    RECORDING.write(path, RECORDING.encode(_RecordedRows(recording.environment, recording.arch, rows)))
+    RECORDING.write(
+        path, RECORDING.encode(_RecordedRows(recording.environment, recording.arch, rows))
+    )
 
 
 def load_recording(path: Path) -> TimingRecording:
     """Returns the recording in a file; raises `TuningError` where it is none."""
     result = RECORDING.load(path)
-    return TimingRecording(result.environment, result.arch, {row.problem: row.seconds for row in result.timings})
+    return TimingRecording(
+        result.environment, result.arch, {row.problem: row.seconds for row in result.timings}
+    )
 
 
 def _check(row: _Row) -> str | None:
-    return next((f"there are no seconds of {name[:60]!r}" for name, values in row.seconds.items() if not values), None)
+    return next(
+        (
+            f"there are no seconds of {name[:60]!r}"
+            for name, values in row.seconds.items()
+            if not values
+        ),
+        None,
+    )
 
 
 RECORDING: Final = Schema(

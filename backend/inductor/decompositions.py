@@ -38,7 +38,12 @@ def decomposition(bits: bool = False) -> Callable[..., Any]:
     streams = RandomStreams(DROPOUT, SHARED)
 
     def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
-        if not train or not 0.0 < p < 1.0 or not x.dtype.is_floating_point or x.device.type != "cpu":
+        if (
+            not train
+            or not 0.0 < p < 1.0
+            or not x.dtype.is_floating_point
+            or x.device.type != "cpu"
+        ):
             return NotImplemented
         saved = keep(x.shape, torch.ops.qsync.draw.default(x.device), streams.take(), p)
         if bits:
@@ -90,7 +95,9 @@ def _max_pool2d_backward(
     indices: Tensor,
 ) -> Tensor:
     """torch's kernel, as in eager mode: Inductor's scatter, or gather, is not vectorized, and was a tenth of a ResNet-18 step."""
-    result = max_pool2d_gradient(gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode)
+    result = max_pool2d_gradient(
+        gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode
+    )
     # The kernel follows the gradient, torch's operator the input.
     return result.contiguous(memory_format=suggest_memory_format(x))
 
@@ -99,7 +106,9 @@ class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
     """A table that is pickled as what it was made of: torch 2.13 has it in the key of a graph in its caches, and none of its operators
     can be pickled, so that no graph was ever found there."""
 
-    def __init__(self, table: Mapping[OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]) -> None:
+    def __init__(
+        self, table: Mapping[OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]
+    ) -> None:
         super().__init__(table)
         self._made_of = made_of
 
@@ -116,7 +125,9 @@ def for_inductor(
     made_of = device, fast_dropout, activation_recompute
     if device.type != "cpu":
         written = quantize_lowerings.decompositions(device)
-        return DecompositionTable({**select_decomp_table(), **written}, made_of) if written else None
+        return (
+            DecompositionTable({**select_decomp_table(), **written}, made_of) if written else None
+        )
 
     table, dropping = select_decomp_table(), aten.native_dropout.default
     if fast_dropout:

@@ -28,7 +28,9 @@ from qsync_fx.errors import PlanWarning
 from qsync_fx.formats import precision
 from qsync_fx.options import Options
 
-_AS_ROWS: Final = tuple(getattr(torch.ops.aten, name).default for name in ("view", "reshape", "_unsafe_view", "clone"))
+_AS_ROWS: Final = tuple(
+    getattr(torch.ops.aten, name).default for name in ("view", "reshape", "_unsafe_view", "clone")
+)
 """What flattens a tensor to rows, first of all; a product of images reads them as they are."""
 
 
@@ -52,12 +54,16 @@ def register_with_inductor() -> None:
     def convolves() -> bool:
         # Inductor itself looks for torch's convolutions, of which no forward graph has one where all of them are products of ours.
         targets = (integer_convolution, by_kernel)
-        return any(V.graph.graph.find_nodes(op="call_function", target=target) for target in targets)
+        return any(
+            V.graph.graph.find_nodes(op="call_function", target=target) for target in targets
+        )
 
     def can_be_copied(node: fx.Node) -> bool:
         # Before compute capability 8.9 Triton does not write FP8, so that what is quantized has to lie right from the start.
         x: Any = node.args[0]
-        return not on_cuda(node) or quantize_launch.compiles(precision(str(node.args[3])), x.meta["val"].device)
+        return not on_cuda(node) or quantize_launch.compiles(
+            precision(str(node.args[3])), x.meta["val"].device
+        )
 
     def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
         # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
@@ -69,7 +75,9 @@ def register_with_inductor() -> None:
             and not _rows_alone(node)
         ):
             channels_last = (
-                ExternKernel.require_channels_last if len(x.get_size()) == 4 else ExternKernel.require_channels_last_3d
+                ExternKernel.require_channels_last
+                if len(x.get_size()) == 4
+                else ExternKernel.require_channels_last_3d
             )
             x = channels_last(x)
         return (x, *others), {}
@@ -102,7 +110,9 @@ def register_with_inductor() -> None:
     called(torch.ops.qsync.quantize.default, constrain)
     # Where there are kernels the formula in its place is none, and Inductor takes no operator that has one for a fallback unasked.
     called(torch.ops.qsync.quantize_transposed.default, as_traced)
-    register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(recompute_policy.lower_gate)
+    register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(
+        recompute_policy.lower_gate
+    )
     quantize_lowerings.register()
 
 
@@ -124,7 +134,9 @@ def captures(options: Options, device: torch.device) -> bool:
     return options.cudagraphs and device.type == "cuda"
 
 
-def inductor(device: torch.device, cudagraphs: bool = False, activation_recompute: bool = False) -> dict[str, Any]:
+def inductor(
+    device: torch.device, cudagraphs: bool = False, activation_recompute: bool = False
+) -> dict[str, Any]:
     """Returns the settings of `torch._inductor.config` for a device, and for options.
 
     Of a captured graph the draw of its seed stays outside, which says so itself (`qsync::draw`): Inductor parts the graph there.
@@ -150,7 +162,8 @@ def inductor(device: torch.device, cudagraphs: bool = False, activation_recomput
         # and FP32 copies of whole activations made the peak memory of a VGG step half as large again.
         "realize_reads_threshold": 24,
         # There is one place, and the user's comes first: without ours, steps are right and slower.
-        "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass or recompute_policy.EarlyBytes(),
+        "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass
+        or recompute_policy.EarlyBytes(),
     }
 
 
@@ -161,7 +174,10 @@ def _revision() -> str:
     torch's caches on disk know a graph by the operators in it, and not what tracing into them gives, nor how they are lowered. What takes
     part in that lies in many places, and reading all takes some hundredths of a second.
     """
-    folders = {Path(str(module.__file__)).parent.resolve() for module in (qsync_fx, qsync_fx.backend, qsync_fx.passes)}
+    folders = {
+        Path(str(module.__file__)).parent.resolve()
+        for module in (qsync_fx, qsync_fx.backend, qsync_fx.passes)
+    }
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -177,9 +193,9 @@ def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
     """
     settings: Any = torch.compiler.config
     tag = settings.cache_key_tag
-    result: Callable[..., Any] = settings.patch(cache_key_tag=tag if _ours() in tag else f"{tag} {_ours()}".strip())(
-        compile_inner
-    )
+    result: Callable[..., Any] = settings.patch(
+        cache_key_tag=tag if _ours() in tag else f"{tag} {_ours()}".strip()
+    )(compile_inner)
     return result
 
 

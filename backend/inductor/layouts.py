@@ -72,7 +72,10 @@ def _may_differ(weight: fx.Node, gradient: Any) -> bool:
     if not isinstance(gradient, fx.Node):
         return False
     of, value = weight.meta.get("val"), gradient.meta.get("val")
-    if not (isinstance(of, torch.Tensor) and isinstance(value, torch.Tensor)) or of.dim() not in _SPATIAL:
+    if (
+        not (isinstance(of, torch.Tensor) and isinstance(value, torch.Tensor))
+        or of.dim() not in _SPATIAL
+    ):
         return False
     available = all(type(size) is int for size in (*of.shape, *of.stride(), *value.shape))
     return available and of.shape == value.shape and of.is_contiguous() | _channels_last(of)
@@ -87,7 +90,9 @@ def _laid(graph: fx.Graph, gradient: fx.Node, stride: Sequence[int]) -> fx.Node:
     value = gradient.meta["val"]
     with graph.inserting_after(gradient):
         laid = graph.call_function(
-            torch.ops.prims.inductor_force_stride_order.default, (gradient, list(stride)), name=f"{gradient.name}_laid"
+            torch.ops.prims.inductor_force_stride_order.default,
+            (gradient, list(stride)),
+            name=f"{gradient.name}_laid",
         )
     laid.meta["val"] = value.new_empty_strided(value.shape, stride)
     for key in ("partitioner_tag", "autograd_backward", "seq_nr"):
@@ -103,7 +108,11 @@ LARGE: Final = 5
 def slow(weight: Tensor, stride: Sequence[int], transposed: bool, groups: int) -> tuple[bool, bool]:
     """Returns whether oneDNN has no fast kernel for the input gradient, and for the weight gradient, of a convolution as Inductor gives
     it: in BF16, and of large kernels in FP32 as well, whose operands it lays out badly."""
-    if weight.dim() != 4 or weight.dtype not in (torch.bfloat16, torch.float32) or weight.device.type != "cpu":
+    if (
+        weight.dim() != 4
+        or weight.dtype not in (torch.bfloat16, torch.float32)
+        or weight.device.type != "cpu"
+    ):
         return False, False
     if transposed or weight.shape[1] != 1 or not weight.shape[0] == groups > 1:
         return False, False
@@ -130,11 +139,16 @@ def convolution_backward(
         return NotImplemented
     wide_gradients = depthwise_gradients(gradient, x, weight, stride, padding, dilation, in_fp32)
     layout = convolution_format(x, weight)
-    gradients = [None if t is None else t.contiguous(memory_format=layout) for t in (*wide_gradients, None)]
+    gradients = [
+        None if t is None else t.contiguous(memory_format=layout) for t in (*wide_gradients, None)
+    ]
     others = [a and not b for a, b in zip(needed, [*in_fp32, False], strict=True)]
     if others[2] and not others[1]:
         # oneDNN has the bias's gradient from the kernel of the weight's, which would run once more for it.
-        others[2], gradients[2] = False, gradient.sum((0, 2, 3), dtype=torch.float32).to(gradient.dtype)
+        others[2], gradients[2] = (
+            False,
+            gradient.sum((0, 2, 3), dtype=torch.float32).to(gradient.dtype),
+        )
     if any(others):
         rest = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
         narrow = torch.ops.aten.convolution_backward.default(gradient, x, weight, *rest, others)
@@ -190,7 +204,11 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[Tensor, Tensor]]:
     for node in graph.nodes:
         if node.target in _CONVOLUTIONS:
             image, weight = (_value(arg) for arg in node.args[:2])
-            if image is not None and weight is not None and image.dim() == weight.dim() == _CONV2D_RANK:
+            if (
+                image is not None
+                and weight is not None
+                and image.dim() == weight.dim() == _CONV2D_RANK
+            ):
                 yield image, weight
 
 

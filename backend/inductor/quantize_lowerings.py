@@ -23,9 +23,13 @@ def decompositions(device: torch.device) -> dict[OpOverload, Callable[..., Any]]
         return {}
 
     def instead(write: Callable[..., Any]) -> Callable[..., Any]:
-        def written(x: torch.Tensor, seed: torch.Tensor, stream: int, fmt: str, *settings: Any) -> Any:
+        def written(
+            x: torch.Tensor, seed: torch.Tensor, stream: int, fmt: str, *settings: Any
+        ) -> Any:
             return (
-                write(x, seed, stream, fmt, *settings) if quantize_launch.fused(x, precision(fmt)) else NotImplemented
+                write(x, seed, stream, fmt, *settings)
+                if quantize_launch.fused(x, precision(fmt))
+                else NotImplemented
             )
 
         return written
@@ -42,7 +46,9 @@ def register() -> None:
     from torch._inductor.lowering import register_lowering
 
     register_lowering(torch.ops.qsync.uniform.default, type_promotion_kind=None)(_lower_uniform)
-    register_lowering(torch.ops.qsync.divide.default, broadcast=True, type_promotion_kind=None)(_lower_divide)
+    register_lowering(torch.ops.qsync.divide.default, broadcast=True, type_promotion_kind=None)(
+        _lower_divide
+    )
 
 
 class _Word:
@@ -88,7 +94,8 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
     def drawn(index: Sequence[Any]) -> Any:
         place = _Word(
             ops.index_expr(
-                sum((i * step for i, step in zip(index, stride, strict=True)), sympy.Integer(0)), torch.int64
+                sum((i * step for i, step in zip(index, stride, strict=True)), sympy.Integer(0)),
+                torch.int64,
             )
         )
         key, eighth = _Word(load(position)), place >> _constant(3)
@@ -105,11 +112,15 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
         for part, other in enumerate(others):
             word = ops.where(ops.eq(pair.value, _constant(part).value), other.value, word)
         odd = ops.ne((place & _constant(1)).value, _constant(0).value)
-        half = ops.where(odd, (_Word(word) >> _constant(16)).value, (_Word(word) & _constant(0xFFFF)).value)
+        half = ops.where(
+            odd, (_Word(word) >> _constant(16)).value, (_Word(word) & _constant(0xFFFF)).value
+        )
         sixteen = ops.add(ops.to_dtype(half, torch.float32), ops.constant(0.5, torch.float32))
         return ops.mul(sixteen, ops.constant(2.0**-16, torch.float32))
 
-    return Pointwise.create(device=seed.get_device(), dtype=torch.float32, inner_fn=drawn, ranges=list(size))
+    return Pointwise.create(
+        device=seed.get_device(), dtype=torch.float32, inner_fn=drawn, ranges=list(size)
+    )
 
 
 def _lower_divide(a: Any, b: Any) -> Any:

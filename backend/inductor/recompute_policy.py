@@ -36,14 +36,22 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
+from torch._inductor.custom_graph_pass import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    get_hash_for_files,
+)
 from torch.utils.checkpoint import CheckpointPolicy
 
 from qsync_fx.backend.operators.masks import BYTE, gate
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-_MADE_OF: Final = (prims.convert_element_type.default, aten.permute.default, torch.ops.qsync.pack_bits.default)
+_MADE_OF: Final = (
+    prims.convert_element_type.default,
+    aten.permute.default,
+    torch.ops.qsync.pack_bits.default,
+)
 """What becomes of a comparison: bytes, and of these with channels last their bits (`qsync_fx.backend.inductor.recompute_policy`)."""
 
 
@@ -69,7 +77,9 @@ def closing(node: fx.Node) -> list[Any]:
     while chain[0].target in _MADE_OF:
         chain.insert(0, chain[0].args[0])
     compared = chain[0].target is aten.le.Scalar and len(chain) >= 3
-    converted = compared and all(item.target is prims.convert_element_type.default for item in chain[1:3])
+    converted = compared and all(
+        item.target is prims.convert_element_type.default for item in chain[1:3]
+    )
     return chain if converted and chain[2].args[1] is BYTE else []
 
 
@@ -112,7 +122,9 @@ class InBits(CustomPartitionerFn):
         saved = outputs[kwargs["num_fwd_outputs"] :]
         packed = {node: _packed(forward.graph, node) for node in saved if _closes(node, inputs)}
         if packed:
-            forward.graph.output_node().args = (type(outputs)(packed.get(node, node) for node in outputs),)
+            forward.graph.output_node().args = (
+                type(outputs)(packed.get(node, node) for node in outputs),
+            )
             for node, bits in packed.items():
                 _unpacked(backward.graph, inputs[node.name], bits)
             for graph in forward, backward:
@@ -193,7 +205,12 @@ class Repeatable(CustomGraphPass):
         from torch._functorch.partitioners import get_default_op_list
 
         ours = torch.ops.qsync
-        repeated = {ours.quantize.default, ours.carry.default, ours.keep.default, ours.unpack_bits.default}
+        repeated = {
+            ours.quantize.default,
+            ours.carry.default,
+            ours.keep.default,
+            ours.unpack_bits.default,
+        }
         listed = get_default_op_list().is_recomputable
         of_inputs: set[fx.Node] = set()
         for node in graph.nodes:

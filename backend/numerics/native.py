@@ -29,7 +29,9 @@ _TYPES: Final[dict[torch.dtype, Any]] = {
 def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     guards: Any = torch._C._dynamo.guards
     result: Any = getattr(guards, "_empty_strided_cpu", None)
-    return result or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+    return result or (
+        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+    )
 
 
 empty_on_cpu: Final = _allocator()
@@ -49,7 +51,9 @@ def quantize(
     if rows is None:
         return _in_two_passes(x, q, _random(seed, stream, rounding), row, rounding, keep)
     if keep:
-        scale = torch.empty([int(size) for size in reference.scale_shape(x, keep)], dtype=torch.float32)
+        scale = torch.empty(
+            [int(size) for size in reference.scale_shape(x, keep)], dtype=torch.float32
+        )
     else:
         scale = empty_on_cpu((), (), torch.float32)
     source = x if x.dtype in _TYPES and x.stride() == q.stride() else _filled(x, q.stride())
@@ -69,7 +73,12 @@ def _empty_quantized(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def _in_two_passes(
-    x: Tensor, q: Tensor, random: tuple[int, int], row: Precision, rounding: Rounding, keep: Sequence[int]
+    x: Tensor,
+    q: Tensor,
+    random: tuple[int, int],
+    row: Precision,
+    rounding: Rounding,
+    keep: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Fills `q` where torch divides by the scales; returns it with them."""
     scale = reference.scales(x, row, keep)
@@ -98,7 +107,11 @@ def round_to(x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rou
 
 def _random(seed: Tensor, stream: int, rounding: Rounding) -> tuple[int, int]:
     """Returns seed and stream as the unsigned words that the kernels take."""
-    return (int(seed.item()) & (2**64 - 1), stream & (2**32 - 1)) if rounding == "stochastic" else (0, 0)
+    return (
+        (int(seed.item()) & (2**64 - 1), stream & (2**32 - 1))
+        if rounding == "stochastic"
+        else (0, 0)
+    )
 
 
 def _filled(x: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -119,14 +132,32 @@ def _rows(q: Tensor, keep: Sequence[int]) -> int | None:
 
 
 def _quantize(
-    source: Tensor, q: Tensor, scale: Tensor, rows: int, row: Precision, rounding: Rounding, random: tuple[int, int]
+    source: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    rows: int,
+    row: Precision,
+    rounding: Rounding,
+    random: tuple[int, int],
 ) -> None:
     columns = source.numel() // rows if rows else 0
     pointers = source.data_ptr(), q.data_ptr(), scale.data_ptr()
     threads = torch.get_num_threads()
-    _C.quantize(*pointers, rows, columns, _TYPES[source.dtype], rounding, int(row.max), *random, threads)
+    _C.quantize(
+        *pointers, rows, columns, _TYPES[source.dtype], rounding, int(row.max), *random, threads
+    )
 
 
-def _round(source: Tensor, to: Tensor, row: Precision, rounding: Rounding, random: tuple[int, int]) -> None:
+def _round(
+    source: Tensor, to: Tensor, row: Precision, rounding: Rounding, random: tuple[int, int]
+) -> None:
     grid = row.mantissa, row.e_min, row.max
-    _C.round_float(source.data_ptr(), to.data_ptr(), to.numel(), *grid, rounding, *random, torch.get_num_threads())
+    _C.round_float(
+        source.data_ptr(),
+        to.data_ptr(),
+        to.numel(),
+        *grid,
+        rounding,
+        *random,
+        torch.get_num_threads(),
+    )

@@ -20,7 +20,9 @@ _LOW: Final = 0xFFFFFFFF
 _ROUNDS: Final = 10
 
 
-def philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, number: Callable[[int], Any] = int) -> Any:
+def philox4x32(
+    c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, number: Callable[[int], Any] = int
+) -> Any:
     """Returns the block of Philox4x32-10 for counter `(c0, c1, c2, c3)` and key `(k0, k1)`.
 
     Args:
@@ -66,7 +68,9 @@ def uniform(like: Tensor, seed: Tensor, stream: int) -> Tensor:
     seed = seed.to(like.device).reshape(())
     eighth = torch.arange(-(-like.numel() // 8), device=like.device)
     zero = torch.zeros_like(seed)
-    block = philox4x32(eighth & _LOW, eighth >> 32, zero + (stream & _LOW), zero, low(seed), high(seed))
+    block = philox4x32(
+        eighth & _LOW, eighth >> 32, zero + (stream & _LOW), zero, low(seed), high(seed)
+    )
     words = torch.stack(block, -1)
     halves = torch.stack((words & 0xFFFF, words >> 16), -1).reshape(-1)
     return ((halves.float() + 0.5) * 2.0**-16).as_strided(like.size(), like.stride())

@@ -99,7 +99,10 @@ def scale_shape(x: Tensor, keep: Sequence[int]) -> list[int | torch.SymInt]:
 
 
 def scales(
-    x: Tensor, row: Precision, keep: Sequence[int], divide: Callable[[Tensor, Tensor], Tensor] = torch.true_divide
+    x: Tensor,
+    row: Precision,
+    keep: Sequence[int],
+    divide: Callable[[Tensor, Tensor], Tensor] = torch.true_divide,
 ) -> Tensor:
     """Returns the FP32 scale of each group: `max(absmax / levels, 2**-126)`, 1 for all-zero and empty groups, NaN for NaN and Inf.
 
@@ -108,7 +111,9 @@ def scales(
     shared = reduced(x.dim(), keep)
     magnitude = x.abs()
     if not x.numel():
-        return torch.ones([int(size) for size in scale_shape(x, keep)], dtype=torch.float32, device=x.device)
+        return torch.ones(
+            [int(size) for size in scale_shape(x, keep)], dtype=torch.float32, device=x.device
+        )
     if shared:
         magnitude = magnitude.amax(shared, keepdim=bool(keep))
     largest = magnitude.float()
@@ -124,7 +129,9 @@ def empty_quantized(x: Tensor, dtype: torch.dtype) -> Tensor:
     Of a matrix with one row any stride between rows is right, and torch keeps the one that it finds, such as that of a transposed
     column; oneDNN's INT8 product takes it for the length of a row. So strides are those that the shape implies, where the layout is.
     """
-    if x.dim() < 4 and x.is_contiguous():  # with four, strides of dimensions of size 1 say whether channels come last
+    if (
+        x.dim() < 4 and x.is_contiguous()
+    ):  # with four, strides of dimensions of size 1 say whether channels come last
         return x.new_empty(x.shape, dtype=dtype)
     return torch.empty_like(x, dtype=dtype)
 

@@ -28,7 +28,10 @@ from qsync_fx.passes.lowering_registry import Lowering, Operands, Role
 __all__ = ["Lowering", "Operands", "Role", "arguments", "lowerings", "round_gradients"]
 
 
-_MODULES = tuple(importlib.import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}."))
+_MODULES = tuple(
+    importlib.import_module(module.name)
+    for module in pkgutil.walk_packages(__path__, f"{__name__}.")
+)
 
 
 @functools.cache
@@ -43,7 +46,9 @@ def lowerings() -> Mapping[str, Lowering]:
     taking_scales = {row.name for row in table().values() if row.may_scale}
     result: dict[str, Lowering] = {}
     owner: dict[str, str] = {}
-    for source, lowering in ((source, lowering) for source, value in sources.items() for lowering in value):
+    for source, lowering in (
+        (source, lowering) for source, value in sources.items() for lowering in value
+    ):
         name = lowering.name
         if name in result:
             raise QSyncError(

@@ -55,7 +55,11 @@ def _read_so(device: torch.device) -> bool:
 
 def _lies_otherwise(mask: object) -> bool:
     # Sizes that are symbols may be one, where strides are nothing to a kernel; a mask that is trained has a gradient as it lies.
-    if not isinstance(mask, Tensor) or mask.requires_grad or not all(isinstance(size, int) for size in mask.shape):
+    if (
+        not isinstance(mask, Tensor)
+        or mask.requires_grad
+        or not all(isinstance(size, int) for size in mask.shape)
+    ):
         return False
     return mask.shape[-1] > 1 and mask.stride(-1) != 1
 
@@ -78,7 +82,9 @@ def _laid_out(graph: PrecisionGraph, node: fx.Node, value: fx.Node, mask: Tensor
     return result
 
 
-_REASON: Final = f"computed as products, which are faster than torch's fused kernel up to {MOST_TOKENS} tokens"
+_REASON: Final = (
+    f"computed as products, which are faster than torch's fused kernel up to {MOST_TOKENS} tokens"
+)
 
 
 _BY_TOKEN: Final = (0, 2, 1, 3)
@@ -172,7 +178,11 @@ def _trained(graph: PrecisionGraph) -> set[fx.Node]:
     result: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
-        leaf = node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) and value.requires_grad
+        leaf = (
+            node.op in ("placeholder", "get_attr")
+            and isinstance(value, torch.Tensor)
+            and value.requires_grad
+        )
         if leaf or any(used in result for used in node.all_input_nodes):
             result.add(node)
     return result

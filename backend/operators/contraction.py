@@ -32,7 +32,9 @@ def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Te
     item, other = factors.split(",")
     c = Contraction((item, other), result, (0, 1))
     owned, channels = c.own(0), c.own(1)
-    sizes = dict(zip(item, value.x.shape, strict=True)) | dict(zip(other, value.weight.shape, strict=True))
+    sizes = dict(zip(item, value.x.shape, strict=True)) | dict(
+        zip(other, value.weight.shape, strict=True)
+    )
     a, b = (c.batch, owned, c.summed), (c.batch, channels, c.summed)
     as_a_layer = value._replace(
         x=_arranged(value.x, item, a),
@@ -47,11 +49,15 @@ def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Te
     return in_order(y.permute([made.index(letter) for letter in result]), order)
 
 
-def _scale(scale: Tensor | None, letters: str, parts: tuple[str, str, str], columns: bool = False) -> Tensor | None:
+def _scale(
+    scale: Tensor | None, letters: str, parts: tuple[str, str, str], columns: bool = False
+) -> Tensor | None:
     return scale if scale is None or scale.dim() == 0 else _arranged(scale, letters, parts, columns)
 
 
-def _arranged(t: Tensor, letters: str, parts: tuple[str, str, str], columns: bool = False) -> Tensor:
+def _arranged(
+    t: Tensor, letters: str, parts: tuple[str, str, str], columns: bool = False
+) -> Tensor:
     """Returns a tensor, or its scale, with its dimensions in the order of a layer: side by side, rows, summed over.
 
     Each of the three is one dimension. There is no first where there are no layers side by side, and then the rows of an activation may

@@ -213,8 +213,12 @@ def depthwise_gradients(
     Returns:
         `[N, C, H, W]` with channels last, and `[C, 1, R, S]`; None for what is not needed.
     """
-    result = torch.ops.qsync.depthwise_gradients.default(gradient, x, weight, stride, padding, dilation, list(needed))
-    of_x, of_weight = (item if wanted else None for item, wanted in zip(result, needed, strict=True))
+    result = torch.ops.qsync.depthwise_gradients.default(
+        gradient, x, weight, stride, padding, dilation, list(needed)
+    )
+    of_x, of_weight = (
+        item if wanted else None for item, wanted in zip(result, needed, strict=True)
+    )
     return of_x, of_weight
 
 
@@ -222,19 +226,25 @@ def _kernel(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Te
     *window, needed = rest
     read = [t.to(torch.float32, memory_format=torch.channels_last) for t in (gradient, x)]
     where = None, *window, False, [0, 0], weight.shape[0]
-    of_x, of_weight, _ = torch.ops.aten.convolution_backward.default(*read, weight.float(), *where, [*needed, False])
+    of_x, of_weight, _ = torch.ops.aten.convolution_backward.default(
+        *read, weight.float(), *where, [*needed, False]
+    )
     if of_x is not None:
         of_x = of_x.to(x.dtype, memory_format=torch.channels_last)
     if of_weight is not None:
         of_weight = of_weight.to(weight.dtype, memory_format=torch.contiguous_format)
-    return x.new_empty(0) if of_x is None else of_x, weight.new_empty(0) if of_weight is None else of_weight
+    return x.new_empty(0) if of_x is None else of_x, weight.new_empty(
+        0
+    ) if of_weight is None else of_weight
 
 
 def _fake(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     of_x, of_weight = rest[-1]
     return (
         torch.empty_like(x, memory_format=torch.channels_last) if of_x else x.new_empty(0),
-        torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else weight.new_empty(0),
+        torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if of_weight
+        else weight.new_empty(0),
     )
 
 

@@ -62,24 +62,41 @@ def convert(
     return result
 
 
-def _checked(x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]) -> None:
+def _checked(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
+) -> None:
     where = "qsync::convert"
     if x.dtype not in TYPES:
-        raise PrecisionError(f"{x.dtype} is not converted", where=where, do="give integers or floats that layers have")
+        raise PrecisionError(
+            f"{x.dtype} is not converted",
+            where=where,
+            do="give integers or floats that layers have",
+        )
     if dtype not in FLOATS and (scale is not None or dtype != x.dtype):
         raise PrecisionError(
             f"{x.dtype} cannot become {dtype}{'' if scale is None else ' with a scale'}",
             where=where,
             do="convert to float16, bfloat16 or float32; qsync::quantize makes narrower types",
         )
-    require(x.dim() == 2 and len(shape) == 2, lambda: f"{where}: {x.dim()} dimensions to {len(shape)}, not 2 to 2")
+    require(
+        x.dim() == 2 and len(shape) == 2,
+        lambda: f"{where}: {x.dim()} dimensions to {len(shape)}, not 2 to 2",
+    )
     if scale is not None:
-        item = scale.numel() == 1 and scale.dim() < 2 and scale.dtype == torch.float32 and scale.device == x.device
+        item = (
+            scale.numel() == 1
+            and scale.dim() < 2
+            and scale.dtype == torch.float32
+            and scale.device == x.device
+        )
         require(item, lambda: f"{where}: the scale is no single FP32 number on {x.device}")
     rows, columns = (x.shape[1], x.shape[0]) if transposed else x.shape
     enough = (shape[0] >= rows, shape[1] >= columns)
     for fits in enough:
-        require(fits, lambda: f"{where}: {rows} x {columns} values do not fit into {shape[0]} x {shape[1]}")
+        require(
+            fits,
+            lambda: f"{where}: {rows} x {columns} values do not fit into {shape[0]} x {shape[1]}",
+        )
 
 
 def _convert_fake(
@@ -89,7 +106,9 @@ def _convert_fake(
     return x.new_empty(list(shape), dtype=dtype)
 
 
-def _by_torch(x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]) -> Tensor:
+def _by_torch(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
+) -> Tensor:
     from qsync_fx.backend.cuda.problem.padding import laid_out
 
     _checked(x, dtype, scale, transposed, shape)
@@ -98,11 +117,17 @@ def _by_torch(x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: b
     return laid_out(values.to(dtype), shape[0], shape[1], "row")
 
 
-def _kernel(x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]) -> Tensor:
+def _kernel(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, transposed: bool, shape: Sequence[int]
+) -> Tensor:
     from qsync_fx.backend.cuda.runtime import layout_convert
 
     _checked(x, dtype, scale, transposed, shape)
-    result = layout_convert.convert(x, scale, dtype, transposed, (shape[0], shape[1])) if x.numel() else None
+    result = (
+        layout_convert.convert(x, scale, dtype, transposed, (shape[0], shape[1]))
+        if x.numel()
+        else None
+    )
     return _by_torch(x, dtype, scale, transposed, shape) if result is None else result
 
 
@@ -130,4 +155,8 @@ def _carry_fake(q: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(q, dtype=dtype)
 
 
-define("carry(Tensor q, ScalarType dtype) -> Tensor", {"CompositeExplicitAutograd": _convert}, _carry_fake)
+define(
+    "carry(Tensor q, ScalarType dtype) -> Tensor",
+    {"CompositeExplicitAutograd": _convert},
+    _carry_fake,
+)

@@ -120,7 +120,9 @@ def output(
     if row.plain:
         plain_bias = None if bias is None else bias.to(row.dtype)
         return forward(xq, wq, plain_bias, geometry).to(out_dtype)
-    result = dispatch.convolved(xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row)
+    result = dispatch.convolved(
+        xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row
+    )
     if result is not None:
         return result
     wide = out_dtype.itemsize > carrier(row, xq.device).itemsize
@@ -145,7 +147,9 @@ def input_gradient(
 ) -> Tensor | None:
     """Returns the input gradient of a batch by a kernel, from a rounded gradient and the saved (input, weight); None without one."""
     (g, scale), (xq, wq) = gradient, saved
-    return dispatch.convolved(g, wq, scale, factor, None, xq, geometry, "dgrad", dtype, row, dispatch.partner(g))
+    return dispatch.convolved(
+        g, wq, scale, factor, None, xq, geometry, "dgrad", dtype, row, dispatch.partner(g)
+    )
 
 
 def weight_gradient(
@@ -158,7 +162,9 @@ def weight_gradient(
 ) -> Tensor | None:
     """Returns the weight gradient by a kernel; see `input_gradient`."""
     (g, scale), (xq, wq) = gradient, saved
-    return dispatch.convolved(g, xq, scale, factor, None, wq, geometry, "wgrad", dtype, row, dispatch.partner(g))
+    return dispatch.convolved(
+        g, xq, scale, factor, None, wq, geometry, "wgrad", dtype, row, dispatch.partner(g)
+    )
 
 
 class _Convolution(torch.autograd.Function):
@@ -166,7 +172,13 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *shared, geometry, order = arguments
         inputs = ProductArguments(*shared)
-        xq, x_scale, wq, w_scale, bias = inputs.xq, inputs.x_scale, inputs.wq, inputs.w_scale, inputs.bias
+        xq, x_scale, wq, w_scale, bias = (
+            inputs.xq,
+            inputs.x_scale,
+            inputs.wq,
+            inputs.w_scale,
+            inputs.bias,
+        )
         # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
         linked = link()
         ctx.save_for_backward(xq, x_scale, wq, w_scale, inputs.seed, linked)
@@ -178,7 +190,9 @@ class _Convolution(torch.autograd.Function):
         settings = geometry, precision(inputs.fmt), inputs.out_dtype
         y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *settings)
         # A view that a function like this one returns could not be written to in place.
-        result: Tensor = y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
+        result: Tensor = (
+            y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
+        )
         return result, linked
 
     @staticmethod
@@ -204,27 +218,37 @@ class _Convolution(torch.autograd.Function):
         saved, settings = (xc, wc), (geometry, row)
         grad_x = grad_weight = grad_bias = None
         if need_x:
-            grad_x = input_gradient(rounded[Role.ACTIVATION], saved, factors[0], *settings, summed(x_dtype, gradients))
+            grad_x = input_gradient(
+                rounded[Role.ACTIVATION], saved, factors[0], *settings, summed(x_dtype, gradients)
+            )
         if need_weight:
             grad_weight = weight_gradient(
                 rounded[Role.WEIGHT], saved, factors[1], *settings, summed(weight_dtype, gradients)
             )
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
         # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
-        own_bias = need_bias and missing[1] and incoming(row, g.device).plain and rounded[Role.WEIGHT][1] is None
+        own_bias = (
+            need_bias
+            and missing[1]
+            and incoming(row, g.device).plain
+            and rounded[Role.WEIGHT][1] is None
+        )
 
         def products(role: Role, needed: list[bool]) -> tuple[Tensor | None, ...]:
             """The gradients of input, weight and bias, and the scales that are left for the first two."""
             incoming_g, left = carried(*rounded[role], dtype, again=True)
             (x, x_factor), (w, w_factor) = (
-                carried(q, factor, dtype, again=True) for q, factor in ((xc, factors[1]), (wc, factors[0]))
+                carried(q, factor, dtype, again=True)
+                for q, factor in ((xc, factors[1]), (wc, factors[0]))
             )
             computed = convolution_backward(incoming_g, x, w, [g.shape[1]], geometry, needed)
             return *computed, combined(left, w_factor), combined(left, x_factor)
 
         to_x = to_weight = x_rest = w_rest = None
         if all(missing) and rounded[Role.ACTIVATION] is rounded[Role.WEIGHT]:
-            to_x, to_weight, grad_bias, x_rest, w_rest = products(Role.ACTIVATION, [True, True, own_bias])
+            to_x, to_weight, grad_bias, x_rest, w_rest = products(
+                Role.ACTIVATION, [True, True, own_bias]
+            )
         else:
             if missing[0]:
                 to_x, _, _, x_rest, _ = products(Role.ACTIVATION, [True, False, False])
@@ -236,9 +260,13 @@ class _Convolution(torch.autograd.Function):
             grad_weight = scaled(to_weight, w_rest, None, summed(weight_dtype, gradients))
         owned = seed, stream
         if grad_x is not None:
-            grad_x = in_order(result(grad_x, x_dtype, *owned, Role.ACTIVATION, gradients), ctx.order).view(xq.shape)
+            grad_x = in_order(
+                result(grad_x, x_dtype, *owned, Role.ACTIVATION, gradients), ctx.order
+            ).view(xq.shape)
         if grad_weight is not None:
-            grad_weight = in_order(result(grad_weight, weight_dtype, *owned, Role.WEIGHT, gradients), ctx.order)
+            grad_weight = in_order(
+                result(grad_weight, weight_dtype, *owned, Role.WEIGHT, gradients), ctx.order
+            )
         if need_bias:
             if grad_bias is None or not own_bias:
                 grad_bias = g.sum([0, *range(2, ndim)], dtype=torch.float32)

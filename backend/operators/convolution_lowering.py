@@ -36,7 +36,8 @@ def _geometry(node: fx.Node) -> Geometry | None:
     if padding == "same":
         # torch pads such that the output is as large as the input: once a side, and one more at the end where that does not come out.
         total = [
-            step * (int(size) - 1) for step, size in zip(dilation, result["weight"].meta["val"].shape[2:], strict=True)
+            step * (int(size) - 1)
+            for step, size in zip(dilation, result["weight"].meta["val"].shape[2:], strict=True)
         ]
         if any(size % 2 for size in total):
             return None
@@ -75,7 +76,9 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
     if fmt.plain:
         # As a product: what has been gathered for all places of a channel, with the channel's weight.
         out = x if transposed else node.meta["val"]
-        places, channels, summed = map(extent, ((*out.shape[:1], *out.shape[2:]), weight.shape[:1], weight.shape[1:]))
+        places, channels, summed = map(
+            extent, ((*out.shape[:1], *out.shape[2:]), weight.shape[:1], weight.shape[1:])
+        )
         if places is None or channels is None or summed is None:
             return None
         return cpu_kernels.gemm_too_small(places, channels, summed, fmt)
@@ -94,7 +97,9 @@ def _emit(node: fx.Node, argument: Operands) -> fx.Node:
     value = node.meta["val"]
     order = memory_order(value) or list(range(value.dim()))
     arranged = (*geometry, order, argument.fmt, argument.rounding, argument.out_dtype)
-    return node.graph.call_function(torch.ops.qsync.convolution.default, (*tensors, argument.stream, *arranged))
+    return node.graph.call_function(
+        torch.ops.qsync.convolution.default, (*tensors, argument.stream, *arranged)
+    )
 
 
 def _transposed(node: fx.Node) -> bool:

@@ -25,7 +25,9 @@ from qsync_fx.backend.operators.registration import define
 from qsync_fx.rounding import rounding_mode
 
 
-def uniform(size: Sequence[int | SymInt], stride: Sequence[int | SymInt], seed: Tensor, stream: int) -> Tensor:
+def uniform(
+    size: Sequence[int | SymInt], stride: Sequence[int | SymInt], seed: Tensor, stream: int
+) -> Tensor:
     """Returns `philox.uniform` for a tensor of a size and strides, which fills its memory without gaps: FP32."""
     result: Tensor = torch.ops.qsync.uniform.default(size, stride, seed, stream)
     return result
@@ -35,7 +37,9 @@ def _uniform(size: Sequence[int], stride: Sequence[int], seed: Tensor, stream: i
     return philox.uniform(torch.empty_strided(size, stride, device=seed.device), seed, stream)
 
 
-def _uniform_fake(size: Sequence[int | SymInt], stride: Sequence[int | SymInt], seed: Tensor, stream: int) -> Tensor:
+def _uniform_fake(
+    size: Sequence[int | SymInt], stride: Sequence[int | SymInt], seed: Tensor, stream: int
+) -> Tensor:
     return torch.empty_strided(size, stride, device=seed.device)
 
 
@@ -71,7 +75,9 @@ def quantize(
     return torch.where(scale.isnan(), torch.zeros_like(rounded), rounded).to(row.dtype), scale
 
 
-def quantize_transposed(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_transposed(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(q, transpose, scale)`; see `qsync::quantize_transposed`."""
     q, scale = quantize(x, seed, stream, fmt, rounding, ())
     return q, q.t().clone(memory_format=torch.contiguous_format), scale

@@ -49,9 +49,13 @@ def _by_row(scale: Tensor | None, offs: Tensor, rows: Tensor) -> Tensor | None:
     return scale.flatten(1)[group.clamp(max=offs.shape[0] - 1)]
 
 
-def _multiplied(a: Tensor, b: Tensor, offs: Tensor, formats: tuple[Precision, Precision], dtype: torch.dtype) -> Tensor:
+def _multiplied(
+    a: Tensor, b: Tensor, offs: Tensor, formats: tuple[Precision, Precision], dtype: torch.dtype
+) -> Tensor:
     first, second = formats
-    result: Tensor = torch.ops.qsync.grouped_products.default(a, b, offs, first.name, second.name, dtype)
+    result: Tensor = torch.ops.qsync.grouped_products.default(
+        a, b, offs, first.name, second.name, dtype
+    )
     return result
 
 
@@ -60,11 +64,23 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *shared, offs = arguments
         inputs = ProductArguments(*shared)
-        xq, x_scale, wq, w_scale, out_dtype = inputs.xq, inputs.x_scale, inputs.wq, inputs.w_scale, inputs.out_dtype
+        xq, x_scale, wq, w_scale, out_dtype = (
+            inputs.xq,
+            inputs.x_scale,
+            inputs.wq,
+            inputs.w_scale,
+            inputs.out_dtype,
+        )
         need_x, need_weight = ctx.needs_input_grad[:2]
         linked = link()
         ctx.save_for_backward(
-            xq if need_weight else None, x_scale, wq if need_x else None, w_scale, inputs.seed, offs, linked
+            xq if need_weight else None,
+            x_scale,
+            wq if need_x else None,
+            w_scale,
+            inputs.seed,
+            offs,
+            linked,
         )
         ctx.how = inputs.stream, inputs.rounding
         ctx.fmt, ctx.place = inputs.fmt, place(inputs.stream)
@@ -99,7 +115,9 @@ class _Grouped(torch.autograd.Function):
         if need_weight:
             g, scale = rounded[Role.WEIGHT]
             product = _multiplied(xq.t(), g, offs, (row, narrow), dtype)
-            grad_weight = scaled(product, combined(scale, x_scale if uniform(x_scale) else None), None, weight_dtype)
+            grad_weight = scaled(
+                product, combined(scale, x_scale if uniform(x_scale) else None), None, weight_dtype
+            )
         return without_gradients((grad_x, grad_weight), owned=1)
 
 

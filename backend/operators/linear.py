@@ -117,7 +117,11 @@ def output(
         if wq.dim() == 2:
             plain = torch.ops.aten.linear.default(rows, wq, added)
         else:
-            plain = rows @ transposed(wq) if added is None else torch.baddbmm(added, rows, transposed(wq))
+            plain = (
+                rows @ transposed(wq)
+                if added is None
+                else torch.baddbmm(added, rows, transposed(wq))
+            )
         return plain.to(out_dtype)
     operands = rows, wq, x_scale, w_scale, bias, out_dtype, row
     result = dispatch.product(*operands, transposed=True)
@@ -172,7 +176,9 @@ def weight_gradient(
     """
     if incoming(row, g.device).kind == "integer" or not dispatch.silent(g.device):
         by_rows = transposed(g) if flipped is None else flipped
-        result = dispatch.product(by_rows, xq, scale, x_scale, None, dtype, row, dispatch.partner(g))
+        result = dispatch.product(
+            by_rows, xq, scale, x_scale, None, dtype, row, dispatch.partner(g)
+        )
         if result is None:
             result = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
         if result is not None:
@@ -185,11 +191,18 @@ def weight_gradient(
 
 
 def _by_integers(
-    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, row: Precision, dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    row: Precision,
+    dtype: torch.dtype,
 ) -> Tensor | None:
     """Returns `a @ b` of a rounded gradient and a saved operand by torch's integer unit; None where it is not to compute it."""
     rounded = incoming(row, a.device)
-    if rounded.kind != "integer" or not dispatch.integers_pay(a, b, a_scale, b_scale, None, dtype, row):
+    if rounded.kind != "integer" or not dispatch.integers_pay(
+        a, b, a_scale, b_scale, None, dtype, row
+    ):
         return None
     product = int_mm.product(a, transposed(b), (rounded, row))
     return None if product is None else scaled(product, combined(a_scale, b_scale), None, dtype)
@@ -199,12 +212,23 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         inputs = ProductArguments(*arguments)
-        xq, x_scale, wq, w_scale, bias = inputs.xq, inputs.x_scale, inputs.wq, inputs.w_scale, inputs.bias
+        xq, x_scale, wq, w_scale, bias = (
+            inputs.xq,
+            inputs.x_scale,
+            inputs.wq,
+            inputs.w_scale,
+            inputs.bias,
+        )
         need_x, need_weight = ctx.needs_input_grad[:2]
         # With a frozen weight nothing needs the activation again, and the other way round.
         linked = link()
         ctx.save_for_backward(
-            xq if need_weight else None, x_scale, wq if need_x else None, w_scale, inputs.seed, linked
+            xq if need_weight else None,
+            x_scale,
+            wq if need_x else None,
+            w_scale,
+            inputs.seed,
+            linked,
         )
         ctx.shape = xq.shape
         ctx.how = inputs.stream, inputs.rounding, inputs.gradients
@@ -239,29 +263,43 @@ class _Linear(torch.autograd.Function):
         rounded: dict[Role, tuple[Tensor, Tensor | None]]
         transposed, factor = None, x_scale if _uniform(x_scale, stacked) else None
         folded = any(fold is not None for fold in folds.values())
-        if need_weight and not folded and dispatch.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row):
+        if (
+            need_weight
+            and not folded
+            and dispatch.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row)
+        ):
             g, transposed, scale = quantize_transposed(
                 rows, seed, stream + stream_layout.SHARED, row.gradient.name, rounding
             )
             pair: tuple[Tensor, Tensor | None] = g, scale
             rounded = dict.fromkeys(folds, pair)
         else:
-            rounded = round_gradients(rows, folds, seed, stream, fmt, rounding, [0] if stacked else [], gradients)
+            rounded = round_gradients(
+                rows, folds, seed, stream, fmt, rounding, [0] if stacked else [], gradients
+            )
         owned = seed, stream
         if need_x:
             w_factor = w_scale if _uniform(w_scale, stacked) else None
-            to_x = input_gradient(*rounded[Role.ACTIVATION], wq, w_factor, row, summed(x_dtype, gradients), gradients)
+            to_x = input_gradient(
+                *rounded[Role.ACTIVATION], wq, w_factor, row, summed(x_dtype, gradients), gradients
+            )
             grad_x = result(to_x, x_dtype, *owned, Role.ACTIVATION, gradients).view(ctx.shape)
             if ctx.x_by_columns:
                 grad_x = in_order(grad_x, (1, 0))
         if need_weight:
-            values, by_columns, dtype = _rows(xq, stacked), ctx.by_columns, summed(weight_dtype, gradients)
+            values, by_columns, dtype = (
+                _rows(xq, stacked),
+                ctx.by_columns,
+                summed(weight_dtype, gradients),
+            )
             to_weight = weight_gradient(
                 *rounded[Role.WEIGHT], values, factor, row, dtype, transposed, by_columns, gradients
             )
             grad_weight = result(to_weight, weight_dtype, *owned, Role.WEIGHT, gradients)
         if need_bias:
-            grad_bias = narrowed(rows.sum(-2, keepdim=stacked, dtype=torch.float32), bias_dtype, *owned, gradients)
+            grad_bias = narrowed(
+                rows.sum(-2, keepdim=stacked, dtype=torch.float32), bias_dtype, *owned, gradients
+            )
         return without_gradients((grad_x, grad_weight, grad_bias))
 
 

@@ -41,7 +41,9 @@ def pack_bits(mask: Tensor) -> Tensor:
     return result
 
 
-def unpack_bits(bits: Tensor, size: Sequence[int | SymInt], dtype: torch.dtype = torch.bool) -> Tensor:
+def unpack_bits(
+    bits: Tensor, size: Sequence[int | SymInt], dtype: torch.dtype = torch.bool
+) -> Tensor:
     """Returns the mask of a size that `pack_bits` has made `bits` of, row by row in memory, as bool or int8."""
     result: Tensor = torch.ops.qsync.unpack_bits.default(bits, size, dtype)
     return result
@@ -51,9 +53,14 @@ def _packed_fake(mask: Tensor) -> Tensor:
     return mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8)
 
 
-def _unpacked_fake(bits: Tensor, size: Sequence[int | SymInt], dtype: torch.dtype | None = None) -> Tensor:
+def _unpacked_fake(
+    bits: Tensor, size: Sequence[int | SymInt], dtype: torch.dtype | None = None
+) -> Tensor:
     dtype = dtype or torch.bool
-    require(dtype in _IN_BYTES, lambda: f"qsync::unpack_bits: truth values are of bool or int8, not of {dtype}")
+    require(
+        dtype in _IN_BYTES,
+        lambda: f"qsync::unpack_bits: truth values are of bool or int8, not of {dtype}",
+    )
     return bits.new_empty(size, dtype=dtype)
 
 
@@ -72,7 +79,11 @@ def _unpack(bits: Tensor, size: Sequence[int], dtype: torch.dtype | None = None)
 
 
 define("pack_bits(Tensor mask) -> Tensor", {"CPU": _pack}, _packed_fake)
-define("unpack_bits(Tensor bits, SymInt[] size, ScalarType? dtype=None) -> Tensor", {"CPU": _unpack}, _unpacked_fake)
+define(
+    "unpack_bits(Tensor bits, SymInt[] size, ScalarType? dtype=None) -> Tensor",
+    {"CPU": _unpack},
+    _unpacked_fake,
+)
 
 
 def keep(size: Sequence[int | SymInt], seed: Tensor, stream: int, p: float) -> Tensor:
@@ -113,4 +124,8 @@ def _select(gradient: Tensor, closed: Tensor) -> Tensor:
     return torch.where(closed != 0, 0.0, gradient)
 
 
-define("gate(Tensor gradient, Tensor closed) -> Tensor", {"CompositeExplicitAutograd": _select}, _select)
+define(
+    "gate(Tensor gradient, Tensor closed) -> Tensor",
+    {"CompositeExplicitAutograd": _select},
+    _select,
+)

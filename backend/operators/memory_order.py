@@ -65,7 +65,9 @@ def convolution_format(x: Tensor, weight: Tensor) -> torch.memory_format:
     Args:
         x, weight: four or five dimensions.
     """
-    formats = {suggest_memory_format(operand) for operand in (x, weight)} - {torch.contiguous_format}
+    formats = {suggest_memory_format(operand) for operand in (x, weight)} - {
+        torch.contiguous_format
+    }
     return formats.pop() if formats else torch.contiguous_format
 
 

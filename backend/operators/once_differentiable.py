@@ -50,7 +50,9 @@ def link() -> Tensor:
 
 
 def refuse(
-    gradients: tuple[Tensor | None, ...], links: tuple[Tensor | None, ...], problem: Callable[[], QSyncError]
+    gradients: tuple[Tensor | None, ...],
+    links: tuple[Tensor | None, ...],
+    problem: Callable[[], QSyncError],
 ) -> tuple[Tensor | None, ...]:
     """Returns gradients whose own derivatives raise `problem()`, those by whatever `links` depend on too."""
     anchor = torch.empty(0, requires_grad=True)
@@ -61,7 +63,10 @@ def refuse(
 class _Refused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, problem: Callable[[], QSyncError], gradients: tuple[Tensor | None, ...], *links: Tensor | None
+        ctx: Any,
+        problem: Callable[[], QSyncError],
+        gradients: tuple[Tensor | None, ...],
+        *links: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.problem = problem
         return tuple(None if g is None else g.detach() for g in gradients)

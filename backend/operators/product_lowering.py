@@ -29,7 +29,9 @@ def _contraction(node: fx.Node) -> Contraction | str:
     """Returns what a product contracts, the activation first; the reason where no layer does that."""
     row = _row(node)
     assert row.contracts is not None
-    result = row.contracts(fx.node.map_arg(list(arguments(node).values()), lambda used: used.meta["val"]))
+    result = row.contracts(
+        fx.node.map_arg(list(arguments(node).values()), lambda used: used.meta["val"])
+    )
     if isinstance(result, str):
         return result
     weight = result.places.index(row.scaled[1])
@@ -40,7 +42,11 @@ def _refuses(node: fx.Node) -> str | None:
     result = _contraction(node)
     if isinstance(result, str):
         return result
-    return "only the CPU has a product of groups for it" if result.group and not _on_cpu(node) else None
+    return (
+        "only the CPU has a product of groups for it"
+        if result.group and not _on_cpu(node)
+        else None
+    )
 
 
 def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
@@ -51,7 +57,8 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         keep = _keep if context.options.scaling == "channel" else _separate
         return gpu_profitability.because(node, _row(node), fmt, context, _emit, keep)
     rows, channels, summed = (
-        extent(result.sizes[letter] for letter in letters) for letters in (result.own(0), result.own(1), result.summed)
+        extent(result.sizes[letter] for letter in letters)
+        for letters in (result.own(0), result.own(1), result.summed)
     )
     if fmt.scaled and (why := cpu_kernels.without_unit(context.device)) is not None:
         return why
@@ -72,16 +79,22 @@ def _emit(node: fx.Node, argument: Operands) -> fx.Node:
     settings = argument.fmt, argument.rounding, argument.out_dtype
     if result.group:
         tensors = x, w, arguments(node)["offs"], xq, x_scale, wq, w_scale, argument.seed
-        return node.graph.call_function(torch.ops.qsync.grouped.default, (*tensors, argument.stream, *settings))
+        return node.graph.call_function(
+            torch.ops.qsync.grouped.default, (*tensors, argument.stream, *settings)
+        )
     added = _row(node).added
     bias = list(arguments(node).values())[added[0]] if added else None
     tensors = x, w, bias, xq, x_scale, wq, w_scale, argument.seed
     if result.is_linear:
-        return node.graph.call_function(torch.ops.qsync.linear.default, (*tensors, argument.stream, *settings))
+        return node.graph.call_function(
+            torch.ops.qsync.linear.default, (*tensors, argument.stream, *settings)
+        )
     value: Tensor = node.meta["val"]
     # Sizes that only a run knows have no strides yet; what has them is made anew, row after row.
     shape = result.equation, memory_order(value) or list(range(value.dim()))
-    return node.graph.call_function(torch.ops.qsync.contract.default, (*tensors, argument.stream, *shape, *settings))
+    return node.graph.call_function(
+        torch.ops.qsync.contract.default, (*tensors, argument.stream, *shape, *settings)
+    )
 
 
 def _dimensions(node: fx.Node, role: Role, channels: bool) -> list[int]:

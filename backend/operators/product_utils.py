@@ -52,7 +52,9 @@ def short(row: Precision | None) -> bool:
     return row is not None and row.plain and row.e_min > FP32.e_min
 
 
-def carried(q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = False) -> tuple[Tensor, Tensor | None]:
+def carried(
+    q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Returns an operand in the type that a product is computed in, and the scale that its values then have.
 
     Five products of 127 by 127 are more than FP16 holds. There integers are divided by 512, which is exact, and leaves room for sums of a
@@ -85,7 +87,9 @@ def transposed(t: Tensor) -> Tensor:
     return t.t() if t.dim() == 2 else t.mT
 
 
-def scaled(product: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled(
+    product: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Returns `product * scale + bias` as `dtype`, computed in FP32 and rounded once."""
     if scale is not None:
         product = product.float() * scale
@@ -157,7 +161,11 @@ def round_gradients(
         if fold is not None:
             result[role] = rounded(gradient.float() * fold, stream + stream_layout.BACKWARD[role])
     unfolded = [role for role, fold in folds.items() if fold is None]
-    return result | dict.fromkeys(unfolded, rounded(gradient, stream + stream_layout.SHARED)) if unfolded else result
+    return (
+        result | dict.fromkeys(unfolded, rounded(gradient, stream + stream_layout.SHARED))
+        if unfolded
+        else result
+    )
 
 
 def _within(gradient: Tensor) -> Tensor:
@@ -170,17 +178,28 @@ def _within(gradient: Tensor) -> Tensor:
     return torch.where(factor.isfinite() & (largest > 0), factor, torch.ones_like(factor))
 
 
-def narrowed(value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, gradients: str) -> Tensor:
+def narrowed(
+    value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, gradients: str
+) -> Tensor:
     """Returns a gradient as `dtype`; `gradients` says how it is rounded where that has fewer than 32 bits."""
     row = precision_of(dtype)
-    if gradients == "nearest" or row is None or value.dtype.itemsize <= dtype.itemsize or row.bits >= 32:
+    if (
+        gradients == "nearest"
+        or row is None
+        or value.dtype.itemsize <= dtype.itemsize
+        or row.bits >= 32
+    ):
         return value.to(dtype)
     return round_to(value, seed, stream, row.name, gradients)
 
 
-def result(value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, role: Role, gradients: str) -> Tensor:
+def result(
+    value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, role: Role, gradients: str
+) -> Tensor:
     """Returns the gradient of the input in `role`, computed in FP32 where `gradients` is "stochastic", as `dtype`; see `narrowed`."""
-    return narrowed(value, dtype, seed, stream + stream_layout.BACKWARD[role] + stream_layout.RESULT, gradients)
+    return narrowed(
+        value, dtype, seed, stream + stream_layout.BACKWARD[role] + stream_layout.RESULT, gradients
+    )
 
 
 def summed(dtype: torch.dtype, gradients: str) -> torch.dtype:
@@ -222,9 +241,7 @@ class ProductArguments(NamedTuple):
     gradients: str
 
 
-_TENSORS = (
-    "Tensor x, Tensor weight, {third}, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream"
-)
+_TENSORS = "Tensor x, Tensor weight, {third}, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream"
 _HOW = "str fmt, str rounding, ScalarType out_dtype"
 _LEFT_OUT = {"bias": None, "gradients": "nearest"}
 
@@ -250,13 +267,17 @@ def define_product(
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         by_name = filled(getattr(torch.ops.qsync, name).default, args, kwargs)
-        inputs = ProductArguments(*(by_name.pop(field, _LEFT_OUT.get(field)) for field in ProductArguments._fields))
+        inputs = ProductArguments(
+            *(by_name.pop(field, _LEFT_OUT.get(field)) for field in ProductArguments._fields)
+        )
         return compute(inputs, **by_name)
 
     define(f"{name}({arguments}{available}) -> Tensor", {"CompositeImplicitAutograd": kernel})
 
 
-def without_gradients(gradients: tuple[Tensor | None, ...], owned: int = 0) -> tuple[Tensor | None, ...]:
+def without_gradients(
+    gradients: tuple[Tensor | None, ...], owned: int = 0
+) -> tuple[Tensor | None, ...]:
     """Returns what a backward function gives: gradients of the first arguments, and none of the others, `own` of which are its own."""
     return gradients + (None,) * (len(ProductArguments._fields) + owned - len(gradients))
 

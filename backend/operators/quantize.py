@@ -39,10 +39,14 @@ def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
     """Returns the format called `fmt`; raises `PrecisionError` unless it is scaled and `x` and `keep` suit it."""
     row = precision(fmt)
     if not row.scaled:
-        raise PrecisionError(f"{row} has no scale", where="qsync::quantize", do="use a conversion, or qsync::round")
+        raise PrecisionError(
+            f"{row} has no scale", where="qsync::quantize", do="use a conversion, or qsync::round"
+        )
     if not x.is_floating_point():
         raise PrecisionError(
-            f"{x.dtype} cannot be quantized", where="qsync::quantize", do="quantize floating-point tensors"
+            f"{x.dtype} cannot be quantized",
+            where="qsync::quantize",
+            do="quantize floating-point tensors",
         )
     if keep and any(not -x.dim() <= dim < x.dim() for dim in keep):
         raise PrecisionError(
@@ -78,7 +82,9 @@ def quantize(
         PrecisionError: unknown or unscaled format, `x` not floating point, `keep` out of range.
         OptionError: unknown way to round.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.qsync.quantize.default(x, seed, stream, fmt, rounding, list(keep))
+    result: tuple[Tensor, Tensor] = torch.ops.qsync.quantize.default(
+        x, seed, stream, fmt, rounding, list(keep)
+    )
     return result
 
 
@@ -96,14 +102,18 @@ def _quantize_kernel(
 ) -> tuple[Tensor, Tensor]:
     result: Any = quantize_launch.again(x, seed, stream, fmt, rounding, keep)
     if result is None:
-        result = quantize_launch.quantize(x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep)
+        result = quantize_launch.quantize(
+            x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep
+        )
     return result  # type: ignore[no-any-return]
 
 
 def _quantize_native(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return native.quantize(x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep)
+    return native.quantize(
+        x, seed, stream, scaled_format(fmt, x, keep), rounding_mode(rounding), keep
+    )
 
 
 define(
@@ -135,7 +145,9 @@ define(
 )
 
 
-def quantize_transposed(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_transposed(
+    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizes a matrix with one scale; see `qsync::quantize` for what is computed, the arguments and the errors.
 
     Args:
@@ -146,7 +158,9 @@ def quantize_transposed(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding
         transpose: `[N, M]`, contiguous: `q.t()`.
         scale: FP32, `[]`.
     """
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.qsync.quantize_transposed.default(x, seed, stream, fmt, rounding)
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.qsync.quantize_transposed.default(
+        x, seed, stream, fmt, rounding
+    )
     return result
 
 
@@ -163,7 +177,9 @@ def _quantize_transposed_fake(
 def _quantize_transposed_native(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, scale = native.quantize(x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding), ())
+    q, scale = native.quantize(
+        x, seed, stream, scaled_format(fmt, x, ()), rounding_mode(rounding), ()
+    )
     return q, q.t().clone(memory_format=torch.contiguous_format), scale
 
 

@@ -31,7 +31,9 @@ def define(
         tags: what Inductor is told of layouts: by default that any will do. Of an operator with this tag it asks nothing else, so one that
             `qsync_fx.backend.inductor.inductor_config` says the layouts of has none.
     """
-    assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, f"{schema} needs a fake"
+    assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, (
+        f"{schema} needs a fake"
+    )
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     for key, implementation in implementations.items():
@@ -42,7 +44,9 @@ def define(
 
 def require(condition: bool | torch.SymBool, description: Callable[[], str]) -> None:
     """Raises RuntimeError with `what()` unless a condition on sizes holds; one on symbolic sizes becomes a guard."""
-    if condition is not True:  # which takes a tenth of the time, and calls of kernels make five of these
+    if (
+        condition is not True
+    ):  # which takes a tenth of the time, and calls of kernels make five of these
         torch._check(condition, description)  # type: ignore[no-untyped-call]
 
 
@@ -50,4 +54,6 @@ def differentiate(
     name: str, backward: Callable[..., Any], remember: Callable[[Any, tuple[Any, ...], Any], None]
 ) -> None:
     """Gives an operator a backward function, `remember(ctx, inputs, output)` being called in the forward."""
-    torch.library.register_autograd(f"qsync::{name}", backward, setup_context=remember, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"qsync::{name}", backward, setup_context=remember, lib=_LIBRARY
+    )

@@ -38,13 +38,19 @@ def embedding_gradient(
     Returns:
         `[rows, D]`, of `gradient`'s type.
     """
-    result: Tensor = torch.ops.qsync.embedding_gradient.default(gradient, indices, rows, padding, by_frequency)
+    result: Tensor = torch.ops.qsync.embedding_gradient.default(
+        gradient, indices, rows, padding, by_frequency
+    )
     return result
 
 
-def _embedding_kernel(gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
+def _embedding_kernel(
+    gradient: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
+) -> Tensor:
     wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
-    summed: Tensor = torch.ops.aten.embedding_dense_backward.default(wide, indices, rows, padding, by_frequency)
+    summed: Tensor = torch.ops.aten.embedding_dense_backward.default(
+        wide, indices, rows, padding, by_frequency
+    )
     return summed.to(gradient.dtype)
 
 
@@ -90,17 +96,25 @@ def max_pool2d_gradient(
 def _like(gradient: Tensor, size: Sequence[int]) -> Tensor:
     last = gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
     memory_format = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(size, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format)
+    return torch.empty(
+        size, dtype=gradient.dtype, device=gradient.device, memory_format=memory_format
+    )
 
 
-def _max_pool_kernel(gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object) -> Tensor:
+def _max_pool_kernel(
+    gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object
+) -> Tensor:
     result = _like(gradient, size)
     # Nothing is read of the input but its shape and memory format, which the result has, too: it stands in, and no more is allocated.
-    torch.ops.aten.max_pool2d_with_indices_backward.grad_input(gradient, result, *window, indices, grad_input=result)
+    torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
+        gradient, result, *window, indices, grad_input=result
+    )
     return result
 
 
-def _max_pool_fake(gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object) -> Tensor:
+def _max_pool_fake(
+    gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object
+) -> Tensor:
     return _like(gradient, size)
 
 

@@ -63,7 +63,9 @@ def gridded_format(fmt: str, x: Tensor) -> Precision:
         )
     if not x.is_floating_point():
         raise PrecisionError(
-            f"{x.dtype} cannot be rounded to {row}", where="qsync::round", do="round floating-point tensors"
+            f"{x.dtype} cannot be rounded to {row}",
+            where="qsync::round",
+            do="round floating-point tensors",
         )
     return dataclasses.replace(row, max=FP32.max) if row.plain else row
 
@@ -108,7 +110,9 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _straight_through(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+def _straight_through(
+    ctx: Any, gradient: Tensor | None
+) -> tuple[Tensor | None, None, None, None, None]:
     return None if gradient is None else gradient.to(ctx.dtype), None, None, None, None
 
 

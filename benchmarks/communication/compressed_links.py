@@ -30,7 +30,12 @@ SIZE = 26e6
 LATENCY = 1e-4
 RATES = {"1gbit": 1.15, "100mbit": 1.10}
 """What the time may be of the model's, by rate."""
-GOALS = {("1gbit", "qsgd8"): 1.5, ("100mbit", "qsgd8"): 1.7, ("1gbit", "qsgd4"): 2.5, ("100mbit", "qsgd4"): 3.2}
+GOALS = {
+    ("1gbit", "qsgd8"): 1.5,
+    ("100mbit", "qsgd8"): 1.7,
+    ("1gbit", "qsgd4"): 2.5,
+    ("100mbit", "qsgd4"): 3.2,
+}
 BYTES = 1.03
 TORCH = {PLAIN: 4, HALF: 2}
 """Bytes a value that torch's hooks send."""
@@ -78,14 +83,29 @@ def measured(ranks: int, rate: str | None, job: dict[str, Any]) -> list[Row]:
 def row(ranks: int, rate: str | None, found: Reduction, size: int) -> Row:
     made: dict[str, Any] = {"rate": rate or "loopback", "ranks": ranks, **dataclasses.asdict(found)}
     if found.wire is not None and found.theory is not None:
-        made |= {"wire_to_theory": found.wire / found.theory, "bytes reached": found.wire / found.theory <= BYTES}
+        made |= {
+            "wire_to_theory": found.wire / found.theory,
+            "bytes reached": found.wire / found.theory <= BYTES,
+        }
     if rate is None:
         return made
     # Of two ranks each sends the other all of it at once; torch's all-reduce goes in two phases.
     phases = 1 if ranks == 2 and found.way not in TORCH else 2
-    sent = found.theory if found.theory is not None else 2 * (ranks - 1) / ranks * size * TORCH[found.way] / 4
-    model = phases * (ranks - 1) * LATENCY + 8 * sent / links.bits_per_second(rate) + (found.coding or 0.0)
-    made |= {"model": model, "to_model": found.seconds / model, "model reached": found.seconds / model <= RATES[rate]}
+    sent = (
+        found.theory
+        if found.theory is not None
+        else 2 * (ranks - 1) / ranks * size * TORCH[found.way] / 4
+    )
+    model = (
+        phases * (ranks - 1) * LATENCY
+        + 8 * sent / links.bits_per_second(rate)
+        + (found.coding or 0.0)
+    )
+    made |= {
+        "model": model,
+        "to_model": found.seconds / model,
+        "model reached": found.seconds / model <= RATES[rate],
+    }
     if ranks == 2 and (goal := GOALS.get((rate, found.way))):
         made |= {"goal": goal, "reached": found.to_half >= goal}
     return made

@@ -36,7 +36,9 @@ TO_PIQUANT = 10
 def rows(quick: bool) -> list[Row]:
     values, repeats = (2**18, 3) if quick else (26 * 2**18, 15)
     # 1bitSGD codes columns of a shape, and AQGB has its levels.
-    codecs = [codec_named(name) for name in NAMES if name not in ("1bit", "aqgb")] + [Reshaped(512, "1bit* of 512")]
+    codecs = [codec_named(name) for name in NAMES if name not in ("1bit", "aqgb")] + [
+        Reshaped(512, "1bit* of 512")
+    ]
     found, peers = measured(codecs, values, repeats), to_piquant(values, repeats)
     return [
         {
@@ -55,7 +57,10 @@ def rows(quick: bool) -> list[Row]:
 
 def to_piquant(values: int, repeats: int) -> dict[str, Row]:
     """Returns how many times as fast codecs encode as piquant does with as many bits, by codec; nothing where it is not installed."""
-    source, found = torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3, dict[str, Row]()
+    source, found = (
+        torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3,
+        dict[str, Row](),
+    )
     for bits, peers in encoders(source).items():
         codec = codec_named(f"qsgd{bits}")
         wire = torch.zeros(codec.nbytes(values), dtype=torch.uint8)
@@ -67,16 +72,29 @@ def to_piquant(values: int, repeats: int) -> dict[str, Row]:
 
 
 def main() -> None:
-    options = arguments(__doc__, isa={"help": "this path alone, and its rows as JSON", "action": "store_true"})
+    options = arguments(
+        __doc__, isa={"help": "this path alone, and its rows as JSON", "action": "store_true"}
+    )
     if options.isa:
         print(json.dumps(rows(options.quick)))
         return
     found: list[Row] = []
     for isa in _C.available_isas():
         # A path is chosen once in a process.
-        command = [sys.executable, __file__, "--isa", "--threads", str(options.threads), *["--quick"] * options.quick]
+        command = [
+            sys.executable,
+            __file__,
+            "--isa",
+            "--threads",
+            str(options.threads),
+            *["--quick"] * options.quick,
+        ]
         environment = {**os.environ, "QSYNC_CPU_ISA": isa}
-        found += json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        found += json.loads(
+            subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
     finish(options, found)
 
 

@@ -44,7 +44,9 @@ def main() -> None:
     if (job := told()) is not None:
         rank(job)
         return
-    options = arguments(__doc__, repeats={"type": int, "default": 15, "help": "turns (%(default)s)"})
+    options = arguments(
+        __doc__, repeats={"type": int, "default": 15, "help": "turns (%(default)s)"}
+    )
     torch.set_num_threads(1)
     rows: list[Row] = []
     ranks = len(NODES.ranks) * NODES.size
@@ -55,7 +57,10 @@ def main() -> None:
             "repeats": 2 if options.quick else options.repeats,
         }
         found = found_by(__file__, job, ranks, rate, seconds=1800, node=NODES.size)
-        rows += [{"rate": rate or "loopback", "nodes": len(NODES.ranks), "ranks": ranks, **row} for row in found]
+        rows += [
+            {"rate": rate or "loopback", "nodes": len(NODES.ranks), "ranks": ranks, **row}
+            for row in found
+        ]
     finish(options, rows)
 
 
@@ -79,14 +84,26 @@ def rank(job: dict[str, Any]) -> None:
 
 def row(found: Reduction, fleet: Cluster, speeds: list[codec_benchmarks.Speed], values: int) -> Row:
     parameter = Parameter("gradient", values)
-    how = coded([parameter], {"gradient": found.way}, fleet.ranks, of_speeds(speeds, "here"), size=NODES.size)
+    how = coded(
+        [parameter],
+        {"gradient": found.way},
+        fleet.ranks,
+        of_speeds(speeds, "here"),
+        size=NODES.size,
+    )
     ways = {"model": how, "in turns": dataclasses.replace(how, stretches=1)}
     taken = {
         name: float(travel(fleet, [SimulatedBucket(("gradient",), 4 * values, one.nbytes, one)])[0])
         for name, one in ways.items()
     }
     ratios = {f"to_{name}": found.seconds / seconds for name, seconds in taken.items()}
-    return {**dataclasses.asdict(found), "foreseen coding": how.coding, "stretches": how.stretches, **taken, **ratios}
+    return {
+        **dataclasses.asdict(found),
+        "foreseen coding": how.coding,
+        "stretches": how.stretches,
+        **taken,
+        **ratios,
+    }
 
 
 if __name__ == "__main__":

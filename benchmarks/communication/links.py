@@ -135,13 +135,31 @@ def shaped(ranks: int, rate: str | None, burst: str | None = None) -> Iterator[l
         for rank, name in enumerate(names):
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{rank}", "netns", switch)
+            _ip(
+                "-n",
+                name,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{rank}",
+                "netns",
+                switch,
+            )
             _ip("-n", name, "addr", "add", f"{_address(rank)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", switch, "link", "set", f"port{rank}", "master", "br0")
             _ip("-n", switch, "link", "set", f"port{rank}", "up")
         places = [
-            Place(_address(rank), "eth0", ("ip", "netns", "exec", name), ((name, "eth0"), (switch, f"port{rank}")))
+            Place(
+                _address(rank),
+                "eth0",
+                ("ip", "netns", "exec", name),
+                ((name, "eth0"), (switch, f"port{rank}")),
+            )
             for rank, name in enumerate(names)
         ]
         reshape(places, rate, burst)
@@ -185,15 +203,31 @@ def run(
     started: list[subprocess.Popen[bytes]] = []
     until = None if seconds is None else time.monotonic() + seconds
     with contextlib.ExitStack() as files:
-        logs = [files.enter_context(tempfile.TemporaryFile("w+")) if caught else None for _ in places]
+        logs = [
+            files.enter_context(tempfile.TemporaryFile("w+")) if caught else None for _ in places
+        ]
         try:
             for rank, (place, log) in enumerate(zip(places, logs, strict=True)):
-                own = {**os.environ, **(environment or {}), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {
+                    **os.environ,
+                    **(environment or {}),
+                    **shared,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                }
                 line = [*place.prefix, *command]
-                started.append(subprocess.Popen(line, env=own, stdout=log, stderr=log, preexec_fn=_die_with_parent))
+                started.append(
+                    subprocess.Popen(
+                        line, env=own, stdout=log, stderr=log, preexec_fn=_die_with_parent
+                    )
+                )
             while True:
                 codes = [process.poll() for process in started]
-                if None not in codes or any(codes) or (until is not None and time.monotonic() > until):
+                if (
+                    None not in codes
+                    or any(codes)
+                    or (until is not None and time.monotonic() > until)
+                ):
                     break
                 time.sleep(0.02)
         finally:
@@ -252,9 +286,12 @@ def _die_with_parent() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "--rate", help="of each link in each direction, as 1gbit or 100mbit; none for loopback as it is"
+        "--rate",
+        help="of each link in each direction, as 1gbit or 100mbit; none for loopback as it is",
     )
-    parser.add_argument("--burst", help="what a link lets through at once; by default what suits the rate")
+    parser.add_argument(
+        "--burst", help="what a link lets through at once; by default what suits the rate"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="how many (%(default)s)")
     parser.add_argument("command", nargs="+", help="what each of them runs, behind --")
     options = parser.parse_args()

@@ -54,7 +54,11 @@ def main() -> None:
     )
     rows: list[Row] = []
     for name in selected(options, QUICK if options.quick else CASES):
-        job = {"case": name, "quick": options.quick, "rounds": 2 if options.quick else options.rounds}
+        job = {
+            "case": name,
+            "quick": options.quick,
+            "rounds": 2 if options.quick else options.rounds,
+        }
         rows += judged(name, found_by(__file__, job, RANKS, None, seconds=3600))
     finish(options, rows, cases=True)
 
@@ -67,7 +71,13 @@ def rank(job: dict[str, Any]) -> None:
     case = (QUICK if job["quick"] else CASES)[job["case"]]()
     case = replace(case, model=Called(case.model))
     profile = qsync_fx.measure(
-        case.model, case.step, [case.batch], [FORMAT], optimizer=case.optimizer, sensitivity=None, progress=False
+        case.model,
+        case.step,
+        [case.batch],
+        [FORMAT],
+        optimizer=case.optimizer,
+        sensitivity=None,
+        progress=False,
     )
     steps = {way: training(case, way) for way in (NONE, *CODECS)}
     turns: dict[str, list[float]] = {way: [] for way in steps}
@@ -96,9 +106,14 @@ def training(case: Case, way: str) -> Callable[[], None]:
 def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Returns what was foreseen of each way and what it took."""
     profiles = {f"rank {own}": PROFILE.decode(one["profile"]) for own, one in enumerate(seen)}
-    fleet, known = load_device_profiles(profiles, Cluster({one: ClusterDevice() for one in profiles}))
+    fleet, known = load_device_profiles(
+        profiles, Cluster({one: ClusterDevice() for one in profiles})
+    )
     plan = Plan.uniform(FORMAT)
-    schedules = {one: CostMapper(found.graph, found.times(), plan).schedule() for one, found in profiles.items()}
+    schedules = {
+        one: CostMapper(found.graph, found.times(), plan).schedule()
+        for one, found in profiles.items()
+    }
     without, found = paying(schedules, fleet, CODECS, rates(fleet, known))
     turns = [one["turns"] for one in seen]
     took = {way: seconds(turns, way) for way in turns[0]}
@@ -118,11 +133,18 @@ def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
         }
         for one in (without, *found)
     ]
-    verdict = {"chosen": chosen, "quickest": quickest, "regret": took[chosen] / took[quickest] - 1, "floor": floor}
+    verdict = {
+        "chosen": chosen,
+        "quickest": quickest,
+        "regret": took[chosen] / took[quickest] - 1,
+        "floor": floor,
+    }
     return [*rows, {"case": name, "gradients": "verdict", **verdict}]
 
 
-def seconds(seen: Sequence[Mapping[str, Sequence[float]]], way: str, first: int | None = None) -> float:
+def seconds(
+    seen: Sequence[Mapping[str, Sequence[float]]], way: str, first: int | None = None
+) -> float:
     """Returns the seconds of a step of both ranks, of odd or even rounds where `first` is given."""
     both = [statistics.mean(turn) for turn in zip(*(rank[way] for rank in seen), strict=True)]
     return faster_half(both if first is None else both[first::2])

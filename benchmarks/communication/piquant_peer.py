@@ -32,7 +32,9 @@ def _encoder(piquant: Any, context: Any, values: Tensor, bits: int) -> Calls:
     made = torch.zeros(-(-count * bits // 8), dtype=torch.uint8)
 
     def scale() -> tuple[float, int]:
-        found: tuple[float, int] = context.compute_quant_params_ptr_float32(values.data_ptr(), to, count)
+        found: tuple[float, int] = context.compute_quant_params_ptr_float32(
+            values.data_ptr(), to, count
+        )
         return found
 
     def quantize(given: tuple[float, int]) -> None:

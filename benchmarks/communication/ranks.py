@@ -17,11 +17,15 @@ from benchmarks.communication import links
 
 def told() -> dict[str, Any] | None:
     """Returns the job of this process, where it is a rank that `found_by` has started."""
-    job: dict[str, Any] | None = json.loads(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[1] == "--rank" else None
+    job: dict[str, Any] | None = (
+        json.loads(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[1] == "--rank" else None
+    )
     return job
 
 
-def found_by(script: str, job: Mapping[str, Any], ranks: int, rate: str | None, seconds: float, node: int = 1) -> Any:
+def found_by(
+    script: str, job: Mapping[str, Any], ranks: int, rate: str | None, seconds: float, node: int = 1
+) -> Any:
     """Returns what the first rank has written, as JSON, into the file that its job calls "path".
 
     Args:

@@ -30,7 +30,12 @@ def cases(codec: Codec, n: int, device: torch.device) -> tuple[dict[str, Call], 
     x = torch.randn(n, device=device) * 1e-3
     left = torch.zeros_like(x) if codec.residual else None
     wire = torch.zeros(codec.nbytes(n), dtype=torch.uint8, device=device)
-    sent, found, other, draw = buffers.host(wire.numel(), device), torch.empty_like(x), torch.empty_like(x), Draw(1, 2)
+    sent, found, other, draw = (
+        buffers.host(wire.numel(), device),
+        torch.empty_like(x),
+        torch.empty_like(x),
+        Draw(1, 2),
+    )
     failed = torch_kernels._failed
 
     def encode() -> None:
@@ -86,7 +91,9 @@ def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
     sizes = {"0.1 MB": 25_088} if options.quick else VALUES
-    found = {f"{name}, {size}": (codec_named(name), n) for size, n in sizes.items() for name in NAMES}
+    found = {
+        f"{name}, {size}": (codec_named(name), n) for size, n in sizes.items() for name in NAMES
+    }
     for case in rows.wanted(list(found)):
         rows.add(*rows_of(case, *found[case], options))
     rows.finish()

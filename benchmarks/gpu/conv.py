@@ -38,7 +38,9 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
     model, args = resnet50()
     model.to(options.device)
     args = tree_map_only(torch.Tensor, lambda t: t.to(options.device), args)
-    found = problems_of(explain(model, *args, options={"precision": options.precision}).lowered_graphs)
+    found = problems_of(
+        explain(model, *args, options={"precision": options.precision}).lowered_graphs
+    )
     chosen = {p for p in found if isinstance(p, ConvProblem)}
     return sorted(chosen, key=lambda p: (-p.flops, shown(p)))
 
@@ -59,14 +61,20 @@ def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
     shape = (p.n, p.c, p.h, p.w) if p.operation == "dgrad" else (p.k, p.c, p.r, p.s)
     like = torch.empty(shape, dtype=BF16, device=a.device, memory_format=torch.channels_last)
     given, wanted = (
-        ((a, like, b), [True, False, False]) if p.operation == "dgrad" else ((a, b, like), [False, True, False])
+        ((a, like, b), [True, False, False])
+        if p.operation == "dgrad"
+        else ((a, b, like), [False, True, False])
     )
     return lambda: torch.ops.aten.convolution_backward.default(*given, None, *geometry, wanted)
 
 
 def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
     given = operands(p, options.device)
-    cases = {"cuDNN bf16": cudnn(p, given), "torch": peer(p, given), "qsync::conv2d_product": operator(p, given)}
+    cases = {
+        "cuDNN bf16": cudnn(p, given),
+        "torch": peer(p, given),
+        "qsync::conv2d_product": operator(p, given),
+    }
     kernel = by_kernel(p, given, options.device)
     if kernel is not None:
         cases["CUTLASS"] = kernel
@@ -76,7 +84,10 @@ def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
     for name in times:
         seconds = times.median(name)
         row: dict[str, Any] = {"case": shown(p), "name": name, "microseconds": seconds * 1e6}
-        row |= {"tflops": 2 * m * n * k / seconds / 1e12, "to_cudnn": 1 / times.ratio(name, "cuDNN bf16")}
+        row |= {
+            "tflops": 2 * m * n * k / seconds / 1e12,
+            "to_cudnn": 1 / times.ratio(name, "cuDNN bf16"),
+        }
         if name.startswith("qsync"):
             row |= {"tuned": tuned(p, options.device)} | GATE.judged(row["to_cudnn"])
         rows.append(row)

@@ -26,7 +26,14 @@ from qsync_fx import Plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.measuring import Call, Rows, read, synchronize
-from benchmarks.predictor.replay_accuracy import Case, ResNet18, bert, classifier, mixed_plans, vgg11_bn
+from benchmarks.predictor.replay_accuracy import (
+    Case,
+    ResNet18,
+    bert,
+    classifier,
+    mixed_plans,
+    vgg11_bn,
+)
 
 PRECISIONS = ("fp32", "bf16", "int8")
 MIXED = 2
@@ -56,11 +63,20 @@ QUICK: Mapping[str, Callable[[], Case]] = {"BERT, small": lambda: bert(1, 2, 16)
 def on(case: Case, device: torch.device) -> Case:
     """Returns a case on a device, with an optimizer that keeps nothing."""
     model: nn.Module = case.model.to(device)
-    return Case(model, tuple(t.to(device) for t in case.batch), case.step, torch.optim.SGD(model.parameters(), lr=1e-6))
+    return Case(
+        model,
+        tuple(t.to(device) for t in case.batch),
+        case.step,
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+    )
 
 
 def stepping(case: Case, plan: Plan, inner: str) -> Call:
-    model: Any = torch.compile(case.model, backend="qsync", options={"plan": plan, "inner_backend": inner})  # type: ignore[dict-item]
+    model: Any = torch.compile(
+        case.model,
+        backend="qsync",
+        options={"plan": plan, "inner_backend": inner},  # type: ignore[dict-item]
+    )
 
     def run() -> None:
         case.step(model, case.batch).backward()  # type: ignore[no-untyped-call]
@@ -107,23 +123,39 @@ def main() -> None:
     gpu = device.type == "cuda"
     # The H200 is in the catalog as itself, and other cards by the part of their name that it knows.
     name = next(
-        (d for d in ("h200", "h100", "a100") if gpu and d in torch.cuda.get_device_name(device).lower()), "h100"
+        (
+            d
+            for d in ("h200", "h100", "a100")
+            if gpu and d in torch.cuda.get_device_name(device).lower()
+        ),
+        "h100",
     )
     cases = QUICK if options.quick else CASES
     for case_name in rows.wanted(list(cases)):
         torch.compiler.reset()
         torch.manual_seed(0)
         case = cases[case_name]()
-        case = Case(case.model, case.batch, case.step, torch.optim.SGD(case.model.parameters(), lr=1e-6))
+        case = Case(
+            case.model, case.batch, case.step, torch.optim.SGD(case.model.parameters(), lr=1e-6)
+        )
         sources = {
-            "catalog": qsync_fx.catalog_profile(name, case.model, case.step, case.batch, PRECISIONS, case.optimizer)
+            "catalog": qsync_fx.catalog_profile(
+                name, case.model, case.step, case.batch, PRECISIONS, case.optimizer
+            )
         }
         ids = [str(op_id) for op_id in qsync_fx.explain(case.model, case.batch[0]).plan().operators]
         plans = {fmt: Plan.uniform(fmt) for fmt in PRECISIONS} | mixed_plans(ids, MIXED)
         case = on(case, device)
         if options.measure:
-            how: dict[str, Any] = {"optimizer": case.optimizer, "repeats": 5, "sensitivity": None, "all_reduce": False}
-            sources["measured"] = qsync_fx.measure(case.model, case.step, [case.batch], PRECISIONS, **how)
+            how: dict[str, Any] = {
+                "optimizer": case.optimizer,
+                "repeats": 5,
+                "sensitivity": None,
+                "all_reduce": False,
+            }
+            sources["measured"] = qsync_fx.measure(
+                case.model, case.step, [case.batch], PRECISIONS, **how
+            )
         timelines = {
             source: {plan: qsync_fx.replay(one, found) for plan, one in plans.items()}
             for source, found in sources.items()
@@ -146,14 +178,21 @@ def main() -> None:
                     "profile": source,
                     "milliseconds": seconds[plan] * 1e3,
                 }
-                row |= {"foreseen_ms": timeline.seconds * 1e3, "time_error": error(timeline.seconds, seconds[plan])}
+                row |= {
+                    "foreseen_ms": timeline.seconds * 1e3,
+                    "time_error": error(timeline.seconds, seconds[plan]),
+                }
                 row |= {
                     "faster": seconds[PRECISIONS[0]] / seconds[plan],
                     "foreseen_faster": base.seconds / timeline.seconds,
                 }
                 if held is not None and timeline.peak_bytes:
                     (foreseen,) = timeline.peak_bytes.values()
-                    row |= {"peak_mb": held / 1e6, "foreseen_mb": foreseen / 1e6, "peak_error": error(foreseen, held)}
+                    row |= {
+                        "peak_mb": held / 1e6,
+                        "foreseen_mb": foreseen / 1e6,
+                        "peak_error": error(foreseen, held),
+                    }
                 rows.add(row)
     rows.finish()
 

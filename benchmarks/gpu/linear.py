@@ -26,7 +26,18 @@ from qsync_fx.backend.operators.gemm.gemm import gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.measuring import GATE, Call, Rows, Target, best, by_kernel, errors, measure, read, tuned
+from benchmarks.gpu.measuring import (
+    GATE,
+    Call,
+    Rows,
+    Target,
+    best,
+    by_kernel,
+    errors,
+    measure,
+    read,
+    tuned,
+)
 from benchmarks.gpu.models import SHAPES, TINY
 from benchmarks.support.harness import Row, Times
 
@@ -56,7 +67,9 @@ def problem_of(o: TimedOperands) -> Problem:
     return gemm_problem(o.a, o.b, o.a_scale, o.b_scale, o.bias, BF16, False)
 
 
-def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, Call], dict[str, TimedOperands]]:
+def product_cases(
+    shape: Shape, options: argparse.Namespace
+) -> tuple[dict[str, Call], dict[str, TimedOperands]]:
     """Returns the calls to be compared, and the operands of ours by format."""
     (m, n, k), device = shape, options.device
     bias = torch.randn(n, device=device)
@@ -66,7 +79,11 @@ def product_cases(shape: Shape, options: argparse.Namespace) -> tuple[dict[str, 
         a_scale, b_scale = (None, None) if fmt == "bf16" else one
         a, b = values((m, k), dtype, device), values((n, k), dtype, device).t()
         ours[fmt] = TimedOperands(a, b, a_scale, b_scale, bias)
-    x, w, half = ours["bf16"].a, ours["bf16"].b.t(), (torch.randn(m, k), torch.randn(n, k), bias.half())
+    x, w, half = (
+        ours["bf16"].a,
+        ours["bf16"].b.t(),
+        (torch.randn(m, k), torch.randn(n, k), bias.half()),
+    )
     x16, w16, bias16 = (t.to(device).half() for t in half)
     i8, f8 = ours["int8"], ours["fp8"]
     by_rows = i8.b.contiguous()
@@ -106,7 +123,12 @@ def product_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[R
     for name in times:
         tflops = 2 * m * n * k / times.median(name) / 1e12
         faster = 1 / times.ratio(name, "F.linear bf16")
-        row: dict[str, Any] = {"case": case, "what": "product", "name": name, "microseconds": times.median(name) * 1e6}
+        row: dict[str, Any] = {
+            "case": case,
+            "what": "product",
+            "name": name,
+            "microseconds": times.median(name) * 1e6,
+        }
         row |= {"tflops": tflops, "to_bf16": faster} | judged_product(case, name, tflops, times)
         fmt = name.split()[-1]
         if name.startswith(("qsync", "CUTLASS")):
@@ -122,7 +144,11 @@ def judged_product(case: str, name: str, tflops: float, times: Times) -> dict[st
     if case == LARGE and name == "CUTLASS bf16":
         return BF16_KERNEL.judged(1 / times.ratio(name, "F.linear bf16"))
     if case == LARGE and name in ("CUTLASS int8", "CUTLASS fp8"):
-        peers = [peer for peer in times if peer.startswith("_int_mm" if name.endswith("int8") else "_scaled_mm")]
+        peers = [
+            peer
+            for peer in times
+            if peer.startswith("_int_mm" if name.endswith("int8") else "_scaled_mm")
+        ]
         ahead = min((1 / times.ratio(name, peer) for peer in peers), default=1.0)
         return NARROW_KERNEL.judged(min(tflops / 1100, ahead))
     if name.startswith("qsync"):
@@ -142,10 +168,15 @@ def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Ten
     found: dict[str, Callable[[Tensor], Tensor]] = {"F.linear bf16": plain()}
     for precision in ("bf16", "int8", "int8_grad", "fp8"):
         how: dict[str, Any] = {"precision": precision, "inner_backend": inner}
-        found[f"qsync {precision}"] = torch.compile(plain(), backend="qsync", options=how, dynamic=False)
+        found[f"qsync {precision}"] = torch.compile(
+            plain(), backend="qsync", options=how, dynamic=False
+        )
     if options.device.type == "cuda":
         found["Inductor bf16"] = torch.compile(plain(), dynamic=False)
-        found |= {name: torch.compile(layer, dynamic=False) for name, layer in torchao_layers(plain).items()}
+        found |= {
+            name: torch.compile(layer, dynamic=False)
+            for name, layer in torchao_layers(plain).items()
+        }
     return found
 
 
@@ -153,10 +184,15 @@ def torchao_layers(plain: Callable[[], nn.Module]) -> dict[str, nn.Module]:
     """Returns torchao's layers for training in INT8 and FP8; none of those that cannot be imported."""
     found: dict[str, nn.Module] = {}
     with contextlib.suppress(ImportError, AttributeError):
-        found["torchao fp8"] = import_module("torchao.float8").convert_to_float8_training(nn.Sequential(plain()))
+        found["torchao fp8"] = import_module("torchao.float8").convert_to_float8_training(
+            nn.Sequential(plain())
+        )
     with contextlib.suppress(ImportError, AttributeError):
         prototype = import_module("torchao.prototype.quantized_training")
-        make = getattr(prototype, "Int8MixedPrecisionTrainingConfig", None) or prototype.int8_mixed_precision_training
+        make = (
+            getattr(prototype, "Int8MixedPrecisionTrainingConfig", None)
+            or prototype.int8_mixed_precision_training
+        )
         model = nn.Sequential(plain())
         import_module("torchao").quantize_(model, make())
         found["torchao int8"] = model
@@ -171,11 +207,19 @@ def layer_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[Row
     rows: list[Row] = []
     torch.compiler.reset()
     for what, products in (("forward", 1), ("forward + backward", 3)):
-        cases = {name: forward(layer, x) if products == 1 else both(layer, x, g) for name, layer in found.items()}
+        cases = {
+            name: forward(layer, x) if products == 1 else both(layer, x, g)
+            for name, layer in found.items()
+        }
         times, failed = measure(cases, options)
         for name in times:
             seconds, faster = times.median(name), 1 / times.ratio(name, "F.linear bf16")
-            row: dict[str, Any] = {"case": case, "what": what, "name": name, "microseconds": seconds * 1e6}
+            row: dict[str, Any] = {
+                "case": case,
+                "what": what,
+                "name": name,
+                "microseconds": seconds * 1e6,
+            }
             row |= {"tflops": products * 2 * m * n * k / seconds / 1e12, "to_bf16": faster}
             if products == 3 and case == LARGE and name == "qsync int8_grad":
                 row |= INT8_STEP.judged(faster)
@@ -199,7 +243,9 @@ def both(layer: Callable[[Tensor], Tensor], x: Tensor, g: Tensor) -> Call:
 def main() -> None:
     options = read(__doc__)
     rows = Rows(options)
-    shapes = TINY if options.quick else dict(sorted(SHAPES.items(), key=lambda item: item[0] != LARGE))
+    shapes = (
+        TINY if options.quick else dict(sorted(SHAPES.items(), key=lambda item: item[0] != LARGE))
+    )
     for case in rows.wanted(list(shapes)):
         rows.add(*product_rows(case, shapes[case], options))
         rows.add(*layer_rows(case, shapes[case], options))

@@ -19,7 +19,14 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from benchmarks.support.harness import Row, Times, arguments, measure as measure_on_cpu, show, write_json
+from benchmarks.support.harness import (
+    Row,
+    Times,
+    arguments,
+    measure as measure_on_cpu,
+    show,
+    write_json,
+)
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.runtime.device_state import environment, known_of
@@ -48,14 +55,18 @@ class Target:
         """Returns the columns of a row: the target, and whether a value meets it; None where it was not measured."""
         met = None
         if value is not None:
-            met = (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+            met = (self.least is None or value >= self.least) and (
+                self.most is None or value <= self.most
+            )
         return {"target": self.text, "met": met}
 
 
 GATE = Target("never slower than BF16 (within 3 %)", least=0.97)
 
 
-def read(description: str | None, argv: Sequence[str] | None = None, **more: dict[str, Any]) -> argparse.Namespace:
+def read(
+    description: str | None, argv: Sequence[str] | None = None, **more: dict[str, Any]
+) -> argparse.Namespace:
     """Reads the arguments of all benchmarks, --device, --only and --seconds.
 
     Exits with status 1 where there is no such GPU: what is asked for cannot be measured.
@@ -65,7 +76,11 @@ def read(description: str | None, argv: Sequence[str] | None = None, **more: dic
         argv,
         device={"default": "cuda", "help": "cpu: a dry run (%(default)s)"},
         only={"default": "", "metavar": "TEXT", "help": "only cases whose name holds this"},
-        seconds={"type": float, "default": 420.0, "help": "start no further case after that (%(default)s)"},
+        seconds={
+            "type": float,
+            "default": 420.0,
+            "help": "start no further case after that (%(default)s)",
+        },
         **more,
     )
     options.device = torch.device(options.device)
@@ -95,7 +110,11 @@ class Rows:
         self.rows += [dict(row) | {"met": None} if dry and "met" in row else row for row in rows]
         if self.options.json:
             device = self.options.device
-            where = asdict(environment(device)) if device.type == "cuda" else {"gpu": "none: a dry run on the CPU"}
+            where = (
+                asdict(environment(device))
+                if device.type == "cuda"
+                else {"gpu": "none: a dry run on the CPU"}
+            )
             write_json(self.options.json, self.rows, quick=self.options.quick, environment=where)
 
     def wanted(self, names: Sequence[str]) -> Iterator[str]:
@@ -103,7 +122,12 @@ class Rows:
         chosen = [name for name in names if self.options.only in name]
         for at, name in enumerate(chosen):
             if time.monotonic() > self.options.until:
-                self.add(*({"case": left, "error": "left out: the time was over"} for left in chosen[at:]))
+                self.add(
+                    *(
+                        {"case": left, "error": "left out: the time was over"}
+                        for left in chosen[at:]
+                    )
+                )
                 return
             print(name, flush=True)
             yield name
@@ -115,7 +139,9 @@ class Rows:
             print(f"written: {self.options.json}")
 
 
-def measure(cases: Mapping[str, Call], options: argparse.Namespace, rounds: int = 11) -> tuple[Times, dict[str, str]]:
+def measure(
+    cases: Mapping[str, Call], options: argparse.Namespace, rounds: int = 11
+) -> tuple[Times, dict[str, str]]:
     """Times the cases in turns.
 
     Returns:

@@ -39,7 +39,9 @@ class Linears(nn.Module):
 
     def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(k, n, dtype=torch.bfloat16) for _, n, k in shapes.values())
+        self.layers = nn.ModuleList(
+            nn.Linear(k, n, dtype=torch.bfloat16) for _, n, k in shapes.values()
+        )
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         return [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
@@ -47,7 +49,9 @@ class Linears(nn.Module):
 
 def _linears(shapes: dict[str, tuple[int, int, int]]) -> tuple[nn.Module, tuple[Tensor, ...]]:
     shapes = TINY if quick() else shapes
-    inputs = (torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True) for m, _, k in shapes.values())
+    inputs = (
+        torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True) for m, _, k in shapes.values()
+    )
     return Linears(shapes), tuple(inputs)
 
 
@@ -70,7 +74,11 @@ def resnet50(batch: int = 256) -> tuple[nn.Module, tuple[Tensor, ...]]:
     how: dict[str, Any] = {"depths": [3, 4, 6, 3], "layer_type": "bottleneck", "num_labels": 1000}
     size = 224
     if quick():
-        how, batch, size = {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 16, "num_labels": 10}, 2, 32
+        how, batch, size = (
+            {"depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 16, "num_labels": 10},
+            2,
+            32,
+        )
     model = ResNetForImageClassification(ResNetConfig(**how)).train()
     images = torch.randn(batch, 3, size, size).contiguous(memory_format=torch.channels_last)
     return model.to(memory_format=torch.channels_last), (images,)
@@ -82,7 +90,12 @@ def bert_base(batch: int = 64, length: int = 128) -> tuple[nn.Module, tuple[Tens
 
     how: dict[str, Any] = {}
     if quick():
-        how = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+        how = {
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+        }
         batch, length = 2, 16
     model = BertModel(BertConfig(**how), add_pooling_layer=False).train()
     return model, (torch.randint(30000, (batch, length)),)

@@ -41,15 +41,29 @@ MARGIN = 45.0
 """Seconds that a part gets beyond the time after which it starts nothing new."""
 
 
-def commands(part: str, seconds: float, rounds: int, rest: list[str], results: Path) -> list[list[str]]:
+def commands(
+    part: str, seconds: float, rounds: int, rest: list[str], results: Path
+) -> list[list[str]]:
     """Returns the commands of a part."""
     if part == "tune":
         qsync = [sys.executable, "-m", "qsync_fx.cli", "tune"]
         return [
-            [*qsync, f"benchmarks.gpu.models:{model}", "--precision", precision, "--rounds", str(rounds)]
+            [
+                *qsync,
+                f"benchmarks.gpu.models:{model}",
+                "--precision",
+                precision,
+                "--rounds",
+                str(rounds),
+            ]
             for model, precision in TUNED
         ]
-    until = ["--seconds", str(max(1.0, seconds - 2 * MARGIN)), "--json", str(results / f"gpu_{part}.json")]
+    until = [
+        "--seconds",
+        str(max(1.0, seconds - 2 * MARGIN)),
+        "--json",
+        str(results / f"gpu_{part}.json"),
+    ]
     return [[sys.executable, str(HERE / f"{part}.py"), *until, *rest]]
 
 
@@ -70,13 +84,20 @@ def ran(command: list[str], until: float, environment: dict[str, str]) -> int | 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, in order (all)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, in order (all)"
+    )
     parser.add_argument("--seconds", type=float, default=480.0, help="for each part (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of tuning (%(default)s)")
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the rows (%(default)s)"
+        "--results",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        help="folder for the rows (%(default)s)",
     )
-    parser.add_argument("rest", nargs="*", help="after --: passed to every benchmark, such as --quick --device cpu")
+    parser.add_argument(
+        "rest", nargs="*", help="after --: passed to every benchmark, such as --quick --device cpu"
+    )
     options = parser.parse_args()
     dry = "cpu" in options.rest
     if not torch.cuda.is_available() and not dry:

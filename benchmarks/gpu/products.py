@@ -34,7 +34,11 @@ TYPES = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "int8": torch.int8, "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
-PRODUCTS = {"output": None, "input_gradient": (True, False, False), "weight_gradient": (False, True, False)}
+PRODUCTS = {
+    "output": None,
+    "input_gradient": (True, False, False),
+    "weight_gradient": (False, True, False),
+}
 LINEAR = [(n, 8192, k, "tn") for n, k in ((768, 768), (3072, 768), (768, 3072))]
 """m, n, k and layout of BERT-base's linear layers."""
 LAYERS = (
@@ -62,7 +66,10 @@ def gemms(folder: Path | None) -> list[Gemm]:
 def convolutions(folder: Path | None) -> list[tuple[int, ...]]:
     """Returns sizes in the order of the catalog's SIZES, each once."""
     if folder is None:
-        return [(BATCH, c, h, h, k, r, r, stride, stride, r // 2, r // 2) for c, h, k, r, stride in LAYERS]
+        return [
+            (BATCH, c, h, h, k, r, r, stride, stride, r // 2, r // 2)
+            for c, h, k, r, stride in LAYERS
+        ]
     return list(dict.fromkeys(point.shape for point in catalog.convolutions(folder)))
 
 
@@ -75,8 +82,16 @@ def values(shape: tuple[int, ...], precision: str, device: torch.device) -> Tens
 def product(shape: Gemm, precision: str, device: torch.device) -> Call:
     """Returns a call of a matrix product. BLAS sees matrices by columns, so what it calls the first factor is the second one here."""
     m, n, k, layout = shape
-    right = values((k, m), precision, device) if layout[0] == "n" else values((m, k), precision, device).t()
-    left = values((n, k), precision, device) if layout[1] == "n" else values((k, n), precision, device).t()
+    right = (
+        values((k, m), precision, device)
+        if layout[0] == "n"
+        else values((m, k), precision, device).t()
+    )
+    left = (
+        values((n, k), precision, device)
+        if layout[1] == "n"
+        else values((k, n), precision, device).t()
+    )
     if precision == "int8":
         return lambda: torch._int_mm(left, right)
     if precision == "fp8":
@@ -97,7 +112,9 @@ def convolved(sizes: tuple[int, ...], which: str, precision: str, device: torch.
     wanted = PRODUCTS[which]
     if wanted is None:
         return lambda: torch.ops.aten.convolution.default(x, weight, None, *geometry)
-    return lambda: torch.ops.aten.convolution_backward.default(y, x, weight, None, *geometry, list(wanted))
+    return lambda: torch.ops.aten.convolution_backward.default(
+        y, x, weight, None, *geometry, list(wanted)
+    )
 
 
 def seconds(call: Call, device: torch.device) -> float:
@@ -128,7 +145,10 @@ def row_of(make: Callable[[], Call], device: torch.device, **what: Any) -> Row:
     """Returns a row with the seconds of a call, or with why there are none."""
     try:
         return {**what, "seconds": seconds(make(), device)}
-    except (RuntimeError, ValueError) as error:  # a library does not take every size in every format
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # a library does not take every size in every format
         return {**what, "error": (str(error).splitlines() or [""])[0][:120]}
 
 
@@ -143,7 +163,12 @@ def copies(device: torch.device, quick: bool) -> Iterator[Row]:
 
 def gemm_rows(precision: str, device: torch.device, shapes: Sequence[Gemm]) -> Iterator[Row]:
     for shape in shapes:
-        what = {"case": "gemm", "precision": precision, "shape": list(shape[:3]), "layout": shape[3]}
+        what = {
+            "case": "gemm",
+            "precision": precision,
+            "shape": list(shape[:3]),
+            "layout": shape[3],
+        }
         yield row_of(partial(product, shape, precision, device), device, **what)
 
 
@@ -158,13 +183,19 @@ def convolution_rows(
 def measured(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
     """Returns what measures each case."""
     device, few = options.device, 2 if options.quick else None
-    found: dict[str, Callable[[], Iterator[Row]]] = {"copies": partial(copies, device, options.quick)}
+    found: dict[str, Callable[[], Iterator[Row]]] = {
+        "copies": partial(copies, device, options.quick)
+    }
     for precision in GEMM:
-        found[f"gemm {precision}"] = partial(gemm_rows, precision, device, gemms(options.shapes)[:few])
+        found[f"gemm {precision}"] = partial(
+            gemm_rows, precision, device, gemms(options.shapes)[:few]
+        )
     for precision in CONVOLUTIONS:
         for which in PRODUCTS:
             shapes = convolutions(options.shapes)[:few]
-            found[f"{which} {precision}"] = partial(convolution_rows, which, precision, device, shapes)
+            found[f"{which} {precision}"] = partial(
+                convolution_rows, which, precision, device, shapes
+            )
     return found
 
 

@@ -51,7 +51,9 @@ def by_torch(x: Tensor, fmt: str, per_row: bool) -> tuple[Tensor, Tensor]:
     return scaled.clamp(-row.max, row.max).to(row.dtype), scale
 
 
-def cases(x: Tensor, fmt: str, band: str, options: argparse.Namespace) -> tuple[dict[str, Call], dict[str, int]]:
+def cases(
+    x: Tensor, fmt: str, band: str, options: argparse.Namespace
+) -> tuple[dict[str, Call], dict[str, int]]:
     """Returns the calls, and the bytes that ours and the copy have to move."""
     seed, keep, other = (
         torch.zeros(1, dtype=torch.int64, device=x.device),
@@ -69,7 +71,9 @@ def cases(x: Tensor, fmt: str, band: str, options: argparse.Namespace) -> tuple[
         ("qsync::quantize", "qsync::quantize nearest"), 2 * x.nbytes + x.numel()
     )
     if not per_row:
-        found["qsync::quantize_transposed"] = lambda: quantize_transposed(x, seed, 0, fmt, "stochastic")
+        found["qsync::quantize_transposed"] = lambda: quantize_transposed(
+            x, seed, 0, fmt, "stochastic"
+        )
         moved["qsync::quantize_transposed"] = 2 * x.nbytes + 2 * x.numel()
     if options.device.type == "cuda":
         compiled = torch.compile(by_torch, dynamic=False)
@@ -89,7 +93,9 @@ def rows_of(case: str, x: Tensor, fmt: str, band: str, options: argparse.Namespa
         row["to_pytorch"] = 1 / times.ratio(name, "PyTorch")
         if name == "qsync::quantize":
             rows.append(row | BANDWIDTH.judged(row["of_copy"]))
-            rows.append({"case": case, "name": name, "what": "sequence", "to_pytorch": row["to_pytorch"]})
+            rows.append(
+                {"case": case, "name": name, "what": "sequence", "to_pytorch": row["to_pytorch"]}
+            )
             rows[-1] = dict(rows[-1]) | SEQUENCE.judged(row["to_pytorch"])
         else:
             rows.append(row)
@@ -107,7 +113,12 @@ class Copied:
     theirs: Call
 
 
-COPIES = ("turned", "turned, filled up from odd sizes", "filled up from odd sizes", "turned, to bf16")
+COPIES = (
+    "turned",
+    "turned, filled up from odd sizes",
+    "filled up from odd sizes",
+    "turned, to bf16",
+)
 
 
 def copies(what: str, side: int, device: torch.device) -> Copied:
@@ -127,7 +138,13 @@ def copies(what: str, side: int, device: torch.device) -> Copied:
             lambda: (x.t().float() * scale).bfloat16().contiguous(),
         )  # fmt: skip
     if "odd" not in what:
-        return Copied(x.nbytes, x.nbytes, plain, lambda: convert(x, transposed=turned), lambda: x.t().contiguous())
+        return Copied(
+            x.nbytes,
+            x.nbytes,
+            plain,
+            lambda: convert(x, transposed=turned),
+            lambda: x.t().contiguous(),
+        )
     straight = x.t() if turned else x
     return Copied(
         x.nbytes, side * side, plain,

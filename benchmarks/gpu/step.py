@@ -30,7 +30,14 @@ from benchmarks.gpu.measuring import Call, Rows, Target, errors, measure, read, 
 OVERHEAD = Target("<= 5 % of the FP16 step (LP-PyTorch, Fig. 7b)", most=0.05)
 LESS_MEMORY = Target("less peak memory than BF16", most=1.0)
 BASE = "Inductor fp32"
-OURS = ("round_rows", "round_tiles", "absmax_all", "absmax_rows", "absmax_columns", "scales_of_parts")
+OURS = (
+    "round_rows",
+    "round_tiles",
+    "absmax_all",
+    "absmax_rows",
+    "absmax_columns",
+    "scales_of_parts",
+)
 """Kernels of the quantizer (cpp/cutlass)."""
 
 
@@ -56,19 +63,26 @@ VARIANTS = {
 }
 
 
-def models() -> dict[str, tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], Callable[[Any], Tensor]]]:
+def models() -> dict[
+    str, tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], Callable[[Any], Tensor]]
+]:
     """Returns model and loss by case."""
     from benchmarks.gpu.models import bert_base, resnet50
 
     def classified(output: Any) -> Tensor:
         logits = output.logits.float()
-        return F.cross_entropy(logits, torch.arange(logits.shape[0], device=logits.device) % logits.shape[1])
+        return F.cross_entropy(
+            logits, torch.arange(logits.shape[0], device=logits.device) % logits.shape[1]
+        )
 
     def squared(output: Any) -> Tensor:
         states: Tensor = output.last_hidden_state.float()
         return states.square().mean() + states[..., 0].mean()
 
-    return {"ResNet-50, batch 256": (resnet50, classified), "BERT-base, 64 x 128 tokens": (bert_base, squared)}
+    return {
+        "ResNet-50, batch 256": (resnet50, classified),
+        "BERT-base, 64 x 128 tokens": (bert_base, squared),
+    }
 
 
 def step(case: str, how: Variant, options: argparse.Namespace) -> Call:
@@ -139,14 +153,20 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
     for name in rows.wanted([f"{case}: {variant}" for variant in VARIANTS]):
         variant = name.removeprefix(f"{case}: ")
         run = step(case, VARIANTS[variant], options)
-        beside = {other: steps[other] for other in (BASE, "autocast bf16 compiled") if other in steps}
+        beside = {
+            other: steps[other] for other in (BASE, "autocast bf16 compiled") if other in steps
+        }
         times, failed = measure({**beside, variant: run}, options, rounds=7)
         rows.add(*errors(case, failed))
         if variant in failed:
             continue
         steps[variant], seconds[variant] = run, times.median(variant)
         peaks[variant] = peak(run, options)
-        row: dict[str, Any] = {"case": case, "name": variant, "milliseconds": seconds[variant] * 1e3}
+        row: dict[str, Any] = {
+            "case": case,
+            "name": variant,
+            "milliseconds": seconds[variant] * 1e3,
+        }
         row["wall_ms"] = wall(run, options) * 1e3
         for other, column in ((BASE, "to_fp32"), ("autocast bf16 compiled", "to_autocast_bf16")):
             if other in times:
@@ -165,7 +185,8 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
             return
         part = took / seconds["qsync fp16"]
         rows.add(
-            {"case": case, "name": "quantizing", "milliseconds": took * 1e3, "of_fp16": part} | OVERHEAD.judged(part)
+            {"case": case, "name": "quantizing", "milliseconds": took * 1e3, "of_fp16": part}
+            | OVERHEAD.judged(part)
         )
 
 

@@ -44,7 +44,9 @@ def wide(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return attend(query.float(), key.float(), value.float()).to(query.dtype)
 
 
-def step(function: Attention, batch: int, heads: int, tokens: int, width: int) -> Callable[[], object]:
+def step(
+    function: Attention, batch: int, heads: int, tokens: int, width: int
+) -> Callable[[], object]:
     def lying(gradient: bool) -> Tensor:
         rows = torch.randn(batch, tokens, heads * width).bfloat16()
         return rows.view(batch, tokens, heads, width).transpose(1, 2).requires_grad_(gradient)
@@ -65,11 +67,17 @@ def main() -> None:
     rows: list[Row] = []
     for shape in SHAPES[:1] if options.quick else SHAPES:
         torch.compiler.reset()
-        times = measure({name: step(way, *shape) for name, way in ways.items()}, 3 if options.quick else 9, clock=clock)
+        times = measure(
+            {name: step(way, *shape) for name, way in ways.items()},
+            3 if options.quick else 9,
+            clock=clock,
+        )
         for name in times:
             milliseconds, ratio = times.median(name) * 1e3, times.ratio(name, FUSED)
             case = "x".join(map(str, shape))
-            rows.append({"case": case, "name": name, "milliseconds": milliseconds, "to_fused": ratio})
+            rows.append(
+                {"case": case, "name": name, "milliseconds": milliseconds, "to_fused": ratio}
+            )
     finish(options, rows)
 
 

@@ -35,7 +35,8 @@ LAYERS = tuple(
 )
 """Rows, outputs and inputs."""
 ONE_ROW = tuple(
-    (1, outputs, inputs) for outputs, inputs in ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (1024, 4096))
+    (1, outputs, inputs)
+    for outputs, inputs in ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (1024, 4096))
 )
 FEW_ROWS = tuple(
     (rows, width, width if width != 1024 else 4096)
@@ -66,9 +67,12 @@ def layer(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Step:
     return step
 
 
-def convolution(batch: int, side: int, inputs: int, outputs: int, kernel: int, dtype: torch.dtype) -> Step:
+def convolution(
+    batch: int, side: int, inputs: int, outputs: int, kernel: int, dtype: torch.dtype
+) -> Step:
     x, gradient = (
-        torch.randn(batch, n, side, side).to(dtype).contiguous(memory_format=LAST) for n in (inputs, outputs)
+        torch.randn(batch, n, side, side).to(dtype).contiguous(memory_format=LAST)
+        for n in (inputs, outputs)
     )
     weight = torch.randn(outputs, inputs, kernel, kernel).contiguous(memory_format=LAST)
     how = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
@@ -76,7 +80,9 @@ def convolution(batch: int, side: int, inputs: int, outputs: int, kernel: int, d
     def step() -> tuple[Tensor, ...]:
         w = weight.to(dtype)
         out = torch.ops.aten.convolution.default(x, w, None, *how)
-        back = torch.ops.aten.convolution_backward.default(gradient, x, w, None, *how, [True, True, False])
+        back = torch.ops.aten.convolution_backward.default(
+            gradient, x, w, None, *how, [True, True, False]
+        )
         return out, back[0], back[1].float()
 
     return step
@@ -86,10 +92,22 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
     """Yields what is compared: kind, name, multiplications, BF16 and FP32."""
     for shape in (*LAYERS[:2], ONE_ROW[0]) if quick else (*LAYERS, *ONE_ROW):
         kind, name = "layer" if shape[0] > 1 else "one row", "x".join(map(str, shape))
-        yield kind, name, math.prod(shape), layer(*shape, torch.bfloat16), layer(*shape, torch.float32)
+        yield (
+            kind,
+            name,
+            math.prod(shape),
+            layer(*shape, torch.bfloat16),
+            layer(*shape, torch.float32),
+        )
     for shape in () if quick else FEW_ROWS:
         name = "x".join(map(str, shape))
-        yield "few rows", name, math.prod(shape), layer(*shape, torch.bfloat16), layer(*shape, torch.float32)
+        yield (
+            "few rows",
+            name,
+            math.prod(shape),
+            layer(*shape, torch.bfloat16),
+            layer(*shape, torch.float32),
+        )
     for geometry in CONVOLUTIONS[:2] if quick else CONVOLUTIONS:
         batch, side, inputs, outputs, kernel = geometry
         name = f"{batch}x{side}x{side}, {inputs} to {outputs}, {kernel}x{kernel}"
@@ -98,7 +116,10 @@ def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"help": "kinds that begin so, others' rows are kept: layer, one row, few rows"})
+    options = arguments(
+        __doc__,
+        only={"help": "kinds that begin so, others' rows are kept: layer, one row, few rows"},
+    )
     torch.manual_seed(0)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     rows: list[Row] = []
@@ -109,7 +130,15 @@ def main() -> None:
             times = measure({"bf16": bf16, "fp32": fp32}, 3 if options.quick else 11, clock=clock)
             microseconds = {f"{fmt}_us": times.median(fmt) * 1e6 for fmt in times}
             ratio = times.ratio("bf16", "fp32")
-            rows.append({"kind": kind, "case": name, "work": math.log2(work), **microseconds, "to_fp32": ratio})
+            rows.append(
+                {
+                    "kind": kind,
+                    "case": name,
+                    "work": math.log2(work),
+                    **microseconds,
+                    "to_fp32": ratio,
+                }
+            )
     if options.only and options.json:
         done = {row["kind"] for row in rows}
         kept = [row for row in standing(options.json, options.quick) if row["kind"] not in done]
@@ -121,7 +150,13 @@ def main() -> None:
         by_work.setdefault((row["kind"], round(row["work"])), []).append(row["to_fp32"])
     show(
         [
-            {"kind": kind, "work": work, "least": min(found), "median": statistics.median(found), "most": max(found)}
+            {
+                "kind": kind,
+                "work": work,
+                "least": min(found),
+                "median": statistics.median(found),
+                "most": max(found),
+            }
             for (kind, work), found in sorted(by_work.items())
         ]
     )

@@ -32,7 +32,11 @@ SHAPES: Final = (
 """Rows, output and input channels: layers of BERT-base, projections of GPT-2, layers of ViT-B with 8 x 197 tokens."""
 
 BF16: Final = torch.bfloat16
-_NAMES: Final[dict[torch.dtype, str]] = {torch.float32: "float32", BF16: "bfloat16", torch.int32: "int32"}
+_NAMES: Final[dict[torch.dtype, str]] = {
+    torch.float32: "float32",
+    BF16: "bfloat16",
+    torch.int32: "int32",
+}
 _WIDE: Final = 64  # columns of a packed block, as in brgemm.cpp
 
 
@@ -42,7 +46,9 @@ def brgemm() -> ctypes.CDLL | None:
     from torch.utils.cpp_extension import load
 
     try:
-        path = load("qsync_brgemm", [str(Path(__file__).with_name("brgemm.cpp"))], is_python_module=False)
+        path = load(
+            "qsync_brgemm", [str(Path(__file__).with_name("brgemm.cpp"))], is_python_module=False
+        )
     except (OSError, RuntimeError) as error:
         print(f"without brgemm: {str(error).splitlines()[0]}")
         return None
@@ -56,7 +62,9 @@ def packed(b: Tensor) -> Tensor:
     return b.reshape(k // values, values, n // _WIDE, _WIDE).permute(2, 0, 3, 1).contiguous()
 
 
-def by_blocks(name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+def by_blocks(
+    name: str, a: Tensor, b: Tensor, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
     """Returns a call of brgemm, or none where there is no such kernel or it does not give the right numbers."""
     library, (m, k), n = brgemm(), a.shape, b.shape[1]
     if library is None or n % _WIDE or k % 4:
@@ -71,17 +79,32 @@ def by_blocks(name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> dict[str, 
         return left, right, result  # which live as long as the call does
 
     exact = left.double() @ b.double()
-    if function(*sizes, *addresses) or not torch.allclose(result.double(), exact, rtol=1e-3, atol=1e-3 * k**0.5):
+    if function(*sizes, *addresses) or not torch.allclose(
+        result.double(), exact, rtol=1e-3, atol=1e-3 * k**0.5
+    ):
         return {}
     return {f"brgemm {name}, packed": call}
 
 
 def ours(
-    a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None, activation: _C.Activation = "none"
+    a: Tensor,
+    b: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    activation: _C.Activation = "none",
 ) -> Tensor:
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     _C.gemm(
-        *(a.data_ptr(), b.data_ptr(), result.data_ptr(), a.shape[0], b.shape[1], a.shape[1], a.stride(), b.stride()),
+        *(
+            a.data_ptr(),
+            b.data_ptr(),
+            result.data_ptr(),
+            a.shape[0],
+            b.shape[1],
+            a.shape[1],
+            a.stride(),
+            b.stride(),
+        ),
         dtype=_NAMES[dtype],  # type: ignore[arg-type]
         bias=0 if bias is None else bias.data_ptr(),
         threads=torch.get_num_threads(),
@@ -92,7 +115,10 @@ def ours(
 
 
 def cases(rows: int, channels: int, inner: int) -> dict[str, dict[str, Callable[[], object]]]:
-    x, w, g = (torch.randn(*shape).to(BF16) for shape in ((rows, inner), (channels, inner), (rows, channels)))
+    x, w, g = (
+        torch.randn(*shape).to(BF16)
+        for shape in ((rows, inner), (channels, inner), (rows, channels))
+    )
     bias = torch.randn(channels)
     narrow = bias.to(BF16)
     xq, wq = (torch.randint(-127, 128, t.shape, dtype=torch.int8) for t in (x, w))
@@ -118,8 +144,12 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, dict[str, Callable[
     }
 
 
-def activations(rows: int, channels: int, inner: int, dtype: torch.dtype) -> dict[str, dict[str, Callable[[], object]]]:
-    x, w = (torch.randint(-100, 101, shape).to(dtype) for shape in ((rows, inner), (channels, inner)))
+def activations(
+    rows: int, channels: int, inner: int, dtype: torch.dtype
+) -> dict[str, dict[str, Callable[[], object]]]:
+    x, w = (
+        torch.randint(-100, 101, shape).to(dtype) for shape in ((rows, inner), (channels, inner))
+    )
     bias = torch.randn(channels)
     # By Inductor's formulas, whose parameters are no tensors.
     kernels: dict[_C.Activation, Callable[[Tensor], Tensor]] = {

@@ -52,7 +52,9 @@ def resnet(depths: tuple[int, ...], kind: str) -> Model:
     widths = (
         [8, 16, 24, 32] if kind == "basic" else [32, 64, 96, 128]
     )  # so that the blocks have the shortcuts that they have
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=2)
+    config = hf.ResNetConfig(
+        embedding_size=8, hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=2
+    )
     return hf.ResNetForImageClassification(config), IMAGES
 
 
@@ -67,9 +69,15 @@ class Vgg16(nn.Module):
             if width == 0:
                 layers.append(nn.MaxPool2d(2))
                 continue
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(channels, width, 3, padding=1),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+            ]
             channels = width
-        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 2))
+        self.layers = nn.Sequential(
+            *layers, nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 2)
+        )
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.layers(pixel_values), labels)
@@ -99,7 +107,9 @@ def gpt2() -> Model:
 
 
 def llama() -> Model:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT, num_hidden_layers=16, num_key_value_heads=2)), tokens()
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**TEXT, num_hidden_layers=16, num_key_value_heads=2)
+    ), tokens()
 
 
 def t5() -> Model:
@@ -117,7 +127,12 @@ def t5() -> Model:
 
 
 def vit() -> Model:
-    sizes: dict[str, Any] = {"intermediate_size": 64, "image_size": 32, "patch_size": 8, "num_labels": 2}
+    sizes: dict[str, Any] = {
+        "intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_labels": 2,
+    }
     config = hf.ViTConfig(**HEADS, **sizes, num_hidden_layers=12)
     return hf.ViTForImageClassification(config), IMAGES
 
@@ -135,7 +150,13 @@ def whisper() -> Model:
         "suppress_tokens": None,
     }
     config = hf.WhisperConfig(
-        vocab_size=WORDS, num_mel_bins=8, d_model=32, use_cache=False, pad_token_id=0, **sizes, **positions
+        vocab_size=WORDS,
+        num_mel_bins=8,
+        d_model=32,
+        use_cache=False,
+        pad_token_id=0,
+        **sizes,
+        **positions,
     )
     return hf.WhisperForConditionalGeneration(config), {
         "input_features": torch.zeros(2, 8, 22),
@@ -181,7 +202,10 @@ def earlier(options: Any) -> dict[str, Any]:
     """Returns the counts to compare with: of the file that --before names, else those that the result has had until now."""
     if options.before:
         found = json.loads(options.before.read_text())
-        rows = [{**row, "casts_before": row["casts"], "quantizes_before": row["quantizes"]} for row in found["rows"]]
+        rows = [
+            {**row, "casts_before": row["casts"], "quantizes_before": row["quantizes"]}
+            for row in found["rows"]
+        ]
         return {"commit": found["commit"], "rows": rows}
     if options.json and options.json.exists():
         found = json.loads(options.json.read_text())
@@ -192,20 +216,32 @@ def earlier(options: Any) -> dict[str, Any]:
 def commit() -> str:
     folder = Path(qsync_fx.__file__).resolve().parent
     return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
 
 
 def main() -> None:
-    options = arguments(__doc__, before={"type": Path, "metavar": "PATH", "help": "counts of an earlier commit"})
+    options = arguments(
+        __doc__, before={"type": Path, "metavar": "PATH", "help": "counts of an earlier commit"}
+    )
     before = earlier(options)
     known = {(row["case"], row["precision"]): row for row in before["rows"]}
     rows: list[Row] = []
     for name in list(MODELS)[:1] if options.quick else MODELS:
         for precision in ("bf16", "int8"):
             print(f"{name}: {precision}", flush=True)
-            kept = {key: value for key, value in known.get((name, precision), {}).items() if key.endswith("_before")}
-            rows.append({"case": name, "precision": precision, **count(MODELS[name], precision), **kept})
+            kept = {
+                key: value
+                for key, value in known.get((name, precision), {}).items()
+                if key.endswith("_before")
+            }
+            rows.append(
+                {"case": name, "precision": precision, **count(MODELS[name], precision), **kept}
+            )
     show(rows)
     if options.json:
         write_json(options.json, rows, options.quick, commit=commit(), before=before["commit"])

@@ -67,7 +67,11 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
     def quantized(t: Tensor) -> tuple[Tensor, Tensor]:
         return quantize(t, seed, 0, "int8", "stochastic", [])
 
-    (xq, x_scale), (wq, w_scale), (gq, g_scale) = quantized(x), quantized(weight), quantized(gradient)
+    (xq, x_scale), (wq, w_scale), (gq, g_scale) = (
+        quantized(x),
+        quantized(weight),
+        quantized(gradient),
+    )
     xb, wb, bb = x.to(BF16), weight.to(BF16), bias.to(BF16)
 
     def output(q: Tensor, q_scale: Tensor, w: Tensor, scale: Tensor) -> Tensor:
@@ -96,7 +100,9 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
         gradient @ narrow_weight
         (gradient.t() @ narrow).float()
 
-    def integers(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def integers(
+        a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         return (torch._int_mm(a, b).float() * (a_scale * b_scale)).to(dtype)
 
     return {
@@ -104,7 +110,10 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
             PEER: lambda: F.linear(x.to(BF16), weight.to(BF16), bb),
             "int8": lambda: output(*quantized(x), *quantized(weight)),
         },
-        "input gradient": {PEER: lambda: gradient @ wb, "int8": lambda: input_gradient(*quantized(gradient))},
+        "input gradient": {
+            PEER: lambda: gradient @ wb,
+            "int8": lambda: input_gradient(*quantized(gradient)),
+        },
         "weight gradient": {
             PEER: lambda: (gradient.t() @ xb).float(),
             "int8": lambda: weight_gradient(gq, g_scale),
@@ -130,11 +139,19 @@ def cases(rows: int, channels: int, inner: int) -> dict[str, Cases]:
     }
 
 
-def convolution_cases(inner: int, side: int, channels: int, kernel: int, stride: int) -> dict[str, Cases]:
+def convolution_cases(
+    inner: int, side: int, channels: int, kernel: int, stride: int
+) -> dict[str, Cases]:
     padding = kernel // 2
     out = (side + 2 * padding - kernel) // stride + 1
-    shapes = (BATCH, inner, side, side), (channels, inner, kernel, kernel), (BATCH, channels, out, out)
-    x, weight, gradient = (torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
+    shapes = (
+        (BATCH, inner, side, side),
+        (channels, inner, kernel, kernel),
+        (BATCH, channels, out, out),
+    )
+    x, weight, gradient = (
+        torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes
+    )
     xb, wb, gb = (t.to(BF16) for t in (x, weight, gradient))
     xq, wq, gq = (t.mul(30).clamp(-127, 127).to(torch.int8) for t in (x, weight, gradient))
     scale, how = torch.rand(()), ([stride] * 2, [padding] * 2, [1, 1])
@@ -142,10 +159,14 @@ def convolution_cases(inner: int, side: int, channels: int, kernel: int, stride:
 
     def backward(of_input: bool) -> Tensor:
         mask = [of_input, not of_input, False]
-        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward.default(gb, xb, wb, None, *rest, mask)
+        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward.default(
+            gb, xb, wb, None, *rest, mask
+        )
         return found[0] if of_input else found[1].float()
 
-    def ours(a: Tensor, b: Tensor, size: list[int], operation: str, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def ours(
+        a: Tensor, b: Tensor, size: list[int], operation: str, dtype: torch.dtype
+    ) -> Callable[[], Tensor]:
         return lambda: conv2d_product(a, b, scale, scale, None, size, *how, operation, dtype)
 
     return {
@@ -153,7 +174,10 @@ def convolution_cases(inner: int, side: int, channels: int, kernel: int, stride:
             PEER: lambda: torch.ops.aten.convolution.default(xb, wb, None, *rest),
             "int8": ours(xq, wq, [kernel] * 2, "fprop", BF16),
         },
-        "input gradient": {PEER: lambda: backward(True), "int8": ours(gq, wq, [side] * 2, "dgrad", BF16)},
+        "input gradient": {
+            PEER: lambda: backward(True),
+            "int8": ours(gq, wq, [side] * 2, "dgrad", BF16),
+        },
         "weight gradient": {
             PEER: lambda: backward(False),
             "int8": ours(gq, xq, [kernel] * 2, "wgrad", torch.float32),
@@ -172,7 +196,9 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
                     continue  # oneDNN's, whatever the format
                 work = 2 * BATCH * (side // stride) ** 2 * inner * channels * kernel**2
                 case = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}"
-                rows += told(case, what, measure(compared, repeats, clock=clock(threads)), work, peak)
+                rows += told(
+                    case, what, measure(compared, repeats, clock=clock(threads)), work, peak
+                )
     return rows
 
 
@@ -219,7 +245,13 @@ def small_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
     rows: list[Row] = []
     for shape in SMALL[:1] if quick else SMALL:
         layer = measure(cases(*shape)["layer"], repeats, clock=clock(threads))
-        rows += told("x".join(map(str, shape)), "layer", layer, 6 * math.prod(shape), _C.gemm_peak() * threads)
+        rows += told(
+            "x".join(map(str, shape)),
+            "layer",
+            layer,
+            6 * math.prod(shape),
+            _C.gemm_peak() * threads,
+        )
     return rows
 
 
@@ -237,7 +269,9 @@ PARTS: Mapping[str, Callable[[int, int, bool], list[Row]]] = {
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"choices": tuple(PARTS), "help": "measure these alone, and keep other rows"})
+    options = arguments(
+        __doc__, only={"choices": tuple(PARTS), "help": "measure these alone, and keep other rows"}
+    )
     repeats = 3 if options.quick else 15
     if options.only:
         rows = PARTS[options.only](repeats, options.threads, options.quick)
@@ -245,7 +279,10 @@ def main() -> None:
             write_cases(options.json, rows, quick=options.quick)
         show(rows)
         return
-    finish(options, [row for part in PARTS.values() for row in part(repeats, options.threads, options.quick)])
+    finish(
+        options,
+        [row for part in PARTS.values() for row in part(repeats, options.threads, options.quick)],
+    )
 
 
 if __name__ == "__main__":

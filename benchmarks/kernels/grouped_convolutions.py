@@ -28,7 +28,12 @@ GROUPED = {
     "EfficientNet-B0": ((144, 56, 144, 5, 2, 144), (480, 14, 480, 5, 1, 480)),
     "ConvNeXt": ((96, 56, 96, 7, 1, 96), (384, 14, 384, 7, 1, 384)),
     "ResNeXt-50": ((128, 56, 128, 3, 1, 32), (256, 28, 256, 3, 1, 32), (512, 14, 512, 3, 1, 32)),
-    "small": ((32, 8, 32, 3, 1, 32), (64, 16, 64, 3, 1, 64), (64, 16, 64, 3, 1, 4), (256, 4, 256, 3, 1, 256)),
+    "small": (
+        (32, 8, 32, 3, 1, 32),
+        (64, 16, 64, 3, 1, 64),
+        (64, 16, 64, 3, 1, 4),
+        (256, 4, 256, 3, 1, 256),
+    ),
 }
 """Input channels, side of the image, output channels, side of the kernel, stride, groups; batches of eight."""
 BATCH = 8
@@ -44,11 +49,19 @@ def layers(quick: bool) -> Iterator[tuple[str, float, dict[str, Cases]]]:
             yield name, work, cases(*layer)
 
 
-def cases(inner: int, side: int, channels: int, kernel: int, stride: int, groups: int) -> dict[str, Cases]:
+def cases(
+    inner: int, side: int, channels: int, kernel: int, stride: int, groups: int
+) -> dict[str, Cases]:
     padding = kernel // 2
     out = (side + 2 * padding - kernel) // stride + 1
-    shapes = (BATCH, inner, side, side), (channels, inner // groups, kernel, kernel), (BATCH, channels, out, out)
-    wide = tuple(torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
+    shapes = (
+        (BATCH, inner, side, side),
+        (channels, inner // groups, kernel, kernel),
+        (BATCH, channels, out, out),
+    )
+    wide = tuple(
+        torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes
+    )
     rest = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups
 
     def forward(tensors: tuple[Tensor, ...]) -> Callable[[], Tensor]:
@@ -58,7 +71,9 @@ def cases(inner: int, side: int, channels: int, kernel: int, stride: int, groups
     def backward(tensors: tuple[Tensor, ...], of_input: bool) -> Callable[[], object]:
         x, weight, gradient = tensors
         mask = [of_input, not of_input, False]
-        return lambda: torch.ops.aten.convolution_backward.default(gradient, x, weight, None, *rest, mask)
+        return lambda: torch.ops.aten.convolution_backward.default(
+            gradient, x, weight, None, *rest, mask
+        )
 
     narrow = tuple(t.to(BF16) for t in wide)
     x, weight, gradient = narrow
@@ -69,10 +84,24 @@ def cases(inner: int, side: int, channels: int, kernel: int, stride: int, groups
         mask = [of_input, not of_input, False]
         arguments = gradient, x, weight, None, *rest, mask
         slow = layouts.slow(weight, [stride] * 2, False, groups)[not of_input]
-        return {"bf16 by way of fp32": lambda: layouts.convolution_backward(*arguments)} if slow else {}
+        return (
+            {"bf16 by way of fp32": lambda: layouts.convolution_backward(*arguments)}
+            if slow
+            else {}
+        )
 
     return {
         "forward": {PEER: forward(narrow), "fp32": forward(wide), **copy},
-        "input gradient": {PEER: backward(narrow, True), "fp32": backward(wide, True), **copy, **converted(True)},
-        "weight gradient": {PEER: backward(narrow, False), "fp32": backward(wide, False), **copy, **converted(False)},
+        "input gradient": {
+            PEER: backward(narrow, True),
+            "fp32": backward(wide, True),
+            **copy,
+            **converted(True),
+        },
+        "weight gradient": {
+            PEER: backward(narrow, False),
+            "fp32": backward(wide, False),
+            **copy,
+            **converted(False),
+        },
     }

@@ -56,7 +56,11 @@ def loaded(units: list[TranslationUnit], folder: Path) -> float:
 
 
 def rows_of(arch: Arch, units: list[TranslationUnit], repeats: int) -> list[Row]:
-    case = {"case": "a layer of BERT-base, 16,384 tokens, int8_grad", "arch": arch, "kernels": len(units)}
+    case = {
+        "case": "a layer of BERT-base, 16,384 tokens, int8_grad",
+        "arch": arch,
+        "kernels": len(units),
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         since = time.perf_counter()

@@ -24,7 +24,11 @@ from qsync_fx.backend.cuda.kernel_build import kernel_registry, library as abi
 from qsync_fx.backend.cuda.kernel_build.library import load
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+    ConvWindow,
+    conv_problem,
+    gemm_problem,
+)
 from qsync_fx.backend.cuda.runtime import call_cache
 from qsync_fx.backend.cuda.runtime.device_state import assumed, decision
 from qsync_fx.backend.operators import quantize
@@ -82,7 +86,12 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
     weight = torch.ones(64, 64, 3, 3, dtype=torch.int8).to(memory_format=torch.channels_last)
     scale, bias = torch.ones(()), torch.ones(64)
     window = ConvWindow((1, 1), (1, 1), (1, 1))
-    chosen(conv_problem(image, weight, scale, scale, bias, (3, 3), window, "fprop", torch.float16, False), folder)
+    chosen(
+        conv_problem(
+            image, weight, scale, scale, bias, (3, 3), window, "fprop", torch.float16, False
+        ),
+        folder,
+    )
     one = [1, 1]
     return lambda: implicit_gemm._kernel(
         image, weight, scale, scale, bias, [3, 3], one, one, one, "fprop", torch.float16, False
@@ -103,7 +112,11 @@ def anew(call: Callable[[], object]) -> Callable[[], object]:
         before = len(call_cache.cached_call)
         found = call()
         # The last one that was kept, which is this call's.
-        (call_cache.cached_call if len(call_cache.cached_call) > before else call_cache.cached_quantizer_call).popitem()
+        (
+            call_cache.cached_call
+            if len(call_cache.cached_call) > before
+            else call_cache.cached_quantizer_call
+        ).popitem()
         return found
 
     return run
@@ -139,11 +152,18 @@ def main() -> None:
                 "torch.mm": lambda: torch.mm(small, small),
             }
             times = measure(
-                {name: often(way) for name, way in ways.items()}, 5 if options.quick else 101, clock=time.process_time
+                {name: often(way) for name, way in ways.items()},
+                5 if options.quick else 101,
+                clock=time.process_time,
             )
             for way in times:
                 took = times.median(way) * 1e6 / CALLS
-                row = {"case": case, "name": way, "microseconds": took, "to_mm": times.ratio(way, "torch.mm")}
+                row = {
+                    "case": case,
+                    "name": way,
+                    "microseconds": took,
+                    "to_mm": times.ratio(way, "torch.mm"),
+                }
                 rows.append(row | (MOST.judged(took) if way == "a call" else {}))
     finish(options, rows)
 

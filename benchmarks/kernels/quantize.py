@@ -23,7 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.support.harness import Row, arguments, finish, measure
 
 SHAPES = [(1536, 768), (1536, 3072), (4096, 4096)]
-DTYPES: dict[Literal["float32", "bfloat16"], torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[Literal["float32", "bfloat16"], torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def by_torch(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,15 +37,24 @@ def by_torch(x: torch.Tensor, per_row: bool) -> tuple[torch.Tensor, torch.Tensor
 
 
 def cases(x: torch.Tensor, per_row: bool) -> dict[str, Callable[[], object]]:
-    q, scales, copy = torch.empty_like(x, dtype=torch.int8), torch.empty(x.shape[0]), torch.empty_like(x)
+    q, scales, copy = (
+        torch.empty_like(x, dtype=torch.int8),
+        torch.empty(x.shape[0]),
+        torch.empty_like(x),
+    )
     dtype = next(name for name, dtype in DTYPES.items() if dtype == x.dtype)
     rows = x.shape[0] if per_row else 1
-    to, of = (tensor.view(torch.int16 if x.dtype == torch.bfloat16 else x.dtype).numpy() for tensor in (copy, x))
+    to, of = (
+        tensor.view(torch.int16 if x.dtype == torch.bfloat16 else x.dtype).numpy()
+        for tensor in (copy, x)
+    )
 
     def native(rounding: _C.Rounding, isa: str | None = None) -> Callable[[], object]:
         def call() -> None:  # a closure and not addresses alone: it keeps the tensors alive
             where = (x.data_ptr(), q.data_ptr(), scales.data_ptr(), rows, x.numel() // rows)
-            _C.quantize(*where, dtype, rounding, seed=1, stream=2, threads=torch.get_num_threads(), isa=isa)
+            _C.quantize(
+                *where, dtype, rounding, seed=1, stream=2, threads=torch.get_num_threads(), isa=isa
+            )
 
         return call
 
@@ -52,7 +64,11 @@ def cases(x: torch.Tensor, per_row: bool) -> dict[str, Callable[[], object]]:
         "copy": functools.partial(copy.copy_, x),
         "native stochastic": native("stochastic"),
         "native nearest": native("nearest"),
-        **{f"native stochastic, {isa}": native("stochastic", isa) for isa in _C.available_isas() if isa != _C.isa()},
+        **{
+            f"native stochastic, {isa}": native("stochastic", isa)
+            for isa in _C.available_isas()
+            if isa != _C.isa()
+        },
         "Inductor stochastic": functools.partial(compiled, x, per_row),
         "eager stochastic": functools.partial(by_torch, x, per_row),
     }
@@ -65,7 +81,9 @@ def main() -> None:
         for dtype_name, dtype in DTYPES.items():
             for per_row in (False, True):
                 torch.compiler.reset()
-                times = measure(cases(torch.randn(shape).to(dtype), per_row), repeats=3 if options.quick else 31)
+                times = measure(
+                    cases(torch.randn(shape).to(dtype), per_row), repeats=3 if options.quick else 31
+                )
                 rows += [
                     {
                         "case": f"{shape[0]}x{shape[1]} {dtype_name} per {'row' if per_row else 'tensor'}",

@@ -71,7 +71,9 @@ def main() -> None:
     if len(sys.argv) > 2 and sys.argv[1] == "--rank":
         rank(json.loads(sys.argv[2]))
         return
-    options = arguments(__doc__, steps={"type": int, "default": 12, "help": "steps a case (%(default)s)"})
+    options = arguments(
+        __doc__, steps={"type": int, "default": 12, "help": "steps a case (%(default)s)"}
+    )
     reason = links.told_missing("the rule")
     steps, scale = (3, 0.1) if options.quick else (options.steps, 1.0)
     rows: list[Row] = []
@@ -83,10 +85,23 @@ def main() -> None:
             row |= {"paper": PAPER.get(way) if len(rates) > 1 else None}
             if reason is None:
                 row |= measured(way, rates, {"steps": steps, "scale": scale})
-            rows.append(row | {"ratios by the rule": [d.ratio for d in ideal.decisions] if way != "fp32" else None})
+            rows.append(
+                row
+                | {
+                    "ratios by the rule": [d.ratio for d in ideal.decisions]
+                    if way != "fp32"
+                    else None
+                }
+            )
     show(rows)
     if options.json:
-        write_json(options.json, rows, options.quick, steps=steps, real_time=os.sched_getscheduler(0) != os.SCHED_OTHER)
+        write_json(
+            options.json,
+            rows,
+            options.quick,
+            steps=steps,
+            real_time=os.sched_getscheduler(0) != os.SCHED_OTHER,
+        )
 
 
 def foreseen(way: str, rates: tuple[str, ...]) -> Broadcast:
@@ -105,11 +120,18 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
     """Returns the medians over steps of both ranks."""
     stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder, links.shaped(2, rates[0]) as places:
-        turning = threading.Thread(target=turn, args=(places, rates, stop)) if len(rates) > 1 else None
+        turning = (
+            threading.Thread(target=turn, args=(places, rates, stop)) if len(rates) > 1 else None
+        )
         if turning is not None:
             turning.start()
         try:
-            command = [sys.executable, __file__, "--rank", json.dumps({**job, "way": way, "folder": folder})]
+            command = [
+                sys.executable,
+                __file__,
+                "--rank",
+                json.dumps({**job, "way": way, "folder": folder}),
+            ]
             ended = links.run(places, command, {"OMP_NUM_THREADS": "1"}, seconds=600)
         finally:
             stop.set()
@@ -123,7 +145,8 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
     def overlap(until: float) -> float:
         at = until * job["scale"]
         shares: list[float] = [
-            sum(max(0.0, min(end, at) - begin) for begin, end in step["busy"]) / sum(e - b for b, e in step["busy"])
+            sum(max(0.0, min(end, at) - begin) for begin, end in step["busy"])
+            / sum(e - b for b, e in step["busy"])
             for step in every
         ]
         return statistics.median(shares)
@@ -132,7 +155,10 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
         "overlap": overlap(DEADLINE),
         "overlap_last": overlap(BLOCKS[-1][1]),
         "end": statistics.median(step["busy"][-1][1] for step in every) / job["scale"],
-        "ratios": [statistics.median(ratios) for ratios in zip(*(step["ratios"] for step in every), strict=True)],
+        "ratios": [
+            statistics.median(ratios)
+            for ratios in zip(*(step["ratios"] for step in every), strict=True)
+        ],
     }
 
 
@@ -152,13 +178,18 @@ def rank(job: dict[str, Any]) -> None:
     parameters = [nn.Parameter(torch.zeros(round(size * scale / 4))) for size, _ in BLOCKS]
     values = [torch.randn(p.numel()) * 1e-3 for p in parameters]
     buckets = [
-        Bucket(at, p, v, at == len(BLOCKS) - 1) for at, (p, v) in enumerate(zip(parameters, values, strict=True))
+        Bucket(at, p, v, at == len(BLOCKS) - 1)
+        for at, (p, v) in enumerate(zip(parameters, values, strict=True))
     ]
-    adaptive = Adaptive(segment=max(2**12, round(2**20 * scale)), elapsed=job["way"] == "paper's rate")
+    adaptive = Adaptive(
+        segment=max(2**12, round(2**20 * scale)), elapsed=job["way"] == "paper's rate"
+    )
     codec = codec_named("fp32") if job["way"] == "fp32" else adaptive
     named = [(str(at), p) for at, p in enumerate(parameters)]
     assigned = to_all(codec, [1] * len(BLOCKS), 0)
-    handle = DdpCompressor(distributed.new_group(backend="gloo"), own, 2, named, assigned, seed=0, check_every=0)
+    handle = DdpCompressor(
+        distributed.new_group(backend="gloo"), own, 2, named, assigned, seed=0, check_every=0
+    )
     busy: list[tuple[float, float]] = []
     began = 0.0
 

@@ -71,20 +71,38 @@ def main() -> None:
     asked = selected(options, TASKS)
     before = standing(options.json, options.quick) if options.json else []
     ways = [way for way in WAYS if way == WHOLE or way in (options.way or WAYS)]
-    rows = [one for one in before if one["task"] in TASKS and (one["task"] not in asked or one["way"] not in ways)]
+    rows = [
+        one
+        for one in before
+        if one["task"] in TASKS and (one["task"] not in asked or one["way"] not in ways)
+    ]
     for task in asked:
         every = []
         for seed in range(1 if options.quick else options.seeds):
-            job = {"task": task, "size": SIZES[task], "seed": seed, "ways": ways, "quick": options.quick}
+            job = {
+                "task": task,
+                "size": SIZES[task],
+                "seed": seed,
+                "ways": ways,
+                "quick": options.quick,
+            }
             every.append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
         said = {"date": today, "size": "a few steps" if options.quick else SIZES[task]}
-        rows += [said | row(task, way, [one[way] for one in every], [one[WHOLE] for one in every]) for way in ways]
+        rows += [
+            said | row(task, way, [one[way] for one in every], [one[WHOLE] for one in every])
+            for way in ways
+        ]
         rows.sort(key=lambda one: (list(TASKS).index(one["task"]), WAYS.index(one["way"])))
         if options.json:
             write_json(options.json, rows, options.quick)
     if options.picture:
         write_text(options.picture, picture(duo_curves(rows), "share of the training, %", "loss"))
-    show([{name: value for name, value in one.items() if name not in ("loss", "each")} for one in rows])
+    show(
+        [
+            {name: value for name, value in one.items() if name not in ("loss", "each")}
+            for one in rows
+        ]
+    )
 
 
 def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -92,12 +110,16 @@ def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for one in rows:
         if one["way"] in CURVES:
-            points = [(100 * (at + 0.5) / len(one["loss"]), loss) for at, loss in enumerate(one["loss"])]
+            points = [
+                (100 * (at + 0.5) / len(one["loss"]), loss) for at, loss in enumerate(one["loss"])
+            ]
             panels.setdefault(one["task"], {})[one["way"]] = points
     return {task: curves for task, curves in panels.items() if len(curves) > 1}
 
 
-def row(task: str, way: str, found: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def row(
+    task: str, way: str, found: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     each = [one["accuracy"] for one in found]
     return {
         "task": task,
@@ -106,7 +128,9 @@ def row(task: str, way: str, found: Sequence[dict[str, Any]], whole: Sequence[di
         "deviation": statistics.stdev(each) if len(each) > 1 else 0.0,
         **beside(each, [one["accuracy"] for one in whole]),
         "each": each,
-        "loss": [statistics.fmean(part) for part in zip(*(one["loss"] for one in found), strict=True)],
+        "loss": [
+            statistics.fmean(part) for part in zip(*(one["loss"] for one in found), strict=True)
+        ],
     }
 
 
@@ -122,7 +146,10 @@ def rank(job: dict[str, Any]) -> None:
     """What each process does: trains once a way."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found = {way: one(TASKS[job["task"]](RANKS, job["seed"], job["quick"]), way, job["seed"]) for way in job["ways"]}
+    found = {
+        way: one(TASKS[job["task"]](RANKS, job["seed"], job["quick"]), way, job["seed"])
+        for way in job["ways"]
+    }
     if distributed.get_rank() == 0:
         Path(job["path"]).write_text(json.dumps(found))
     distributed.barrier()
@@ -141,7 +168,9 @@ def one(training: Training, way: str, seed: int) -> dict[str, Any]:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way != WHOLE:
         compress(ddp, way, seed=seed)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, training.rate, total_steps=training.steps + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, training.rate, total_steps=training.steps + 1
+    )
     losses = []
     for parts in training.batches():
         optimizer.zero_grad()

@@ -31,13 +31,19 @@ FORMATS = {name: Plan.uniform(name) for name in (WIDE, "int8_grad", "int8", "bf1
 
 
 def main() -> None:
-    options = arguments(__doc__, None, **{**OPTIONS, "only": {"help": "formats that begin so, beside fp32"}})
+    options = arguments(
+        __doc__, None, **{**OPTIONS, "only": {"help": "formats that begin so, beside fp32"}}
+    )
     images = Images(QUICK if options.quick else SIZE, "digits" if options.quick else None)
-    experiment = Experiment(options, "convergence", images.size.epochs, images=images.name, size=asdict(images.size))
+    experiment = Experiment(
+        options, "convergence", images.size.epochs, images=images.name, size=asdict(images.size)
+    )
     whole: list[float] = []
     for name, plan in ({WIDE: FORMATS[WIDE]} | selected(options, FORMATS)).items():
         settings = {"images": images.name, "size": asdict(images.size), "plan": plan.to_json()}
-        found = experiment.accuracy(name, settings, partial(Trainer, DEMO, images, [plan], [images.size.batch]))
+        found = experiment.accuracy(
+            name, settings, partial(Trainer, DEMO, images, [plan], [images.size.batch])
+        )
         whole = whole or found["each"]
         experiment.add({"format": name, **found, **beside(found["each"], whole)})
     show(experiment.rows)

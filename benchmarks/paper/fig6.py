@@ -46,7 +46,10 @@ def main() -> None:
                 "model": model,
                 "plan": name,
                 "step_ms": 1e3 * timeline.seconds,
-                **{f"waiting_{device}_ms": 1e3 * seconds for device, seconds in timeline.waiting.items()},
+                **{
+                    f"waiting_{device}_ms": 1e3 * seconds
+                    for device, seconds in timeline.waiting.items()
+                },
                 "variance": answer.judged.variance,
                 "operators": dict(Counter(answer.plans["t4"].values())),
             }

@@ -36,7 +36,9 @@ def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
 def mean(found: Sensitivity, first: int, last: int) -> list[float]:
     """Returns the mean over some updates of each operator."""
     trace = found.trace[first:last]
-    return [statistics.fmean(values[name][PRECISION] for values in trace) for name in found.operators]
+    return [
+        statistics.fmean(values[name][PRECISION] for values in trace) for name in found.operators
+    ]
 
 
 def kept(found: Sensitivity) -> float:
@@ -58,9 +60,22 @@ def case(name: str, updates: int) -> tuple[list[Row], list[Row]]:
     rows: list[Row] = []
     for one in found:
         early = spearman(mean(one, 0, few), mean(one, -few, updates))
-        rows.append({"case": name, "method": one.method, "updates": updates, "kept": kept(one), "early": early})
+        rows.append(
+            {
+                "case": name,
+                "method": one.method,
+                "updates": updates,
+                "kept": kept(one),
+                "early": early,
+            }
+        )
     ranks: list[Row] = [
-        {"case": name, "method": one.method, "operator": operator, "ranks": [step[operator] for step in ordered(one)]}
+        {
+            "case": name,
+            "method": one.method,
+            "operator": operator,
+            "ranks": [step[operator] for step in ordered(one)],
+        }
         for one in found
         for operator in one.operators
     ]
@@ -68,7 +83,9 @@ def case(name: str, updates: int) -> tuple[list[Row], list[Row]]:
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"nargs": "*", "metavar": "CASE", "help": "these networks alone"})
+    options = arguments(
+        __doc__, only={"nargs": "*", "metavar": "CASE", "help": "these networks alone"}
+    )
     summary: list[Row] = []
     every: list[Row] = []
     for name in options.only or (CASES[-1:] if options.quick else CASES):

@@ -57,12 +57,21 @@ def main() -> None:
     reason = links.told_missing("loopback")
     kept = Kept(None if options.quick else options.partial / "slow_links.json")
     rows: list[dict[str, Any]] = []
-    for rate in RATES[:1] if options.quick and reason is None else RATES if reason is None else (None,):
+    for rate in (
+        RATES[:1] if options.quick and reason is None else RATES if reason is None else (None,)
+    ):
         found: dict[str, list[dict[str, Any]]] = {}
         # Ways take turns within a seed.
         for seed in range(1 if options.quick else options.seeds):
             for way in WAYS:
-                job = {"rate": rate, "way": way, "seed": seed, "quick": options.quick, "width": WIDTH, "lr": RATE}
+                job = {
+                    "rate": rate,
+                    "way": way,
+                    "seed": seed,
+                    "quick": options.quick,
+                    "width": WIDTH,
+                    "lr": RATE,
+                }
                 found.setdefault(way, []).append(kept.get(job, lambda job=job: trained(job)))  # type: ignore[misc]
         aim = statistics.fmean(one["curve"][-1][1] for one in found["fp32"]) - SHORT
         rows += [row(rate, way, every, aim) for way, every in found.items()]
@@ -110,7 +119,13 @@ def rank(job: dict[str, Any]) -> None:
     data = images.subset(job["seed"])
     torch.manual_seed(job["seed"])
     inputs, width = data.train[0][0].numel(), job["width"]
-    layers = (nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, images.classes))
+    layers = (
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, images.classes),
+    )
     model = nn.Sequential(nn.Flatten(), *layers)
     ddp = DistributedDataParallel(model, bucket_cap_mb=2)
     if job["way"] == "fp16":
@@ -118,7 +133,9 @@ def rank(job: dict[str, Any]) -> None:
     elif job["way"] != "fp32":
         compress(ddp, job["way"], seed=job["seed"])
     parts = [
-        batch[own] for epoch in range(size.epochs) for batch in images.parts(data, [size.batch] * 2, job["seed"], epoch)
+        batch[own]
+        for epoch in range(size.epochs)
+        for batch in images.parts(data, [size.batch] * 2, job["seed"], epoch)
     ]
     optimizer = torch.optim.SGD(ddp.parameters(), job["lr"], momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, job["lr"], total_steps=len(parts) + 1)

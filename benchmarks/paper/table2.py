@@ -29,7 +29,9 @@ from benchmarks.support.harness import arguments, show
 def plans_of(known: Looked, batch: int) -> dict[str, PlanResult]:
     """Returns the plan of each indicator, under one limit of memory."""
     memory = capped(problem(known, batch))
-    ours, theirs = (problem(known, batch, method, memory=memory) for method in ("second_order", "paper"))
+    ours, theirs = (
+        problem(known, batch, method, memory=memory) for method in ("second_order", "paper")
+    )
     return {
         "random": RandomGreedy(0).allocate(ours),
         "hessian": HessianGreedy(known.sensitivities["hessian"]).allocate(ours),

@@ -84,7 +84,9 @@ def plans_of(ids: Mapping[str, str], part: str) -> dict[str, Plan]:
     }
 
 
-def repeats(setting: Setting, count: int, rounds: int, partial: Path | None) -> Iterator[dict[str, dict[str, float]]]:
+def repeats(
+    setting: Setting, count: int, rounds: int, partial: Path | None
+) -> Iterator[dict[str, dict[str, float]]]:
     """Yields what each measurement says of each plan: seconds measured, and by how many percent what was foreseen was off."""
     for repeat in range(count):
         torch.manual_seed(repeat)
@@ -93,7 +95,9 @@ def repeats(setting: Setting, count: int, rounds: int, partial: Path | None) -> 
         explanation = qsync_fx.explain(case.model, case.batch[0])
         planned = {str(operator) for operator in explanation.plan().operators}
         adjustable = {
-            str(one.id): one.row.name for one in explanation.operators if one.row is not None and str(one.id) in planned
+            str(one.id): one.row.name
+            for one in explanation.operators
+            if one.row is not None and str(one.id) in planned
         }
         plans = plans_of(adjustable, setting.part)
         kept = partial and partial / f"table3-{repeat}.json"
@@ -102,7 +106,10 @@ def repeats(setting: Setting, count: int, rounds: int, partial: Path | None) -> 
         for (name, plan), run in zip(plans.items(), runs, strict=True):
             real = statistics.median(map(sum, run.steps))
             views = {"cost mapper": foreseen(profile, plan), "dPRO's view": additive(profile, plan)}
-            off = {view: 100 * (seconds + profile.optimizer_seconds) / real - 100 for view, seconds in views.items()}
+            off = {
+                view: 100 * (seconds + profile.optimizer_seconds) / real - 100
+                for view, seconds in views.items()
+            }
             found[name] = {"seconds": real, **off}
         yield found
 
@@ -111,7 +118,10 @@ def rows(found: list[dict[str, dict[str, float]]]) -> Iterator[Row]:
     """Yields a row a plan, over all repeats."""
     for name in found[0]:
         seen = [one[name] for one in found]
-        row: dict[str, object] = {"plan": name, "step_ms": 1e3 * statistics.fmean(one["seconds"] for one in seen)}
+        row: dict[str, object] = {
+            "plan": name,
+            "step_ms": 1e3 * statistics.fmean(one["seconds"] for one in seen),
+        }
         for view in ("cost mapper", "dPRO's view"):
             row[f"{view}, error_%"] = statistics.fmean(abs(one[view]) for one in seen)
             row[f"{view}, each_%"] = [round(one[view], 2) for one in seen]
@@ -123,13 +133,21 @@ def main() -> None:
         __doc__,
         repeats={"type": int, "default": REPEATS, "help": "measurements (%(default)s)"},
         rounds={"type": int, "default": ROUNDS, "help": "turns a plan in each (%(default)s)"},
-        partial={"type": folder, "help": "folder that keeps measurements that are interrupted, to go on from"},
+        partial={
+            "type": folder,
+            "help": "folder that keeps measurements that are interrupted, to go on from",
+        },
     )
     # One thread is timed by the processor's clock, which counts nothing of what others do meanwhile.
     torch.set_num_threads(1)
     count, rounds = (1, 2) if options.quick else (options.repeats, options.rounds)
     found: list[dict[str, dict[str, float]]] = []
-    for one in repeats(QUICK if options.quick else SETTING, count, rounds, None if options.quick else options.partial):
+    for one in repeats(
+        QUICK if options.quick else SETTING,
+        count,
+        rounds,
+        None if options.quick else options.partial,
+    ):
         found.append(one)
         if options.json:
             write_json(options.json, list(rows(found)), quick=options.quick)

@@ -45,11 +45,15 @@ def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, PlanResult]]:
     yield "ours", MilpAllocator().allocate(within(asked, uniform.judged.seconds))
 
 
-def rows(known: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM) -> Iterator[Row]:
+def rows(
+    known: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM
+) -> Iterator[Row]:
     """Yields how each way of training does on both clusters."""
     memory = capped(problem(known, batch, optimizer=optimizer))
     for cluster, allowed in (("A", None), ("B", memory)):
-        for way, answer in answers(known, problem(known, batch, optimizer=optimizer, memory=allowed)):
+        for way, answer in answers(
+            known, problem(known, batch, optimizer=optimizer, memory=allowed)
+        ):
             plan, judged = answer.plans[SLOW], answer.judged
             batches = [device.batch or batch for device in answer.problem.cluster.devices.values()]
             yield {
@@ -61,7 +65,9 @@ def rows(known: Looked, batch: int, train: Trained, optimizer: OptimizerMemory =
                 "batches": batches,
                 "peak_mb": (judged.classes[SLOW].peak_bytes or 0) / 1e6,
                 "allowed_mb": None if allowed is None else allowed / 1e6,
-                "waiting_ms": {device: 1e3 * found.waiting for device, found in judged.classes.items()},
+                "waiting_ms": {
+                    device: 1e3 * found.waiting for device, found in judged.classes.items()
+                },
                 "operators": dict(Counter(plan.values())),
             }
 
@@ -71,7 +77,9 @@ def main() -> None:
     experiment = OnImages(options)
     for name, known in experiment.networks():
 
-        def train(what: str, plan: Mapping[str, str], batches: Sequence[int], name: str = name) -> Mapping[str, Any]:
+        def train(
+            what: str, plan: Mapping[str, str], batches: Sequence[int], name: str = name
+        ) -> Mapping[str, Any]:
             return experiment.row(name, what, plan, batches)
 
         for row in rows(known, experiment.images.size.batch, train):

@@ -28,7 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.paper.support.devices import looked, trained
 from benchmarks.paper.support.experiment import LOOKED, OPTIONS, Experiment
 from benchmarks.paper.support.pair import Inputs, Pair
-from benchmarks.paper.support.text import FEW, FILES, LENGTH, MASK, PACKAGES, PADDING, SPECIAL, Texts, load
+from benchmarks.paper.support.text import (
+    FEW,
+    FILES,
+    LENGTH,
+    MASK,
+    PACKAGES,
+    PADDING,
+    SPECIAL,
+    Texts,
+    load,
+)
 from benchmarks.paper.table4 import rows
 from benchmarks.support.harness import arguments, show
 
@@ -81,7 +91,9 @@ class Classifier(nn.Module):
         self.word, self.head = nn.Linear(width, words), nn.Linear(width, len(PACKAGES))
 
     def encoded(self, texts: Tensor) -> Tensor:
-        found: Tensor = self.bert(input_ids=texts, attention_mask=(texts != PADDING).long()).last_hidden_state
+        found: Tensor = self.bert(
+            input_ids=texts, attention_mask=(texts != PADDING).long()
+        ).last_hidden_state
         return found
 
     def forward(self, texts: Tensor) -> Tensor:
@@ -120,7 +132,9 @@ def trained_before(texts: Texts, size: Size) -> Classifier:
 class Tuner:
     """Fine-tunes a model under a plan of the T4 beside a V100 in FP32, seed after seed; it is compiled once."""
 
-    def __init__(self, model: Classifier, texts: Texts, plan: Plan, batches: Sequence[int], size: Size) -> None:
+    def __init__(
+        self, model: Classifier, texts: Texts, plan: Plan, batches: Sequence[int], size: Size
+    ) -> None:
         torch._dynamo.reset()
         self.model, self.texts, self.batches, self.size = model, texts, batches, size
         self.pair = Pair(copy.deepcopy(model), (Plan.uniform("fp32"), plan), loss)
@@ -132,14 +146,18 @@ class Tuner:
         nn.init.normal_(fresh.head.weight, std=0.02)
         self.pair.restart(fresh)
         own, size = self.pair.model.train(), self.size
-        optimizer = torch.optim.AdamW(own.parameters(), size.rate * sum(self.batches) / (2 * size.batch))
+        optimizer = torch.optim.AdamW(
+            own.parameters(), size.rate * sum(self.batches) / (2 * size.batch)
+        )
         # To nothing, as BERT's authors have it: what is left at the end is less by chance.
         steps = size.epochs * (len(self.texts.train[1]) // sum(self.batches))
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(1, steps))
         for epoch in range(size.epochs):
             for texts, labels in shuffled(self.texts, sum(self.batches), 100 * seed + epoch):
                 parts = zip(
-                    torch.split(texts, list(self.batches)), torch.split(labels, list(self.batches)), strict=True
+                    torch.split(texts, list(self.batches)),
+                    torch.split(labels, list(self.batches)),
+                    strict=True,
                 )
                 self.pair.backward(list(parts))
                 optimizer.step()
@@ -152,7 +170,9 @@ class Tuner:
 
 
 def main() -> None:
-    options = arguments(__doc__, None, **{name: more for name, more in OPTIONS.items() if name != "only"})
+    options = arguments(
+        __doc__, None, **{name: more for name, more in OPTIONS.items() if name != "only"}
+    )
     size = QUICK if options.quick else Size()
     texts = load(size.each, FEW if options.quick else FILES)
     experiment = Experiment(options, "text", size.epochs, texts=texts.name)
@@ -164,7 +184,12 @@ def main() -> None:
 
     def train(what: str, plan: Mapping[str, str], batches: Sequence[int]) -> Mapping[str, Any]:
         low = trained(plan)
-        settings = {"texts": texts.name, "size": asdict(size), "batches": list(batches), "plan": low.to_json()}
+        settings = {
+            "texts": texts.name,
+            "size": asdict(size),
+            "batches": list(batches),
+            "plan": low.to_json(),
+        }
         return experiment.accuracy(what, settings, lambda: Tuner(model, texts, low, batches, size))
 
     for row in rows(known, size.batch, train, ADAM):

@@ -44,7 +44,16 @@ SHARES = {"tf32": 0.004, "bf16": 0.02, "fp16": 0.005, "int8": 1.0, "int8_grad": 
 THREE = ("fp32", "bf16", "int8")
 SIDE_BY_SIDE = ("fp32", "bf16", "fp16", "int8")
 CLUSTER = Cluster({"a100": ClusterDevice(count=2)}, Network(12.5e9, 30e-6))
-LIMITS = ((0.02, None), (0.1, None), (0.3, None), (0.6, None), (0.3, 0.3), (0.1, 0.6), (0.3, 0.6), (0.6, 0.3))
+LIMITS = (
+    (0.02, None),
+    (0.1, None),
+    (0.3, None),
+    (0.6, None),
+    (0.3, 0.3),
+    (0.1, 0.6),
+    (0.3, 0.6),
+    (0.6, 0.3),
+)
 FEWER = ((0.1, None), (0.3, None), (0.3, 0.3))
 QUICK = ((0.1, None),)
 CASES: Mapping[str, Callable[[bool], Case]] = {
@@ -71,12 +80,18 @@ def drawn(graph: ModelGraph, seed: int) -> Sensitivity:
     for operator in graph.operators:
         if operator.kind == "adjustable":
             own = draw.lognormvariate(0, 2)
-            variance[operator.id] = {fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in SHARES.items()}
+            variance[operator.id] = {
+                fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in SHARES.items()
+            }
     return Sensitivity("drawn", "model", variance)
 
 
 def problems(
-    graph: ModelGraph, times: Times, formats: tuple[str, ...], limits: Any, training: TrainingMemory | None
+    graph: ModelGraph,
+    times: Times,
+    formats: tuple[str, ...],
+    limits: Any,
+    training: TrainingMemory | None,
 ) -> Iterator[tuple[str, Problem]]:
     part = DeviceClass(graph, times, drawn(graph, len(graph.operators)), formats, training=training)
     problem = Problem({"a100": part}, CLUSTER)
@@ -132,7 +147,9 @@ def main() -> None:
     rows = []
     for name, make in list(selected(options, CASES).items())[: 1 if options.quick else None]:
         torch._dynamo.reset()
-        explanation = qsync_fx.explain(Step(make(options.quick)).train(), options={"target": "a100"})
+        explanation = qsync_fx.explain(
+            Step(make(options.quick)).train(), options={"target": "a100"}
+        )
         for formats in (THREE, FORMATS, SIDE_BY_SIDE):
             graph = build_model_graph(explanation, formats)
             times = DeviceTimes(get("a100"), graph)
@@ -154,13 +171,19 @@ def main() -> None:
             sensitivity=None,
             all_reduce=False,
         )
-        for limit, problem in problems(profile.graph, profile.times(), THREE, limits, TrainingMemory(ADAM)):
+        for limit, problem in problems(
+            profile.graph, profile.times(), THREE, limits, TrainingMemory(ADAM)
+        ):
             for gap in (1e-2, 1e-4):
                 rows.append(row(name, limit, problem, gap, False))
                 print(rows[-1], flush=True)
         write(options, rows)
     block = block_graph()
-    sizes = {"synthetic 50": 50} if options.quick else {"synthetic 1,000": 1000, "synthetic 10,000": 10_000}
+    sizes = (
+        {"synthetic 50": 50}
+        if options.quick
+        else {"synthetic 1,000": 1000, "synthetic 10,000": 10_000}
+    )
     for name, count in selected(options, sizes).items():
         graph = repeated(block, count // 2)
         large = QUICK if options.quick else FEWER[:2]

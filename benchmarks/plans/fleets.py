@@ -71,9 +71,20 @@ class Vgg(nn.Module):
 
     def __init__(self, norms: bool) -> None:
         super().__init__()
-        layers = vgg_layers(64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
-        self.features = nn.Sequential(*(one for one in layers if norms or not isinstance(one, nn.BatchNorm2d)))
-        heads = [nn.Linear(512 * 49, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout()]
+        layers = vgg_layers(
+            64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0
+        )
+        self.features = nn.Sequential(
+            *(one for one in layers if norms or not isinstance(one, nn.BatchNorm2d))
+        )
+        heads = [
+            nn.Linear(512 * 49, 4096),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(4096, 4096),
+            nn.ReLU(),
+            nn.Dropout(),
+        ]
         self.head = nn.Sequential(nn.Flatten(), *heads, nn.Linear(4096, 1000))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -116,14 +127,18 @@ def questions(length: int = 384) -> dict[str, Tensor]:
 
 CASES = {
     "resnet50": Case(
-        lambda: resnet([3, 4, 6, 3], [256, 512, 1024, 2048], "bottleneck"), lambda: images("pixel_values"), 128
+        lambda: resnet([3, 4, 6, 3], [256, 512, 1024, 2048], "bottleneck"),
+        lambda: images("pixel_values"),
+        128,
     ),
     "vgg16": Case(lambda: Vgg(norms=False), lambda: images("images"), 128),
     "vgg16bn": Case(lambda: Vgg(norms=True), lambda: images("images"), 128),
     "bert": Case(lambda: bert(12), questions, 12),
 }
 QUICK = {
-    "resnet": Case(lambda: resnet([1, 1], [64, 128], "basic"), lambda: images("pixel_values", 64), 128),
+    "resnet": Case(
+        lambda: resnet([1, 1], [64, 128], "basic"), lambda: images("pixel_values", 64), 128
+    ),
     "bert": Case(lambda: bert(1), lambda: questions(64), 12),
 }
 
@@ -152,7 +167,9 @@ def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
         marked = {name: tensor.clone() for name, tensor in inputs.items()}
         for tensor in marked.values():
             torch._dynamo.mark_dynamic(tensor, 0)
-        found[device] = build_model_graph(qsync_fx.explain(model, **marked, options={"target": device}), formats)
+        found[device] = build_model_graph(
+            qsync_fx.explain(model, **marked, options={"target": device}), formats
+        )
     torch._dynamo.reset()
     narrow = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
     sensitivity = qsync_fx.sensitivity(
@@ -169,14 +186,21 @@ def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
 
 
 def problem(
-    graphs: dict[str, ModelGraph], sensitivity: qsync_fx.Sensitivity, batch: int, count: int, memory: int | None
+    graphs: dict[str, ModelGraph],
+    sensitivity: qsync_fx.Sensitivity,
+    batch: int,
+    count: int,
+    memory: int | None,
 ) -> Problem:
     """Returns the problem of a fleet, as fast as the uniform plan; a T4 may hold so many bytes, or as many as it has."""
     devices = {name: ClusterDevice(count=count, device=name, batch=batch) for name in FORMATS}
     known: dict[str, Any] = {
-        name: Known(_at(graph, batch), name, sensitivity, FORMATS[name]) for name, graph in graphs.items()
+        name: Known(_at(graph, batch), name, sensitivity, FORMATS[name])
+        for name, graph in graphs.items()
     }
-    wishes = PlanRequest(memory={"t4": "100%" if memory is None else memory, "v100": "100%"}, target=float("inf"))
+    wishes = PlanRequest(
+        memory={"t4": "100%" if memory is None else memory, "v100": "100%"}, target=float("inf")
+    )
     free, _ = build_problem(Cluster(devices, NETWORK), known, wishes)
     uniform = narrow(free)
     return replace(free, seconds=uniform.judged.seconds) if uniform.fits else free
@@ -185,8 +209,15 @@ def problem(
 def allowed(whole: Problem) -> int:
     """Returns the bytes that a plan of a T4 may take in ClusterB."""
     share = int(SHARE * get("t4").memory.bytes)
-    held = {fmt: Uniform(fmt).allocate(whole).judged.classes["t4"].peak_bytes or 0 for fmt in ("fp16", "int8")}
-    return share if held["int8"] <= share else int(held["int8"] + SHARE * (held["fp16"] - held["int8"]))
+    held = {
+        fmt: Uniform(fmt).allocate(whole).judged.classes["t4"].peak_bytes or 0
+        for fmt in ("fp16", "int8")
+    }
+    return (
+        share
+        if held["int8"] <= share
+        else int(held["int8"] + SHARE * (held["fp16"] - held["int8"]))
+    )
 
 
 def narrow(asked: Problem) -> PlanResult:
@@ -201,14 +232,21 @@ def _at(graph: ModelGraph, batch: int) -> ModelGraph:
     return graph.at(**{symbol: batch})
 
 
-def answers(asked: Problem, graphs: dict[str, ModelGraph]) -> Iterator[tuple[str, PlanResult | PlanError]]:
+def answers(
+    asked: Problem, graphs: dict[str, ModelGraph]
+) -> Iterator[tuple[str, PlanResult | PlanError]]:
     """Yields what each allocator makes of a fleet."""
 
     def other(name: str, batch: int) -> Any:
         return resized(asked.classes[name], graphs[name], batch)
 
     yield "uniform", narrow(asked)
-    for allocator in (get_allocator("milp"), get_allocator("paper"), DynamicBatches(other), FullPrecision()):
+    for allocator in (
+        get_allocator("milp"),
+        get_allocator("paper"),
+        DynamicBatches(other),
+        FullPrecision(),
+    ):
         try:
             yield allocator.name, allocator.allocate(asked)
         except PlanError as error:
@@ -217,7 +255,13 @@ def answers(asked: Problem, graphs: dict[str, ModelGraph]) -> Iterator[tuple[str
 
 def row(model: str, fleet: str, count: int, name: str, found: PlanResult | PlanError) -> Row:
     if isinstance(found, PlanError):
-        return {"model": model, "cluster": fleet, "devices": 2 * count, "allocator": name, "why not": found.what}
+        return {
+            "model": model,
+            "cluster": fleet,
+            "devices": 2 * count,
+            "allocator": name,
+            "why not": found.what,
+        }
     judged, over = found.judged, found.judged.exceeds(found.problem)
     batches = [device.batch for device in found.problem.cluster.devices.values()]
     t4 = judged.classes["t4"]
@@ -244,7 +288,9 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
 
     def seconds(name: str) -> float | None:
         answer = found[name]
-        if isinstance(answer, PlanError) or any("memory" in what for what in answer.judged.exceeds(answer.problem)):
+        if isinstance(answer, PlanError) or any(
+            "memory" in what for what in answer.judged.exceeds(answer.problem)
+        ):
             return None
         return answer.judged.seconds
 
@@ -259,7 +305,13 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
         ("dynamic-batches", "full-precision"),
     ]
     held = {f"{first} >= {second}": faster(first, second) for first, second in pairs}
-    beside = {"model": model, "cluster": fleet, "devices": 2 * count, "allocator": "orderings", **held}
+    beside = {
+        "model": model,
+        "cluster": fleet,
+        "devices": 2 * count,
+        "allocator": "orderings",
+        **held,
+    }
     ours = found["milp"]
     if held["exact >= dynamic-batches"] is False and isinstance(ours, PlanResult):
         waits = ours.judged.classes["v100"].waiting
@@ -273,7 +325,9 @@ def main() -> None:
     options = arguments(__doc__, only={"help": "models whose names begin so", "default": None})
     rows: list[Row] = []
     # fig6.py has the other quick one.
-    for model, case in selected(options, {"bert": QUICK["bert"]} if options.quick else CASES).items():
+    for model, case in selected(
+        options, {"bert": QUICK["bert"]} if options.quick else CASES
+    ).items():
         began = time.perf_counter()
         graphs, sensitivity = traced(case)
         print(f"{model}: traced and looked at in {time.perf_counter() - began:.0f} s", flush=True)

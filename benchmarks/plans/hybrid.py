@@ -38,7 +38,11 @@ def main() -> None:
     for run in range(1 if options.quick else options.runs):
         print(f"run {run + 1}", flush=True)
         with tempfile.TemporaryDirectory() as passing:
-            kept = Path(passing) if options.quick or options.partial is None else options.partial / str(run)
+            kept = (
+                Path(passing)
+                if options.quick or options.partial is None
+                else options.partial / str(run)
+            )
             if not (outcome := kept / "outcome.json").exists():
                 command = [sys.executable, str(DEMO), "--seed", str(run), "--output", str(kept)]
                 subprocess.run([*command, *(["--quick"] if options.quick else [])], check=True)

@@ -18,7 +18,14 @@ from qsync_fx.devices import get
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.model import ModelGraph
-from qsync_fx.predictor.model.model_graph import Follows, ModelOperator, ModelParameter, ModelRead, StateNames, Value
+from qsync_fx.predictor.model.model_graph import (
+    Follows,
+    ModelOperator,
+    ModelParameter,
+    ModelRead,
+    StateNames,
+    Value,
+)
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 
@@ -43,10 +50,16 @@ class Repeated:
         self._block, self._times, self._seed = block, DeviceTimes(get(DEVICE), block), seed
         self._factors: dict[str, float] = {}
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         own = operator.partition("|")[2]
         known = self._block.operator(own).costs
-        asked = state if state.names in known else OperandState(*(precision_named(name) for name in next(iter(known))))
+        asked = (
+            state
+            if state.names in known
+            else OperandState(*(precision_named(name) for name in next(iter(known))))
+        )
         share = 1.0 if asked is state or state.output is None else state.output.bits / 32
         found = self._times.operator(own, asked)
         factor = self._factor(operator) * share
@@ -55,10 +68,14 @@ class Repeated:
     def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         return self.operator(operator, state, ())
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         return TOLD_BY_NONE
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         return self._times.cast(operator, before, after, numel, differentiated)
 
     def outside(self) -> Seconds:
@@ -69,7 +86,9 @@ class Repeated:
 
     def _factor(self, operator: str) -> float:
         if operator not in self._factors:
-            self._factors[operator] = random.Random(f"{self._seed} {operator}").lognormvariate(0, 0.4)
+            self._factors[operator] = random.Random(f"{self._seed} {operator}").lognormvariate(
+                0, 0.4
+            )
         return self._factors[operator]
 
 
@@ -81,7 +100,9 @@ def block_graph(width: int = 1024, rows: int = 2048) -> ModelGraph:
     """Returns the graph of one block."""
     torch._dynamo.reset()
     batch = torch.randn(rows, width, requires_grad=True)
-    return build_model_graph(qsync_fx.explain(Block(width).train(), batch, options={"target": DEVICE}), FORMATS)
+    return build_model_graph(
+        qsync_fx.explain(Block(width).train(), batch, options={"target": DEVICE}), FORMATS
+    )
 
 
 def repeated(block: ModelGraph, count: int) -> ModelGraph:
@@ -92,10 +113,18 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
     values: list[Value] = []
     parameters: list[ModelParameter] = []
     for number in range(count):
-        ahead, before, points = len(block.operators) * number, len(block.values) * number, block.points * number
+        ahead, before, points = (
+            len(block.operators) * number,
+            len(block.values) * number,
+            block.points * number,
+        )
 
         def place(value: int, before: int = before, number: int = number) -> int:
-            return value + before if value != source or number == 0 else last + before - len(block.values)
+            return (
+                value + before
+                if value != source or number == 0
+                else last + before - len(block.values)
+            )
 
         def read(one: ModelRead, points: int = points, place: object = place) -> ModelRead:
             point = None if one.point is None else one.point + points
@@ -116,12 +145,25 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
                 decided = replace(decided, readers=tuple(at + ahead for at in decided.readers))
             costs = {state: replace(cost, saved={}) for state, cost in one.costs.items()}
             name, reads = f"{number}|{one.id}", tuple(map(read, one.reads))
-            operators.append(replace(one, id=name, result=place(one.result), reads=reads, decided=decided, costs=costs))
+            operators.append(
+                replace(
+                    one,
+                    id=name,
+                    result=place(one.result),
+                    reads=reads,
+                    decided=decided,
+                    costs=costs,
+                )
+            )
         for parameter in block.parameters:
             readers = tuple(at + ahead for at in parameter.readers)
-            parameters.append(replace(parameter, path=f"{number}.{parameter.path}", readers=readers))
+            parameters.append(
+                replace(parameter, path=f"{number}.{parameter.path}", readers=readers)
+            )
     end = len(values) - len(block.values) + last
-    outputs = tuple(replace(one, value=end, origin=end, point=block.points * count - 1) for one in block.outputs)
+    outputs = tuple(
+        replace(one, value=end, origin=end, point=block.points * count - 1) for one in block.outputs
+    )
     return replace(
         block,
         operators=tuple(operators),

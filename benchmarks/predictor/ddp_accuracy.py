@@ -86,10 +86,19 @@ def main() -> None:
             if all((Path(folder) / f"rank-{own}.json").exists() for own in range(RANKS)):
                 rows += judged(name, Path(folder))
                 continue
-            job = {"case": name, "quick": options.quick, "pairs": count, "rounds": rounds, "folder": folder}
+            job = {
+                "case": name,
+                "quick": options.quick,
+                "pairs": count,
+                "rounds": rounds,
+                "folder": folder,
+            }
             command = [sys.executable, __file__, "--rank"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            running = [subprocess.Popen([*command, str(at), json.dumps(job)], env=environment) for at in range(RANKS)]
+            running = [
+                subprocess.Popen([*command, str(at), json.dumps(job)], env=environment)
+                for at in range(RANKS)
+            ]
             if any(process.wait() for process in running):
                 raise SystemExit(f"{name}: a rank failed")
             rows += judged(name, Path(folder))
@@ -185,7 +194,9 @@ def training(
         wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
         sends(wrapped)
     kind = type(case.optimizer)
-    keywords = {name: value for name, value in case.optimizer.defaults.items() if name in ("lr", "momentum")}
+    keywords = {
+        name: value for name, value in case.optimizer.defaults.items() if name in ("lr", "momentum")
+    }
     optimizer = kind(model.parameters(), **keywords)
     options: dict[str, Any] = {"plan": plan}
     compiled = torch.compile(wrapped, backend="qsync", options=options, dynamic=False)

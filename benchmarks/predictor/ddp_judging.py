@@ -86,7 +86,10 @@ class Pace:
 def judged(name: str, folder: Path) -> list[Row]:
     """Returns how far off what was foreseen is."""
     found = [json.loads((folder / f"rank-{own}.json").read_text()) for own in range(RANKS)]
-    profiles = {f"rank {own}": Profile.load(folder / f"profile-{own}.json", any_machine=True) for own in range(RANKS)}
+    profiles = {
+        f"rank {own}": Profile.load(folder / f"profile-{own}.json", any_machine=True)
+        for own in range(RANKS)
+    }
     pairs = [
         {key: Plan.from_json(text) for key, text in zip(profiles, both, strict=True)}
         for both in zip(*(one["plans"] for one in found), strict=True)
@@ -107,7 +110,11 @@ def judged(name: str, folder: Path) -> list[Row]:
             "bias_%": 100 * statistics.mean(off),
         }
         if way == REPLAYED:
-            row |= {"busy": middle.busy, "pace": middle.devices, "pace of the network": middle.network}
+            row |= {
+                "busy": middle.busy,
+                "pace": middle.devices,
+                "pace of the network": middle.network,
+            }
             row |= {"each_%": [round(100 * one, 2) for one in off]}
         if way == PROFILE_ALONE:
             each = [one.collectives[0] for one in profiles.values()]
@@ -118,9 +125,17 @@ def judged(name: str, folder: Path) -> list[Row]:
             }
         rows.append(row)
     halves = [seen(found, rounds[first::2]) for first in (0, 1)]
-    apart = [dict(enumerate(ratios(pairs, profiles, half, pace(half, profiles), REPLAYED))) for half in halves]
+    apart = [
+        dict(enumerate(ratios(pairs, profiles, half, pace(half, profiles), REPLAYED)))
+        for half in halves
+    ]
     mean, worst = errors(*({str(at): value for at, value in one.items()} for one in apart))
-    floor = {"case": name, "way": "floor: odd against even rounds", "mean_%": mean, "worst_%": worst}
+    floor = {
+        "case": name,
+        "way": "floor: odd against even rounds",
+        "mean_%": mean,
+        "worst_%": worst,
+    }
     return [*rows, floor]
 
 
@@ -129,20 +144,32 @@ def seen(found: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> Seen:
     known = [[Known(*one) for at in rounds for one in rank["known"][at]] for rank in found]
     turns = [[rank["turns"][at] for at in rounds] for rank in found]
     # Ranks leave a step together, but for their optimizers: the mean of both is the step's time.
-    pairs = [[statistics.mean(both) for both in zip(*ranks, strict=True)] for ranks in zip(*turns, strict=True)]
+    pairs = [
+        [statistics.mean(both) for both in zip(*ranks, strict=True)]
+        for ranks in zip(*turns, strict=True)
+    ]
     return Seen(
         [faster_half([one.alone for one in rank]) for rank in known],
         faster_half([max(one.sending for one in both) for both in zip(*known, strict=True)]),
-        faster_half([statistics.mean(one.together for one in both) for both in zip(*known, strict=True)]),
+        faster_half(
+            [statistics.mean(one.together for one in both) for both in zip(*known, strict=True)]
+        ),
         [faster_half(each) for each in zip(*pairs, strict=True)],
     )
 
 
 def ratios(
-    pairs: Sequence[Mapping[str, Plan]], profiles: Mapping[str, Profile], real: Seen, pace: Pace, way: str
+    pairs: Sequence[Mapping[str, Plan]],
+    profiles: Mapping[str, Profile],
+    real: Seen,
+    pace: Pace,
+    way: str,
 ) -> list[float]:
     """Returns what is foreseen of each pair, of what its steps took."""
-    return [replayed(plans, profiles, pace, way) / seconds for plans, seconds in zip(pairs, real.pairs, strict=True)]
+    return [
+        replayed(plans, profiles, pace, way) / seconds
+        for plans, seconds in zip(pairs, real.pairs, strict=True)
+    ]
 
 
 def links(profiles: Mapping[str, Profile]) -> Collective:
@@ -156,14 +183,20 @@ def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
         alone / qsync_fx.replay(uniform, profile).seconds
         for alone, profile in zip(real.alone, profiles.values(), strict=True)
     ]
-    (bucket,) = MeasuredCollectives(links(profiles).seconds, RANKS).seconds([BUCKET_MIB * 2**20], RANKS)
+    (bucket,) = MeasuredCollectives(links(profiles).seconds, RANKS).seconds(
+        [BUCKET_MIB * 2**20], RANKS
+    )
     found = Pace(devices, real.sending / float(bucket), 0.0)
     both = dict.fromkeys(profiles, uniform)
-    busy = least_for(lambda busy: replayed(both, profiles, replace(found, busy=busy), REPLAYED), real.together)
+    busy = least_for(
+        lambda busy: replayed(both, profiles, replace(found, busy=busy), REPLAYED), real.together
+    )
     return replace(found, busy=busy)
 
 
-def replayed(plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: Pace, way: str) -> float:
+def replayed(
+    plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: Pace, way: str
+) -> float:
     """Returns the seconds of a step that is replayed at a pace, in one of the ways that are compared."""
     if way == APART:
         return max(
@@ -171,18 +204,24 @@ def replayed(plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: P
             for slower, (key, profile) in zip(pace.devices, profiles.items(), strict=True)
         )
     if way == PROFILE_ALONE:
-        pace = Pace([one.collectives[0].slowdown for one in profiles.values()], 1.0, links(profiles).busy)
+        pace = Pace(
+            [one.collectives[0].slowdown for one in profiles.values()], 1.0, links(profiles).busy
+        )
     limit = BUCKET_MIB * 2**20
     measured = links(profiles)
     busy = {NO_CORE: 0.0, NO_OVERLAP: 0.0, OF_PROFILE: measured.busy}.get(way, pace.busy)
     copies = 0.0 if way == NOTHING_COPIED else None
     cluster = Cluster(
         {
-            key: ClusterDevice(copies=copies, slowdown=slower, delay=pace.network * measured.buffers)
+            key: ClusterDevice(
+                copies=copies, slowdown=slower, delay=pace.network * measured.buffers
+            )
             for key, slower in zip(profiles, pace.devices, strict=True)
         },
         Network(
-            all_reduce=[(float(nbytes), pace.network * seconds) for nbytes, seconds in measured.seconds],
+            all_reduce=[
+                (float(nbytes), pace.network * seconds) for nbytes, seconds in measured.seconds
+            ],
             ranks=RANKS,
             busy=busy,
         ),

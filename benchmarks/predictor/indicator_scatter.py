@@ -42,7 +42,9 @@ def points(rows: Sequence[Mapping[str, Any]], method: str) -> dict[str, list[Poi
 def picture(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the panels, as SVG."""
     known = {method: points(rows, method) for method in METHODS}
-    every = [value for by in known.values() for many in by.values() for point in many for value in point]
+    every = [
+        value for by in known.values() for many in by.values() for point in many for value in point
+    ]
     low, high = math.floor(min(every)), math.ceil(max(every))
     wide, tall = LEFT + len(METHODS) * (SIDE + GAP), TOP + SIDE + BOTTOM
     parts = [
@@ -61,7 +63,9 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(method: str, by: Mapping[str, Sequence[Point]], low: int, high: int, first: bool) -> Iterator[str]:
+def _panel(
+    method: str, by: Mapping[str, Sequence[Point]], low: int, high: int, first: bool
+) -> Iterator[str]:
     def place(value: float) -> float:
         return SIDE * (value - low) / (high - low)
 

@@ -155,7 +155,13 @@ def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
 
 
 def _row(
-    name: str, label: str, space: str, found: States, real: int, anchors: list[Anchor], training: TrainingMemory
+    name: str,
+    label: str,
+    space: str,
+    found: States,
+    real: int,
+    anchors: list[Anchor],
+    training: TrainingMemory,
 ) -> Row:
     memory = step_memory(found, training)
     mixed = label not in PRECISIONS
@@ -179,12 +185,22 @@ def summaries(rows: list[Row]) -> list[Row]:
     found: list[Row] = []
     for name in dict.fromkeys(row["case"] for row in rows):
         for space in SPACE:
-            mixed = [r for r in rows if r["case"] == name and r["of"] == space and r["anchored_error"] is not None]
+            mixed = [
+                r
+                for r in rows
+                if r["case"] == name and r["of"] == space and r["anchored_error"] is not None
+            ]
             if mixed:
                 found += [
                     {"case": name, "plan": label, "of": space}
-                    | {key: of(abs(row[key]) for row in mixed) for key in ("error", "whole_error", "anchored_error")}
-                    for label, of in (("mean of mixed plans", statistics.mean), ("worst of mixed plans", max))
+                    | {
+                        key: of(abs(row[key]) for row in mixed)
+                        for key in ("error", "whole_error", "anchored_error")
+                    }
+                    for label, of in (
+                        ("mean of mixed plans", statistics.mean),
+                        ("worst of mixed plans", max),
+                    )
                 ]
     return found
 
@@ -202,7 +218,9 @@ def run(options: argparse.Namespace) -> list[Row]:
             rows.append(row)
             print(f"{name}: {row['plan']}, {row['of']}: {row['error']:.2f}%", flush=True)
             if options.json:
-                write_json(options.json, rows, quick=options.quick, without_kernels=options.without_kernels)
+                write_json(
+                    options.json, rows, quick=options.quick, without_kernels=options.without_kernels
+                )
     return rows
 
 
@@ -211,8 +229,15 @@ def main() -> None:
         __doc__,
         only={"help": "cases whose names begin so: bert, resnet, vgg, gpt-2, torch"},
         plans={"type": int, "default": 20, "help": "mixed plans a model (%(default)s)"},
-        held_out={"type": int, "default": 6, "help": "mixed plans of models that no rule was found on (%(default)s)"},
-        without_kernels={"action": "store_true", "help": "allocate only: build and run no kernel of the compiler's"},
+        held_out={
+            "type": int,
+            "default": 6,
+            "help": "mixed plans of models that no rule was found on (%(default)s)",
+        },
+        without_kernels={
+            "action": "store_true",
+            "help": "allocate only: build and run no kernel of the compiler's",
+        },
     )
     if options.without_kernels:
         with without_kernels():

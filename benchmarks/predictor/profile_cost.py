@@ -49,8 +49,14 @@ def main() -> None:
         found = _FORESEEN.search(done.stderr)
         assert found is not None, done.stderr
         known, new, *beside = (_minutes(words) for words in found.groups())
-        said = {"foreseen_minutes": [round(new, 1)] if how else [round(known + more, 1) for more in beside]}
-        rows.append({"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said})
+        said = {
+            "foreseen_minutes": [round(new, 1)]
+            if how
+            else [round(known + more, 1) for more in beside]
+        }
+        rows.append(
+            {"case": case, "layers": layers, **json.loads(done.stdout.splitlines()[-1]), **said}
+        )
     finish(options, rows)
 
 
@@ -66,7 +72,10 @@ def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(num_hidden_layers=layers, num_labels=2))
-    batches = [{"input_ids": torch.randint(30000, (4, 128)), "labels": torch.randint(2, (4,))} for _ in range(BATCHES)]
+    batches = [
+        {"input_ids": torch.randint(30000, (4, 128)), "labels": torch.randint(2, (4,))}
+        for _ in range(BATCHES)
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def step(model: Any, batch: Any) -> torch.Tensor:
@@ -77,7 +86,11 @@ def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
     profile = qsync_fx.measure(model, step, batches, PRECISIONS, optimizer=optimizer, **how)
     minutes = (time.perf_counter() - begin) / 60
     found = profile.sensitivity
-    told = {} if found is None else {"sensitivity_steps": found.steps, "sensitivity_minutes": found.seconds / 60}
+    told = (
+        {}
+        if found is None
+        else {"sensitivity_steps": found.steps, "sensitivity_minutes": found.seconds / 60}
+    )
     return {"minutes": minutes, "steps": sum(len(run.steps) for run in profile.runs), **told}
 
 

@@ -58,7 +58,9 @@ def bert(layers: int, batch: int, length: int) -> Case:
     given = torch.randint(30000, (batch, length)), torch.randn(batch, length, 768)
 
     def step(model: Any, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = nn.functional.mse_loss(model(batch[0]).last_hidden_state.float(), batch[1])
+        loss: torch.Tensor = nn.functional.mse_loss(
+            model(batch[0]).last_hidden_state.float(), batch[1]
+        )
         return loss
 
     return Case(model, given, step, torch.optim.AdamW(model.parameters(), lr=1e-6))
@@ -88,11 +90,15 @@ class ResNet18(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+        )
         self.pool = nn.MaxPool2d(3, 2, 1)
         widths = [64, 64, 128, 256, 512]
         stages = zip(widths, widths[1:], (1, 2, 2, 2), strict=False)
-        self.stages = nn.ModuleList(nn.Sequential(Block(a, b, stride), Block(b, b, 1)) for a, b, stride in stages)
+        self.stages = nn.ModuleList(
+            nn.Sequential(Block(a, b, stride), Block(b, b, 1)) for a, b, stride in stages
+        )
         self.fc = nn.Linear(512, 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +112,13 @@ class ResNet18(nn.Module):
 def vgg11_bn() -> nn.Module:
     """Simonyan and Zisserman, configuration A, with batch norms and a smaller head."""
     layers = vgg_layers(64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 100))
+    head = (
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, 100),
+    )
     return nn.Sequential(*layers, *head)
 
 
@@ -175,7 +187,10 @@ def additive(profile: Profile, plan: Plan) -> float:
 
     An operator that no plan decides on takes what it takes in FP32.
     """
-    runs = {run.label: {m.operator: m.forward + m.backward for m in run.operators} for run in profile.runs}
+    runs = {
+        run.label: {m.operator: m.forward + m.backward for m in run.operators}
+        for run in profile.runs
+    }
     asked = {str(op_id): chosen.name for op_id, chosen in plan.operators.items()}
     total = sum(runs[asked.get(operator, "fp32")][operator] for operator in runs["fp32"])
     return total + sum(next(run for run in profile.runs if run.label == "fp32").outside)
@@ -193,7 +208,9 @@ def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float
     return statistics.mean(off), max(off)
 
 
-def measured(case: Case, plans: Sequence[Plan], rounds: int, partial: Path | None) -> tuple[Profile, list[MeasuredRun]]:
+def measured(
+    case: Case, plans: Sequence[Plan], rounds: int, partial: Path | None
+) -> tuple[Profile, list[MeasuredRun]]:
     """Measures a model and plans in turns; returns the profile without these, and what was measured of each, in their order.
 
     A plan that puts operators into the states of one that every profile measures would test nothing: it is left out.
@@ -232,18 +249,27 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
         for label, pace, update in zip(targets, paces(updates), updates, strict=True)
     }
     halves = [
-        {label: replace(run, steps=run.steps[start::2]).undisturbed for label, run in targets.items()}
+        {
+            label: replace(run, steps=run.steps[start::2]).undisturbed
+            for label, run in targets.items()
+        }
         for start in (0, 1)
     ]
     ways = {
         "mapper": {label: foreseen(profile, asked[label][1]) for label in targets},
-        "mapper, uniform runs alone": {label: foreseen(uniform_alone(profile), asked[label][1]) for label in targets},
-        "additive, no casts or cascades": {label: additive(profile, asked[label][1]) for label in targets},
+        "mapper, uniform runs alone": {
+            label: foreseen(uniform_alone(profile), asked[label][1]) for label in targets
+        },
+        "additive, no casts or cascades": {
+            label: additive(profile, asked[label][1]) for label in targets
+        },
     }
     rows: list[Row] = []
     for way, found in ways.items():
         mean, worst = errors(found, real)
-        of_step = errors({label: seconds + profile.optimizer_seconds for label, seconds in found.items()}, steps)
+        of_step = errors(
+            {label: seconds + profile.optimizer_seconds for label, seconds in found.items()}, steps
+        )
         rows.append(
             {
                 "case": name,
@@ -255,12 +281,20 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
                 "passes_worst_%": worst,
                 "step_mean_%": of_step[0],
                 "step_worst_%": of_step[1],
-                "each_%": {asked[label][0]: round(100 * (found[label] / real[label] - 1), 2) for label in targets},
+                "each_%": {
+                    asked[label][0]: round(100 * (found[label] / real[label] - 1), 2)
+                    for label in targets
+                },
             }
         )
     floor = errors(halves[0], halves[1]) if rounds > 1 else (0.0, 0.0)
     rows.append(
-        {"case": name, "way": "floor: odd against even rounds", "passes_mean_%": floor[0], "passes_worst_%": floor[1]}
+        {
+            "case": name,
+            "way": "floor: odd against even rounds",
+            "passes_mean_%": floor[0],
+            "passes_worst_%": floor[1],
+        }
     )
     return rows
 
@@ -271,8 +305,15 @@ def main() -> None:
         only={"help": "one case: bert, resnet, vgg"},
         plans={"type": int, "default": 20, "help": "mixed plans a model (%(default)s)"},
         rounds={"type": int, "default": 9, "help": "turns a plan (%(default)s)"},
-        partial={"type": folder, "help": "folder that keeps measurements that are interrupted, to go on from"},
-        clock={"choices": CLOCKS, "default": next(iter(CLOCKS)), "help": "what times steps (%(default)s)"},
+        partial={
+            "type": folder,
+            "help": "folder that keeps measurements that are interrupted, to go on from",
+        },
+        clock={
+            "choices": CLOCKS,
+            "default": next(iter(CLOCKS)),
+            "help": "what times steps (%(default)s)",
+        },
     )
     torch.set_num_threads(1)
     # One thread is timed by the processor's clock, which counts nothing of what others do meanwhile: a user waits by the clock on the wall.
@@ -283,7 +324,13 @@ def main() -> None:
         kept = "" if CLOCKS[options.clock] is time.thread_time else f"-{options.clock}"
         partial = options.partial and options.partial / f"{name.split()[0].lower()}{kept}.json"
         count, rounds = (2, 2) if options.quick else (options.plans, options.rounds)
-        rows += rows_of(name if not kept else f"{name}, by the clock on the wall", build(), count, rounds, partial)
+        rows += rows_of(
+            name if not kept else f"{name}, by the clock on the wall",
+            build(),
+            count,
+            rounds,
+            partial,
+        )
         if options.json:
             # Minutes a case: what is measured is kept even if the next one is interrupted.
             write_cases(options.json, rows, quick=options.quick)

@@ -48,7 +48,9 @@ def main() -> None:
 
         return run
 
-    changing = Incremental(random.random((2, OPERATORS)), done_after.tolist(), transfer, np.full(2, 0.01))
+    changing = Incremental(
+        random.random((2, OPERATORS)), done_after.tolist(), transfer, np.full(2, 0.01)
+    )
     entries = random.integers(0, OPERATORS, 1024).tolist()
 
     def change() -> None:
@@ -96,7 +98,10 @@ def a_schedule(random: np.random.Generator) -> Schedule:
     parameters = tuple(Parameter(f"layers.{at}.weight", 700_000) for at in range(half // 10))
     return Schedule(
         tuple(Entry(f"layers.{at}/linear", Part.FORWARD, float(seconds[at])) for at in range(half)),
-        tuple(Entry(f"layers.{at}/linear", Part.BACKWARD, float(seconds[half + at])) for at in range(half)[::-1]),
+        tuple(
+            Entry(f"layers.{at}/linear", Part.BACKWARD, float(seconds[half + at]))
+            for at in range(half)[::-1]
+        ),
         0.01,
         parameters,
         {parameter.path: half - 1 - 10 * at for at, parameter in enumerate(parameters)},

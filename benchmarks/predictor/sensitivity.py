@@ -62,7 +62,11 @@ def perceptron(activation: Callable[[], nn.Module]) -> nn.Module:
 class Block(nn.Module):
     def __init__(self, width: int, activation: nn.Module) -> None:
         super().__init__()
-        self.up, self.down, self.activation = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), activation
+        self.up, self.down, self.activation = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+            activation,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = x + self.down(self.activation(self.up(x)))
@@ -70,7 +74,9 @@ class Block(nn.Module):
 
 
 def residual(activation: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 48), *(Block(48, activation()) for _ in range(4)), nn.Linear(48, 10))
+    return nn.Sequential(
+        nn.Linear(64, 48), *(Block(48, activation()) for _ in range(4)), nn.Linear(48, 10)
+    )
 
 
 class Attention(nn.Module):
@@ -97,9 +103,19 @@ def convolutional(activation: Callable[[], nn.Module], norm: bool) -> nn.Module:
     layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
     channels = 1
     for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2)):
-        layers += [nn.Conv2d(channels, width, 3, stride, 1), *([nn.BatchNorm2d(width)] if norm else []), activation()]
+        layers += [
+            nn.Conv2d(channels, width, 3, stride, 1),
+            *([nn.BatchNorm2d(width)] if norm else []),
+            activation(),
+        ]
         channels = width
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 32), activation(), nn.Linear(32, 10))
+    head = (
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 32),
+        activation(),
+        nn.Linear(32, 10),
+    )
     return nn.Sequential(*layers, *head)
 
 
@@ -139,7 +155,13 @@ class Gpt2(nn.Module):
         super().__init__()
         from transformers import GPT2Config, GPT2Model
 
-        sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 17}
+        sizes: dict[str, Any] = {
+            "n_embd": 32,
+            "n_layer": 1,
+            "n_head": 4,
+            "n_positions": 64,
+            "vocab_size": 17,
+        }
         dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         self.gpt2 = GPT2Model(GPT2Config(**sizes, **dropouts, use_cache=False))
         self.head = nn.Linear(32, 10)
@@ -181,7 +203,10 @@ def train(model: nn.Module, batches: list[Batch]) -> None:
 def floor(truth: Sensitivity, precision: str) -> float:
     """Returns how well half of the steps tells the other half."""
     halves = [
-        [statistics.fmean(values[name][precision] for values in truth.trace[first::2]) for name in truth.operators]
+        [
+            statistics.fmean(values[name][precision] for values in truth.trace[first::2])
+            for name in truth.operators
+        ]
         for first in (0, 1)
     ]
     return spearman(*halves)
@@ -197,7 +222,9 @@ def network(name: str, precision: str, steps: int) -> Row:
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    found = several(model, loss, batches, METHODS, [precision], steps=steps, fraction=1.0, optimizer=optimizer)
+    found = several(
+        model, loss, batches, METHODS, [precision], steps=steps, fraction=1.0, optimizer=optimizer
+    )
     *methods, truth = found
     held = {one.method: agreement(one, truth, precision) for one in methods}
     return {
@@ -208,9 +235,14 @@ def network(name: str, precision: str, steps: int) -> Row:
         "spread": held["second_order"].spread,
         "floor": floor(truth, precision),
         **{method: a.spearman for method, a in held.items()},
-        **{f"{method}/truth": held[method].ratio for method in ("second_order", "injected", "depth", "paper")},
         **{
-            f"{one.method} s": one.seconds for one in found if one.method in ("second_order", "injected", "monte_carlo")
+            f"{method}/truth": held[method].ratio
+            for method in ("second_order", "injected", "depth", "paper")
+        },
+        **{
+            f"{one.method} s": one.seconds
+            for one in found
+            if one.method in ("second_order", "injected", "monte_carlo")
         },
         "each": {one.method: rounded(one, precision) for one in found if one.method in DRAWN},
     }
@@ -229,7 +261,11 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
     "attention scores": (lambda q, k: q @ k.transpose(-1, -2), (4, 4, 16, 16), (4, 4, 16, 16)),
     "conv2d": (lambda x, w: F.conv2d(x, w, padding=1, stride=2), (4, 8, 12, 12), (16, 8, 3, 3)),
     "conv2d in groups": (lambda x, w: F.conv2d(x, w, groups=4), (4, 16, 10, 10), (16, 4, 3, 3)),
-    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2), (4, 8, 6, 6), (8, 12, 3, 3)),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        (4, 8, 6, 6),
+        (8, 12, 3, 3),
+    ),
     "experts": (torch.bmm, (4, 32, 32), (4, 32, 24)),
 }
 
@@ -249,15 +285,28 @@ def formulas(draws: int) -> list[Row]:
     rows: list[Row] = []
 
     def row(
-        case: str, what: str, fmt: Precision, sample: Callable[[], Tensor], exact: Tensor, variance: Tensor
+        case: str,
+        what: str,
+        fmt: Precision,
+        sample: Callable[[], Tensor],
+        exact: Tensor,
+        variance: Tensor,
     ) -> None:
         measured = sum(float((sample() - exact).square().sum()) for _ in range(draws)) / draws
         rows.append(
-            {"case": case, "what": what, "precision": fmt.name, "formula/Monte Carlo": float(variance.sum()) / measured}
+            {
+                "case": case,
+                "what": what,
+                "precision": fmt.name,
+                "formula/Monte Carlo": float(variance.sum()) / measured,
+            }
         )
 
     for name, (product, of_x, of_w) in PRODUCTS.items():
-        x, w = torch.relu(torch.randn(of_x, generator=generator)), torch.randn(of_w, generator=generator)
+        x, w = (
+            torch.relu(torch.randn(of_x, generator=generator)),
+            torch.randn(of_w, generator=generator),
+        )
         g = torch.randn(product(x, w).shape, generator=generator)
         to_x, to_w = gradient_products(product, x, w)
         for fmt in (FORMATS["int8"], FORMATS["fp16"], FORMATS["fp8"]):
@@ -270,20 +319,35 @@ def formulas(draws: int) -> list[Row]:
             )
             for what, computed, a, b, va, vb in cases:
 
-                def sample(c: Any = computed, a: Tensor = a, b: Tensor = b, fmt: Precision = fmt) -> Tensor:
+                def sample(
+                    c: Any = computed, a: Tensor = a, b: Tensor = b, fmt: Precision = fmt
+                ) -> Tensor:
                     found: Tensor = c(drawn(a, fmt, generator), drawn(b, fmt, generator))
                     return found
 
-                row(name, what, fmt, sample, computed(a.double(), b.double()), product_noise(computed, a, b, va, vb))
+                row(
+                    name,
+                    what,
+                    fmt,
+                    sample,
+                    computed(a.double(), b.double()),
+                    product_noise(computed, a, b, va, vb),
+                )
             if name == "linear":
                 bound = paper.forward(paper.moments(x, fmt), paper.moments(w, fmt))
-                of_paper = {"paper/Monte Carlo": bound / float(product_noise(product, x, w, vx, vw).sum())}
-                rows.append({"case": name, "what": "output, equation 4", "precision": fmt.name, **of_paper})
+                of_paper = {
+                    "paper/Monte Carlo": bound / float(product_noise(product, x, w, vx, vw).sum())
+                }
+                rows.append(
+                    {"case": name, "what": "output, equation 4", "precision": fmt.name, **of_paper}
+                )
     return rows
 
 
 def main() -> None:
-    options = arguments(__doc__, only={"nargs": "*", "metavar": "NETWORK", "help": "these networks alone"})
+    options = arguments(
+        __doc__, only={"nargs": "*", "metavar": "NETWORK", "help": "these networks alone"}
+    )
     rows = formulas(20 if options.quick else 400)
     names = options.only or (list(NETWORKS)[:1] if options.quick else list(NETWORKS))
     for name in names:
@@ -295,8 +359,17 @@ def main() -> None:
                     row = network(name, precision, more * steps)
             rows.append({key: None if value != value else value for key, value in row.items()})
             if options.json:
-                write_json(options.json, rows, options.quick)  # it takes long: what there is is kept
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "each"}, flush=True)
+                write_json(
+                    options.json, rows, options.quick
+                )  # it takes long: what there is is kept
+            print(
+                {
+                    k: round(v, 3) if isinstance(v, float) else v
+                    for k, v in row.items()
+                    if k != "each"
+                },
+                flush=True,
+            )
     show([{key: value for key, value in row.items() if key != "each"} for row in rows])
 
 

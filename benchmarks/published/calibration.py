@@ -161,24 +161,31 @@ class Problem:
 
     def constants(self, away: Numbers, device: int) -> Tiles:
         own: dict[str, Any] = {
-            name: usual.at(far) for (name, usual), far in zip(self.usual().items(), away[device], strict=True)
+            name: usual.at(far)
+            for (name, usual), far in zip(self.usual().items(), away[device], strict=True)
         }
         own |= _KERNELS[self.product].get(f"{self.devices[device]} {self.precision}", {})
         if self.product != "gemm":
             own["step"] = 8 if precision(self.precision) is FP32 else 32
             return ConvolutionSpec(**own, source="a fit")
         layouts = {name: own.pop(name) for name in ("tn", "nt")}
-        return Tiles(**own, alignment=_ALIGNED.get(self.precision, 1), layouts=layouts, source="a fit")
+        return Tiles(
+            **own, alignment=_ALIGNED.get(self.precision, 1), layouts=layouts, source="a fit"
+        )
 
     def parts(self, points: Sequence[Point]) -> list[Part]:
         """Returns the points of each device."""
         found = []
         for number, device in enumerate(self.devices):
-            at = np.array([index for index, point in enumerate(points) if point.device == device], dtype=int)
+            at = np.array(
+                [index for index, point in enumerate(points) if point.device == device], dtype=int
+            )
             if len(at):
                 sides = np.array([points[index].shape for index in at], dtype=float).T
                 layouts = [points[index].layout for index in at]
-                found.append(Part(number, at, devices.get(device).machine(self.precision), sides, layouts))
+                found.append(
+                    Part(number, at, devices.get(device).machine(self.precision), sides, layouts)
+                )
         return found
 
     def reckon(self, away: Numbers, parts: Sequence[Part]) -> Numbers:
@@ -211,7 +218,11 @@ class Fitted:
     def of(self, device: str) -> dict[str, Any]:
         """Returns the constants of one device, as its file has them."""
         by = self.problem.constants(self.away, self.problem.devices.index(device))
-        return {name: getattr(by, name) for name in by.__dataclass_fields__ if name not in ("source", "corrections")}
+        return {
+            name: getattr(by, name)
+            for name in by.__dataclass_fields__
+            if name not in ("source", "corrections")
+        }
 
 
 def fit(points: Sequence[Point], steps: int = 15, tries: int = 3) -> Fitted:

@@ -35,10 +35,16 @@ from benchmarks.support.harness import arguments, finish
 CATALOG = Path(devices.__file__).with_name("catalog")
 MARK = "# Fitted by benchmarks/published/catalog.py; what is above is written by hand."
 FORMATS = {"fp32": "fp32", "fp16_mixed": "fp16", "int8": "int8"}
-PRODUCTS = {"output": "fwd_ms", "input_gradient": "bwd_input_ms", "weight_gradient": "bwd_weight_ms"}
+PRODUCTS = {
+    "output": "fwd_ms",
+    "input_gradient": "bwd_input_ms",
+    "weight_gradient": "bwd_weight_ms",
+}
 SIZES = ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "pad_h", "pad_w")
 FOLDS = 10
-SOURCE = "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
+SOURCE = (
+    "fitted to the times of {} that DeepBench publishes, with their errors in docs/predictor.md"
+)
 AT_HAND = "fitted to the times of {} in benchmarks/results/gpu_products.json, with their errors in docs/predictor.md"
 
 Write = Callable[[str, Mapping[tuple[str, str], Mapping[str, Any]]], None]
@@ -102,7 +108,9 @@ def folds(shapes: Sequence[Any]) -> dict[Any, int]:
 
 def held_out(points: Sequence[Point], quick: bool, by_layer: bool) -> Numbers:
     """Returns the seconds of each point by constants that were fitted without its shape, or without its layer at any batch."""
-    shapes = [point.shape[1:] if by_layer and point.product != "gemm" else point.shape for point in points]
+    shapes = [
+        point.shape[1:] if by_layer and point.product != "gemm" else point.shape for point in points
+    ]
     fold = folds(shapes)
     found = np.zeros(len(points))
     for number in range(1 if quick else FOLDS):
@@ -126,7 +134,9 @@ def catalogued(point: Point) -> float:
     *sizes, down, across, high, wide = point.shape
     product: Any = point.product
     n, c, h, w, k, r, s = sizes
-    return device.conv_seconds(n, c, h, w, k, r, s, (down, across), (high, wide), point.precision, product)
+    return device.conv_seconds(
+        n, c, h, w, k, r, s, (down, across), (high, wide), point.precision, product
+    )
 
 
 def errors(seconds: Numbers, points: Sequence[Point]) -> Numbers:
@@ -139,20 +149,31 @@ def products(
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     # Devices share the constants of convolutions, of which few were measured.
-    keys = sorted({(p.product, p.precision, p.device if p.product == "gemm" else "") for p in points})
+    keys = sorted(
+        {(p.product, p.precision, p.device if p.product == "gemm" else "") for p in points}
+    )
     for product, precision, device in keys:
         if only and product not in only:
             continue
-        some = [p for p in points if (p.product, p.precision) == (product, precision) and device in ("", p.device)]
+        some = [
+            p
+            for p in points
+            if (p.product, p.precision) == (product, precision) and device in ("", p.device)
+        ]
         if write is not None:
             fitted = fit(some, *_EFFORT[quick])
             found |= {(one, precision, product): fitted.of(one) for one in fitted.problem.devices}
             continue
         seconds = held_out(some, quick, by_layer)
         for one in sorted({point.device for point in some}):
-            at = np.array([p.device == one and done > 0 for p, done in zip(some, seconds, strict=True)])
+            at = np.array(
+                [p.device == one and done > 0 for p, done in zip(some, seconds, strict=True)]
+            )
             mine = [p for p, of in zip(some, at, strict=True) if of]
-            out, all_of = errors(seconds[at], mine), errors(np.array([catalogued(p) for p in mine]), mine)
+            out, all_of = (
+                errors(seconds[at], mine),
+                errors(np.array([catalogued(p) for p in mine]), mine),
+            )
             rows.append(
                 {
                     "device": one,
@@ -174,8 +195,17 @@ def products(
 def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the mean error of all products together, each measured time counted once; what was measured in more shapes counts more."""
     points = sum(row["points"] for row in rows)
-    means = {key: sum(row["points"] * row[key] for row in rows) / points for key in ("held_out_mape", "catalog_mape")}
-    return {"device": "all", "precision": "all", "product": "all products", "points": points, **means}
+    means = {
+        key: sum(row["points"] * row[key] for row in rows) / points
+        for key in ("held_out_mape", "catalog_mape")
+    }
+    return {
+        "device": "all",
+        "precision": "all",
+        "product": "all products",
+        "points": points,
+        **means,
+    }
 
 
 def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
@@ -185,13 +215,19 @@ def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
         with gzip.open(path, "rt") as file:
             rows = [line for line in list(csv.reader(file))[1:] if line]
         table = np.array([[float(row[0]), float(row[3]) * 1e-9] for row in rows])
-        found[int(path.name.removeprefix("allreduce_v100_gpu").removesuffix(".csv.gz"))] = (table[:, 0], table[:, 1])
+        found[int(path.name.removeprefix("allreduce_v100_gpu").removesuffix(".csv.gz"))] = (
+            table[:, 0],
+            table[:, 1],
+        )
     return found
 
 
 def knots(size: Numbers, seconds: Numbers) -> tuple[list[float], list[float]]:
     """Returns points of straight lines, in logarithms, by least squares: one at each power of two."""
-    at = [float(2**power) for power in range(int(math.log2(size.min())), math.ceil(math.log2(size.max())) + 1)]
+    at = [
+        float(2**power)
+        for power in range(int(math.log2(size.min())), math.ceil(math.log2(size.max())) + 1)
+    ]
     basis = np.stack([np.interp(np.log(size), np.log(at), row) for row in np.eye(len(at))], 1)
     values = np.exp(np.linalg.lstsq(basis, np.log(seconds), rcond=None)[0])
     return at, [float(value) for value in np.maximum.accumulate(values)]
@@ -222,7 +258,10 @@ def collectives(folder: Path) -> list[dict[str, Any]]:
 
 
 def written(
-    device: str, found: Mapping[tuple[str, str], Mapping[str, Any]], folder: Path | None, source: str = SOURCE
+    device: str,
+    found: Mapping[tuple[str, str], Mapping[str, Any]],
+    folder: Path | None,
+    source: str = SOURCE,
 ) -> None:
     """Replaces what is fitted in a device's file."""
     path = CATALOG / f"{device}.toml"
@@ -230,15 +269,30 @@ def written(
     for (precision, product), values in sorted(found.items()):
         gemm = product == "gemm"
         table = f"products.{precision}" if gemm else f"convolutions.{precision}.{product}"
-        lines += ["", f"[{table}]", f'source = "{source.format("matrix products" if gemm else "convolutions")}"']
+        lines += [
+            "",
+            f"[{table}]",
+            f'source = "{source.format("matrix products" if gemm else "convolutions")}"',
+        ]
         usual = Tiles(1.0, "") if gemm else ConvolutionSpec(1.0, "")
-        lines += [f"{name} = {_toml(value)}" for name, value in values.items() if value != getattr(usual, name)]
+        lines += [
+            f"{name} = {_toml(value)}"
+            for name, value in values.items()
+            if value != getattr(usual, name)
+        ]
     if device == "v100" and folder is not None:
         for ranks, measured in reductions(folder).items():
             at, seconds = knots(*measured)
-            lines += ["", "[[reductions]]", f"ranks = {ranks}", f"bytes = {[int(one) for one in at]}"]
+            lines += [
+                "",
+                "[[reductions]]",
+                f"ranks = {ranks}",
+                f"bytes = {[int(one) for one in at]}",
+            ]
             lines += [f"seconds = [{', '.join(f'{one:.4g}' for one in seconds)}]"]
-            lines += ['source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to 1 GiB"']
+            lines += [
+                'source = "fitted to the times of nccl-tests on one server with NVLink, 1 MiB to 1 GiB"'
+            ]
     write_text(path, "\n".join(lines) + "\n")
 
 
@@ -259,8 +313,14 @@ def main() -> None:
             "metavar": "PRODUCT",
             "help": "of gemm, output, input_gradient, weight_gradient",
         },
-        by_layer={"action": "store_true", "help": "hold a convolution out at all batches, in place of one batch"},
-        write={"action": "store_true", "help": "write constants fitted to all of them into the catalog"},
+        by_layer={
+            "action": "store_true",
+            "help": "hold a convolution out at all batches, in place of one batch",
+        },
+        write={
+            "action": "store_true",
+            "help": "write constants fitted to all of them into the catalog",
+        },
     )
     if (options.data is None) == (options.measured is None):
         print("give --data FOLDER or --measured FILE to compare the catalog with measured times")
@@ -270,7 +330,9 @@ def main() -> None:
         write: Write = partial(written, folder=options.data)
     else:
         points, write = measured(options.measured), partial(written, folder=None, source=AT_HAND)
-    rows = products(points, options.quick, options.by_layer, options.only, write if options.write else None)
+    rows = products(
+        points, options.quick, options.by_layer, options.only, write if options.write else None
+    )
     if options.write:
         rows = []
     elif not options.only:

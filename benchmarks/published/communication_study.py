@@ -63,7 +63,10 @@ def cells() -> list[Cell]:
 def errors(found: Iterable[Cell], exchange: Exchange) -> list[float]:
     """Returns relative errors of the seconds of a step."""
     samples = [cell.sample for cell in found]
-    return [abs(exchange.seconds(one.elements, one.element_bytes, one.without) / one.seconds - 1) for one in samples]
+    return [
+        abs(exchange.seconds(one.elements, one.element_bytes, one.without) / one.seconds - 1)
+        for one in samples
+    ]
 
 
 def left_out(every: Sequence[Cell]) -> dict[Cell, float]:
@@ -84,15 +87,27 @@ def rows() -> list[Row]:
     out = left_out(every)
     places = sorted({(cell.primitive, cell.gpus) for cell in every})
     groups: list[tuple[str, list[Cell]]] = [
-        (f"{primitive}, {gpus} GPUs", [cell for cell in every if (cell.primitive, cell.gpus) == (primitive, gpus)])
+        (
+            f"{primitive}, {gpus} GPUs",
+            [cell for cell in every if (cell.primitive, cell.gpus) == (primitive, gpus)],
+        )
         for primitive, gpus in places
     ]
-    groups += [(name, [cell for cell in every if cell.network == name]) for name in sorted({c.network for c in every})]
-    groups += [(name, [cell for cell in every if cell.primitive == name]) for name in ("MPI", "NCCL")]
+    groups += [
+        (name, [cell for cell in every if cell.network == name])
+        for name in sorted({c.network for c in every})
+    ]
+    groups += [
+        (name, [cell for cell in every if cell.primitive == name]) for name in ("MPI", "NCCL")
+    ]
     groups.append(("all", every))
     made: list[Row] = []
     for name, group in groups:
-        fitted = [error for cell in group for error in errors([cell], EXCHANGES[cell.primitive.lower(), cell.gpus])]
+        fitted = [
+            error
+            for cell in group
+            for error in errors([cell], EXCHANGES[cell.primitive.lower(), cell.gpus])
+        ]
         own = [out[cell] for cell in group]
         made.append(
             {
@@ -102,7 +117,9 @@ def rows() -> list[Row]:
                 "mean": statistics.mean(own),
                 "worst": max(own),
                 "all": statistics.median(fitted),
-                "without": statistics.median(abs(c.sample.without / c.sample.seconds - 1) for c in group),
+                "without": statistics.median(
+                    abs(c.sample.without / c.sample.seconds - 1) for c in group
+                ),
                 "target": 0.035 if name in ("all", "MPI", "NCCL") else None,
             }
         )

@@ -61,7 +61,9 @@ class Fitting:
 
     def _descended(self, away: Numbers, steps: int) -> tuple[Numbers, float]:
         mean = np.full((self.devices, self.devices), 1 / self.devices)
-        hold = 2 * np.kron(_USUAL * mean + _ALIKE * (np.eye(self.devices) - mean), np.eye(self.constants))
+        hold = 2 * np.kron(
+            _USUAL * mean + _ALIKE * (np.eye(self.devices) - mean), np.eye(self.constants)
+        )
         reckoned = self.reckon(away)
         cost, damping = self._cost(away, reckoned), 1e-2
         for _ in range(steps):
@@ -81,7 +83,13 @@ class Fitting:
                 damping *= 5
             else:
                 break
-            gained, away, cost, reckoned, damping = cost - found, tried, found, there, max(damping / 4, 1e-4)
+            gained, away, cost, reckoned, damping = (
+                cost - found,
+                tried,
+                found,
+                there,
+                max(damping / 4, 1e-4),
+            )
             if gained < 2e-3:
                 break
         return away, cost

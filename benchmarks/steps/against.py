@@ -54,7 +54,12 @@ def main() -> None:
         __doc__,
         before={"required": True, "type": Path, "help": "the python that has the other checkout"},
         only={"help": "cases that begin so"},
-        precisions={"nargs": "+", "choices": PRECISIONS, "default": PRECISIONS, "help": "all by default"},
+        precisions={
+            "nargs": "+",
+            "choices": PRECISIONS,
+            "default": PRECISIONS,
+            "help": "all by default",
+        },
         turns={"type": int, "default": 40, "help": "steps of each, a case (%(default)s)"},
         compiles={"type": int, "default": 6, "help": "compiles of each, a case (%(default)s)"},
     )
@@ -63,7 +68,9 @@ def main() -> None:
     cases = selected(options, {"two layers": perceptron} if options.quick else CASES)
     homes = {which: home(python) for which, python in pythons.items()}
     if homes["now"] == homes["before"]:
-        raise SystemExit(f"both pythons have the same qsync_fx, {homes['now']}: give one that has another checkout")
+        raise SystemExit(
+            f"both pythons have the same qsync_fx, {homes['now']}: give one that has another checkout"
+        )
     for name in cases:
         for precision in PRECISIONS[1:2] if options.quick else options.precisions:
             with tempfile.TemporaryDirectory() as folder:
@@ -74,14 +81,23 @@ def main() -> None:
                 counts = {COMPILE: options.compiles, "step": options.turns}
                 for what, count in counts.items():
                     found = turns(both, what, 2 if options.quick else count)
-                    rows.append({"case": name, "precision": precision, "what": what, **judged(found)})
+                    rows.append(
+                        {"case": name, "precision": precision, "what": what, **judged(found)}
+                    )
                     print(rows[-1], flush=True)
                 for served in both.values():
                     served.end()
             if options.json:
                 done = {_what(row) for row in rows}
-                kept = [row for row in standing(options.json, options.quick) if _what(row) not in done]
-                write_json(options.json, [*kept, *rows], quick=options.quick, before=commit(homes["before"]))
+                kept = [
+                    row for row in standing(options.json, options.quick) if _what(row) not in done
+                ]
+                write_json(
+                    options.json,
+                    [*kept, *rows],
+                    quick=options.quick,
+                    before=commit(homes["before"]),
+                )
     show(rows)
 
 
@@ -109,10 +125,19 @@ class Served:
     def __init__(self, python: Path, folder: Path) -> None:
         self.python = python
         # Not this checkout's package beside the script. Both share a cache of Inductor's C++; no graph is taken from it (`compile_anew`).
-        environment = {"PATH": "/usr/bin:/bin", "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [str(python), "-m", "benchmarks.steps.against", "--serve"]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
         )
 
     def ask(self, what: str) -> float:
@@ -120,7 +145,9 @@ class Served:
         _stream(self.process.stdin).flush()
         answer = _stream(self.process.stdout).readline()
         if not answer:
-            raise SystemExit(f"{self.python}: ended with {self.process.wait()} when asked for {what!r}")
+            raise SystemExit(
+                f"{self.python}: ended with {self.process.wait()} when asked for {what!r}"
+            )
         return float(answer)
 
     def end(self) -> None:

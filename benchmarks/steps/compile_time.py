@@ -53,7 +53,10 @@ def measure_compile(case: Case, precision: str) -> dict[str, float]:
         case.loss(compiled).backward()  # type: ignore[no-untyped-call]
         return time.perf_counter() - begin
 
-    with mock.patch.object(backend, "rewrite", timed), torch._inductor.config.patch(fx_graph_cache=False):
+    with (
+        mock.patch.object(backend, "rewrite", timed),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
         first = step()
     again = step()
     # Where nothing watches the passes, as the stopwatch does here, costs are not counted: nobody would read them.
@@ -71,10 +74,17 @@ def measure_replanning(case: Case, plans: int) -> dict[str, float]:
     for _ in range(plans):
         plan = qsync_fx.Plan(operators={op_id: draw.choice(FORMATS) for op_id in chosen})
         begin = time.process_time()
-        found = [(op.precision, op.output, op.reason, op.note.cost) for op in explanation.replanned(plan).operators]
+        found = [
+            (op.precision, op.output, op.reason, op.note.cost)
+            for op in explanation.replanned(plan).operators
+        ]
         taken.append(time.process_time() - begin)
         assert len(found) == len(explanation.operators)
-    return {"operators": len(explanation.operators), "explain": explained, "replanned": statistics.median(taken)}
+    return {
+        "operators": len(explanation.operators),
+        "explain": explained,
+        "replanned": statistics.median(taken),
+    }
 
 
 def main() -> None:
@@ -93,7 +103,13 @@ def main() -> None:
             share = seconds["pipeline"] / seconds["compile"]
             rows.append({"case": name, "precision": precision, "pipeline_share": share, **seconds})
         torch._dynamo.reset()
-        rows.append({"case": name, "precision": "any", **measure_replanning(case, 3 if options.quick else 21)})
+        rows.append(
+            {
+                "case": name,
+                "precision": "any",
+                **measure_replanning(case, 3 if options.quick else 21),
+            }
+        )
     finish(options, rows)
 
 

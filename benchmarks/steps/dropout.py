@@ -36,7 +36,12 @@ def draws(size: tuple[int, int]) -> dict[str, Callable[[], object]]:
 
 
 def step(
-    layers: int, ids: Tensor, target: Tensor, p: float, attention: str, compiler: dict[str, Any] | None
+    layers: int,
+    ids: Tensor,
+    target: Tensor,
+    p: float,
+    attention: str,
+    compiler: dict[str, Any] | None,
 ) -> Callable[[], None]:
     from transformers import BertConfig, BertModel
 
@@ -69,7 +74,9 @@ def steps(layers: int, batch: int, length: int) -> dict[str, Callable[[], None]]
 
     return {
         "qsync bf16, no dropout": step(layers, ids, target, 0.0, "sdpa", qsync()),
-        "qsync bf16, fast_dropout": step(layers, ids, target, 0.1, "sdpa", qsync(fast_dropout=True)),
+        "qsync bf16, fast_dropout": step(
+            layers, ids, target, 0.1, "sdpa", qsync(fast_dropout=True)
+        ),
         "qsync bf16": step(layers, ids, target, 0.1, "sdpa", qsync()),
         "autocast bf16, no dropout": step(layers, ids, target, 0.0, "eager", None),
         "autocast bf16": step(layers, ids, target, 0.1, "eager", None),
@@ -78,7 +85,13 @@ def steps(layers: int, batch: int, length: int) -> dict[str, Callable[[], None]]
 
 def rows_of(case: str, times: Times, to: str) -> list[Row]:
     return [
-        {"case": case, "name": name, "milliseconds": times.median(name) * 1e3, "to": to, "ratio": times.ratio(name, to)}
+        {
+            "case": case,
+            "name": name,
+            "milliseconds": times.median(name) * 1e3,
+            "to": to,
+            "ratio": times.ratio(name, to),
+        }
         for name in times
     ]
 
@@ -86,7 +99,11 @@ def rows_of(case: str, times: Times, to: str) -> list[Row]:
 def main() -> None:
     options = arguments(__doc__)
     sizes = (1, 1, 16) if options.quick else (2, 8, 128)
-    rows = rows_of(f"draws, {SIZE[0]}x{SIZE[1]}", measure(draws(SIZE), repeats=3 if options.quick else 31), "copy")
+    rows = rows_of(
+        f"draws, {SIZE[0]}x{SIZE[1]}",
+        measure(draws(SIZE), repeats=3 if options.quick else 31),
+        "copy",
+    )
     times = measure(steps(*sizes), repeats=2 if options.quick else 15)
     case = "BERT {} layers, {} x {} tokens".format(*sizes)
     finish(options, rows + rows_of(case, times, "qsync bf16"))

@@ -45,8 +45,16 @@ def main() -> None:
         raise SystemExit(f"nothing to compare: huge pages here: {huge_pages()}")
     rows: list[Row] = []
     for name in selected(options, QUICK if options.quick else CASES):
-        job = {"name": name, "quick": options.quick, "threads": options.threads, "steps": 2 if options.quick else 20}
-        turns = [(measured(job), measured(job, huge=True)) for _ in range(1 if options.quick else options.turns)]
+        job = {
+            "name": name,
+            "quick": options.quick,
+            "threads": options.threads,
+            "steps": 2 if options.quick else 20,
+        }
+        turns = [
+            (measured(job), measured(job, huge=True))
+            for _ in range(1 if options.quick else options.turns)
+        ]
         for way in turns[0][0]:
             without, with_them = ([turn[at][way] for turn in turns] for at in (0, 1))
             rows.append(
@@ -55,7 +63,9 @@ def main() -> None:
                     "way": way,
                     "without_ms": 1e3 * statistics.median(without),
                     "huge_pages_ms": 1e3 * statistics.median(with_them),
-                    "ratio": statistics.median(b / a for a, b in zip(without, with_them, strict=True)),
+                    "ratio": statistics.median(
+                        b / a for a, b in zip(without, with_them, strict=True)
+                    ),
                     "turns": len(turns),
                 }
             )
@@ -67,7 +77,9 @@ def measured(job: dict[str, object], huge: bool = False) -> dict[str, float]:
     name, _, value = SWITCH.partition("=")
     environment = {**os.environ, **({name: value} if huge else {})}
     command = [sys.executable, __file__, "--steps", json.dumps(job)]
-    text = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    text = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     found: dict[str, float] = json.loads(text.splitlines()[-1])
     return found
 

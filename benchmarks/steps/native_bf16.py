@@ -64,7 +64,11 @@ def native(kinds: tuple[str, ...]) -> Iterator[None]:
 
     def replace(graph: fx.Graph) -> None:
         for node in list(graph.nodes):
-            if node.target not in (MM, ADDMM) or node.meta["val"].dtype != torch.bfloat16 or kind(node) not in kinds:
+            if (
+                node.target not in (MM, ADDMM)
+                or node.meta["val"].dtype != torch.bfloat16
+                or kind(node) not in kinds
+            ):
                 continue
             bias, a, b = node.args if node.target is ADDMM else (None, *node.args)
             with graph.inserting_before(node):
@@ -96,7 +100,10 @@ def main() -> None:
     cases = (
         {"layer of a transformer of 32, 4 x 16 tokens": encoder_layer(32, 4, 16)}
         if options.quick
-        else {"BERT, 2 layers, 8 x 128 tokens": bert(2, 8, 128), "GPT-2 block, 4 x 256 tokens": gpt2_block(4, 256)}
+        else {
+            "BERT, 2 layers, 8 x 128 tokens": bert(2, 8, 128),
+            "GPT-2 block, 4 x 256 tokens": gpt2_block(4, 256),
+        }
     )
     clock = time.process_time if options.threads == 1 else time.perf_counter
     rows: list[Row] = []

@@ -30,7 +30,10 @@ CASES: dict[str, Shapes] = {
     "two layers of BERT": BERT,
     "200 of 768": [(768,)] * 200,
 }
-OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": {"lr": 1e-3}, "SGD": {"lr": 1e-3, "momentum": 0.9}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3},
+    "SGD": {"lr": 1e-3, "momentum": 0.9},
+}
 TORCHS: dict[str, dict[str, Any]] = {
     "torch fused": {"fused": True},
     "torch foreach": {"foreach": True},

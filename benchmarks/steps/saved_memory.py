@@ -33,7 +33,9 @@ def variants(case: Case) -> dict[str, Variant]:
     for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
         name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
         found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
-        found[f"autocast bf16 compiled{name}"] = Variant(attention, autocast=True, compiler=INDUCTOR)
+        found[f"autocast bf16 compiled{name}"] = Variant(
+            attention, autocast=True, compiler=INDUCTOR
+        )
     for precision in ("bf16", "int8"):
         for less in (False, True):
             options = {"precision": precision, "activation_recompute": less}
@@ -88,7 +90,11 @@ def rows_of(name: str, make: Callable[[int], Case], batch: int) -> list[Row]:
         print(f"{name}: {variant}", flush=True)
         saved, peak = measured(whole, how)
         # What does not grow with the batch is in both.
-        found[variant] = {"saved": saved, "activations": 2 * (saved - measured(half, how)[0]), "peak": peak}
+        found[variant] = {
+            "saved": saved,
+            "activations": 2 * (saved - measured(half, how)[0]),
+            "peak": peak,
+        }
     peers = [each for variant, each in found.items() if variant.startswith("autocast")]
     least = {measure: min(peer[measure] for peer in peers) for measure in MEASURES}
     return [

@@ -36,7 +36,13 @@ WAYS: dict[str, dict[str, Any] | None] = {
 def called(compiler: dict[str, Any] | None) -> Callable[[], None]:
     """Return `CALLS` calls of a model that a compiler has compiled."""
     torch.manual_seed(0)
-    layers = (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+    layers = (
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, 10),
+    )
     model: Any = nn.Sequential(*layers).eval()
     fast = model if compiler is None else torch.compile(model, **compiler)
     x = torch.randn(ROWS, WIDTH)

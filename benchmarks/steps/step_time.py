@@ -64,14 +64,18 @@ def variants(case: Case, default_alone: bool = False) -> dict[str, Variant]:
     for attention in ("sdpa", "eager") if case.attention else ("sdpa",):
         name = {"sdpa": " fused", "eager": " math"}[attention] if case.attention else ""
         found[f"autocast bf16{name}"] = Variant(attention, autocast=True)
-        found[f"autocast bf16 compiled{name}"] = Variant(attention, autocast=True, compiler=INDUCTOR)
+        found[f"autocast bf16 compiled{name}"] = Variant(
+            attention, autocast=True, compiler=INDUCTOR
+        )
     if default_alone:
         return found | {BY_DEFAULT: Variant(compiler={"backend": "qsync"})}
     if case.attention and torchao_peer.importable():
         found["torchao int8"] = Variant(autocast=True, compiler=INDUCTOR, torchao=torch.float32)
         found["torchao int8, weights bf16"] = Variant(compiler=INDUCTOR, torchao=torch.bfloat16)
     for precision in ("fp32", "bf16", "int8", "int8_grad"):
-        found[f"qsync {precision}"] = Variant(compiler={"backend": "qsync", "options": {"precision": precision}})
+        found[f"qsync {precision}"] = Variant(
+            compiler={"backend": "qsync", "options": {"precision": precision}}
+        )
     found[BY_DEFAULT] = Variant(compiler={"backend": "qsync"})
     fastest = {"precision": "int8_grad", "fast_dropout": True}
     found["qsync int8_grad, all"] = Variant(
@@ -141,14 +145,20 @@ def cases() -> dict[str, Case]:
         "GPT-2 block, 4 x 256 tokens": gpt2_block(),
         "ViT 2 layers, 8 x 224 x 224": vit(),
         "perceptron 64 wide, 64 rows": perceptron(64),
-        **{f"encoder layer {width} wide, 8 x 64 tokens": encoder_layer(width) for width in (64, 128, 256)},
+        **{
+            f"encoder layer {width} wide, 8 x 64 tokens": encoder_layer(width)
+            for width in (64, 128, 256)
+        },
     }
 
 
 def by_default_alone() -> dict[str, Case]:
     """Models of which the peers and the default alone are measured."""
     return {
-        **{f"dropout 0.1, encoder layer {width} wide": encoder_layer(width, dropout=0.1) for width in (64, 128, 256)},
+        **{
+            f"dropout 0.1, encoder layer {width} wide": encoder_layer(width, dropout=0.1)
+            for width in (64, 128, 256)
+        },
         "small perceptron 784-512-10, 64 rows": perceptron(64, (784, 512, 10)),
         "small perceptron 256 wide, 256 rows": perceptron(256, (256, 256, 256, 16)),
         "small perceptron 1024 wide, 32 rows": perceptron(32, (1024, 1024, 1024, 16)),
@@ -165,7 +175,9 @@ def by_default_alone() -> dict[str, Case]:
 def main() -> None:
     options = arguments(
         __doc__,
-        only={"help": "cases that begin so: bert, dropout, encoder, gpt-2, perceptron, resnet-18, small, vgg, vit"},
+        only={
+            "help": "cases that begin so: bert, dropout, encoder, gpt-2, perceptron, resnet-18, small, vgg, vit"
+        },
     )
     torch.manual_seed(0)
     # All variants share the code of one model.

@@ -27,7 +27,9 @@ def quantized(model: nn.Module, weights: torch.dtype) -> nn.Module:
     general, training = found
     model.to(weights)
     if weights is not torch.float32:
-        model.register_forward_pre_hook(lambda _, args, kwargs: _converted(weights, args, kwargs), with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: _converted(weights, args, kwargs), with_kwargs=True
+        )
     general.quantize_(model, training.int8_mixed_precision_training())
     return model
 

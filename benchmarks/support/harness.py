@@ -52,7 +52,9 @@ class Times:
 
     def ratio(self, name: str, to: str) -> float:
         """Returns the median over all turns of the time of `name` divided by that of `to`."""
-        return statistics.median(a / b for a, b in zip(self.samples[name], self.samples[to], strict=True))
+        return statistics.median(
+            a / b for a, b in zip(self.samples[name], self.samples[to], strict=True)
+        )
 
 
 def measure(
@@ -83,14 +85,23 @@ def _time(case: Callable[[], object], calls: int, clock: Callable[[], float]) ->
     return (clock() - begin) / calls
 
 
-def arguments(description: str | None, argv: Sequence[str] | None = None, **more: dict[str, Any]) -> argparse.Namespace:
+def arguments(
+    description: str | None, argv: Sequence[str] | None = None, **more: dict[str, Any]
+) -> argparse.Namespace:
     """Reads --quick, --json PATH and --threads N, which it sets; `more` are further options with argparse's keywords."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
     parser.add_argument(
-        "--quick", action="store_true", help="fewer cases and repeats: shows that it works, measures nothing"
+        "--quick",
+        action="store_true",
+        help="fewer cases and repeats: shows that it works, measures nothing",
     )
     parser.add_argument("--json", type=to_write, metavar="PATH", help="write the rows there")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch (%(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="threads of torch (%(default)s)",
+    )
     for name, keywords in more.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     options = parser.parse_args(argv)
@@ -125,7 +136,9 @@ def selected(options: argparse.Namespace, cases: Mapping[str, Case]) -> dict[str
     return {name: case for name, case in cases.items() if name.lower().startswith(only)}
 
 
-def finish(options: argparse.Namespace, rows: Sequence[Row], cases: bool = False, note: str | None = None) -> None:
+def finish(
+    options: argparse.Namespace, rows: Sequence[Row], cases: bool = False, note: str | None = None
+) -> None:
     """Print the rows as a table and write them to the file of `--json`.
 
     With `cases`, rows of other cases stay in the file. A note is printed and written with the rows.
@@ -171,7 +184,11 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
     """
     content = {
         "machine": {**_here(), "kernels": _C.isa(), "load": os.getloadavg()[0]},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "qsync_fx": qsync_fx.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "qsync_fx": qsync_fx.__version__,
+        },
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "quick": quick,
         **more,

@@ -47,7 +47,9 @@ def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
     target = torch.randn(batch, length, 768)
 
     def build(attention: str) -> nn.Module:
-        model: nn.Module = BertModel(BertConfig(num_hidden_layers=layers, attn_implementation=attention))
+        model: nn.Module = BertModel(
+            BertConfig(num_hidden_layers=layers, attn_implementation=attention)
+        )
         return model
 
     def loss(model: Callable[..., Any]) -> Tensor:
@@ -91,7 +93,9 @@ def gpt2_block(batch: int = 4, length: int = 256) -> Case:
 
     def build(attention: str) -> nn.Module:
         # The table of tokens is not the block: one word keeps it out of the way.
-        model: nn.Module = GPT2Model(GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention))
+        model: nn.Module = GPT2Model(
+            GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention)
+        )
         return model
 
     def loss(model: Callable[..., Any]) -> Tensor:
@@ -121,20 +125,28 @@ def vit(layers: int = 2, batch: int = 8, size: int = 224) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     def build(attention: str) -> nn.Module:
-        config = ViTConfig(num_hidden_layers=layers, image_size=size, num_labels=100, attn_implementation=attention)
+        config = ViTConfig(
+            num_hidden_layers=layers, image_size=size, num_labels=100, attn_implementation=attention
+        )
         model: nn.Module = ViTForImageClassification(config)
         return model
 
-    return replace(_classifier(build, batch, size, lambda model, images: model(images).logits), attention=True)
+    return replace(
+        _classifier(build, batch, size, lambda model, images: model(images).logits), attention=True
+    )
 
 
-def resnet(depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: int = 16, size: int = 96) -> Case:
+def resnet(
+    depths: tuple[int, ...] = (2, 2, 2, 2), kind: str = "basic", batch: int = 16, size: int = 96
+) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     widths = [64, 128, 256, 512] if kind == "basic" else [256, 512, 1024, 2048]
 
     def build(attention: str) -> nn.Module:
-        config = ResNetConfig(depths=list(depths), hidden_sizes=widths, layer_type=kind, num_labels=100)
+        config = ResNetConfig(
+            depths=list(depths), hidden_sizes=widths, layer_type=kind, num_labels=100
+        )
         model: nn.Module = ResNetForImageClassification(config)
         return model
 
@@ -148,7 +160,11 @@ def vgg_layers(*widths: int, channels: int = 3) -> list[nn.Module]:
         if width == 0:
             layers.append(nn.MaxPool2d(2))
             continue
-        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        layers += [
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+        ]
         channels = width
     return layers
 
@@ -157,7 +173,9 @@ def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
     """VGG-16 with batch norms (Simonyan and Zisserman, configuration D), one linear layer for a head."""
 
     def build(attention: str) -> nn.Module:
-        layers = vgg_layers(64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
+        layers = vgg_layers(
+            64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0
+        )
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
 
     return _classifier(build, batch, size, lambda model, images: model(images))
@@ -167,8 +185,17 @@ def small_cnn(batch: int = 32, size: int = 28) -> Case:
     """Two convolutions and two linear layers, as in first lessons on digits."""
 
     def build(attention: str) -> nn.Module:
-        features = nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-        return nn.Sequential(*features, nn.Linear(64 * (size // 2 - 2) ** 2, 128), nn.ReLU(), nn.Linear(128, 100))
+        features = (
+            nn.Conv2d(3, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
+        return nn.Sequential(
+            *features, nn.Linear(64 * (size // 2 - 2) ** 2, 128), nn.ReLU(), nn.Linear(128, 100)
+        )
 
     return _classifier(build, batch, size, lambda model, images: model(images))
 
@@ -178,7 +205,9 @@ def convnext(batch: int = 8, size: int = 64) -> Case:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     def build(attention: str) -> nn.Module:
-        config = ConvNextConfig(num_stages=3, depths=[1, 1, 1], hidden_sizes=[96, 192, 384], num_labels=100)
+        config = ConvNextConfig(
+            num_stages=3, depths=[1, 1, 1], hidden_sizes=[96, 192, 384], num_labels=100
+        )
         model: nn.Module = ConvNextForImageClassification(config)
         return model
 
@@ -190,14 +219,19 @@ def mobilenet(batch: int = 8, size: int = 64) -> Case:
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
     def build(attention: str) -> nn.Module:
-        model: nn.Module = MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=100, tf_padding=False))
+        model: nn.Module = MobileNetV2ForImageClassification(
+            MobileNetV2Config(num_labels=100, tf_padding=False)
+        )
         return model
 
     return _classifier(build, batch, size, lambda model, images: model(images).logits)
 
 
 def _classifier(
-    build: Callable[[str], nn.Module], batch: int, size: int, logits: Callable[[Callable[..., Any], Tensor], Tensor]
+    build: Callable[[str], nn.Module],
+    batch: int,
+    size: int,
+    logits: Callable[[Callable[..., Any], Tensor], Tensor],
 ) -> Case:
     images, labels = torch.randn(batch, 3, size, size), torch.randint(100, (batch,))
 

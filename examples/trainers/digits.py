@@ -38,16 +38,27 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU())
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
+        )
         self.body, self.classifier = nn.Linear(32 * 36, 128), nn.Linear(128, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.classifier(torch.relu(self.body(self.features(images[:, None]).flatten(1))))
+        found: Tensor = self.classifier(
+            torch.relu(self.body(self.features(images[:, None]).flatten(1)))
+        )
         return found
 
 
 def tell(rank: int, model: nn.Module, right: Tensor) -> None:
     """Prints in which formats a rank trained, and how much of the test came out right."""
-    ran = (operator for operator in qsync_fx.plan_coverage(model).operators if operator.kind == "adjustable")
+    ran = (
+        operator
+        for operator in qsync_fx.plan_coverage(model).operators
+        if operator.kind == "adjustable"
+    )
     formats: Any = sorted({str(operator.precision) for operator in ran})
-    print(f"rank {rank} trained in {', '.join(formats)}, accuracy {right.float().mean():.3f}", flush=True)
+    print(
+        f"rank {rank} trained in {', '.join(formats)}, accuracy {right.float().mean():.3f}",
+        flush=True,
+    )

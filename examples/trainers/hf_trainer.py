@@ -30,7 +30,9 @@ def main(folder: str) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    assert arguments.device.type == "cpu"  # asked for, and by that Trainer has brought the process group up
+    assert (
+        arguments.device.type == "cpu"
+    )  # asked for, and by that Trainer has brought the process group up
     rank = distributed.get_rank()
     set_seed(0)
     config = ViTConfig(
@@ -45,7 +47,8 @@ def main(folder: str) -> None:
     )
     model = ViTForImageClassification(config)
     train, test = (
-        [{"pixel_values": x[None], "labels": y} for x, y in zip(*part.tensors, strict=True)] for part in digits()
+        [{"pixel_values": x[None], "labels": y} for x, y in zip(*part.tensors, strict=True)]
+        for part in digits()
     )
 
     batch = {name: torch.stack([sample[name] for sample in train[:32]]) for name in train[0]}
@@ -73,5 +76,7 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default="runs/hf_trainer", help="where Trainer puts what it keeps")
+    parser.add_argument(
+        "--folder", default="runs/hf_trainer", help="where Trainer puts what it keeps"
+    )
     main(parser.parse_args().folder)

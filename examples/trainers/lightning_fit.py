@@ -75,5 +75,7 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default="runs/lightning", help="where Lightning puts what it keeps")
+    parser.add_argument(
+        "--folder", default="runs/lightning", help="where Lightning puts what it keeps"
+    )
     main(parser.parse_args().folder)

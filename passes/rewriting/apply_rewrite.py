@@ -46,7 +46,9 @@ def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
     if graph.parent is not None:
         caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
         outer = attached(graph.parent, tensor)
-        available = next((inner for inner, value in operands(caller, graph) if value is outer), None)
+        available = next(
+            (inner for inner, value in operands(caller, graph) if value is outer), None
+        )
         return handed_in(graph, caller, outer, "attached") if available is None else available
     mode, module = graph.context.fake_mode, graph.module
     fake: Any = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
@@ -73,10 +75,14 @@ def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
         graph.graph.erase_node(node)
         if not any(other.op == "get_attr" and other.target == name for other in graph.nodes):
             path, _, last = name.rpartition(".")
-            delattr(module.get_submodule(path), last)  # AOTAutograd would take it for a parameter of the whole graph's
+            delattr(
+                module.get_submodule(path), last
+            )  # AOTAutograd would take it for a parameter of the whole graph's
         return result
     mode: Any = graph.context.fake_mode
-    return _held(graph, node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True))
+    return _held(
+        graph, node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+    )
 
 
 def _held(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
@@ -97,7 +103,10 @@ OF_THE_MODEL = ("stack_trace", "nn_module_stack")
 
 
 def inlined(
-    graph: PrecisionGraph, traced: TracedPattern, value: Sequence[fx.Node], origin: Mapping[str, Any]
+    graph: PrecisionGraph,
+    traced: TracedPattern,
+    value: Sequence[fx.Node],
+    origin: Mapping[str, Any],
 ) -> dict[fx.Node, fx.Node]:
     """Copies traced code to where the graph's insertion point is; returns the new node for each of the traced ones.
 
@@ -127,7 +136,12 @@ def _constant(graph: PrecisionGraph, node: fx.Node, value: Any) -> None:
 
 
 def put(
-    graph: PrecisionGraph, site: MatchSite, name: str, function: Callable[..., Any], match: Match, modes: Modes
+    graph: PrecisionGraph,
+    site: MatchSite,
+    name: str,
+    function: Callable[..., Any],
+    match: Match,
+    modes: Modes,
 ) -> dict[fx.Node, fx.Node]:
     """Puts what `function` computes in place of what stands at a site; returns the new node for each of the old results.
 
@@ -135,10 +149,18 @@ def put(
         PassError: the function cannot be traced, or gives something else than what stands there.
     """
     wanted = inspect.signature(function).parameters
-    arguments = {argument: value for argument, value in site.arguments.items() if argument in wanted}
+    arguments = {
+        argument: value for argument, value in site.arguments.items() if argument in wanted
+    }
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, fx.Node)]
     traced = _traced(
-        graph, name, function, arguments, {"match": match} if "match" in wanted else {}, match.main.where, modes
+        graph,
+        name,
+        function,
+        arguments,
+        {"match": match} if "match" in wanted else {},
+        match.main.where,
+        modes,
     )
     _check(traced, site, name, match.main.where)
     last = site.matched[-1]
@@ -208,17 +230,26 @@ def obstacle(graph: PrecisionGraph, site: MatchSite, modes: Mapping[fx.Node, Mod
             return f"its inner value %{node.name} is read by %{outside[0].name} too"
         early = [user for user in outside if order[user] < last]
         if early:
-            return f"its result %{node.name} is read by %{early[0].name} before its last one is there"
+            return (
+                f"its result %{node.name} is read by %{early[0].name} before its last one is there"
+            )
     return _written_within(graph, site, order)
 
 
 def _written_within(graph: PrecisionGraph, site: MatchSite, order: Mapping[fx.Node, int]) -> str:
     first, last = order[site.matched[0]], order[site.matched[-1]]
-    between = [node for node in graph.nodes[first:last] if node not in site.matched and may_write(node)]
+    between = [
+        node for node in graph.nodes[first:last] if node not in site.matched and may_write(node)
+    ]
     if not between:
         return ""
     memory = AliasSets(graph)
-    used = {node for item in site.matched for node in (item, *item.all_input_nodes) if tensors(graph.value(node))}
+    used = {
+        node
+        for item in site.matched
+        for node in (item, *item.all_input_nodes)
+        if tensors(graph.value(node))
+    }
     places = frozenset().union(*map(memory.of, used))
     for node in between:
         if any(memory.of(written) & places for written in may_write(node)):

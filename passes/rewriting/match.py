@@ -79,7 +79,9 @@ class MatchSite:
     outputs: tuple[fx.Node, ...]
 
 
-def sites(graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes]) -> Iterator[MatchSite]:
+def sites(
+    graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes]
+) -> Iterator[MatchSite]:
     """Yields the places in a graph where a pattern occurs, by their last node; they may overlap."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     cache: dict[Any, TracedPattern | None] = {}
@@ -95,7 +97,9 @@ def sites(graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes
                     if exact is not None:
                         visited.add(outputs)
                         matched = {item for item in exact if item.op == "call_function"}
-                        yield MatchSite(arguments, tuple(sorted(matched, key=order.__getitem__)), outputs)
+                        yield MatchSite(
+                            arguments, tuple(sorted(matched, key=order.__getitem__)), outputs
+                        )
                         break
 
 
@@ -157,7 +161,10 @@ def _confirmed(
     if traced is None or len(traced.outputs) != len(outputs):
         return None
     bound: _Bound = dict(zip(traced.inputs, leaves, strict=True))
-    if all(_fits(output, node, bound, exact=True) for output, node in zip(traced.outputs, outputs, strict=True)):
+    if all(
+        _fits(output, node, bound, exact=True)
+        for output, node in zip(traced.outputs, outputs, strict=True)
+    ):
         return [node for node in bound.values() if isinstance(node, fx.Node) and node not in leaves]
     return None
 
@@ -193,12 +200,18 @@ def _fits(pattern: Any, result: Any, bound: _Bound, exact: bool) -> bool:
                 return False
             inputs, used = operands(pattern), operands(result)
             exactly = exact or pattern.target is py_operator.getitem
-            if inputs.keys() != used.keys() or not all(_fits(inputs[k], used[k], bound, exactly) for k in inputs):
+            if inputs.keys() != used.keys() or not all(
+                _fits(inputs[k], used[k], bound, exactly) for k in inputs
+            ):
                 return False
         bound[pattern] = result
         return True
     if _holds_tensors(pattern) or _holds_tensors(result):
-        both = isinstance(pattern, (list, tuple)) and isinstance(result, (list, tuple)) and len(pattern) == len(result)
+        both = (
+            isinstance(pattern, (list, tuple))
+            and isinstance(result, (list, tuple))
+            and len(pattern) == len(result)
+        )
         return both and all(_fits(p, f, bound, exact) for p, f in zip(pattern, result, strict=True))
     return not exact or same(pattern, result)
 

@@ -66,14 +66,21 @@ class Pattern:
                 where=_place(function),
                 do="write an argument without a default for each tensor that it reads, and as many examples",
             )
-        return cls(function, tensors, {p.name: p.default for p in inputs if p.default is not p.empty}, example)
+        return cls(
+            function,
+            tensors,
+            {p.name: p.default for p in inputs if p.default is not p.empty},
+            example,
+        )
 
     def with_values(self, value: Mapping[str, Any], context: Context) -> TracedPattern:
         """Traces the function for values of its arguments, and spells it as normalize does."""
         traced = trace_call(self.function, value)
         without_needless_writes(PrecisionGraph(traced.module, list(value.values()), context))
         (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
-        return TracedPattern(traced.module, traced.tensors, tuple(pytree.tree_leaves(output.args[0])))
+        return TracedPattern(
+            traced.module, traced.tensors, tuple(pytree.tree_leaves(output.args[0]))
+        )
 
     @functools.cached_property
     def shapes(self) -> tuple[PatternShape, ...]:
@@ -94,7 +101,11 @@ class Pattern:
                 except Untraceable as error:
                     reason = reason or str(error)
                     continue
-                key = tuple(str(node.target) for node in traced.module.graph.nodes if node.op == "call_function")
+                key = tuple(
+                    str(node.target)
+                    for node in traced.module.graph.nodes
+                    if node.op == "call_function"
+                )
                 result.setdefault(key, PatternShape.of(self, traced))
         if not result:
             raise PassError(
@@ -108,14 +119,19 @@ class Pattern:
     def _examples(self, result: Mapping[Any, PatternShape]) -> Iterator[tuple[Tensor, ...]]:
         """Yields tensors to try: with as many dimensions each; if nothing was `found` with these, with others until something is."""
         if self.example is not None:
-            yield tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in self.example)
+            yield tuple(
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                for tensor in self.example
+            )
             return
         count = len(self.tensors)
         equal = [(rank,) * count for rank in (2, 3, 4, 1)]
         flat = (ranks for rank in (2, 3, 4) for ranks in itertools.product((rank, 1), repeat=count))
         every = itertools.product((2, 3, 4, 1), repeat=count)
         for index, ranks in enumerate(
-            dict.fromkeys(itertools.chain(equal, itertools.islice(flat, 200), itertools.islice(every, 200)))
+            dict.fromkeys(
+                itertools.chain(equal, itertools.islice(flat, 200), itertools.islice(every, 200))
+            )
         ):
             if index < len(equal) or not result:
                 yield tuple(torch.empty([_SIZE] * rank) for rank in ranks)
@@ -137,18 +153,32 @@ class PatternShape:
     def of(cls, pattern: Pattern, traced: TracedPattern) -> PatternShape:
         """Raises `PassError` for a graph that says nothing to find."""
         where, name = _place(pattern.function), pattern.function.__name__
-        unread = [argument for argument, node in zip(pattern.tensors, traced.inputs, strict=False) if not node.users]
+        unread = [
+            argument
+            for argument, node in zip(pattern.tensors, traced.inputs, strict=False)
+            if not node.users
+        ]
         if traced.tensors:
             raise PassError(
-                f"the pattern {name!r} refers to a tensor that it is not given", where=where, do="make it an argument"
+                f"the pattern {name!r} refers to a tensor that it is not given",
+                where=where,
+                do="make it an argument",
             )
         if unread:
             raise PassError(
-                f"the pattern {name!r} does not read {unread[0]!r}", where=where, do="leave the argument out"
+                f"the pattern {name!r} does not read {unread[0]!r}",
+                where=where,
+                do="leave the argument out",
             )
         if any(output.op != "call_function" for output in traced.outputs):
-            raise PassError(f"the pattern {name!r} returns what it is given", where=where, do="return what it computes")
-        shown = {literal: tuple(_where(traced, default)) for literal, default in pattern.literals.items()}
+            raise PassError(
+                f"the pattern {name!r} returns what it is given",
+                where=where,
+                do="return what it computes",
+            )
+        shown = {
+            literal: tuple(_where(traced, default)) for literal, default in pattern.literals.items()
+        }
         hidden = next((literal for literal, item in shown.items() if not item), None)
         if hidden is not None:
             raise PassError(
@@ -177,8 +207,12 @@ def same(item: Any, other: Any) -> bool:
     """Whether two arguments that are no tensors say the same: `True` is not 1, and a symbolic size is its expression."""
     if isinstance(item, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(item) == len(other) and all(map(same, item, other))
-    item, other = (value.meta["val"] if isinstance(value, fx.Node) else value for value in (item, other))
-    if isinstance(item, (torch.SymInt, torch.SymFloat)) and isinstance(other, (torch.SymInt, torch.SymFloat)):
+    item, other = (
+        value.meta["val"] if isinstance(value, fx.Node) else value for value in (item, other)
+    )
+    if isinstance(item, (torch.SymInt, torch.SymFloat)) and isinstance(
+        other, (torch.SymInt, torch.SymFloat)
+    ):
         return bool(item.node.expr == other.node.expr)
     return type(item) is type(other) and bool(item == other)
 

@@ -48,17 +48,23 @@ class Rewrite(GraphPass):
                 do=f"take some of {', '.join(sorted(available))}",
             )
         if self._puts:
-            raise OptionError(f"the rewrite {self.name!r} has a replacement already", do="write a rewrite for each")
+            raise OptionError(
+                f"the rewrite {self.name!r} has a replacement already",
+                do="write a rewrite for each",
+            )
         self._puts.append(function)
         return self
 
     def __call__(self, graph: PrecisionGraph) -> None:
         if not self._puts:
             raise OptionError(
-                f"the rewrite {self.name!r} has no replacement", do=f"decorate one with @{self.name}.replacement"
+                f"the rewrite {self.name!r} has no replacement",
+                do=f"decorate one with @{self.name}.replacement",
             )
         result = Rewritten()
-        for part in graph.walk() if graph.context.fake_mode is not None else ():  # without one there are no tensors
+        for part in (
+            graph.walk() if graph.context.fake_mode is not None else ()
+        ):  # without one there are no tensors
             result += self._rewrite(part)
         graph.rewritten[self.name] = result
         graph.module.recompile()
@@ -90,7 +96,9 @@ class Rewrite(GraphPass):
         return Rewritten(len(chosen), tuple(left))
 
     def _match(self, graph: PrecisionGraph, site: MatchSite) -> Match:
-        operators = tuple(Operator(graph, node) for node in site.matched if node in node_metadata.NOTE)
+        operators = tuple(
+            Operator(graph, node) for node in site.matched if node in node_metadata.NOTE
+        )
         return Match(graph, operators, fx.node.map_arg(dict(site.arguments), graph.value))
 
     def _wanted(self, where: Callable[[Match], Any], match: Match) -> bool:
@@ -155,7 +163,9 @@ def rewrite(
         ...     return torch.nn.functional.linear(x, weight, bias).clamp(min=0)
     """
     if after is not None and before is not None:
-        raise OptionError("a pass has one place, but both after= and before= are given", do="give one of them")
+        raise OptionError(
+            "a pass has one place, but both after= and before= are given", do="give one of them"
+        )
 
     def make(function: Callable[..., Any]) -> Rewrite:
         place = "normalize" if after is None and before is None else after

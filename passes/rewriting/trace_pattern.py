@@ -43,7 +43,9 @@ class Untraceable(Exception):
     """A function that has no graph; the text says why."""
 
 
-def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = False) -> TracedPattern:
+def trace(
+    function: Callable[..., Any], values: Sequence[Any], recorded: bool = False
+) -> TracedPattern:
     """Traces a function of fake tensors and symbolic numbers, under the fake mode that is active.
 
     Args:
@@ -75,15 +77,23 @@ def trace(function: Callable[..., Any], values: Sequence[Any], recorded: bool = 
         except Untraceable:
             raise
         except Exception as error:
-            raise Untraceable(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+            raise Untraceable(
+                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            ) from error
         if available == len(lift.tensors):  # else they are inputs from now on
             return _checked(module, lift)
 
 
-def trace_call(function: Callable[..., Any], value: Mapping[str, Any], recorded: bool = False) -> TracedPattern:
+def trace_call(
+    function: Callable[..., Any], value: Mapping[str, Any], recorded: bool = False
+) -> TracedPattern:
     """Traces a call by name. What is a tensor or a symbolic number, also in lists, is a value of the graph; the rest stays as it is."""
     leaves, spec = pytree.tree_flatten(dict(value))
-    index = [n for n, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat))]
+    index = [
+        n
+        for n, leaf in enumerate(leaves)
+        if isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat))
+    ]
 
     def run(*values: Any) -> Any:
         filled = dict(enumerate(leaves)) | dict(zip(index, values, strict=True))
@@ -95,9 +105,13 @@ def trace_call(function: Callable[..., Any], value: Mapping[str, Any], recorded:
 def _checked(module: fx.GraphModule, lift: _Lift) -> TracedPattern:
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     outputs = tuple(pytree.tree_leaves(output.args[0]))
-    if not all(isinstance(value, Tensor) for value in lift.outputs) or len(outputs) != len(lift.outputs):
+    if not all(isinstance(value, Tensor) for value in lift.outputs) or len(outputs) != len(
+        lift.outputs
+    ):
         kinds = ", ".join(type(value).__name__ for value in lift.outputs)
-        raise Untraceable(f"it returns {kinds or 'nothing'}, where a tensor or a tuple of tensors is expected")
+        raise Untraceable(
+            f"it returns {kinds or 'nothing'}, where a tensor or a tuple of tensors is expected"
+        )
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(module, str(node.target)), FakeTensor):
             raise Untraceable("it computes a value past torch's dispatcher, which tracing sees")
@@ -147,11 +161,15 @@ def _refuse_autograd_functions(outputs: Sequence[Any]) -> None:
     while todo:
         node = todo.pop()
         name = type(node).__name__.removesuffix("Backward")
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not name.startswith("GeneratedBackwardFor_"):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not name.startswith(
+            "GeneratedBackwardFor_"
+        ):
             raise Untraceable(
                 f"it calls the autograd function {name}, whose backward pass tracing would lose; make it an operator "
                 "(torch.library.custom_op, register_autograd), or write x + (f(x) - x).detach() where gradients pass by f"
             )
-        result = {before for before, _ in node.next_functions} - visited if node is not None else set()
+        result = (
+            {before for before, _ in node.next_functions} - visited if node is not None else set()
+        )
         visited |= result
         todo += result

@@ -44,7 +44,9 @@ from qsync_fx.plan.patterns import module_regex
 from qsync_fx.plan.plan import Plan
 
 
-def root_of(compiled: nn.Module, outside: Sequence[nn.Module], options: Options) -> tuple[nn.Module, str]:
+def root_of(
+    compiled: nn.Module, outside: Sequence[nn.Module], options: Options
+) -> tuple[nn.Module, str]:
     """Returns the module that ids start from, and its own path where that is none of the modules at hand.
 
     Args:
@@ -62,7 +64,9 @@ def root_of(compiled: nn.Module, outside: Sequence[nn.Module], options: Options)
     candidates = [compiled, *holding]
     if len(candidates) > 1 and options.plan is not None:
         result = [named_in(outer, options.plan) for outer in candidates]
-        candidates = [outer for outer, count in zip(candidates, result, strict=True) if count == max(result)]
+        candidates = [
+            outer for outer, count in zip(candidates, result, strict=True) if count == max(result)
+        ]
     return (candidates[-1] if _pieces(candidates[-1]) > 1 else candidates[0]), ""
 
 
@@ -71,10 +75,14 @@ def named_in(root: nn.Module, plan: Plan) -> int:
     available = {path for path, _ in paths(root)}
     texts = [escaped(path) for path in available]
     operators = sum((op_id.module or op_id.after) in available for op_id in plan.operators)
-    return operators + sum(any(map(module_regex(pattern).match, texts)) for pattern, _ in plan.patterns)
+    return operators + sum(
+        any(map(module_regex(pattern).match, texts)) for pattern, _ in plan.patterns
+    )
 
 
-def _as_the_user_says(compiled: nn.Module, holding: Sequence[nn.Module], path: str) -> tuple[nn.Module, str]:
+def _as_the_user_says(
+    compiled: nn.Module, holding: Sequence[nn.Module], path: str
+) -> tuple[nn.Module, str]:
     for outer in holding if path else ():
         named = {name: unwrapped(module) for name, module in paths(outer)}
         if named.get(path) is compiled:
@@ -124,7 +132,11 @@ class SourcePlace:
     def modules(self) -> dict[str, tuple[str, nn.Module]]:
         """Every module of the model with its path, by what Dynamo calls it, its address."""
         roots = self.given if self.root is None else ((self.within, self.root),)
-        named = ((joined(start, path), module) for start, root in reversed(roots) for path, module in paths(root))
+        named = (
+            (joined(start, path), module)
+            for start, root in reversed(roots)
+            for path, module in paths(root)
+        )
         return {str(id(module)): (path, module) for path, module in named}
 
     def path_of(self, address: str) -> str | None:
@@ -166,7 +178,11 @@ def place(options: Options) -> SourcePlace:
     compiled = unwrapped(around.compiled) if isinstance(around.compiled, nn.Module) else None
     chain = [*inside, *([compiled] if compiled is not None else [])]
     if not chain:
-        inputs = modules_in_reach(code, tx.f_locals, tx.f_globals) if tx is not None and code is not None else ()
+        inputs = (
+            modules_in_reach(code, tx.f_locals, tx.f_globals)
+            if tx is not None and code is not None
+            else ()
+        )
         return SourcePlace(code, entered=around.entered(code), given=tuple(inputs))
     outside = [unwrapped(module) for module in around.outside] if compiled is not None else []
     root, within = root_of(chain[-1], outside, options)
@@ -184,7 +200,9 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
     """
     tx = translator()
     name = (
-        next((name for name, value in tx.f_locals.items() if value is current.module), None) if tx is not None else None
+        next((name for name, value in tx.f_locals.items() if value is current.module), None)
+        if tx is not None
+        else None
     )
     if not current.nested or name is None or current.root is None:
         return False
@@ -205,7 +223,11 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
             if current.code
             else None,
             do=f"set torch._dynamo.config.recompile_limit = {4 * equal}"
-            + ("" if current.entered else ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"),
+            + (
+                ""
+                if current.entered
+                else ", or remove the graph break (TORCH_LOGS=graph_breaks shows it)"
+            ),
         )
     install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
     return True
@@ -232,14 +254,19 @@ def warn_at_the_limit(current: SourcePlace) -> None:
 
 def _name(code: CodeType, module: nn.Module | None) -> str:
     """The name of a function; of one that Dynamo puts around a module of torch's own, that of the module's forward."""
-    around = module is not None and code.co_filename.startswith(str(Path(torch._dynamo.__file__).parent))
+    around = module is not None and code.co_filename.startswith(
+        str(Path(torch._dynamo.__file__).parent)
+    )
     return f"{type(module).__name__}.forward" if around else code.co_qualname
 
 
 def _last_version() -> bool:
     """Whether Dynamo compiles a frame for the last time before its limit."""
     compilation = CompileContext.current_compile_id()
-    return compilation is not None and compilation.frame_compile_id == torch._dynamo.config.recompile_limit - 1
+    return (
+        compilation is not None
+        and compilation.frame_compile_id == torch._dynamo.config.recompile_limit - 1
+    )
 
 
 def translator() -> Any:
@@ -317,18 +344,26 @@ def modules_in_reach(
     for thing in had:
         if not isinstance(thing, nn.Module | ModuleType | type):
             attributes = getattr(thing, "__dict__", {})
-            yield from ((name, value) for name, value in attributes.items() if isinstance(value, nn.Module))
+            yield from (
+                (name, value) for name, value in attributes.items() if isinstance(value, nn.Module)
+            )
 
 
 def given_to_compile(function: object) -> object:
     """Returns the module that torch.compile was given, for the function that it makes of it; a plain function as it is."""
     owner = getattr(function, "__self__", None)
-    wrapped = getattr(function, "__wrapped__", None)  # classes of torch's own get one more frame around them
-    return next((value for value in (function, owner, wrapped) if isinstance(value, nn.Module)), function)
+    wrapped = getattr(
+        function, "__wrapped__", None
+    )  # classes of torch's own get one more frame around them
+    return next(
+        (value for value in (function, owner, wrapped) if isinstance(value, nn.Module)), function
+    )
 
 
 def _is_compiler(frame: FrameType) -> bool:
-    if frame.f_code.co_name == "__call__" and isinstance(frame.f_locals.get("self"), CatchErrorsWrapper):
+    if frame.f_code.co_name == "__call__" and isinstance(
+        frame.f_locals.get("self"), CatchErrorsWrapper
+    ):
         return True
     return frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
 
@@ -336,14 +371,19 @@ def _is_compiler(frame: FrameType) -> bool:
 def _compiles(frame: FrameType) -> bool:
     """Whether a frame is what torch.compile puts around a function."""
     code = frame.f_code
-    if not code.co_filename.endswith("torch/_dynamo/eval_frame.py") or code.co_name not in ("compile_wrapper", "_fn"):
+    if not code.co_filename.endswith("torch/_dynamo/eval_frame.py") or code.co_name not in (
+        "compile_wrapper",
+        "_fn",
+    ):
         return False
     return isinstance(frame.f_locals.get("self"), OptimizeContext)
 
 
 def _called(frame: FrameType) -> nn.Module | None:
     """The module whose call a frame is."""
-    if frame.f_code.co_name not in _CALLS or not frame.f_code.co_filename.endswith("torch/nn/modules/module.py"):
+    if frame.f_code.co_name not in _CALLS or not frame.f_code.co_filename.endswith(
+        "torch/nn/modules/module.py"
+    ):
         return None
     module = frame.f_locals.get("self")
     return module if isinstance(module, nn.Module) else None

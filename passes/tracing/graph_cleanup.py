@@ -114,16 +114,23 @@ UNFUSED: Mapping[Any, Callable[..., Any]] = {
 
 def without_idle_conversions(graph: PrecisionGraph) -> None:
     """Remove conversions without an effect if their memory is written, read by strides or returned twice."""
-    conversions = [node for node in graph.nodes if (row := row_for(node.target)) is not None and row.converts]
+    conversions = [
+        node for node in graph.nodes if (row := row_for(node.target)) is not None and row.converts
+    ]
     if not conversions:
         return
     memory = AliasSets(graph)
-    leaving: Counter[Hashable] = Counter(place for used in graph.nodes[-1].all_input_nodes for place in memory.of(used))
+    leaving: Counter[Hashable] = Counter(
+        place for used in graph.nodes[-1].all_input_nodes for place in memory.of(used)
+    )
     strided = [node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default]
     by_strides = frozenset(place for node in strided for place in memory.of(node))
     for node in conversions:
         source, places = node.args[0], memory.of(node)
-        if not isinstance(source, fx.Node) or graph.value(source).dtype is not graph.value(node).dtype:
+        if (
+            not isinstance(source, fx.Node)
+            or graph.value(source).dtype is not graph.value(node).dtype
+        ):
             continue
         shared = places & memory.of(source)
         if shared & (memory.written | by_strides) or any(leaving[place] > 1 for place in shared):
@@ -143,7 +150,11 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
         if plain is None:
             continue
         (written,) = writes(node)
-        if node.args[0] is not written or not _is_fresh(written) or not _same_type(graph, node, written):
+        if (
+            node.args[0] is not written
+            or not _is_fresh(written)
+            or not _same_type(graph, node, written)
+        ):
             continue
         if any(not _returns_fresh(user) for user in written.users if order[user] < order[node]):
             continue
@@ -173,7 +184,11 @@ def _move_out(graph: PrecisionGraph, replaced: set[fx.Node]) -> None:
 
 def _plain_target(node: fx.Node) -> Any:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_") or len(writes(node)) != 1:
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or not target._schema.name.endswith("_")
+        or len(writes(node)) != 1
+    ):
         return None
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
@@ -192,7 +207,9 @@ def _returns_fresh(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     row = row_for(target)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(_qualified_name(target), "CompositeImplicitAutograd"):
+    if torch._C._dispatch_has_kernel_for_dispatch_key(
+        _qualified_name(target), "CompositeImplicitAutograd"
+    ):
         # A composite operator may return its input without saying so (dropout in evaluation does).
         return row is not None and row.kind is Kind.ADJUSTABLE
     return all(result.alias_info is None for result in target._schema.returns)
@@ -219,7 +236,11 @@ def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), fresh)
     try:
-        with torch.enable_grad(), torch.autocast(graph.context.device.type, enabled=False), enable_python_dispatcher():
+        with (
+            torch.enable_grad(),
+            torch.autocast(graph.context.device.type, enabled=False),
+            enable_python_dispatcher(),
+        ):
             result = target(*args, **kwargs)
             return result.dtype, result.shape, type(result.grad_fn)
     except Exception:  # noqa: BLE001 - whatever stops it, it does not do the same
@@ -229,7 +250,9 @@ def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
 def _same_type(graph: PrecisionGraph, node: fx.Node, written: fx.Node) -> bool:
     ours = graph.value(written)
     operands = [graph.value(used) for used in node.all_input_nodes]
-    dtypes = {v.dtype for v in operands if isinstance(v, torch.Tensor) and v.dtype.is_floating_point}
+    dtypes = {
+        v.dtype for v in operands if isinstance(v, torch.Tensor) and v.dtype.is_floating_point
+    }
     shapes = [v.shape for v in operands if isinstance(v, torch.Tensor)]
     # A plain operator promotes and broadcasts where a write in place does not.
     return dtypes == {ours.dtype} and all(len(shape) <= ours.dim() for shape in shapes)
@@ -250,13 +273,18 @@ def copied(graph: fx.Graph, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.
                 return _as_it_is(graph, node, local[source], after.device)
             if before.device == after.device and others:
                 return _described(
-                    graph.call_function(torch.ops.aten.type_as.default, (local[source], local[others[0]])), node
+                    graph.call_function(
+                        torch.ops.aten.type_as.default, (local[source], local[others[0]])
+                    ),
+                    node,
                 )
     return graph.node_copy(node, lambda used: local[used])
 
 
 def _names_a_type(node: fx.Node) -> bool:
-    return any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values()))
+    return any(
+        isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())
+    )
 
 
 def _as_it_is(graph: fx.Graph, node: fx.Node, source: fx.Node, device: torch.device) -> fx.Node:
@@ -265,7 +293,10 @@ def _as_it_is(graph: fx.Graph, node: fx.Node, source: fx.Node, device: torch.dev
         name: node.kwargs[name] for name in ("non_blocking", "memory_format") if name in node.kwargs
     }
     return _described(
-        graph.call_function(torch.ops.aten._to_copy.default, (source,), {"device": device, **options}), node
+        graph.call_function(
+            torch.ops.aten._to_copy.default, (source,), {"device": device, **options}
+        ),
+        node,
     )
 
 

@@ -31,7 +31,9 @@ _VARIABLE = re.compile(r"([LG])\['(\w+)'\]")
 """What Dynamo's names of inputs begin with: a local or a global variable of the frame."""
 
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
-_at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = weakref.WeakKeyDictionary()
+_at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def numbering(current: SourcePlace) -> Numbering:
@@ -46,7 +48,11 @@ def numbering(current: SourcePlace) -> Numbering:
     if context not in _numberings:
         ended = _at_breaks.get(current.root, {}) if current.root is not None else {}
         line = current.resumes_at
-        before = ended.get((current.code.co_filename, line)) if current.code is not None and line is not None else None
+        before = (
+            ended.get((current.code.co_filename, line))
+            if current.code is not None and line is not None
+            else None
+        )
         _numberings[context] = before.copy() if before is not None else Numbering()
     return _numberings[context]
 
@@ -73,7 +79,9 @@ def remember_break(current: SourcePlace, numbers: Numbering) -> None:
     reason = tx.output.compile_subgraph_reason if tx is not None else None
     if reason is not None and reason.graph_break and current.root is not None:
         for frame in reason.user_stack:
-            _at_breaks.setdefault(current.root, {})[frame.filename, frame.lineno or 0] = numbers.copy()
+            _at_breaks.setdefault(current.root, {})[frame.filename, frame.lineno or 0] = (
+                numbers.copy()
+            )
 
 
 def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) -> None:
@@ -83,7 +91,11 @@ def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) ->
             identify(body, numbers, current)
         if not _is_operator(graph, node):
             continue
-        (name, row), module, by = _named(node), module_path(node, current), node_metadata.put_in_by(node)
+        (name, row), module, by = (
+            _named(node),
+            module_path(node, current),
+            node_metadata.put_in_by(node),
+        )
         near = OpId(module, name, after="" if module else numbers.last)
         op_id = numbers.put_in(near, f"{by}.{name}") if by else numbers.number(module, name)
         _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, by=by))
@@ -117,17 +129,32 @@ def identify_new(
         if not _is_operator(graph, node):
             continue
         name, row = _named(node)
-        old = next((entry for entry in instead_of if node_metadata.NOTE[entry].id.operator == name), None)
+        old = next(
+            (entry for entry in instead_of if node_metadata.NOTE[entry].id.operator == name), None
+        )
         if old is not None:
             instead_of.remove(old)
             _note(node, dataclasses.replace(node_metadata.NOTE[old], row=row, by=by, how=settings))
             continue
         op_id = full.numbers.put_in(near.id if near is not None else OpId("", name), f"{by}.{name}")
         region = _region(graph, node, near)
-        _note(node, OperatorInfo(op_id, row.kind if row else Kind.FIXED, "", row, autocast=region, by=by, how=settings))
+        _note(
+            node,
+            OperatorInfo(
+                op_id,
+                row.kind if row else Kind.FIXED,
+                "",
+                row,
+                autocast=region,
+                by=by,
+                how=settings,
+            ),
+        )
 
 
-def _region(graph: PrecisionGraph, node: fx.Node, near: OperatorInfo | None) -> Precision | Literal["off"] | None:
+def _region(
+    graph: PrecisionGraph, node: fx.Node, near: OperatorInfo | None
+) -> Precision | Literal["off"] | None:
     """What the autocast region of an operator says of one that is put beside it."""
     region = near.autocast if near is not None else None
     return (format_of(graph.value(node)) or region) if isinstance(region, Precision) else region
@@ -144,8 +171,13 @@ def _note(node: fx.Node, note: OperatorInfo) -> None:
 
 
 def _is_operator(graph: PrecisionGraph, node: fx.Node) -> bool:
-    called = node.op in ("call_function", "call_method") and getattr(node.target, "__name__", "") != "getitem"
-    return called and not is_switch(node) and node not in node_metadata.CAST and _computes(graph, node)
+    called = (
+        node.op in ("call_function", "call_method")
+        and getattr(node.target, "__name__", "") != "getitem"
+    )
+    return (
+        called and not is_switch(node) and node not in node_metadata.CAST and _computes(graph, node)
+    )
 
 
 def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:

@@ -45,7 +45,14 @@ from torch.utils.hooks import BackwardHook
 
 from qsync_fx.errors import PassError
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.fx_utils import Effect, affects_tracing, effect_of, is_switch, level_step, mark_unlisted
+from qsync_fx.graph.fx_utils import (
+    Effect,
+    affects_tracing,
+    effect_of,
+    is_switch,
+    level_step,
+    mark_unlisted,
+)
 from qsync_fx.graph.graph import PrecisionGraph, adopt_attributes
 from qsync_fx.passes.tracing.graph_cleanup import UNFUSED, copied
 
@@ -66,7 +73,9 @@ class Modes:
     @classmethod
     def current(cls) -> Modes:
         """Returns the modes of the process."""
-        result = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+        result = tuple(
+            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES
+        )
         return cls(torch.is_grad_enabled(), result)
 
     def apply(self) -> None:
@@ -80,7 +89,11 @@ class Modes:
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Restore all state that executing a graph's switches may change."""
-    before, cache, dtype = Modes.current(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
+    before, cache, dtype = (
+        Modes.current(),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+    )
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
@@ -99,7 +112,9 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
     values: dict[fx.Node, Any] = {}
     with restored():
         if graph.parent is not None:
-            caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
+            caller = next(
+                node for node in graph.parent.nodes if graph in node_metadata.bodies(node)
+            )
             modes(graph.parent)[caller].apply()
         for node in graph.nodes:
             result[node] = Modes.current()
@@ -149,7 +164,11 @@ def pieces(graph: fx.Graph) -> Iterator[GraphPiece]:
 
 
 def _stays(node: fx.Node) -> bool:
-    return is_switch(node) or isinstance(node.target, torch._ops.HigherOrderOperator) or hooks_gradients(node)
+    return (
+        is_switch(node)
+        or isinstance(node.target, torch._ops.HigherOrderOperator)
+        or hooks_gradients(node)
+    )
 
 
 def hooks_gradients(node: fx.Node) -> bool:
@@ -169,9 +188,9 @@ _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default} 
 def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
     """Returns the ATen operators that a function calls on these values, as they are before autograd and autocast see them."""
     with fx.traceback.preserve_node_meta():
-        traced: fx.GraphModule = make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(
-            *values
-        )
+        traced: fx.GraphModule = make_fx(
+            function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True
+        )(*values)
     return traced
 
 
@@ -227,7 +246,11 @@ def current(value: Any) -> Any:
     mode = active_fake_mode()
 
     def convert(fake: Any) -> Any:
-        if not isinstance(fake, FakeTensor) or fake.fake_mode is mode or fake.layout is not torch.strided:
+        if (
+            not isinstance(fake, FakeTensor)
+            or fake.fake_mode is mode
+            or fake.layout is not torch.strided
+        ):
             return fake
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
@@ -270,7 +293,9 @@ class _Builder:
             value = mode.from_tensor(value, static_shapes=True)
         self.copy(node, value)
 
-    def keep(self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None], leveled: bool = False) -> None:
+    def keep(
+        self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None], leveled: bool = False
+    ) -> None:
         """Copies a node that stays as Dynamo wrote it.
 
         Args:
@@ -292,7 +317,9 @@ class _Builder:
         elif hooks_gradients(node):
             node_metadata.OPAQUE[new] = _HOOKED
         elif node.target is not operator.getitem:
-            node_metadata.OPAQUE[new] = "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
+            node_metadata.OPAQUE[new] = (
+                "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
+            )
 
     def _execute(self, node: fx.Node, leveled: bool) -> Any:
         """Execute a call that changes state, for the pieces after it to be traced in that state.
@@ -341,7 +368,12 @@ class _Builder:
         if not _bakes_in_fakes(traced):
             self._inline(traced, external, results)
         elif len(nodes) == 1:
-            self._leave(nodes, nodes[0], "UntracedValue", "it computes a value past the dispatcher, which tracing sees")
+            self._leave(
+                nodes,
+                nodes[0],
+                "UntracedValue",
+                "it computes a value past the dispatcher, which tracing sees",
+            )
         else:
             # Which node it is shows where it stands alone.
             self.retrace(nodes[: len(nodes) // 2])
@@ -360,7 +392,9 @@ class _Builder:
         if where:
             self.retrace(nodes[:where])
         new = self.copy(bad, current(bad.meta.get("example_value")))
-        node_metadata.OPAQUE[new] = f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
+        node_metadata.OPAQUE[new] = (
+            f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
+        )
         # The inputs of a trace are single tensors, so a trace cannot read a result that is a tuple.
         items = _items(bad)
         for item in items:
@@ -368,10 +402,14 @@ class _Builder:
         if rest := tuple(node for node in nodes[where + 1 :] if node not in items):
             self.retrace(rest)
 
-    def _extract(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    def _extract(
+        self, nodes: tuple[fx.Node, ...]
+    ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
         """Returns the nodes as a module of their own, the nodes whose values they need, and those whose values others need."""
         inside = set(nodes)
-        needed = dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside)
+        needed = dict.fromkeys(
+            used for node in nodes for used in node.all_input_nodes if used not in inside
+        )
         bodies = [used for used in needed if _is_body(self.module, used)]
         external = [used for used in needed if used not in bodies]
         graph = fx.Graph()
@@ -383,7 +421,9 @@ class _Builder:
         graph.output(tuple(local[node] for node in results))
         return fx.GraphModule(self.module, graph), external, results
 
-    def _inline(self, traced: fx.GraphModule, external: list[fx.Node], results: list[fx.Node]) -> None:
+    def _inline(
+        self, traced: fx.GraphModule, external: list[fx.Node], results: list[fx.Node]
+    ) -> None:
         leaves = pytree.tree_leaves([self.mapped[node] for node in external])
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         local: dict[fx.Node, Any] = dict(zip(placeholders, leaves, strict=True))
@@ -417,7 +457,9 @@ class _Builder:
 
 def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
     """Whether a fake tensor has become a constant: a value that something computed without the dispatcher, so that tracing missed it."""
-    named = (_attribute(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr")
+    named = (
+        _attribute(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
+    )
     return any(isinstance(value, FakeTensor) for value in named)
 
 
@@ -430,7 +472,9 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_body(module: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(_attribute(module, str(node.target)), torch.nn.Module)
+    return node.op == "get_attr" and isinstance(
+        _attribute(module, str(node.target)), torch.nn.Module
+    )
 
 
 def _attribute(module: fx.GraphModule, path: str) -> Any:

@@ -7,7 +7,13 @@ with meanwhile is its own.
 """
 
 from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, evaluate_plan
-from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult, SolverIteration
+from qsync_fx.allocator.plan_result import (
+    Allocator,
+    PlanNote,
+    PlanNoteKind,
+    PlanResult,
+    SolverIteration,
+)
 from qsync_fx.allocator.problem import DeviceClass, Problem
 
 __all__ = [

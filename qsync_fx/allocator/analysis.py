@@ -64,7 +64,11 @@ def open_class(answer: PlanResult, device: str | None) -> str:
         message = f"plans of {len(available)} classes of devices were chosen"
         raise PlanError(message, where="device", do=f"name one: {', '.join(available)}")
     if device not in available:
-        raise PlanError(f"no plan was chosen for devices {device!r}", where="device", do=nearest(device, available))
+        raise PlanError(
+            f"no plan was chosen for devices {device!r}",
+            where="device",
+            do=nearest(device, available),
+        )
     return device
 
 
@@ -85,7 +89,11 @@ def selected(answer: PlanResult, selected: str, device: str | None = None) -> li
     if selected in part.graph.places:
         kind = part.graph.operator(selected).kind
         do = "ask for one of kind adjustable, such as those that it reads; qsync inspect lists them"
-        raise PlanError(f"no plan decides on this operator, which is {kind}", where=f"operator {selected}", do=do)
+        raise PlanError(
+            f"no plan decides on this operator, which is {kind}",
+            where=f"operator {selected}",
+            do=do,
+        )
     result = [operator for operator in part.choices if OpId.parse(operator).matches(selected)]
     if not result:
         message = f"the model has no operator {selected!r} that a plan decides on, and none that this selects"
@@ -133,7 +141,9 @@ def compare(
 ) -> list[AllocatorComparison]:
     """Returns what the allocators asked make of a problem, in order; `say` is called with the name of each that is done."""
     result = list(_each(problem, requested, say))
-    bounds = [answer.bound for _, answer, _ in result if answer is not None and answer.bound is not None]
+    bounds = [
+        answer.bound for _, answer, _ in result if answer is not None and answer.bound is not None
+    ]
     bound = max(bounds, default=None)
     return [AllocatorComparison(name, answer, error, bound) for name, answer, error in result]
 
@@ -185,7 +195,9 @@ class SingleChange:
     why: Why
 
 
-def single_change(answer: PlanResult, operator: str, device: str | None = None) -> list[SingleChange]:
+def single_change(
+    answer: PlanResult, operator: str, device: str | None = None
+) -> list[SingleChange]:
     """Returns the formats that an operator can have on a class of devices, from the narrowest up, the one that it has among them.
 
     Args:
@@ -205,7 +217,9 @@ def single_change(answer: PlanResult, operator: str, device: str | None = None) 
     now = judge.judged()
     result = []
     for fmt in sorted(part.choices[operator], key=width):
-        changed = [op for op in together if answer.plans[name][op] != fmt and fmt in part.choices[op]]
+        changed = [
+            op for op in together if answer.plans[name][op] != fmt and fmt in part.choices[op]
+        ]
         for op in changed:
             judge.set(name, op, fmt)
         then = judge.judged()
@@ -224,9 +238,15 @@ def _one(answer: PlanResult, operator: str, name: str) -> list[str]:
     return result
 
 
-def _step(answer: PlanResult, name: str, operator: str, fmt: str, now: Evaluation, then: Evaluation) -> SingleChange:
+def _step(
+    answer: PlanResult, name: str, operator: str, fmt: str, now: Evaluation, then: Evaluation
+) -> SingleChange:
     before, after = now.classes[name], then.classes[name]
-    more = None if before.peak_bytes is None or after.peak_bytes is None else after.peak_bytes - before.peak_bytes
+    more = (
+        None
+        if before.peak_bytes is None or after.peak_bytes is None
+        else after.peak_bytes - before.peak_bytes
+    )
     exceeds = then.exceeds(answer.problem)
     return SingleChange(
         name,
@@ -242,7 +262,13 @@ def _step(answer: PlanResult, name: str, operator: str, fmt: str, now: Evaluatio
     )
 
 
-def _why(answer: PlanResult, chosen: bool, now: Evaluation, then: Evaluation, exceeds: Mapping[str, float]) -> Why:
+def _why(
+    answer: PlanResult,
+    chosen: bool,
+    now: Evaluation,
+    then: Evaluation,
+    exceeds: Mapping[str, float],
+) -> Why:
     if chosen:
         return Why.CHOSEN
     if exceeds:
@@ -270,7 +296,9 @@ class ParetoFront:
 def check_points(points: int) -> None:
     """Raise `PlanError` if a front cannot have this number of points."""
     if points < 2:
-        raise PlanError(f"a front of {points} points is none", where="points", do="ask for 2 at least")
+        raise PlanError(
+            f"a front of {points} points is none", where="points", do="ask for 2 at least"
+        )
 
 
 def pareto(
@@ -319,7 +347,9 @@ def _undominated(result: list[PlanResult]) -> list[PlanResult]:
     return saved
 
 
-def what_if(answer: PlanResult, changes: Mapping[str, str], device: str | None = None) -> PlanResult:
+def what_if(
+    answer: PlanResult, changes: Mapping[str, str], device: str | None = None
+) -> PlanResult:
     """Returns the answer with other formats for some operators, which may exceed limits, and says so.
 
     Args:
@@ -337,7 +367,9 @@ def what_if(answer: PlanResult, changes: Mapping[str, str], device: str | None =
         operators = selected(answer, chosen, name)
         if fmt not in part.formats:
             do = f"ask for one of {', '.join(part.choices[operators[0]])}"
-            raise PlanError(f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do)
+            raise PlanError(
+                f"plans for {name} do not ask for {fmt!r}", where=f"operator {operators[0]}", do=do
+            )
         requested |= {operator: part.called(operator, fmt) for operator in operators}
     plans = {**answer.plans, name: requested}
     result = evaluate_plan(problem, plans, answer.judged.codecs)
@@ -361,7 +393,16 @@ def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
     answers = [item.answer for item in compared if item.answer is not None]
     classes = list(answers[0].judged.classes) if answers else []
     of_classes = [f"{subject} {name}" for name in classes for subject in ("waiting", "memory")]
-    columns = ["allocator", "a step", "samples/s", *of_classes, "variance", "gap", "found in", "limits"]
+    columns = [
+        "allocator",
+        "a step",
+        "samples/s",
+        *of_classes,
+        "variance",
+        "gap",
+        "found in",
+        "limits",
+    ]
     table = table_of(columns, right=columns[1:-1])
     for item in compared:
         if item.answer is None:
@@ -378,7 +419,13 @@ def _compared(item: AllocatorComparison, answer: PlanResult) -> list[str]:
     for figures in judged.classes.values():
         cells += [duration(figures.waiting), _bytes(figures.peak_bytes)]
     gap = "" if item.gap is None else f"{item.gap:.2%}"
-    return [*cells, f"{judged.variance:.4g}", gap, f"{answer.took:.2f} s", _limits(judged.exceeds(answer.problem))]
+    return [
+        *cells,
+        f"{judged.variance:.4g}",
+        gap,
+        f"{answer.took:.2f} s",
+        _limits(judged.exceeds(answer.problem)),
+    ]
 
 
 def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
@@ -386,10 +433,16 @@ def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
     columns = ["format", "a step", "computing", "memory", "variance", "why not"]
     table = table_of(columns, right=columns[1:-1])
     for step in steps:
-        numbers = (_more(step.seconds, duration), _more(step.computing, duration), _more(step.peak_bytes, _size))
+        numbers = (
+            _more(step.seconds, duration),
+            _more(step.computing, duration),
+            _more(step.peak_bytes, _size),
+        )
         why = str(step.why) + (f": {_limits(step.exceeds)}" if step.exceeds else "")
         table.add_row(Text(step.fmt), *numbers, _more(step.variance, "{:.4g}".format), Text(why))
-    return Group(Text(f"{steps[0].operator} on {steps[0].device}; what other formats would change:"), table)
+    return Group(
+        Text(f"{steps[0].operator} on {steps[0].device}; what other formats would change:"), table
+    )
 
 
 def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
@@ -397,7 +450,11 @@ def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
     table = table_of(["", "before", "after", "change"], right=["before", "after", "change"])
     for name, (first, second, shown) in _figures(before.judged, after.judged).items():
         change = _more(None if first is None or second is None else second - first, shown)
-        table.add_row(Text(name), *("?" if value is None else shown(value) for value in (first, second)), change)
+        table.add_row(
+            Text(name),
+            *("?" if value is None else shown(value) for value in (first, second)),
+            change,
+        )
     over = after.judged.exceeds(after.problem)
     return Group(table, Text(f"exceeds limits: {_limits(over)}" if over else "all limits are kept"))
 
@@ -405,7 +462,13 @@ def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
 def front_table(front: ParetoFront) -> RenderableType:
     """Returns the points of a front from the fastest on, then uniform plans, then the one that was chosen."""
     judged = front.points[0].judged
-    columns = ["plan", "a step", "variance", *(f"memory {name}" for name in judged.classes), "limits"]
+    columns = [
+        "plan",
+        "a step",
+        "variance",
+        *(f"memory {name}" for name in judged.classes),
+        "limits",
+    ]
     table = table_of(columns, right=columns[1:-1])
     named = [(f"{index + 1}", answer) for index, answer in enumerate(front.points)]
     named += [(f"uniform {fmt}", answer) for fmt, answer in front.uniform.items()]
@@ -414,7 +477,11 @@ def front_table(front: ParetoFront) -> RenderableType:
         peaks = (_bytes(figures.peak_bytes) for figures in answer.judged.classes.values())
         limits = _limits(answer.judged.exceeds(answer.problem))
         table.add_row(
-            Text(name), duration(answer.judged.seconds), f"{answer.judged.variance:.4g}", *peaks, Text(limits)
+            Text(name),
+            duration(answer.judged.seconds),
+            f"{answer.judged.variance:.4g}",
+            *peaks,
+            Text(limits),
         )
     return Fitted(table)
 
@@ -422,7 +489,9 @@ def front_table(front: ParetoFront) -> RenderableType:
 Shown = Callable[[float], str]
 
 
-def _figures(before: Evaluation, after: Evaluation) -> Mapping[str, tuple[float | None, float | None, Shown]]:
+def _figures(
+    before: Evaluation, after: Evaluation
+) -> Mapping[str, tuple[float | None, float | None, Shown]]:
     result: dict[str, tuple[float | None, float | None, Shown]] = {
         "a step": (before.seconds, after.seconds, duration),
         "variance": (before.variance, after.variance, "{:.4g}".format),

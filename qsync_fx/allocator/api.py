@@ -30,7 +30,13 @@ from torch import nn
 
 from qsync_fx.allocator.evaluator import PlanEvaluator, evaluate_plan
 from qsync_fx.allocator.feasibility import margins, unfit, with_margin
-from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, TURNS, LocalModel, check_max_replans, settled
+from qsync_fx.allocator.measure_and_replan import (
+    MAX_REPLANS,
+    TURNS,
+    LocalModel,
+    check_max_replans,
+    settled,
+)
 from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem, width
 from qsync_fx.allocator.problem_builder import Objective, PlanRequest, build_problem, target_of
@@ -72,11 +78,23 @@ def diagnose(answer: PlanResult) -> Iterator[PlanNote]:
 def _binding(answer: PlanResult) -> Iterator[PlanNote]:
     """The limits that the plan comes near to, where there is anything to win beyond them."""
     problem, judged = answer.problem, answer.judged
-    if problem.least == "variance" and not any(judged.classes[name].variance for name in problem.open):
+    if problem.least == "variance" and not any(
+        judged.classes[name].variance for name in problem.open
+    ):
         return
-    values = [("", "seconds", judged.seconds, problem.seconds), ("", "variance", judged.variance, problem.variance)]
+    values = [
+        ("", "seconds", judged.seconds, problem.seconds),
+        ("", "variance", judged.variance, problem.variance),
+    ]
     for name in problem.open:
-        values.append((name, "memory", float(judged.classes[name].peak_bytes or 0), problem.classes[name].memory))
+        values.append(
+            (
+                name,
+                "memory",
+                float(judged.classes[name].peak_bytes or 0),
+                problem.classes[name].memory,
+            )
+        )
     for name, subject, value, limit in values:
         if limit and value > limit * (1 - NEAR):
             yield PlanNote(PlanNoteKind.BINDS, name, numbers={subject: value, "limit": limit})
@@ -90,7 +108,9 @@ def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
     for name, figures in answer.judged.classes.items():
         if figures.sending > LONG * answer.judged.seconds:
             yield PlanNote(
-                PlanNoteKind.WAITS, name, numbers={"seconds": figures.sending, "of a step of": answer.judged.seconds}
+                PlanNoteKind.WAITS,
+                name,
+                numbers={"seconds": figures.sending, "of a step of": answer.judged.seconds},
             )
 
 
@@ -102,9 +122,14 @@ def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
     rate = _samples(problem, list(problem.classes)) / answer.judged.seconds
     for name in problem.open:
         others = [other for other in problem.classes if other != name]
-        if sum(problem.cluster.devices[other].count for other in others) % problem.cluster.nodes.ranks:
+        if (
+            sum(problem.cluster.devices[other].count for other in others)
+            % problem.cluster.nodes.ranks
+        ):
             continue  # they make no whole nodes, and between what others are nothing was measured
-        alone = replace(problem.cluster, devices={other: problem.cluster.devices[other] for other in others})
+        alone = replace(
+            problem.cluster, devices={other: problem.cluster.devices[other] for other in others}
+        )
         owned = {other: judge.schedules()[other] for other in others}
         coding = problem.coding
         settings = None if coding is None else by_bucket(owned, alone, answer.codecs, coding.rates)
@@ -117,7 +142,11 @@ def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
 def _samples(problem: Problem, names: list[str]) -> float:
     devices = problem.cluster.devices
     available = all(device.batch is not None for device in devices.values())
-    return float(sum(devices[name].count * ((devices[name].batch or 1) if available else 1) for name in names))
+    return float(
+        sum(
+            devices[name].count * ((devices[name].batch or 1) if available else 1) for name in names
+        )
+    )
 
 
 def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator[PlanNote]:
@@ -132,7 +161,13 @@ def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator
             judge.undo()
         if more and min(more.values()) >= 0:
             best = min(more, key=lambda fmt: more[fmt])
-            yield PlanNote(PlanNoteKind.NOT_FASTER, name, operator, (best, requested), {"seconds more": more[best]})
+            yield PlanNote(
+                PlanNoteKind.NOT_FASTER,
+                name,
+                operator,
+                (best, requested),
+                {"seconds more": more[best]},
+            )
 
 
 HOMES: Final[dict[str, tuple[str, str]]] = {
@@ -162,10 +197,14 @@ def get_allocator(selected: str | Allocator) -> Allocator:
         return selected
     if selected in MADE:
         subject, do = MADE[selected]
-        raise OptionError(f"the allocator {selected!r} takes {subject} to be made", where="allocator", do=do)
+        raise OptionError(
+            f"the allocator {selected!r} takes {subject} to be made", where="allocator", do=do
+        )
     if selected not in HOMES:
         raise OptionError(
-            f"there is no allocator {selected[:40]!r}", where="allocator", do=nearest(selected[:40], HOMES)
+            f"there is no allocator {selected[:40]!r}",
+            where="allocator",
+            do=nearest(selected[:40], HOMES),
         )
     module, name = HOMES[selected]
     return _made(module, name)
@@ -242,7 +281,9 @@ def find_plan(
         ProfileError: a profile is missing, or does not say what is needed of it; none is of this machine and model, which are at hand.
     """
     fleet, available = load_device_profiles(profile, cluster)
-    wishes = PlanRequest(objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin)
+    wishes = PlanRequest(
+        objective, budget, memory, target, precisions, sensitivity, tie_blocks, codecs, margin
+    )
     chosen = get_allocator(allocator)
     check_max_replans(max_replans)
 
@@ -285,13 +326,17 @@ def cache_plan(profile: Profile) -> pathlib.Path:
     model = profile.fingerprint
     if model is None:
         do = "measure the model with qsync_fx.measure, and save that"
-        raise ProfileError("the profile does not say by what its model is known when it is compiled", do=do)
+        raise ProfileError(
+            "the profile does not say by what its model is known when it is compiled", do=do
+        )
     within = default_precision(torch.device(profile.machine.device)).name
     answer = find_plan(profile, objective="fastest", budget=within)
     (name,) = answer.plans
     uniform = evaluate_plan(answer.problem, answer.problem.uniform(within))
     operators = dict(answer.plans[name])
-    result = CachedPlan(profile.machine, model, within, answer.judged.seconds, uniform.seconds, operators)
+    result = CachedPlan(
+        profile.machine, model, within, answer.judged.seconds, uniform.seconds, operators
+    )
     path = folder(model.structure) / f"{_name(profile)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

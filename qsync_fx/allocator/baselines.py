@@ -58,11 +58,15 @@ class Uniform:
         began = time.perf_counter()
         available = uniforms(problem)
         if self.fmt is not None and self.fmt not in available:
-            raise PlanError(f"not all devices take plans with {self.fmt!r}", do=nearest(self.fmt, available))
+            raise PlanError(
+                f"not all devices take plans with {self.fmt!r}", do=nearest(self.fmt, available)
+            )
         tried = available.values() if self.fmt is None else [available[self.fmt]]
         plans, judged = best(problem, tried)
         took = time.perf_counter() - began
-        return PlanResult(problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged))
+        return PlanResult(
+            problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged)
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ class FullPrecision:
         began = time.perf_counter()
         plans, judged = best(problem, [full(problem)])
         took = time.perf_counter() - began
-        return PlanResult(problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged))
+        return PlanResult(
+            problem, plans, judged, self.name, took=took, notes=exceeded(problem, judged)
+        )
 
 
 def full(problem: Problem) -> Plans:
@@ -91,7 +97,9 @@ def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Evaluation]:
     """Returns the best of plans that keep the limits; where none does, the nearest to that."""
     judge = PlanEvaluator(problem, problem.uniform())
     result = [(plans, judge.become(plans)) for plans in tried]
-    return min(result, key=lambda pair: (excess(problem, pair[1]), pair[1].value(problem), pair[1].seconds))
+    return min(
+        result, key=lambda pair: (excess(problem, pair[1]), pair[1].value(problem), pair[1].seconds)
+    )
 
 
 def exceeded(problem: Problem, judged: Evaluation) -> tuple[PlanNote, ...]:
@@ -140,7 +148,11 @@ class HessianGreedy:
 
         def available(name: str, operator: str) -> float:
             part = problem.classes[name]
-            result = self.sensitivity if isinstance(self.sensitivity, Sensitivity) else self.sensitivity[name]
+            result = (
+                self.sensitivity
+                if isinstance(self.sensitivity, Sensitivity)
+                else self.sensitivity[name]
+            )
             return result.of(operator, part.runs(operator, part.choices[operator][0]))
 
         return _ordered(problem, halved(problem, available), self.name)
@@ -199,7 +211,12 @@ class DynamicBatches:
         text = evaluate_plan(result, plans)
         took = time.perf_counter() - began
         return PlanResult(
-            result, plans, text, self.name, took=took, notes=(*exceeded(result, text), *_notes(problem, before, after))
+            result,
+            plans,
+            text,
+            self.name,
+            took=took,
+            notes=(*exceeded(result, text), *_notes(problem, before, after)),
         )
 
 
@@ -212,9 +229,14 @@ class _Sized:
         self._figures: dict[tuple[str, int], tuple[float, float]] = {}
 
     def problem(self, batches: Mapping[str, int]) -> Problem:
-        devices = {name: replace(device, batch=batches[name]) for name, device in self.asked.cluster.devices.items()}
+        devices = {
+            name: replace(device, batch=batches[name])
+            for name, device in self.asked.cluster.devices.items()
+        }
         classes = {name: self.part(name, batch) for name, batch in batches.items()}
-        return replace(self.asked, classes=classes, cluster=replace(self.asked.cluster, devices=devices))
+        return replace(
+            self.asked, classes=classes, cluster=replace(self.asked.cluster, devices=devices)
+        )
 
     def part(self, name: str, batch: int) -> DeviceClass:
         key, before = (name, batch), self.asked.classes[name]
@@ -243,7 +265,11 @@ def _batches(problem: Problem) -> dict[str, int]:
     for name, device in problem.cluster.devices.items():
         if device.batch is None:
             do = "say it in the cluster's file: batch = 32"
-            raise PlanError(f"how many samples {shown(name)} trains with is not known", where=f"devices.{name}", do=do)
+            raise PlanError(
+                f"how many samples {shown(name)} trains with is not known",
+                where=f"devices.{name}",
+                do=do,
+            )
         result[name] = device.batch
     return result
 
@@ -265,7 +291,9 @@ def _within_memory(sized: _Sized, before: Mapping[str, int]) -> dict[str, int]:
     return {name: most[name] for name in before}
 
 
-def _by_speed(sized: _Sized, start: Mapping[str, int], counts: Mapping[str, int], samples: int) -> dict[str, int]:
+def _by_speed(
+    sized: _Sized, start: Mapping[str, int], counts: Mapping[str, int], samples: int
+) -> dict[str, int]:
     """Returns batches in proportion to speed, which changes with them: the same again until they stay."""
     now, visited = dict(start), []
     for _ in range(_ROUNDS):
@@ -274,7 +302,9 @@ def _by_speed(sized: _Sized, start: Mapping[str, int], counts: Mapping[str, int]
         visited.append(now)
         speed = {name: batch / sized.figures(name, batch)[0] for name, batch in now.items()}
         full = sum(counts[name] * speed[name] for name in now)
-        now = _whole({name: max(1.0, samples * speed[name] / full) for name in now}, counts, samples)
+        now = _whole(
+            {name: max(1.0, samples * speed[name] / full) for name in now}, counts, samples
+        )
     return min(visited, key=lambda result: (_off(result, counts, samples), _slowest(sized, result)))
 
 
@@ -284,7 +314,10 @@ def _slowest(sized: _Sized, batches: Mapping[str, int]) -> float:
 
 def _whole(shares: Mapping[str, float], counts: Mapping[str, int], samples: int) -> dict[str, int]:
     """Returns shares as whole numbers that add up to the samples as nearly as they can, and are as near to the shares."""
-    sides = [[int(share) + more for more in (-1, 0, 1, 2) if int(share) + more >= 1] for share in shares.values()]
+    sides = [
+        [int(share) + more for more in (-1, 0, 1, 2) if int(share) + more >= 1]
+        for share in shares.values()
+    ]
     rounded = (dict(zip(shares, chosen, strict=True)) for chosen in itertools.product(*sides))
     return min(
         rounded,
@@ -310,7 +343,9 @@ def _most(sized: _Sized, name: str, batch: int) -> int:
 
 def _notes(problem: Problem, before: Mapping[str, int], after: Mapping[str, int]) -> list[PlanNote]:
     devices = problem.cluster.devices
-    samples, now = (sum(devices[name].count * batch for name, batch in each.items()) for each in (before, after))
+    samples, now = (
+        sum(devices[name].count * batch for name, batch in each.items()) for each in (before, after)
+    )
     return [
         PlanNote(
             PlanNoteKind.BATCH,

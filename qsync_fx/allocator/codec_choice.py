@@ -14,7 +14,12 @@ from qsync_fx.communication.codec_cost_model import Rates, coded, small
 from qsync_fx.communication.codecs import PLAIN
 from qsync_fx.errors import ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.cluster import Cluster
-from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, SimulatedBucket, beside_computing, travel
+from qsync_fx.predictor.replayer.cluster_step import (
+    CompressedTransfer,
+    SimulatedBucket,
+    beside_computing,
+    travel,
+)
 from qsync_fx.predictor.times import Parameter
 
 if TYPE_CHECKING:
@@ -84,7 +89,9 @@ class CodecOptions:
             return None
         return [by[codec] for by, codec in zip(self.coded, codecs, strict=True)]
 
-    def _under(self, codecs: Codecs, alone: Sequence[float], coded: Sequence[Mapping[str, float]]) -> list[float]:
+    def _under(
+        self, codecs: Codecs, alone: Sequence[float], coded: Sequence[Mapping[str, float]]
+    ) -> list[float]:
         """Returns what each bucket has under a choice, of what it has alone and in each codec."""
         if codecs == self.plain:
             return list(alone)
@@ -100,7 +107,9 @@ class CodecOptions:
         }
 
 
-def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Sequence[SimulatedBucket]) -> CodecOptions:
+def options_of(
+    problem: Problem, parameters: Sequence[Parameter], buckets: Sequence[SimulatedBucket]
+) -> CodecOptions:
     """Returns what there is to choose for these buckets.
 
     Raises:
@@ -122,20 +131,38 @@ def options_of(problem: Problem, parameters: Sequence[Parameter], buckets: Seque
         large = tuple(path for path in bucket.parameters if path not in left)
         inside.append(large)
         table = {
-            codec: coded(owned, dict.fromkeys(large, codec), cluster.ranks, coding.rates, codec, cluster.nodes.ranks)
+            codec: coded(
+                owned,
+                dict.fromkeys(large, codec),
+                cluster.ranks,
+                coding.rates,
+                codec,
+                cluster.nodes.ranks,
+            )
             for codec in coding.codecs
         }
         tables.append(table)
-        sent = [SimulatedBucket(bucket.parameters, bucket.nbytes, item.nbytes, item) for item in table.values()]
+        sent = [
+            SimulatedBucket(bucket.parameters, bucket.nbytes, item.nbytes, item)
+            for item in table.values()
+        ]
         for into, result in zip((seconds, neighbours), _taken(cluster, sent), strict=True):
             into.append(dict(zip(table, result, strict=True)))
         variance.append({codec: _variance(problem, large, codec) for codec in coding.codecs})
     return CodecOptions(
-        alone, alone_beside, tuple(tables), tuple(seconds), tuple(neighbours), tuple(variance), parameters=tuple(inside)
+        alone,
+        alone_beside,
+        tuple(tables),
+        tuple(seconds),
+        tuple(neighbours),
+        tuple(variance),
+        parameters=tuple(inside),
     )
 
 
-def _taken(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _taken(
+    cluster: Cluster, buckets: Sequence[SimulatedBucket]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns the seconds that buckets take to be sent, and those that devices compute later for them."""
     seconds = travel(cluster, buckets)
     return tuple(seconds.tolist()), tuple(beside_computing(cluster, buckets, seconds))
@@ -168,6 +195,8 @@ def _known(gradients: Mapping[str, Mapping[str, float]], path: str, codec: str) 
         )
     if codec not in by:
         raise ProfileError(
-            f"what {shown(codec)} adds to gradients is not known", where="the sensitivity", do=nearest(codec, by)
+            f"what {shown(codec)} adds to gradients is not known",
+            where="the sensitivity",
+            do=nearest(codec, by),
         )
     return by[codec]

@@ -78,7 +78,9 @@ class PeakMemoryEvaluator:
         result = self.expected
         if not self._part.anchors:
             return result.peak.bytes
-        return result.held_bytes + anchored_bytes(self._states, self._part.anchors, self._part.training, result)
+        return result.held_bytes + anchored_bytes(
+            self._states, self._part.anchors, self._part.training, result
+        )
 
     @cached_property
     def expected(self) -> StepMemory:
@@ -110,26 +112,34 @@ class CachedTimes:
         self._told: dict[tuple[str, object], Sequence[Collection[StateNames] | None]] = {}
         self._casts: dict[tuple[str, str, str, int, bool], Seconds] = {}
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         key = operator, state.names, tuple(None if item is None else item.names for item in around)
         if key not in self._operators:
             self._operators[key] = self._times.operator(operator, state, around)
         return self._operators[key]
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        near = frozenset((by, None if item is None else item.names) for by, item in neighbours.items())
+        near = frozenset(
+            (by, None if item is None else item.names) for by, item in neighbours.items()
+        )
         key = operator, state.names, near
         if key not in self._least:
             self._least[key] = self._times.least(operator, state, neighbours)
         return self._least[key]
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         key = operator, state.names
         if key not in self._told:
             self._told[key] = self._times.told_apart(operator, state)
         return self._told[key]
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         key = operator, before, after, numel, differentiated
         if key not in self._casts:
             self._casts[key] = self._times.cast(operator, before, after, numel, differentiated)
@@ -190,12 +200,19 @@ class Evaluation:
 
     def exceeds(self, problem: Problem) -> dict[str, float]:
         """Returns by how much limits are exceeded: "seconds", "variance", and of classes "memory NAME"; nothing where all are kept."""
-        pairs = [("seconds", self.seconds, problem.seconds), ("variance", self.variance, problem.variance)]
+        pairs = [
+            ("seconds", self.seconds, problem.seconds),
+            ("variance", self.variance, problem.variance),
+        ]
         pairs += [
             (f"memory {name}", figures.peak_bytes or 0, problem.classes[name].memory)
             for name, figures in self.classes.items()
         ]
-        return {subject: value - limit for subject, value, limit in pairs if limit is not None and beyond(value, limit)}
+        return {
+            subject: value - limit
+            for subject, value, limit in pairs
+            if limit is not None and beyond(value, limit)
+        }
 
     def value(self, problem: Problem) -> float:
         """Returns what is to be as small as it can be."""
@@ -238,7 +255,9 @@ class PlanEvaluator:
         parameters = next(iter(self._schedules.values())).parameters
         places = {p.path: index for index, p in enumerate(parameters)}
         # Gradients arrive in one order under all plans, so that buckets are those of any.
-        self.buckets: Sequence[Sequence[int]] = [[places[path] for path in item.parameters] for item in fleet.buckets]
+        self.buckets: Sequence[Sequence[int]] = [
+            [places[path] for path in item.parameters] for item in fleet.buckets
+        ]
         self.options = options_of(problem, parameters, fleet.buckets)
         self.codecs = codecs or self.options.plain
 
@@ -256,7 +275,11 @@ class PlanEvaluator:
         if codecs is not None and codecs != self.codecs:
             self.codecs, self._timeline = codecs, None
         for name, requested in plans.items():
-            changes = {operator: fmt for operator, fmt in requested.items() if self._asked[name][operator] != fmt}
+            changes = {
+                operator: fmt
+                for operator, fmt in requested.items()
+                if self._asked[name][operator] != fmt
+            }
             if len(changes) > _MANY * len(requested):
                 self._asked[name] |= changes
                 self._mappers.pop(name, None)
@@ -301,7 +324,9 @@ class PlanEvaluator:
         if name not in self._states:
             mapper = self._mappers.get(name)
             graph = self.problem.classes[name].graph
-            self._states[name] = states(graph, self._asked[name]) if mapper is None else mapper.states()
+            self._states[name] = (
+                states(graph, self._asked[name]) if mapper is None else mapper.states()
+            )
         return self._states[name]
 
     def schedules(self) -> Mapping[str, Schedule]:
@@ -319,7 +344,9 @@ class PlanEvaluator:
             result = self.states(name)
             key = name, result.names
             # What a step holds takes long to know, and a search comes back to plans: uniform ones, and the best so far.
-            available = self._seen.pop(key) if key in self._seen else PeakMemoryEvaluator(part, result)
+            available = (
+                self._seen.pop(key) if key in self._seen else PeakMemoryEvaluator(part, result)
+            )
             self._memories[name] = self._seen[key] = available
             while len(self._seen) > _SEEN:
                 del self._seen[next(iter(self._seen))]
@@ -340,7 +367,9 @@ class PlanEvaluator:
                 return False
             if beyond(self.seconds, problem.seconds):
                 return False
-        limits = {name: item.memory for name, item in problem.classes.items() if item.memory is not None}
+        limits = {
+            name: item.memory for name, item in problem.classes.items() if item.memory is not None
+        }
         return not any(beyond(self.peak(name) or 0, limit) for name, limit in limits.items())
 
     def judged(self) -> Evaluation:
@@ -348,7 +377,8 @@ class PlanEvaluator:
         result = self.timeline
         figures = {
             name: DeviceMetrics(
-                float(result.played.devices[name].seconds.sum()) + result.played.devices[name].optimizer,
+                float(result.played.devices[name].seconds.sum())
+                + result.played.devices[name].optimizer,
                 result.waiting[name],
                 result.sending[name],
                 self.peak(name),
@@ -357,7 +387,14 @@ class PlanEvaluator:
             for name in self.problem.classes
         }
         sent = self.options.by_parameter(self.codecs)
-        return Evaluation(result.seconds, self.variance, figures, self.codecs, self.options.added(self.codecs), sent)
+        return Evaluation(
+            result.seconds,
+            self.variance,
+            figures,
+            self.codecs,
+            self.options.added(self.codecs),
+            sent,
+        )
 
     @property
     def timeline(self) -> Timeline:
@@ -423,27 +460,46 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
     if len(symbolic.symbols) != 1:
         result = ", ".join(sorted(symbolic.symbols)) or "none"
         do = "explain it with torch._dynamo.mark_dynamic(input, 0) on the inputs whose first side is the batch"
-        raise ProfileError(f"the model is to have one symbolic size, its batch, and has {result}", do=do)
+        raise ProfileError(
+            f"the model is to have one symbolic size, its batch, and has {result}", do=do
+        )
     if [op.id for op in symbolic.operators] != [op.id for op in part.graph.operators]:
         strange = next(
-            iter({op.id for op in symbolic.operators} ^ {op.id for op in part.graph.operators}), "their order"
+            iter({op.id for op in symbolic.operators} ^ {op.id for op in part.graph.operators}),
+            "their order",
         )
         message = f"with the batch as a symbol the model has other operators: {shown(strange)}"
         raise ProfileError(message, do="compare with batches that need no other trace")
     (symbol,) = symbolic.symbols
     graph = symbolic.at(**{symbol: batch})
     before = part.times
-    times: Times = before.of(graph) if isinstance(before, DeviceTimes) else Scaled(before, part.graph, graph)
-    return replace(part, graph=graph, times=times, anchors=(), training=_trained(part.training, part.graph, graph))
+    times: Times = (
+        before.of(graph) if isinstance(before, DeviceTimes) else Scaled(before, part.graph, graph)
+    )
+    return replace(
+        part,
+        graph=graph,
+        times=times,
+        anchors=(),
+        training=_trained(part.training, part.graph, graph),
+    )
 
 
-def _trained(training: TrainingMemory | None, before: ModelGraph, after: ModelGraph) -> TrainingMemory | None:
+def _trained(
+    training: TrainingMemory | None, before: ModelGraph, after: ModelGraph
+) -> TrainingMemory | None:
     """What a loss takes follows what the model returns."""
-    if training is None or training.loss is None or (live := _returned(before)) == (now := _returned(after)):
+    if (
+        training is None
+        or training.loss is None
+        or (live := _returned(before)) == (now := _returned(after))
+    ):
         return training
     if not live:
         return replace(training, loss=None)
-    loss = LossMemory(*(-(-size * now // live) for size in (training.loss.held, training.loss.most)))
+    loss = LossMemory(
+        *(-(-size * now // live) for size in (training.loss.held, training.loss.most))
+    )
     return replace(training, loss=loss)
 
 
@@ -464,7 +520,9 @@ class Scaled:
     before: ModelGraph = field(repr=False)
     after: ModelGraph = field(repr=False)
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         result, more = self.times.operator(operator, state, around), self._more(operator, state)
         return Seconds(result.forward * more, result.backward * more, interpolated=True)
 
@@ -472,10 +530,14 @@ class Scaled:
         result, more = self.times.least(operator, state, neighbours), self._more(operator, state)
         return Seconds(result.forward * more, result.backward * more, interpolated=True)
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         return self.times.told_apart(operator, state)
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         return self.times.cast(operator, before, after, numel, differentiated)
 
     def outside(self) -> Seconds:
@@ -485,7 +547,9 @@ class Scaled:
         return self.times.optimizer()
 
     def _more(self, operator: str, state: OperandState) -> float:
-        before, after = (graph.operator(operator).costs[state.names].work for graph in (self.before, self.after))
+        before, after = (
+            graph.operator(operator).costs[state.names].work for graph in (self.before, self.after)
+        )
         if before.flops:
             return float(after.flops) / float(before.flops)
         return float(after.bytes) / float(before.bytes) if before.bytes else 1.0

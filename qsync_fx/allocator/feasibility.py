@@ -35,11 +35,15 @@ def check_margin(margin: float | None) -> None:
     """Raise `OptionError` if this is not a share from 0 to below 1."""
     if margin is not None and not 0 <= margin < 1:
         raise OptionError(
-            f"no plan leaves a margin of {margin:g}", where="margin", do="give a share from 0, 0.03 for 3%"
+            f"no plan leaves a margin of {margin:g}",
+            where="margin",
+            do="give a share from 0, 0.03 for 3%",
         )
 
 
-def margins(problem: Problem, available: Mapping[str, DeviceInputs], requested: float | None) -> dict[str, float]:
+def margins(
+    problem: Problem, available: Mapping[str, DeviceInputs], requested: float | None
+) -> dict[str, float]:
     """Returns the share by which each class that is open to choice is to be planned on as slower; none where nobody would wait.
 
     Args:
@@ -50,9 +54,13 @@ def margins(problem: Problem, available: Mapping[str, DeviceInputs], requested: 
     check_margin(requested)
     if problem.seconds is None or (requested is None and len(problem.classes) == 1):
         return {}
-    pace = max((uncertain(available[name]) for name in problem.classes if name not in problem.open), default=0.0)
+    pace = max(
+        (uncertain(available[name]) for name in problem.classes if name not in problem.open),
+        default=0.0,
+    )
     result = {
-        name: _either(uncertain(available[name]), pace) if requested is None else requested for name in problem.open
+        name: _either(uncertain(available[name]), pace) if requested is None else requested
+        for name in problem.open
     }
     return {name: share for name, share in result.items() if share > 0}
 
@@ -79,7 +87,10 @@ def slowed(problem: Problem, shares: Mapping[str, float]) -> Problem:
 
 
 def with_margin(
-    problem: Problem, shares: Mapping[str, float], target: Callable[[Problem], float | None], chosen: Allocator
+    problem: Problem,
+    shares: Mapping[str, float],
+    target: Callable[[Problem], float | None],
+    chosen: Allocator,
 ) -> PlanResult:
     """Returns what an allocator chooses that leaves a margin, as it is on devices as they are.
 
@@ -95,7 +106,10 @@ def with_margin(
             answer = chosen.allocate(replace(careful, seconds=target(careful)))
         except PlanError:
             return chosen.allocate(problem)
-        notes = tuple(PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share}) for name, share in shares.items())
+        notes = tuple(
+            PlanNote(PlanNoteKind.LEAVES, name, numbers={"share": share})
+            for name, share in shares.items()
+        )
         result = evaluate_plan(problem, answer.plans, answer.judged.codecs)
         if not result.exceeds(problem):
             return replace(answer, problem=problem, judged=result, notes=(*notes, *answer.notes))
@@ -110,7 +124,10 @@ def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
         f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}, {_value(subject, by)} more"
         for subject, by in over.items()
     ]
-    allow = [f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}" for subject, by in over.items()]
+    allow = [
+        f"{_value(subject, limit(problem, subject) + by)} {_of(subject)}"
+        for subject, by in over.items()
+    ]
     return PlanError(
         f"no plan was found within the limits; the nearest has {' and '.join(parts)} than allowed",
         where=", ".join(_of(subject) for subject in over),

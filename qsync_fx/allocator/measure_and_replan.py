@@ -67,7 +67,9 @@ class LocalModel:
 def check_max_replans(limit: int) -> None:
     """Raises `OptionError` where that is no number of rounds."""
     if limit < 0:
-        raise OptionError(f"a plan cannot be run in {limit} rounds", where="max_replans", do="give 0 or more")
+        raise OptionError(
+            f"a plan cannot be run in {limit} rounds", where="max_replans", do="give 0 or more"
+        )
 
 
 class ReplanLoop:
@@ -86,7 +88,10 @@ class ReplanLoop:
         self._trials: list[tuple[Trial, ...]] = []
 
     def learn(
-        self, available: Mapping[str, DeviceInputs], before: Mapping[str, Profile], after: Mapping[str, Profile]
+        self,
+        available: Mapping[str, DeviceInputs],
+        before: Mapping[str, Profile],
+        after: Mapping[str, Profile],
     ) -> None:
         """Takes what was measured of the answer's plan.
 
@@ -112,10 +117,15 @@ class ReplanLoop:
 
     def _best(self, again: PlanResult) -> PlanResult:
         """Returns the best of the plans that ran, as they ran; `again`, which did not, where none of them keeps the limits."""
-        ran = [_as_it_ran(again, plans, profiles) for plans, profiles in zip(self._tried, self._ran, strict=True)]
+        ran = [
+            _as_it_ran(again, plans, profiles)
+            for plans, profiles in zip(self._tried, self._ran, strict=True)
+        ]
         return min((item for item in ran if item.fits), key=lambda item: item.value, default=again)
 
-    def _take(self, answer: PlanResult, profiles: Mapping[str, Profile], notes: tuple[PlanNote, ...] = ()) -> None:
+    def _take(
+        self, answer: PlanResult, profiles: Mapping[str, Profile], notes: tuple[PlanNote, ...] = ()
+    ) -> None:
         self.more = False
         self.answer = replace(
             answer,
@@ -146,10 +156,14 @@ def settled(
         if isinstance(item, Profile) and item.machine == here_for(item.machine)
     }
     if not mine:
-        message = f"no profile is of this machine, on which the plan is to run: {', '.join(available)}"
+        message = (
+            f"no profile is of this machine, on which the plan is to run: {', '.join(available)}"
+        )
         raise ProfileError(message, where="profiles", do="leave the model out, or measure it here")
     while rounds.more:
-        after = {name: at_hand.corrected(profile, rounds.answer, name) for name, profile in mine.items()}
+        after = {
+            name: at_hand.corrected(profile, rounds.answer, name) for name, profile in mine.items()
+        }
         available = {**available, **after}
         rounds.learn(available, mine, after)
         mine = after
@@ -162,7 +176,9 @@ def _held_too_much(ran: PlanResult, names: Iterable[str]) -> bool:
     return any(f"memory {name}" in exceeded for name in names)
 
 
-def _trial(answer: PlanResult, name: str, before: Profile, after: Profile, ran: PlanResult) -> Trial:
+def _trial(
+    answer: PlanResult, name: str, before: Profile, after: Profile, ran: PlanResult
+) -> Trial:
     """Returns what was foreseen of a plan on a class, and what came out: `ran` is the answer as it ran."""
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
     optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
@@ -179,14 +195,20 @@ def _trial(answer: PlanResult, name: str, before: Profile, after: Profile, ran: 
 
 def _alone(profile: Profile) -> Profile:
     """Returns a profile whose last run is the only one of the user's plans, which is foreseen from it just as it ran."""
-    return replace(profile, runs=[run for run in profile.runs[:-1] if not run.planned] + profile.runs[-1:])
+    return replace(
+        profile, runs=[run for run in profile.runs[:-1] if not run.planned] + profile.runs[-1:]
+    )
 
 
 def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> PlanResult:
     """Returns what a plan is by what it took when it ran. What no plan's variance is below by all that was measured holds for it,
     too, where it is not itself below that: it may have run faster than others were foreseen."""
     owned = {
-        name: replace(again.problem.classes[name], times=profile.times(), anchors=tuple(anchors(profile, planned=True)))
+        name: replace(
+            again.problem.classes[name],
+            times=profile.times(),
+            anchors=tuple(anchors(profile, planned=True)),
+        )
         for name, profile in ran.items()
     }
     problem = replace(again.problem, classes={**again.problem.classes, **owned})

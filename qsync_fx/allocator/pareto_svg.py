@@ -56,7 +56,9 @@ class _Axis:
     scale: Callable[[float], float] = float
 
     def at(self, value: float) -> float:
-        return self.begin + (self.scale(value) - self.low) / (self.high - self.low) * (self.end - self.begin)
+        return self.begin + (self.scale(value) - self.low) / (self.high - self.low) * (
+            self.end - self.begin
+        )
 
 
 def save_front(front: ParetoFront, path: Path) -> None:
@@ -86,9 +88,15 @@ def front_svg(front: ParetoFront) -> str:
         *_grid(across, up),
         _line(front.points, across, up),
     ]
-    parts += [_dot(answer, across, up, "point", f"{index + 1}") for index, answer in enumerate(front.points)]
+    parts += [
+        _dot(answer, across, up, "point", f"{index + 1}")
+        for index, answer in enumerate(front.points)
+    ]
     for fmt, answer in front.uniform.items():
-        parts += [_square(answer, across, up, f"uniform {fmt}"), _label(answer, across, up, fmt, "beside")]
+        parts += [
+            _square(answer, across, up, f"uniform {fmt}"),
+            _label(answer, across, up, fmt, "beside"),
+        ]
     if front.chosen is not None:
         x, y = _place(front.chosen, across, up)
         parts.append(
@@ -125,7 +133,14 @@ def _variances(values: Sequence[float]) -> _Axis:
     every = max(1, math.ceil((high - low) / _TICKS))
     powers = range(math.ceil(scale(min(above))), math.floor(high) + 1, every)
     zero = [(0.0, "0")] if 0.0 in values else []
-    return _Axis([*zero, *((10.0**index, f"1e{index}") for index in powers)], low, high, _HIGH - _BOTTOM, _TOP, scale)
+    return _Axis(
+        [*zero, *((10.0**index, f"1e{index}") for index in powers)],
+        low,
+        high,
+        _HIGH - _BOTTOM,
+        _TOP,
+        scale,
+    )
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:
@@ -137,19 +152,32 @@ def _grid(across: _Axis, up: _Axis) -> list[str]:
     parts = []
     for value, text in across.ticks:
         x = across.at(value)
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HIGH - _BOTTOM}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{_HIGH - _BOTTOM + 18}" text-anchor="middle">{text}</text>')
+        parts.append(
+            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HIGH - _BOTTOM}"/>'
+        )
+        parts.append(
+            f'<text x="{x:.1f}" y="{_HIGH - _BOTTOM + 18}" text-anchor="middle">{text}</text>'
+        )
     for value, text in up.ticks:
         y = up.at(value)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDE - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDE - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     middle = (_LEFT + _WIDE - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HIGH - 16}" text-anchor="middle">seconds of a step</text>')
-    return [*parts, f'<text x="{_LEFT}" y="18" text-anchor="start">variance of the mean gradient</text>']
+    parts.append(
+        f'<text x="{middle}" y="{_HIGH - 16}" text-anchor="middle">seconds of a step</text>'
+    )
+    return [
+        *parts,
+        f'<text x="{_LEFT}" y="18" text-anchor="start">variance of the mean gradient</text>',
+    ]
 
 
 def _line(points: Sequence[PlanResult], across: _Axis, up: _Axis) -> str:
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (_place(answer, across, up) for answer in points))
+    places = " ".join(
+        f"{x:.1f},{y:.1f}" for x, y in (_place(answer, across, up) for answer in points)
+    )
     return f'<polyline class="front" points="{places}"/>'
 
 
@@ -163,7 +191,9 @@ def _square(answer: PlanResult, across: _Axis, up: _Axis, name: str) -> str:
     return f'<rect class="uniform" x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8">{_title(name, answer)}</rect>'
 
 
-def _label(answer: PlanResult, across: _Axis, up: _Axis, text: str, kind: str, below: bool = False) -> str:
+def _label(
+    answer: PlanResult, across: _Axis, up: _Axis, text: str, kind: str, below: bool = False
+) -> str:
     x, y = _place(answer, across, up)
     # What stands far on the right is labelled on its left.
     side, anchor = (-10, "end") if x > _WIDE - _RIGHT - 80 else (10, "start")
@@ -175,5 +205,7 @@ def _place(answer: PlanResult, across: _Axis, up: _Axis) -> tuple[float, float]:
 
 
 def _title(name: str, answer: PlanResult) -> str:
-    text = f"{name}: {duration(answer.judged.seconds)} a step, variance {answer.judged.variance:.4g}"
+    text = (
+        f"{name}: {duration(answer.judged.seconds)} a step, variance {answer.judged.variance:.4g}"
+    )
     return f"<title>{html.escape(text)}</title>"

@@ -94,14 +94,14 @@ class PlanNoteKind(StrEnum):
     LEAVES = "planned on as slower than it is, so that others need not wait where a step takes longer than is foreseen"
     NOT_SENT = "one device sends no gradients, so that codecs have nothing to do"
     ONE_NODE = "all ranks share one node, inside of which gradients go in FP32, so that codecs have nothing to do"
-    BETWEEN_NODES = "codecs are foreseen between nodes alone, as compress(..., hierarchical=True) has it"
+    BETWEEN_NODES = (
+        "codecs are foreseen between nodes alone, as compress(..., hierarchical=True) has it"
+    )
     UNEVEN = "nodes have different numbers of ranks, so that codecs are foreseen between all ranks, and not between nodes alone"
     BY_HOST = "gradients in codecs go by way of the GPU's host, over gloo, which is what is foreseen of them"
     LEFT_OUT = "left out, as how much it disturbs gradients is not known"
     HAS_NOT = "left out, as these devices do not compute in it, or were not measured in it"
-    UNSETTLED = (
-        "what is foreseen and what is measured still differ; measure more turns, on a machine that does nothing else"
-    )
+    UNSETTLED = "what is foreseen and what is measured still differ; measure more turns, on a machine that does nothing else"
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,9 @@ class PlanResult:
     notes: tuple[PlanNote, ...] = field(default=(), repr=False)
     trials: tuple[tuple[Trial, ...], ...] = field(default=(), repr=False, compare=False)
     ran: int | None = field(default=None, compare=False)
-    profiles: Mapping[str, Profile] = field(default_factory=lambda: MappingProxyType({}), repr=False, compare=False)
+    profiles: Mapping[str, Profile] = field(
+        default_factory=lambda: MappingProxyType({}), repr=False, compare=False
+    )
 
     @property
     def value(self) -> float:
@@ -233,15 +235,23 @@ class PlanResult:
         if name not in self.plans:
             raise PlanError(f"there are no devices {name!r}", do=nearest(name, self.plans))
         gap = {} if self.gap is None else {"gap": f"{self.gap:.2%}"}
-        figures = {"seconds": f"{self.judged.seconds:.6g}", "variance": f"{self.judged.variance:.6g}", **gap}
+        figures = {
+            "seconds": f"{self.judged.seconds:.6g}",
+            "variance": f"{self.judged.variance:.6g}",
+            **gap,
+        }
         if self.ran is not None:
             figures["plans measured"] = str(len(self.trials))
             owned = [trial for trial in self.trials[self.ran - 1] if trial.device == name]
             figures |= {key: f"{value:.6g}" for item in owned for key, value in _said(item).items()}
         if conditions := self.problem.classes[name].conditions:
             figures["measured with"] = conditions
-        foreseen = PredictedCost.of(self.judged.classes[name], self.problem.classes[name].memory).notes()
-        return Plan(operators=self.plans[name], notes={"allocator": self.allocator, **figures, **foreseen})
+        foreseen = PredictedCost.of(
+            self.judged.classes[name], self.problem.classes[name].memory
+        ).notes()
+        return Plan(
+            operators=self.plans[name], notes={"allocator": self.allocator, **figures, **foreseen}
+        )
 
     def to_plans(self) -> dict[str, Plan]:
         """Returns the plans of all classes."""
@@ -270,7 +280,9 @@ class PlanResult:
         from qsync_fx.formatting import duration
 
         gap = "no bound" if self.gap is None else f"gap {self.gap:.2%}"
-        devices = ", ".join(f"{device.count} {name}" for name, device in self.problem.cluster.devices.items())
+        devices = ", ".join(
+            f"{device.count} {name}" for name, device in self.problem.cluster.devices.items()
+        )
         step, variance = duration(self.judged.seconds), f"{self.judged.variance:.4g}"
         return f"Answer({self.allocator}, {step} a step on {devices}, variance {variance}, {gap})"
 
@@ -337,8 +349,19 @@ def _head(answer: PlanResult) -> list[str]:
 
 
 def _classes(answer: PlanResult) -> RenderableType:
-    formats = sorted({fmt for requested in answer.plans.values() for fmt in requested.values()}, key=width_of)
-    columns = ["devices", "count", "computing", "waiting", "sending", "memory", "variance", *formats]
+    formats = sorted(
+        {fmt for requested in answer.plans.values() for fmt in requested.values()}, key=width_of
+    )
+    columns = [
+        "devices",
+        "count",
+        "computing",
+        "waiting",
+        "sending",
+        "memory",
+        "variance",
+        *formats,
+    ]
     table = table_of(columns, right=columns[1:])
     for name, figures in answer.judged.classes.items():
         limit = answer.problem.classes[name].memory
@@ -373,8 +396,14 @@ def _trials(answer: PlanResult) -> Iterator[str]:
     for index, trials in enumerate(answer.trials, 1):
         for trial in trials:
             off = (trial.measured - trial.foreseen) / trial.foreseen if trial.foreseen else 0.0
-            unknown = f", {trial.interpolated} operators interpolated before" if trial.interpolated else ""
-            limited = answer.problem.classes[trial.device].memory is not None and trial.more_bytes > 0
+            unknown = (
+                f", {trial.interpolated} operators interpolated before"
+                if trial.interpolated
+                else ""
+            )
+            limited = (
+                answer.problem.classes[trial.device].memory is not None and trial.more_bytes > 0
+            )
             live = f", held {short(trial.more_bytes, 'B')} more than foreseen" if limited else ""
             selected = "this plan" if index == answer.ran else "another plan"
             yield (
@@ -385,7 +414,9 @@ def _trials(answer: PlanResult) -> Iterator[str]:
 
 def _conditions(answer: PlanResult) -> Iterator[str]:
     yield from (
-        f"{name}: measured with {item.conditions}" for name, item in answer.problem.classes.items() if item.conditions
+        f"{name}: measured with {item.conditions}"
+        for name, item in answer.problem.classes.items()
+        if item.conditions
     )
 
 
@@ -397,7 +428,9 @@ def _notes(answer: PlanResult) -> Iterator[str]:
         where = f"{device}: " if device else ""
         details = [_detail(note) for note in notes]
         shown = [detail for detail in details if detail][:_SHOWN]
-        more = f" and {len(details) - len(shown)} more" if shown and len(details) > len(shown) else ""
+        more = (
+            f" and {len(details) - len(shown)} more" if shown and len(details) > len(shown) else ""
+        )
         yield f"{where}{kind}" + (f": {'; '.join(shown)}{more}" if shown else "")
 
 

@@ -62,7 +62,9 @@ class DeviceClass:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.formats if name not in self.graph.formats]:
             message = f"the model graph was not made for plans with {shown(unknown[0])}"
-            raise PlanError(message, do=f"measure with it too, or plan with {', '.join(self.graph.formats)}")
+            raise PlanError(
+                message, do=f"measure with it too, or plan with {', '.join(self.graph.formats)}"
+            )
         if not self.formats:
             raise PlanError("there is no format to choose from", do="allow one at least")
         if self.memory is not None and not self.memory > 0:
@@ -77,7 +79,11 @@ class DeviceClass:
 
         Where an operator computes in one format for several that are asked for, the one that is called as it computes stands for them.
         """
-        return {op.id: self._choices(op.decided) for op in self.graph.operators if isinstance(op.decided, Choices)}
+        return {
+            op.id: self._choices(op.decided)
+            for op in self.graph.operators
+            if isinstance(op.decided, Choices)
+        }
 
     @property
     def lowest(self) -> str:
@@ -160,7 +166,10 @@ class Problem:
     def __post_init__(self) -> None:
         self.cluster.check_names(self.classes, "classes")
         if not self.open:
-            raise PlanError("no class of devices is open to choice", do="leave one at least without a plan of its own")
+            raise PlanError(
+                "no class of devices is open to choice",
+                do="leave one at least without a plan of its own",
+            )
         for name, limit in (("seconds", self.seconds), ("variance", self.variance)):
             if limit is not None and not limit >= 0:
                 raise PlanError(f"a limit of {limit} {name} is none", do="give a number from 0")
@@ -176,7 +185,9 @@ class Problem:
 
     def variance_of(self, plans: Plans) -> float:
         """Returns the variance of the mean gradient that plans of all classes lead to: roundings of ranks are independent."""
-        return sum(self.weight(name) * item.variance(plans[name]) for name, item in self.classes.items())
+        return sum(
+            self.weight(name) * item.variance(plans[name]) for name, item in self.classes.items()
+        )
 
     def completed(self, plans: Plans) -> dict[str, Asked]:
         """Returns plans of all classes, from those of the open ones."""
@@ -186,7 +197,10 @@ class Problem:
     def uniform(self, fmt: str | None = None) -> dict[str, Asked]:
         """Returns plans that ask for one format on all open classes; for the narrowest of each where none is given."""
         return self.completed(
-            {name: self.classes[name].uniform(fmt or self.classes[name].lowest) for name in self.open}
+            {
+                name: self.classes[name].uniform(fmt or self.classes[name].lowest)
+                for name in self.open
+            }
         )
 
 

@@ -62,10 +62,14 @@ class PlanRequest:
             raise OptionError("the fastest plan has no time to keep to", where="target", do=do)
         if self.objective == "hybrid" and self.budget is not None:
             do = "leave it out, or take the objective fastest: the least seconds within a variance"
-            raise OptionError("the plan of least variance has no variance to keep to", where="budget", do=do)
+            raise OptionError(
+                "the plan of least variance has no variance to keep to", where="budget", do=do
+            )
         if self.objective == "recover" and self.budget is not None and self.target is not None:
             do = "give the format of mixed precision as the budget, or what a step may take as the target"
-            raise OptionError("a budget and a target both say what a step may take", where="target", do=do)
+            raise OptionError(
+                "a budget and a target both say what a step may take", where="target", do=do
+            )
         if self.objective == "recover" and self.target is None:
             _check_recovered(self.budget)
         for limit in (self.budget, self.target):
@@ -88,14 +92,21 @@ def build_problem(
     notes: list[PlanNote] = []
     limits = _limits(fleet, wishes.memory)
     classes = {
-        name: _class(name, available, wishes, limits.get(name), fleet.ranks > 1, notes) for name in fleet.devices
+        name: _class(name, available, wishes, limits.get(name), fleet.ranks > 1, notes)
+        for name in fleet.devices
     }
     graph = next(iter(classes.values())).graph
     tied = _tied(graph) if wishes.tie_blocks else ()
-    problem = Problem(classes, fleet, tied=tied, coding=_coding(fleet, available, wishes.codecs, notes))
+    problem = Problem(
+        classes, fleet, tied=tied, coding=_coding(fleet, available, wishes.codecs, notes)
+    )
     if wishes.objective == "fastest":
         budget = wishes.budget
-        allowed = budget if isinstance(budget, int | float) else problem.variance_of(_uniform(problem, budget))
+        allowed = (
+            budget
+            if isinstance(budget, int | float)
+            else problem.variance_of(_uniform(problem, budget))
+        )
         return replace(problem, least="seconds", variance=float(allowed)), notes
     if wishes.objective == "hybrid":
         problem = _kept(problem, notes)
@@ -107,7 +118,11 @@ def codec_names(names: Sequence[str]) -> list[str]:
     codecs = [names] if isinstance(names, str) else list(names)
     for name in codecs:
         if name not in CODECS:
-            raise OptionError(f"a plan has no codec {shown(str(name))}", where="codecs", do=nearest(str(name), CODECS))
+            raise OptionError(
+                f"a plan has no codec {shown(str(name))}",
+                where="codecs",
+                do=nearest(str(name), CODECS),
+            )
     return codecs
 
 
@@ -127,14 +142,19 @@ def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
 
 
 def _coding(
-    fleet: Cluster, available: Mapping[str, DeviceInputs], names: Sequence[str], notes: list[PlanNote]
+    fleet: Cluster,
+    available: Mapping[str, DeviceInputs],
+    names: Sequence[str],
+    notes: list[PlanNote],
 ) -> CodecSearchSpace | None:
     codecs = codec_names(names)
     if not codecs:
         return None
     if fleet.compression is not None:
         do = "leave [compression] out of the cluster's file, or codecs out"
-        raise ProfileError("the cluster says already what is done to gradients", where="compression", do=do)
+        raise ProfileError(
+            "the cluster says already what is done to gradients", where="compression", do=do
+        )
     if fleet.ranks == 1:
         notes.append(PlanNote(PlanNoteKind.NOT_SENT))
         return None
@@ -180,7 +200,9 @@ def _class(
 
 
 def _sensitivity(
-    name: str, available: Mapping[str, DeviceInputs], value: Sensitivity | Mapping[str, Sensitivity] | None
+    name: str,
+    available: Mapping[str, DeviceInputs],
+    value: Sensitivity | Mapping[str, Sensitivity] | None,
 ) -> Sensitivity:
     """What was given for a class, what its profile holds, or that of another class: it is the same model."""
     if isinstance(value, Sensitivity):
@@ -188,7 +210,9 @@ def _sensitivity(
     if value is not None:
         if name not in value:
             message = f"there is no sensitivity for the devices {shown(name)}"
-            raise ProfileError(message, where="sensitivity", do="give one for each class, or one for all")
+            raise ProfileError(
+                message, where="sensitivity", do="give one for each class, or one for all"
+            )
         return value[name]
     for profile in (available[name], *available.values()):
         result = getattr(profile, "sensitivity", None)
@@ -217,19 +241,24 @@ def _asked(
             if requested
             else "no format is allowed"
         )
-        raise PlanError(message, where="precisions", do=f"allow one of {', '.join(owned)}, or measure in others")
+        raise PlanError(
+            message, where="precisions", do=f"allow one of {', '.join(owned)}, or measure in others"
+        )
     return result, [fmt for fmt in requested if fmt not in available]
 
 
 def check_precisions(available: Mapping[str, DeviceInputs], precisions: Sequence[str]) -> None:
     """Raises `PlanError` where a class has none of these formats, or one of them is no class's."""
     lacking = [
-        set(_asked(name, profile, graph_of(name, profile), precisions)[1]) for name, profile in available.items()
+        set(_asked(name, profile, graph_of(name, profile), precisions)[1])
+        for name, profile in available.items()
     ]
     for fmt in (precision(item).name for item in precisions):
         if all(fmt in item for item in lacking):
             have = dict.fromkeys(
-                owned for n, profile in available.items() for owned in _formats(profile, graph_of(n, profile))
+                owned
+                for n, profile in available.items()
+                for owned in _formats(profile, graph_of(n, profile))
             )
             who = (
                 "of none of the devices " + ", ".join(available)
@@ -237,7 +266,11 @@ def check_precisions(available: Mapping[str, DeviceInputs], precisions: Sequence
                 else "that the device does not have"
             )
             message = f"{shown(fmt)} is a format {who}, or nothing was measured in it"
-            raise PlanError(message, where="precisions", do=f"allow some of {', '.join(have)}, or measure in others")
+            raise PlanError(
+                message,
+                where="precisions",
+                do=f"allow some of {', '.join(have)}, or measure in others",
+            )
 
 
 def _formats(profile: DeviceInputs, graph: ModelGraph) -> list[str]:
@@ -252,7 +285,11 @@ def _unknown(graph: ModelGraph, available: Sensitivity, fmt: str) -> str:
     """Returns an operator of which a plan with a format makes something whose sensitivity is not known; "" for none."""
     for operator in graph.operators:
         if isinstance(operator.decided, Choices):
-            runs = operator.decided.runs[fmt] if operator.decided.pinned is None else operator.decided.pinned
+            runs = (
+                operator.decided.runs[fmt]
+                if operator.decided.pinned is None
+                else operator.decided.pinned
+            )
             if FORMATS[runs].bits < 32 and runs not in available.variance.get(operator.id, {}):
                 return operator.id
     return ""
@@ -269,7 +306,9 @@ def _kept(problem: Problem, notes: list[PlanNote]) -> Problem:
     if part.memory is not None and beyond(judge.peak(quickest) or 0, part.memory):
         return problem
     notes.append(PlanNote(PlanNoteKind.KEEPS, quickest, formats=(part.widest,)))
-    return replace(problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])})
+    return replace(
+        problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])}
+    )
 
 
 def target_of(problem: Problem, wishes: PlanRequest) -> float:
@@ -294,7 +333,11 @@ def _uniform(problem: Problem, fmt: str | None) -> Plans:
     if fmt is None:
         parts = {name: problem.classes[name] for name in problem.open}
         mixed = {
-            name: max((f for f in part.formats if FORMATS[f].bits <= _MIXED), key=width, default=part.lowest)
+            name: max(
+                (f for f in part.formats if FORMATS[f].bits <= _MIXED),
+                key=width,
+                default=part.lowest,
+            )
             for name, part in parts.items()
         }
         return problem.completed({name: part.uniform(mixed[name]) for name, part in parts.items()})
@@ -306,24 +349,34 @@ def _uniform(problem: Problem, fmt: str | None) -> Plans:
         owned = requested.name if requested.name in part.formats else next(iter(equal), None)
         if owned is None:
             message = f"plans for {shown(name)} have neither {requested} nor a format as narrow"
-            raise PlanError(message, do=f"name one of {', '.join(part.formats)}, or allow {requested}")
+            raise PlanError(
+                message, do=f"name one of {', '.join(part.formats)}, or allow {requested}"
+            )
         result[name] = part.uniform(owned)
     return problem.completed(result)
 
 
 def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
-    adjustable = {operator.id for operator in graph.operators if isinstance(operator.decided, Choices)}
+    adjustable = {
+        operator.id for operator in graph.operators if isinstance(operator.decided, Choices)
+    }
     groups = (group for blocks in isomorphic_blocks(graph) for group in blocks.tied)
     return tuple(group for group in groups if adjustable.issuperset(group))
 
 
 def _limits(fleet: Cluster, value: Mapping[str, Memory] | Memory | None) -> dict[str, float]:
     """Returns the bytes that a step may take on each class that is limited: by the user, else by the cluster."""
-    named = {name: device.memory for name, device in fleet.devices.items() if device.memory is not None}
+    named = {
+        name: device.memory for name, device in fleet.devices.items() if device.memory is not None
+    }
     requested = dict.fromkeys(fleet.devices, value) if not isinstance(value, Mapping) else value
     for name, size in requested.items():
         if name not in fleet.devices:
-            raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, fleet.devices))
+            raise PlanError(
+                f"there are no devices {shown(name)}",
+                where="memory",
+                do=nearest(name, fleet.devices),
+            )
         if size is not None:
             named[name] = size
     return {name: _bytes(fleet, name, size) for name, size in named.items()}
@@ -333,6 +386,10 @@ def _bytes(fleet: Cluster, name: str, memory: Memory) -> float:
     if (result := fleet.bytes_of(name, memory)) is not None:
         return result
     if memory_size(memory) is None:
-        raise PlanError(f"{shown(str(memory))} is no memory", where=f"memory of {shown(name)}", do=WAYS)
+        raise PlanError(
+            f"{shown(str(memory))} is no memory", where=f"memory of {shown(name)}", do=WAYS
+        )
     message = f"how much memory {shown(name)} has is not known, so {memory} of it is not"
-    raise PlanError(message, where="memory", do="give bytes, or say in the cluster's file what memory it has")
+    raise PlanError(
+        message, where="memory", do="give bytes, or say in the cluster's file what memory it has"
+    )

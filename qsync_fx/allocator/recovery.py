@@ -89,10 +89,14 @@ def spread(chosen: Mapping[DecisionGroup, str]) -> dict[str, str]:
 
 def _common(part: DeviceClass, group: Sequence[str]) -> tuple[str, ...]:
     first, *others = group
-    result = tuple(fmt for fmt in part.choices[first] if all(fmt in part.choices[other] for other in others))
+    result = tuple(
+        fmt for fmt in part.choices[first] if all(fmt in part.choices[other] for other in others)
+    )
     if not result:
         do = "tie operators that take the same formats, such as those of equal blocks"
-        raise PlanError(f"{len(group)} operators are tied that have no format in common", where=first, do=do)
+        raise PlanError(
+            f"{len(group)} operators are tied that have no format in common", where=first, do=do
+        )
     return result
 
 
@@ -135,7 +139,10 @@ def _cuts(units: Sequence[DecisionGroup]) -> list[slice]:
     """Returns what units are cut into, each as long as can be tried."""
     result, start = [], 0
     for index in range(1, len(units) + 1):
-        if index == len(units) or math.prod(len(unit.formats) for unit in units[start : index + 1]) > TRIED:
+        if (
+            index == len(units)
+            or math.prod(len(unit.formats) for unit in units[start : index + 1]) > TRIED
+        ):
             result.append(slice(start, index))
             start = index
     return result
@@ -164,7 +171,9 @@ class _Tried:
     extra: float
 
 
-def initial(part: DeviceClass, units: Sequence[DecisionGroup], judge: PlanEvaluator, name: str) -> Asked:
+def initial(
+    part: DeviceClass, units: Sequence[DecisionGroup], judge: PlanEvaluator, name: str
+) -> Asked:
     """Returns the plan of a class of devices to start from; `judge` has all of its units in their narrowest formats."""
     lowest = {unit: unit.formats[0] for unit in units}
     searched = [(equal, _tried(part, equal.first, lowest)) for equal in parts(part.graph, units)]
@@ -179,7 +188,9 @@ def initial(part: DeviceClass, units: Sequence[DecisionGroup], judge: PlanEvalua
 
 
 def _chosen(
-    searched: Sequence[tuple[Parts, list[_Tried]]], lowest: Mapping[DecisionGroup, str], room: float | None
+    searched: Sequence[tuple[Parts, list[_Tried]]],
+    lowest: Mapping[DecisionGroup, str],
+    room: float | None,
 ) -> dict[DecisionGroup, str]:
     """Returns the fastest plan of each part within its share of the room."""
     result = dict(lowest)
@@ -197,7 +208,9 @@ def _compressible(tried: Sequence[_Tried]) -> float:
     return max(0.0, tried[-1].extra)
 
 
-def _tried(part: DeviceClass, units: Sequence[DecisionGroup], lowest: Mapping[DecisionGroup, str]) -> list[_Tried]:
+def _tried(
+    part: DeviceClass, units: Sequence[DecisionGroup], lowest: Mapping[DecisionGroup, str]
+) -> list[_Tried]:
     """Returns all plans of a part, from the one in the narrowest formats to that in the widest ones."""
     mapper = CostMapper(part.graph, CachedTimes(part.times), spread(lowest))
     saved = _kept(units, mapper) if part.memory is not None else {}
@@ -210,11 +223,15 @@ def _tried(part: DeviceClass, units: Sequence[DecisionGroup], lowest: Mapping[De
                 now[unit] = fmt
         pairs = list(zip(units, formats, strict=True))
         omega = sum(part.omega(operator, fmt) for unit, fmt in pairs for operator in unit.operators)
-        result.append(_Tried(formats, mapper.seconds, omega, sum(saved.get(pair, 0.0) for pair in pairs)))
+        result.append(
+            _Tried(formats, mapper.seconds, omega, sum(saved.get(pair, 0.0) for pair in pairs))
+        )
     return result
 
 
-def _kept(units: Sequence[DecisionGroup], mapper: CostMapper) -> dict[tuple[DecisionGroup, str], float]:
+def _kept(
+    units: Sequence[DecisionGroup], mapper: CostMapper
+) -> dict[tuple[DecisionGroup, str], float]:
     """Returns the bytes that a unit keeps in each format beyond those in its narrowest one, others in theirs."""
 
     def saved() -> float:
@@ -286,7 +303,8 @@ def recover(
         return [(-gain, index, fmt) for gain, fmt in gains if gain > 0][:1]
 
     heaps = {
-        name: [entry for index in range(len(owned)) for entry in next_of(name, index)] for name, owned in units.items()
+        name: [entry for index in range(len(owned)) for entry in next_of(name, index)]
+        for name, owned in units.items()
     }
     for heap in heaps.values():
         heapq.heapify(heap)
@@ -327,7 +345,9 @@ class PrecisionRecovery:
     def allocate(self, problem: Problem) -> PlanResult:
         """Returns the plan that it chooses; see `Allocator`."""
         began = time.perf_counter()
-        search = _Search(problem, self.indicator or (lambda name, op, fmt: problem.classes[name].omega(op, fmt)))
+        search = _Search(
+            problem, self.indicator or (lambda name, op, fmt: problem.classes[name].omega(op, fmt))
+        )
         plans, judged = search.best()
         took = time.perf_counter() - began
         return PlanResult(problem, plans, judged, self.name, took=took)
@@ -361,7 +381,9 @@ class _Search:
         if judge.fits():
 
             def enough() -> bool:
-                return problem.least == "seconds" and (problem.variance is None or judge.variance <= problem.variance)
+                return problem.least == "seconds" and (
+                    problem.variance is None or judge.variance <= problem.variance
+                )
 
             if not enough():
                 recover(judge, self.units, self.indicator, enough)
@@ -369,11 +391,17 @@ class _Search:
 
     def _fastest(self) -> Plans:
         problem = self.problem
-        result = {name: initial(problem.classes[name], owned, self.judge, name) for name, owned in self.units.items()}
+        result = {
+            name: initial(problem.classes[name], owned, self.judge, name)
+            for name, owned in self.units.items()
+        }
         return problem.completed(result)
 
     def _narrowest(self) -> Plans:
-        chosen = {name: spread({unit: unit.formats[0] for unit in owned}) for name, owned in self.units.items()}
+        chosen = {
+            name: spread({unit: unit.formats[0] for unit in owned})
+            for name, owned in self.units.items()
+        }
         return self.problem.completed(chosen)
 
     def _uniform(self) -> list[Plans]:
@@ -381,9 +409,14 @@ class _Search:
 
         def fits(plans: Plans) -> bool:
             formats = (
-                (unit, {plans[name][op] for op in unit.operators}) for name in self.units for unit in self.units[name]
+                (unit, {plans[name][op] for op in unit.operators})
+                for name in self.units
+                for unit in self.units[name]
             )
-            return all(len(requested) == 1 and requested <= set(unit.formats) for unit, requested in formats)
+            return all(
+                len(requested) == 1 and requested <= set(unit.formats)
+                for unit, requested in formats
+            )
 
         return [plans for plans in uniforms(self.problem).values() if fits(plans)]
 

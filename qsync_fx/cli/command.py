@@ -38,7 +38,10 @@ class Command:
 
     def __post_init__(self) -> None:
         if (self.run is None) == (not self.actions):
-            raise QSyncError("a command runs, or has actions that do", do="give it either run=... or actions={...}")
+            raise QSyncError(
+                "a command runs, or has actions that do",
+                do="give it either run=... or actions={...}",
+            )
 
 
 def literal(text: str) -> str:

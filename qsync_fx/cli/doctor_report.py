@@ -134,7 +134,9 @@ def look() -> Report:
         disassembler=sass.disassembler(),
         kernels=_kernels(),
         formats=tuple(
-            FormatSupport(device, fmt, support(device, fmt)) for device in devices for fmt in FORMATS.values()
+            FormatSupport(device, fmt, support(device, fmt))
+            for device in devices
+            for fmt in FORMATS.values()
         ),
     )
 
@@ -143,8 +145,12 @@ def _quantizer() -> Quantizer:
     available = tuple(_C.available_isas())
     if (wrong := wrong_path()) is not None:
         return Quantizer(None, available, _C.openmp, wrong)
-    products = tuple(f"{values} by {instruction}" for values, instruction in _C.gemm_instructions().items())
-    return Quantizer(_C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()), products=products)
+    products = tuple(
+        f"{values} by {instruction}" for values, instruction in _C.gemm_instructions().items()
+    )
+    return Quantizer(
+        _C.isa(), available, _C.openmp, refused=tuple(_C.refused_isas()), products=products
+    )
 
 
 def _gpus() -> tuple[Gpu, ...]:
@@ -152,7 +158,9 @@ def _gpus() -> tuple[Gpu, ...]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
-        result.append(Gpu(torch.device("cuda", index), properties.name, capability, properties.total_memory))
+        result.append(
+            Gpu(torch.device("cuda", index), properties.name, capability, properties.total_memory)
+        )
     return tuple(result)
 
 
@@ -173,7 +181,11 @@ def _kernels() -> tuple[Kernels, ...]:
         reason = str(error)
     result = []
     for folder in folders:
-        entries = [entry for entry in kernel_cache.entries(folder) if isinstance(entry, kernel_cache.CacheEntry)]
+        entries = [
+            entry
+            for entry in kernel_cache.entries(folder)
+            if isinstance(entry, kernel_cache.CacheEntry)
+        ]
         result.append(Kernels(folder, sum(not entry.manifest.refused for entry in entries)))
     return (*result, *([Kernels(Path(), 0, reason)] if reason else ()))
 
@@ -199,7 +211,10 @@ def _machine(report: Report) -> Table:
 
     cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""
     line("qsync_fx", report.qsync_fx)
-    line("torch", f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}")
+    line(
+        "torch",
+        f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}",
+    )
     threads = f"{report.cpu.threads} threads for this process, kernels use {report.threads}"
     line("processor", f"{report.cpu.model or 'unknown'}, {cores}{threads}")
     line("instruction sets", ", ".join(report.cpu.features) or "none that matter here")
@@ -208,7 +223,10 @@ def _machine(report: Report) -> Table:
     line("quantizer", _quantizer_text(report.quantizer))
     for gpu in report.gpus:
         major, minor = gpu.capability
-        line(str(gpu.device), f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / 2**30:.1f} GiB")
+        line(
+            str(gpu.device),
+            f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / 2**30:.1f} GiB",
+        )
     if not report.gpus:
         line("cuda", "no device")
     line("nvcc", _tool_text(report.nvcc))
@@ -216,11 +234,17 @@ def _machine(report: Report) -> Table:
         line("host compiler", _tool_text(report.host))
         line(
             "disassembler",
-            str(report.disassembler or "no cuobjdump and nvdisasm: kernels are used without a look inside"),
+            str(
+                report.disassembler
+                or "no cuobjdump and nvdisasm: kernels are used without a look inside"
+            ),
         )
     line("CUTLASS", _tool_text(report.cutlass))
     line(
-        "for V100", f"nothing: {report.nvrtc.do}" if isinstance(report.nvrtc, QSyncError) else _tool_text(report.nvrtc)
+        "for V100",
+        f"nothing: {report.nvrtc.do}"
+        if isinstance(report.nvrtc, QSyncError)
+        else _tool_text(report.nvrtc),
     )
     for kernels in report.kernels:
         line("CUDA kernels", kernels.reason or f"{kernels.count} compiled in {kernels.folder}")
@@ -231,7 +255,10 @@ def _quantizer_text(quantizer: Quantizer) -> str:
     if quantizer.wrong is not None:
         return str(quantizer.wrong)
     threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
-    wrong = "".join(f"; {path} gives wrong results on this processor and is not used" for path in quantizer.refused)
+    wrong = "".join(
+        f"; {path} gives wrong results on this processor and is not used"
+        for path in quantizer.refused
+    )
     products = f"products of {', of '.join(quantizer.products)}"
     return f"{quantizer.path} (of {', '.join(quantizer.available)}), {threads}; {products}{wrong}"
 
@@ -247,5 +274,13 @@ def _formats(report: Report) -> Table:
     rows = []
     for row in report.formats:
         settings = Text(row.support.how, styles[row.support.how])
-        rows.append((row.precision.name, str(row.device), settings, row.support.runs_as.name, row.support.reason))
+        rows.append(
+            (
+                row.precision.name,
+                str(row.device),
+                settings,
+                row.support.runs_as.name,
+                row.support.reason,
+            )
+        )
     return output.table(("precision", "device", "how", "runs as", "why"), rows)

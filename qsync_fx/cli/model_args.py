@@ -46,16 +46,28 @@ def named(value: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]
         # A path may hold the sign, too: then what stands before it is no plain name.
         name, path = (name, path) if equals and "/" not in name else (unnamed.format(index), text)
         if name in result:
-            message = f"{shown(name)} is given twice" if name else "there are several without a name"
-            raise OptionError(message, where=where, do="write NAME=FILE, with each name of the cluster's devices once")
+            message = (
+                f"{shown(name)} is given twice" if name else "there are several without a name"
+            )
+            raise OptionError(
+                message,
+                where=where,
+                do="write NAME=FILE, with each name of the cluster's devices once",
+            )
         result[name] = path
     if "" in result and len(result) > 1:
-        raise OptionError("some have a name and one has none", where=where, do="name all of them, or give one for all")
+        raise OptionError(
+            "some have a name and one has none",
+            where=where,
+            do="name all of them, or give one for all",
+        )
     return result
 
 
 _HOW_TO_WRITE_IT = 'write MODULE:CALLABLE, such as "examples.bert:small"'
-_WHAT_TO_RETURN = "return (model, args) or (model, args, kwargs), args a tuple and kwargs a dictionary"
+_WHAT_TO_RETURN = (
+    "return (model, args) or (model, args, kwargs), args a tuple and kwargs a dictionary"
+)
 
 Referred = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -93,7 +105,9 @@ def _parts(reference: str) -> tuple[str, str]:
     module, colon, name = reference.partition(":")
     if "/" in module or module.endswith(".py"):
         dotted = module.removesuffix(".py").replace("/", ".").strip(".")
-        raise OptionError(f"{shown(module)} is a path, not a module", do=f'write "{dotted}:{name or "CALLABLE"}"')
+        raise OptionError(
+            f"{shown(module)} is a path, not a module", do=f'write "{dotted}:{name or "CALLABLE"}"'
+        )
     if not colon or "" in (*module.split("."), *name.split(".")):
         raise OptionError(f"{shown(reference)} does not name a model", do=_HOW_TO_WRITE_IT)
     return module, name
@@ -127,9 +141,15 @@ def _missing(module: str, reference: str) -> OptionError:
 def _attribute(value: Any, path: str, reference: str) -> Any:
     for name in path.split("."):
         if not hasattr(value, name):
-            available = [key for key in vars(value) if not key.startswith("_") and callable(getattr(value, key, None))]
+            available = [
+                key
+                for key in vars(value)
+                if not key.startswith("_") and callable(getattr(value, key, None))
+            ]
             owner = getattr(value, "__name__", type(value).__name__)
-            raise OptionError(f"{owner} has no {shown(name)}", where=reference, do=nearest(name, available))
+            raise OptionError(
+                f"{owner} has no {shown(name)}", where=reference, do=nearest(name, available)
+            )
         value = getattr(value, name)
     return value
 
@@ -157,13 +177,17 @@ def _check_call(factory: Any, reference: str) -> None:
 def _checked(result: Any, reference: str) -> Referred:
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         message = (
-            f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a value of type {type(result).__name__}"
+            f"a tuple of {len(result)}"
+            if isinstance(result, tuple)
+            else f"a value of type {type(result).__name__}"
         )
         raise OptionError(f"the function returned {message}", where=reference, do=_WHAT_TO_RETURN)
     model, args, kwargs = (*result, {})[:3]
     if not callable(model):
         raise OptionError(
-            f"the model is of type {type(model).__name__}", where=reference, do="return a module or function"
+            f"the model is of type {type(model).__name__}",
+            where=reference,
+            do="return a module or function",
         )
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise OptionError(
@@ -172,7 +196,9 @@ def _checked(result: Any, reference: str) -> Referred:
             do="for one input write (model, (x,)), with a comma; for none (model, (), kwargs)",
         )
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise OptionError("kwargs is not a dictionary of names", where=reference, do=_WHAT_TO_RETURN)
+        raise OptionError(
+            "kwargs is not a dictionary of names", where=reference, do=_WHAT_TO_RETURN
+        )
     return model, tuple(args), dict(kwargs)
 
 
@@ -231,17 +257,28 @@ def add(
     reference = parser.add_argument_group("the model", _REFERENCE)
     extra_arguments: dict[str, Any] = {} if needed else {"nargs": "?"}
     text = "what returns (model, args) or (model, args, kwargs)"
-    reference.add_argument(name, metavar="MODULE:CALLABLE", type=findable, help=text, **extra_arguments)
+    reference.add_argument(
+        name, metavar="MODULE:CALLABLE", type=findable, help=text, **extra_arguments
+    )
     parser.set_defaults(mode=None)
     if looks:
         mode = reference.add_mutually_exclusive_group()
-        says = {"train": "call model.train() before", "eval": "call model.eval() before, and record no gradients"}
+        says = {
+            "train": "call model.train() before",
+            "eval": "call model.eval() before, and record no gradients",
+        }
         for value, text in says.items():
-            mode.add_argument(f"--{value}", dest="mode", action="store_const", const=value, help=text)
+            mode.add_argument(
+                f"--{value}", dest="mode", action="store_const", const=value, help=text
+            )
     options = parser.add_argument_group("options of the backend")
     for option, settings in _arguments(looks).items():
         if option in refused:
-            settings = {"type": _refusing(refused[option]), "metavar": "", "help": argparse.SUPPRESS}
+            settings = {
+                "type": _refusing(refused[option]),
+                "metavar": "",
+                "help": argparse.SUPPRESS,
+            }
         options.add_argument(flag(option), dest=option, **settings)
 
 
@@ -265,7 +302,9 @@ def given(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
     """Return the settings of argparse for each option."""
-    result: dict[str, dict[str, Any]] = {"recipe": {"help": literal(RECIPE_HELP), "metavar": "NAME"}}
+    result: dict[str, dict[str, Any]] = {
+        "recipe": {"help": literal(RECIPE_HELP), "metavar": "NAME"}
+    }
     for name, text in DOCUMENTED.items():
         if name in _OF_RUNS or (name in _OF_LOOKS and not looks):
             continue
@@ -298,7 +337,9 @@ class ModelArguments:
         """Where the model lies."""
         import torch
 
-        parameters = self.model.parameters() if isinstance(self.model, torch.nn.Module) else iter(())
+        parameters = (
+            self.model.parameters() if isinstance(self.model, torch.nn.Module) else iter(())
+        )
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     def on(self, device: torch.device) -> ModelArguments:

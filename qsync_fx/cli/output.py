@@ -45,7 +45,9 @@ def status_of(run: Callable[[], None]) -> int:
     """
     _open_standard_streams()
     if sys.stdout is None:
-        note("standard output is closed, and results go there: redirect it to a file or to /dev/null")
+        note(
+            "standard output is closed, and results go there: redirect it to a file or to /dev/null"
+        )
         return 2
     for stream in (sys.stdout, sys.stderr):
         # Module names and source lines may have characters that the terminal's encoding lacks.
@@ -181,7 +183,9 @@ def width() -> int | None:
     return int(text) if text.isdecimal() and text.isascii() and 0 < int(text) < _LONGEST else None
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str | Text]], right: Iterable[str] = ()) -> Table:
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[str | Text]], right: Iterable[str] = ()
+) -> Table:
     """Returns a table of texts; `right` names the columns of numbers. What is long wraps: cut off it would be worth nothing."""
     from rich.table import Table
     from rich.text import Text

@@ -44,10 +44,17 @@ def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="qsync", description=_ABOUT, epilog=_EXAMPLES, formatter_class=_Raw, allow_abbrev=False
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of qsync_fx, torch and Python")
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="print the versions of qsync_fx, torch and Python",
+    )
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     available = commands.names()
-    first = next((word for word in arguments if not word.startswith("-") or word in _ANSWERED), None)
+    first = next(
+        (word for word in arguments if not word.startswith("-") or word in _ANSWERED), None
+    )
     if first in available:
         _add(choices, {first: commands.load(first)})
     else:
@@ -79,12 +86,17 @@ def _add(choices: Any, result: Mapping[str, Command]) -> None:
         if command.run is not None:
             parser.set_defaults(**{_RUN: command.run})
         else:
-            _add(parser.add_subparsers(title="what to do", required=True, metavar="ACTION"), command.actions)
+            _add(
+                parser.add_subparsers(title="what to do", required=True, metavar="ACTION"),
+                command.actions,
+            )
 
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"qsync_fx {__version__}, torch {_torch_version()}, Python {platform.python_version()}")
+        print(
+            f"qsync_fx {__version__}, torch {_torch_version()}, Python {platform.python_version()}"
+        )
         parser.exit()
 
 

@@ -54,12 +54,18 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
     from qsync_fx.profiler.profile import Profile
 
     paths = named(arguments.profile, "--profile")
-    profiles: dict[str, Any] = {name: Profile.load(path, any_machine=True) for name, path in paths.items()}
+    profiles: dict[str, Any] = {
+        name: Profile.load(path, any_machine=True) for name, path in paths.items()
+    }
     inputs = None if arguments.sensitivity is None else Sensitivity.load(arguments.sensitivity)
     if arguments.model is None:
-        if not profiles and (cluster is None or all(device.profile is None for device in cluster.devices.values())):
+        if not profiles and (
+            cluster is None or all(device.profile is None for device in cluster.devices.values())
+        ):
             do = "name MODULE:CALLABLE, or profiles with --profile or in the cluster's file"
-            raise OptionError("there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do)
+            raise OptionError(
+                "there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do
+            )
         from_files = PlanInputs(profiles, cluster, inputs, None)
         _check(arguments, from_files)
         return from_files
@@ -102,7 +108,9 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
         check_max_replans(arguments.max_replans)
         if arguments.max_replans > 0 and inputs.trained is None:
             raise OptionError(
-                "a plan is run with its model", where="MODULE:CALLABLE", do="name it, or leave --max-replans out"
+                "a plan is run with its model",
+                where="MODULE:CALLABLE",
+                do="name it, or leave --max-replans out",
             )
     if arguments.allocator != "hessian":
         get_allocator(arguments.allocator)
@@ -136,7 +144,9 @@ def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
 
 def _without_model() -> OptionError:
     return OptionError(
-        "sensitivities are found by running the model", where="MODULE:CALLABLE", do="name it, or give a file"
+        "sensitivities are found by running the model",
+        where="MODULE:CALLABLE",
+        do="name it, or give a file",
     )
 
 
@@ -149,7 +159,9 @@ def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
 
     def equal(profile: Any) -> Sensitivity:
         narrow = {name: 1.0 for name in profile.precisions if FORMATS[name].bits < 32}
-        return Sensitivity("second_order", "", {item.id: dict(narrow) for item in profile.graph.operators}, steps=1)
+        return Sensitivity(
+            "second_order", "", {item.id: dict(narrow) for item in profile.graph.operators}, steps=1
+        )
 
     devices = () if available.cluster is None else available.cluster.devices.values()
     if not arguments.memory and all(device.memory is None for device in devices):
@@ -168,7 +180,9 @@ def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
             raise
 
 
-def sensitivities(available: PlanInputs, method: str, anew: bool = False) -> Sensitivity | dict[str, Sensitivity]:
+def sensitivities(
+    available: PlanInputs, method: str, anew: bool = False
+) -> Sensitivity | dict[str, Sensitivity]:
     """Returns what a method finds here for the narrow formats of each profile, where that holds none or it is to be found anew."""
     from qsync_fx.formats import FORMATS
     from qsync_fx.profiler.sensitivity.estimate import sensitivity
@@ -208,7 +222,9 @@ def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], Dev
     trained = available.trained
     if trained is None:
         do = "name MODULE:CALLABLE"
-        raise OptionError("a profile is of one batch, and says nothing of others", where="MODULE:CALLABLE", do=do)
+        raise OptionError(
+            "a profile is of one batch, and says nothing of others", where="MODULE:CALLABLE", do=do
+        )
 
     @functools.cache
     def symbolic(device: str, formats: tuple[str, ...]) -> ModelGraph:
@@ -229,7 +245,11 @@ def _of_any_batch(trained: Trained, device: str, formats: tuple[str, ...]) -> Mo
     from qsync_fx.profiler.model_graph_builder import build_model_graph
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, trained.batches[0])
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    tensors = [
+        leaf
+        for leaf in pytree.tree_leaves((args, kwargs))
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
     for tensor in tensors:
         if tensor.shape[0] == tensors[0].shape[0]:
             torch._dynamo.mark_dynamic(tensor, 0)
@@ -245,13 +265,20 @@ def _files(cluster: Cluster | None, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_catalog(
-    cluster: Cluster | None, profiles: Mapping[str, Any], trained: Trained, arguments: argparse.Namespace
+    cluster: Cluster | None,
+    profiles: Mapping[str, Any],
+    trained: Trained,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     from qsync_fx.devices import get
     from qsync_fx.profiler.analytic_profile import catalog_profile
 
     devices = {} if cluster is None or "" in profiles else cluster.devices
-    missing = {name: item.device for name, item in devices.items() if name not in profiles and item.device is not None}
+    missing = {
+        name: item.device
+        for name, item in devices.items()
+        if name not in profiles and item.device is not None
+    }
     result = {}
     with progress("profiles from the catalog", len(missing)) as done:
         for name, called in missing.items():
@@ -259,7 +286,12 @@ def _of_catalog(
             formats = [fmt for fmt in trained.precisions or device.units if fmt in device.units]
             optimizer = training_args.optimizer(arguments.optimizer, trained.module)
             result[name] = catalog_profile(
-                device, trained.module, trained.step, trained.batches[0], _at_most_32(formats), optimizer
+                device,
+                trained.module,
+                trained.step,
+                trained.batches[0],
+                _at_most_32(formats),
+                optimizer,
             )
             done(name)
     return result
@@ -290,7 +322,9 @@ def at_hand(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, A
     from qsync_fx.allocator.measure_and_replan import MAX_REPLANS
     from qsync_fx.devices.machine import here_for
 
-    current = any(profile.machine == here_for(profile.machine) for profile in available.profiles.values())
+    current = any(
+        profile.machine == here_for(profile.machine) for profile in available.profiles.values()
+    )
     trained, limit = available.trained, arguments.max_replans
     if trained is None or limit == 0 or (limit is None and not current):
         return {}
@@ -316,7 +350,9 @@ def objective(arguments: argparse.Namespace, available: PlanInputs) -> str:
     """Returns what was asked for; by default "hybrid" for several classes of devices, "fastest" for one."""
     if arguments.objective is not None:
         return str(arguments.objective)
-    several = len(available.profiles) > 1 or (available.cluster is not None and len(available.cluster.devices) > 1)
+    several = len(available.profiles) > 1 or (
+        available.cluster is not None and len(available.cluster.devices) > 1
+    )
     return "hybrid" if several else "fastest"
 
 

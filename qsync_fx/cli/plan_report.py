@@ -59,8 +59,14 @@ class PlanReport:
         from qsync_fx.allocator.analysis import selected, single_change, what_if
 
         answer, arguments = self.answer, self.arguments
-        meant = [item for chosen in arguments.explain for item in selected(answer, chosen, arguments.device)]
-        steps = [single_change(answer, operator, arguments.device) for operator in dict.fromkeys(meant)]
+        meant = [
+            item
+            for chosen in arguments.explain
+            for item in selected(answer, chosen, arguments.device)
+        ]
+        steps = [
+            single_change(answer, operator, arguments.device) for operator in dict.fromkeys(meant)
+        ]
         changed = what_if(answer, self.changes, arguments.device) if self.changes else None
         compared = self._compared() if arguments.compare or arguments.hessian is not None else []
         front = self._front() if arguments.pareto is not None else None
@@ -84,7 +90,12 @@ class PlanReport:
         compared: Sequence[AllocatorComparison],
         front: ParetoFront | None,
     ) -> None:
-        from qsync_fx.allocator.analysis import changes_table, comparison_table, front_table, steps_table
+        from qsync_fx.allocator.analysis import (
+            changes_table,
+            comparison_table,
+            front_table,
+            steps_table,
+        )
         from qsync_fx.allocator.plan_result import answer_table
 
         output.show(answer_table(self.answer))

@@ -90,7 +90,9 @@ def read(arguments: argparse.Namespace) -> Trained:
     torch.manual_seed(0)
     value = model_args.read(arguments)
     if not hasattr(value.model, "parameters"):
-        raise OptionError("a function has nothing to train", where=value.reference, do="return a module")
+        raise OptionError(
+            "a function has nothing to train", where=value.reference, do="return a module"
+        )
     module: Any = value.model
     return Trained(
         value,
@@ -112,7 +114,9 @@ def loss_of(result: Any, reference: str) -> Tensor:
 
     if isinstance(loss := getattr(result, "loss", None), torch.Tensor):
         return loss
-    matches = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    matches = [
+        t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
     if not matches:
         raise OptionError(
             "the model returns nothing that can be trained",
@@ -139,11 +143,17 @@ def optimizer(name: str, module: Any) -> Optimizer | None:
     classes: dict[str, Any] = {
         key.lower(): kind
         for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
     }
     if name == "none":
         return None
     if name not in classes:
-        raise OptionError(f"torch.optim has no {name!r}", where="--optimizer", do=nearest(name, ["none", *classes]))
+        raise OptionError(
+            f"torch.optim has no {name!r}",
+            where="--optimizer",
+            do=nearest(name, ["none", *classes]),
+        )
     made: Optimizer = classes[name](module.parameters(), lr=1e-3)
     return made

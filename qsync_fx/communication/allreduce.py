@@ -83,7 +83,8 @@ class Reducer:
             owned = [index for index, item in enumerate(full) if item == is_whole]
             if owned:
                 exchanged(
-                    replace(bucket, pieces=[bucket.pieces[index] for index in owned]), [flats[index] for index in owned]
+                    replace(bucket, pieces=[bucket.pieces[index] for index in owned]),
+                    [flats[index] for index in owned],
                 )
 
     def scatter(self, bucket: Bucket) -> None:
@@ -101,7 +102,9 @@ class Reducer:
         self.put_back(bucket, flats)
         self._count(*scattering(bucket.pieces, self._own))
 
-    def give(self, bucket: Bucket, owned: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
+    def give(
+        self, bucket: Bucket, owned: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]
+    ) -> None:
         """Writes what each rank has of its own part of each parameter to its place, or adds it to what is there.
 
         Args:
@@ -130,9 +133,13 @@ class Reducer:
 
     def fault(self, bucket: Bucket, sender: int, description: str) -> None:
         """Remembers that a message of a member, by its place, could not be read; all ranks are told at the end of the step."""
-        self.faults.append(point_to_point.unread(self.state.rank, self.members[sender], bucket.about, description))
+        self.faults.append(
+            point_to_point.unread(self.state.rank, self.members[sender], bucket.about, description)
+        )
 
-    def settle(self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS) -> None:
+    def settle(
+        self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS
+    ) -> None:
         """Ends a step, whose buckets are all reduced; `compared` says whether what was made of them is counted as compared, and `told`
         what is said where it differs.
 
@@ -145,7 +152,9 @@ class Reducer:
         faults, digest, finite = self.faults, self.digest, self.finite
         self.faults, self.digest, self.finite = [], 0, True
         rank, world = self.state.rank, self.state.world
-        self.used = point_to_point.settle(self.group, rank, world, step, faults, digest, finite, reported)
+        self.used = point_to_point.settle(
+            self.group, rank, world, step, faults, digest, finite, reported
+        )
         self.state.settle(self.used)
         self.tally.checks += compared
 
@@ -166,13 +175,17 @@ class Reducer:
     def _one_exchange(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         parts = [slice(0, piece.size) for piece in bucket.pieces]
         mine = self._given(bucket, flats, parts, "mine")
-        self._pass(bucket, [(mine, self._others)], [self._mean_of_all(bucket, mine, "all of", flats)])
+        self._pass(
+            bucket, [(mine, self._others)], [self._mean_of_all(bucket, mine, "all of", flats)]
+        )
         for piece, flat in zip(bucket.pieces, flats, strict=True):
             piece.codec.settle(flat)
 
     def _two_exchanges(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
         self._sum(bucket, flats)
-        owned = [flat[piece.part(self._own)] for piece, flat in zip(bucket.pieces, flats, strict=True)]
+        owned = [
+            flat[piece.part(self._own)] for piece, flat in zip(bucket.pieces, flats, strict=True)
+        ]
         self._give(bucket, owned, flats, [False] * len(flats))
 
     def _sum(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
@@ -183,10 +196,17 @@ class Reducer:
             made = self._given(bucket, _cut(flats, parts), parts, f"to {owner}")
             inputs.append((made, [owner] if owner != self._own else []))
         mine, _ = inputs[self._own]
-        self._pass(bucket, inputs, [self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))])
+        self._pass(
+            bucket, inputs, [self._mean_of_all(bucket, mine, "from", _cut(flats, mine.parts))]
+        )
 
-    def _give(self, bucket: Bucket, owned: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]) -> None:
-        parts = {owner: [piece.part(owner) for piece in bucket.pieces] for owner in range(len(self.members))}
+    def _give(
+        self, bucket: Bucket, owned: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]
+    ) -> None:
+        parts = {
+            owner: [piece.part(owner) for piece in bucket.pieces]
+            for owner in range(len(self.members))
+        }
         mine = self._given(bucket, owned, parts[self._own], "mean", summed=True)
         used = []
         for owner, result in parts.items():
@@ -194,7 +214,9 @@ class Reducer:
             if owner != self._own:
                 cuts = stretches(bucket.pieces, result)
                 memory = self._memory_for(bucket, f"mean of {owner}", cuts[-1].wire.stop)
-            used.append(IncomingMessages(cuts, {owner: memory}, _cut(flats, result), summed=True, onto=onto))
+            used.append(
+                IncomingMessages(cuts, {owner: memory}, _cut(flats, result), summed=True, onto=onto)
+            )
         self._pass(bucket, [(mine, self._others)], used)
 
     @property
@@ -206,13 +228,21 @@ class Reducer:
     ) -> IncomingMessages:
         """Returns the messages of all members with the parts that `mine` holds, whose mean, summed in the order of members, is to be put
         into `values`."""
-        theirs = {peer: self._memory_for(bucket, f"{name} {peer}", mine.memory.numel()) for peer in self._others}
+        theirs = {
+            peer: self._memory_for(bucket, f"{name} {peer}", mine.memory.numel())
+            for peer in self._others
+        }
         messages = {**theirs, self._own: mine.memory}
         ranked = {member: messages[member] for member in sorted(messages)}
         return IncomingMessages(mine.stretches, ranked, values, over=len(self.members))
 
     def _given(
-        self, bucket: Bucket, values: Sequence[Tensor], parts: Sequence[slice], name: str, summed: bool = False
+        self,
+        bucket: Bucket,
+        values: Sequence[Tensor],
+        parts: Sequence[slice],
+        name: str,
+        summed: bool = False,
     ) -> OutgoingMessage:
         """Returns a message that is to hold the values of these parts of a bucket."""
         cuts = stretches(bucket.pieces, parts)
@@ -225,7 +255,10 @@ class Reducer:
         return OutgoingMessage(message, cuts, parts, values, residuals, summed)
 
     def _pass(
-        self, bucket: Bucket, value: Sequence[tuple[OutgoingMessage, Sequence[int]]], used: Sequence[IncomingMessages]
+        self,
+        bucket: Bucket,
+        value: Sequence[tuple[OutgoingMessage, Sequence[int]]],
+        used: Sequence[IncomingMessages],
     ) -> None:
         """Sends messages to the members that each goes to, and sums those that come, stretch by stretch."""
         begin, coding = time.perf_counter(), self.tally.coding
@@ -240,7 +273,9 @@ class Reducer:
                 if number < len(made.stretches):
                     made.encode(bucket, number, self.state, self.tally)
                     for peer in peers:
-                        flight.send(self.members[peer], made.memory[made.stretches[number].wire], number)
+                        flight.send(
+                            self.members[peer], made.memory[made.stretches[number].wire], number
+                        )
         for number in range(max(len(item.stretches) for item in used)):
             for item in used:
                 if number < len(item.stretches):
@@ -252,7 +287,12 @@ class Reducer:
                             lambda *selected: self._head(bucket, *selected),
                             lambda *description: self.fault(bucket, *description),
                         )
-                    item.decode(bucket, number, self.tally, lambda *description: self.fault(bucket, *description))
+                    item.decode(
+                        bucket,
+                        number,
+                        self.tally,
+                        lambda *description: self.fault(bucket, *description),
+                    )
         flight.end()
         self.tally.transfer += time.perf_counter() - begin - (self.tally.coding - coding)
         self.tally.wire += sum(made.memory.numel() * len(peers) for made, peers in value)
@@ -260,7 +300,11 @@ class Reducer:
     def _head(self, bucket: Bucket, sender: int, message: Tensor, summed: bool) -> MessageHeader:
         subject = point_to_point.hash_of(self.state.codec)
         return MessageHeader(
-            subject, self.members[sender], 2 * bucket.index + summed, bucket.step, message.numel() - HEADER
+            subject,
+            self.members[sender],
+            2 * bucket.index + summed,
+            bucket.step,
+            message.numel() - HEADER,
         )
 
     def _memory_for(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
@@ -276,7 +320,9 @@ class Reducer:
         key = (bucket.index, "order")
         result = self._memory.get(key)
         if result is None or result.numel() != size:
-            result = self._memory[key] = torch.zeros(size, dtype=torch.float32, device=bucket.values.device)
+            result = self._memory[key] = torch.zeros(
+                size, dtype=torch.float32, device=bucket.values.device
+            )
         return result
 
 

@@ -56,7 +56,9 @@ class ParameterSlice:
         return self.codec.nbytes(part.stop - part.start)
 
 
-def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int, unit: int = 1) -> ParameterSlice:
+def piece(
+    name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int, unit: int = 1
+) -> ParameterSlice:
     """Returns the piece of a parameter of this shape, cut where such a `unit` ends, too."""
     size = 1
     for extent in shape:
@@ -64,12 +66,18 @@ def piece(name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int,
     return cut(name, index, size, codec.fitted(shape), ranks, unit)
 
 
-def cut(name: str, index: int, size: int, codec: Codec, ranks: int, unit: int = 1) -> ParameterSlice:
+def cut(
+    name: str, index: int, size: int, codec: Codec, ranks: int, unit: int = 1
+) -> ParameterSlice:
     """Returns the piece of so many values, cut where units of the codec end, and such a `unit`."""
     unit = math.lcm(codec.unit, unit)
     units = -(-size // unit)
     return ParameterSlice(
-        name, index, size, codec, tuple(min(units * rank // ranks * unit, size) for rank in range(ranks + 1))
+        name,
+        index,
+        size,
+        codec,
+        tuple(min(units * rank // ranks * unit, size) for rank in range(ranks + 1)),
     )
 
 
@@ -120,7 +128,9 @@ def _copied(source: Tensor, target: Tensor) -> None:
     if source.dim() == 2 and all(buffers.native(t) and t.dtype == torch.float32 for t in both):
         for inputs, made in (both, (source.t(), target.t())):
             if inputs.is_contiguous() and made.t().is_contiguous():
-                buffers.kernels().turn(source.data_ptr(), target.data_ptr(), 1, *inputs.shape, 4, buffers.threads())
+                buffers.kernels().turn(
+                    source.data_ptr(), target.data_ptr(), 1, *inputs.shape, 4, buffers.threads()
+                )
                 return
     target.copy_(source)
 
@@ -186,13 +196,17 @@ def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[in
     parts = [piece for piece, item in zip(pieces, sent, strict=True) if not item]
     (scattered, less), (inputs, fewer) = scattering(parts, rank), giving(parts, rank, ranks)
     raw = (ranks - 1) * sum(PLAIN.nbytes(piece.size) for piece in full)
-    return raw + scattered + inputs, (ranks - 1) * sum(p.codec.theory(p.size) for p in full) + less + fewer
+    return raw + scattered + inputs, (ranks - 1) * sum(
+        p.codec.theory(p.size) for p in full
+    ) + less + fewer
 
 
 def scattering(pieces: Sequence[ParameterSlice], rank: int) -> tuple[int, float]:
     """Returns the same where each rank is sent its own part alone."""
     others = [piece.size - piece.own(rank) for piece in pieces]
-    return 4 * sum(others), sum(piece.codec.theory(size) for piece, size in zip(pieces, others, strict=True))
+    return 4 * sum(others), sum(
+        piece.codec.theory(size) for piece, size in zip(pieces, others, strict=True)
+    )
 
 
 def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:

@@ -72,13 +72,20 @@ def measured(
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     target = torch.zeros_like(source)
     most = values if stretch is None else stretch
-    return [_measured(codec.fitted((values,)), codec.name, source, target, repeats, clock, most) for codec in codecs]
+    return [
+        _measured(codec.fitted((values,)), codec.name, source, target, repeats, clock, most)
+        for codec in codecs
+    ]
 
 
-def _measured(codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock, most: int) -> Speed:
+def _measured(
+    codec: Codec, name: str, source: Tensor, target: Tensor, repeats: int, clock: Clock, most: int
+) -> Speed:
     pieces = list(zip(torch.split(source, most), torch.split(target, most), strict=True))
     wires = [buffers.host(codec.nbytes(piece.numel()), source.device) for piece, _ in pieces]
-    residuals = torch.split(torch.zeros_like(source), most) if codec.residual else [None] * len(pieces)
+    residuals = (
+        torch.split(torch.zeros_like(source), most) if codec.residual else [None] * len(pieces)
+    )
     size = source.numel() * source.element_size()
 
     def copy() -> None:
@@ -186,7 +193,10 @@ class _Whole:
 
 
 def reductions(
-    codecs: Sequence[str], values: int = 26 * 2**18, repeats: int = 15, nodes: NodeGroups | None = None
+    codecs: Sequence[str],
+    values: int = 26 * 2**18,
+    repeats: int = 15,
+    nodes: NodeGroups | None = None,
 ) -> list[Reduction]:
     """Returns what each way takes for so many values, in FP32 inside nodes where these are given. All ranks call it, and get the same."""
     rank, world, plain = distributed.get_rank(), distributed.get_world_size(), carrying(CPU)
@@ -199,7 +209,14 @@ def reductions(
         group = distributed.new_group(backend="gloo") if world > 1 else None
         assigned = to_all(codec_named(name), [1], 0)
         handles[name] = DdpCompressor(
-            group, rank, world, [("gradient", parameter)], assigned, seed=0, check_every=0, nodes=nodes
+            group,
+            rank,
+            world,
+            [("gradient", parameter)],
+            assigned,
+            seed=0,
+            check_every=0,
+            nodes=nodes,
         )
     hooks: dict[str, Callable[[Any, Any], Any]] = {
         PLAIN: default_hooks.allreduce_hook,

@@ -63,7 +63,9 @@ class Rates:
         """Returns the rate of a codec; raises `ProfileError` where it is not known."""
         if codec not in self.by_codec:
             raise ProfileError(
-                f"how fast {shown(codec)} codes is not known", where=self.source, do=nearest(codec, self.by_codec)
+                f"how fast {shown(codec)} codes is not known",
+                where=self.source,
+                do=nearest(codec, self.by_codec),
             )
         return self.by_codec[codec]
 
@@ -109,18 +111,28 @@ _MANY: Final = 2**20
 def of_copy(copy: float, source: str) -> Rates:
     """Returns what codecs make of a memory of which so many bytes a second are copied."""
     shares = {name: _TO_COPY.get(name, _CASTS) for name in NAMES}
-    return Rates(source, {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in shares.items()})
+    return Rates(
+        source,
+        {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in shares.items()},
+    )
 
 
 def of_gpu(copy: float, host: float, source: str) -> Rates:
     """Returns what codecs make of a GPU of whose memory so many bytes a second are copied, and so many go to its host, which sends them."""
 
     def rate(coded: float, name: str) -> float:
-        return 1 / (1 / (copy * coded) + codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY) / host)
+        return 1 / (
+            1 / (copy * coded)
+            + codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY) / host
+        )
 
     shares = {name: _TO_COPY_OF_A_GPU.get(name, _CASTS_OF_A_GPU) for name in NAMES}
     return Rates(
-        source, {name: Rate(rate(encode, name), rate(decode, name)) for name, (encode, decode) in shares.items()}
+        source,
+        {
+            name: Rate(rate(encode, name), rate(decode, name))
+            for name, (encode, decode) in shares.items()
+        },
     )
 
 
@@ -133,15 +145,23 @@ def slowed(rates: Rates, times: float) -> Rates:
     """Returns the rates of a device that takes so many times as long as they say."""
     if times == 1.0:
         return rates
-    result = {name: Rate(item.encode / times, item.decode / times) for name, item in rates.by_codec.items()}
+    result = {
+        name: Rate(item.encode / times, item.decode / times)
+        for name, item in rates.by_codec.items()
+    }
     return Rates(rates.source, result)
 
 
 def slowest(several: Sequence[Rates]) -> Rates:
     """Returns for each codec that all know the rates of the slowest: a bucket is exchanged once all ranks have coded it."""
-    available = [name for name in several[0].by_codec if all(name in item.by_codec for item in several)]
+    available = [
+        name for name in several[0].by_codec if all(name in item.by_codec for item in several)
+    ]
     result = {
-        name: Rate(min(item.of(name).encode for item in several), min(item.of(name).decode for item in several))
+        name: Rate(
+            min(item.of(name).encode for item in several),
+            min(item.of(name).decode for item in several),
+        )
         for name in available
     }
     return Rates("; ".join(dict.fromkeys(item.source for item in several)), result)
@@ -176,7 +196,10 @@ def coded(
     Raises:
         ProfileError: a codec depends on shapes, which profiles do not hold, or its rate is not known.
     """
-    made = [_of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter) for parameter in parameters]
+    made = [
+        _of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter)
+        for parameter in parameters
+    ]
     # Between nodes each rank averages a part of all values.
     nodes = ranks // size
     methods = gathered(made, nodes)
@@ -189,7 +212,9 @@ def coded(
         seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
         values[codec.name] = values.get(codec.name, 0) + parameter.numel
     # Of each rank of a node, a message to every other node in each phase.
-    heads = size * sum(_given(HEADER, nodes, True) if full else HEADER * nodes for full in set(methods))
+    heads = size * sum(
+        _given(HEADER, nodes, True) if full else HEADER * nodes for full in set(methods)
+    )
     phases = sum(1 if full else 2 for full in set(methods))
     inside = inside_seconds = 0.0
     if size > 1:
@@ -200,7 +225,9 @@ def coded(
     named = name or max(values, key=values.__getitem__, default=PLAIN.name)
     # Of what a rank averages: its part of the node's, and, where it is sent its own alone, of that the part of each.
     cuts = math.ceil(sum(values.values()) / size / (1 if all(methods) else nodes) / VALUES)
-    return CompressedTransfer(named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds)
+    return CompressedTransfer(
+        named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds
+    )
 
 
 def by_bucket(
@@ -210,7 +237,9 @@ def by_bucket(
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
     parameters = next(iter(schedules.values())).parameters
-    buckets = [[parameters[index] for index in selected] for selected in buckets_of(schedules, fleet)]
+    buckets = [
+        [parameters[index] for index in selected] for selected in buckets_of(schedules, fleet)
+    ]
     return [coded(bucket, codecs, fleet.ranks, rates, size=fleet.nodes.ranks) for bucket in buckets]
 
 

@@ -44,7 +44,9 @@ _GLOO: Final = "pt_gloo_runloop"
 _GLOO_LIMIT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 _LOG = logging.getLogger("qsync_fx.communication")
-_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> threading.Thread:
@@ -195,7 +197,9 @@ def _taken(done: Any) -> Tensor:
     return used
 
 
-def _run(worker: weakref.ref[Worker], todo: queue.SimpleQueue[tuple[Work, Any, Any] | None]) -> None:
+def _run(
+    worker: weakref.ref[Worker], todo: queue.SimpleQueue[tuple[Work, Any, Any] | None]
+) -> None:
     while (inputs := todo.get()) is not None:
         alive = worker()
         if alive is None:

@@ -119,7 +119,9 @@ class CompressorState:
         if not piece.codec.residual:
             return None
         if summed:
-            return self.owned.part(piece.name, part.stop - part.start, slice(0, part.stop - part.start))
+            return self.owned.part(
+                piece.name, part.stop - part.start, slice(0, part.stop - part.start)
+            )
         return self.sent.part(piece.name, piece.size, part)
 
     def spend(self, piece: ParameterSlice, values: Tensor) -> None:
@@ -186,14 +188,24 @@ class CompressorState:
         Raises:
             OptionError: it is no such thing, or that of another codec or model.
         """
-        if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT or saved.get("version") not in _READ:
-            raise OptionError("this is no state of a compression", do="give what handle.state_dict() returned")
+        if (
+            not isinstance(saved, Mapping)
+            or saved.get("format") != _FORMAT
+            or saved.get("version") not in _READ
+        ):
+            raise OptionError(
+                "this is no state of a compression", do="give what handle.state_dict() returned"
+            )
         if saved["codec"] != self.codec:
             raise OptionError(
                 f"the state is that of {saved['codec']}, and gradients are sent as {self.codec}",
                 do="compress with the same codec as before, or begin without the state",
             )
-        sent, owned, scales = dict(saved["sent"]), dict(saved["owned"]), saved.get("scales", {"sent": {}, "owned": {}})
+        sent, owned, scales = (
+            dict(saved["sent"]),
+            dict(saved["owned"]),
+            saved.get("scales", {"sent": {}, "owned": {}}),
+        )
         if (saved["rank"], saved["world"]) != (self.rank, self.world):
             if sent or owned:
                 warnings.warn(
@@ -205,10 +217,14 @@ class CompressorState:
         sizes = {piece.name: piece for piece in pieces}
         for name in [*sent, *owned]:
             if name not in sizes:
-                raise OptionError(f"the state has what was left of {name}, which the model does not have")
+                raise OptionError(
+                    f"the state has what was left of {name}, which the model does not have"
+                )
         for name, values in sent.items():
             if values.numel() != sizes[name].size:
-                raise OptionError(f"the state has {values.numel()} values of {name}, which has {sizes[name].size}")
+                raise OptionError(
+                    f"the state has {values.numel()} values of {name}, which has {sizes[name].size}"
+                )
         self.seed, self.step = saved["seed"], saved["step"]
         self.sent.load(sent, scales["sent"])
         self.owned.load(owned, scales["owned"])

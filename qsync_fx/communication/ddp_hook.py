@@ -61,7 +61,13 @@ def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assi
     """Returns one codec for all parameters of `least` values or more; by default so that more than 99% of all values are coded."""
     least = threshold(sizes) if least is None else least
     coded = tuple(size >= least for size in sizes)
-    return Assigned(codec.name, repr(codec), repr(codec), tuple(codec if item else PLAIN for item in coded), coded)
+    return Assigned(
+        codec.name,
+        repr(codec),
+        repr(codec),
+        tuple(codec if item else PLAIN for item in coded),
+        coded,
+    )
 
 
 def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
@@ -69,7 +75,11 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     for name in planned:
         if name not in names:
             message = f"the plan has a codec for the gradient of {shown(name)}, which the model does not train"
-            raise PlanError(message, where="codecs", do="find the plan of this model: its parameters have other names")
+            raise PlanError(
+                message,
+                where="codecs",
+                do="find the plan of this model: its parameters have other names",
+            )
     codecs = tuple(codec_named(planned.get(name, PLAIN.name)) for name in names)
     kinds = " and ".join(sorted({codec.name for codec in codecs if codec != PLAIN}))
     text = "\n".join(f"{name} {codec!r}" for name, codec in zip(names, codecs, strict=True))
@@ -146,7 +156,12 @@ class DdpCompressor(CompressorHandle):
         if last:
             self._buckets = int(bucket.index()) + 1
         pieces = [self.pieces[self._places[id(parameter)]] for parameter in bucket.parameters()]
-        gradients, index, inputs, scale = bucket.gradients(), int(bucket.index()), time.perf_counter(), self._scale
+        gradients, index, inputs, scale = (
+            bucket.gradients(),
+            int(bucket.index()),
+            time.perf_counter(),
+            self._scale,
+        )
         if self.controller is not None and self._state.world > 1:
             self.controller.came(step, PLAIN.nbytes(buffer.numel()))
 
@@ -211,12 +226,18 @@ class DdpCompressor(CompressorHandle):
 
     def _text(self, assigned: Assigned) -> str:
         """Returns what messages and saved states are of."""
-        return assigned.text if self.nodes is None else f"{assigned.text} between nodes of {self.nodes.size} ranks"
+        return (
+            assigned.text
+            if self.nodes is None
+            else f"{assigned.text} between nodes of {self.nodes.size} ranks"
+        )
 
     def _pieces(self, assigned: Assigned, world: int) -> tuple[bucket.ParameterSlice, ...]:
         return tuple(
             bucket.piece(name, index, p.shape, codec, world, self._unit)
-            for index, ((name, p), codec) in enumerate(zip(self._named, assigned.codecs, strict=True))
+            for index, ((name, p), codec) in enumerate(
+                zip(self._named, assigned.codecs, strict=True)
+            )
         )
 
     def wait(self) -> None:
@@ -249,14 +270,20 @@ class DdpCompressor(CompressorHandle):
             OptionError: it is of another codec or another model.
         """
         self.wait()
-        pieces = self.pieces if self._hierarchy is None else [self._hierarchy.share(piece) for piece in self.pieces]
+        pieces = (
+            self.pieces
+            if self._hierarchy is None
+            else [self._hierarchy.share(piece) for piece in self.pieces]
+        )
         self._state.load(state, pieces)
         if self.controller is not None:
             self.controller.load(self._state.control)
 
     def report(self) -> statistics.Report:
         """Returns what this rank has sent so far, how long that took, and what it changed."""
-        coded = sum(piece.size for piece, item in zip(self.pieces, self.assigned.coded, strict=True) if item)
+        coded = sum(
+            piece.size for piece, item in zip(self.pieces, self.assigned.coded, strict=True) if item
+        )
         plain = sum(piece.size for piece in self.pieces) - coded
         state = self._state
         adapted = None if self.controller is None else self.controller.adapted()
@@ -274,7 +301,9 @@ class DdpCompressor(CompressorHandle):
             ],
             "nodes of ranks": ["none" if self.nodes is None else str(self.nodes)],
             "seed of gradients": [str(self._state.seed)],
-            "coding of tensors": [f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces],
+            "coding of tensors": [
+                f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces
+            ],
         }
 
     def _watch(self, step: int) -> None:
@@ -284,7 +313,9 @@ class DdpCompressor(CompressorHandle):
         self._watched, self._scale = step, scale_of(self._loss_scaler)
         # What is left of gradients alone depends on whether a step is taken.
         leaves = bool(self._state.sent.values) or any(piece.codec.residual for piece in self.pieces)
-        self._state.undone = leaves and self._loss_scaler is not None and self._loss_scaler.is_enabled()
+        self._state.undone = (
+            leaves and self._loss_scaler is not None and self._loss_scaler.is_enabled()
+        )
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
         except RuntimeError:

@@ -73,7 +73,12 @@ class ShardedCompression(CompressorHandle):
     ) -> None:
         self.codec = codec
         self.units = tuple(
-            FsdpUnit(name, index, row, _rows(name, index, row, codec if row * world >= least else PLAIN, world))
+            FsdpUnit(
+                name,
+                index,
+                row,
+                _rows(name, index, row, codec if row * world >= least else PLAIN, world),
+            )
             for index, (name, row) in enumerate(sizes.items())
         )
         self._buckets = len(self.units)
@@ -118,7 +123,9 @@ class ShardedCompression(CompressorHandle):
                 *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
             ],
             "seed of gradients": [str(self._state.seed)],
-            "coding of tensors": [f"{unit.name}: rows of {unit.row} by {unit.rows[0].codec!r}" for unit in self.units],
+            "coding of tensors": [
+                f"{unit.name}: rows of {unit.row} by {unit.rows[0].codec!r}" for unit in self.units
+            ],
         }
 
     def scatter(self, unit: FsdpUnit) -> Scatter:
@@ -140,7 +147,11 @@ class ShardedCompression(CompressorHandle):
         with torch.no_grad():
             rows = value.to(torch.float32).view(state.world, row)
             begin = time.perf_counter()
-            mine = {peer: self._encoded(unit, peer, rows[peer]) for peer in range(state.world) if peer != state.rank}
+            mine = {
+                peer: self._encoded(unit, peer, rows[peer])
+                for peer in range(state.world)
+                if peer != state.rank
+            }
             encoded = time.perf_counter()
             theirs = {peer: buffers.host(self._length(unit), rows.device) for peer in mine}
             about = f"{unit.name or 'the model'} in step {step}"
@@ -160,7 +171,10 @@ class ShardedCompression(CompressorHandle):
             if state.undone:
                 self._finite &= finite(output)
         sums = self._tally
-        sums.encode, sums.transfer = sums.encode + encoded - begin, sums.transfer + received - encoded
+        sums.encode, sums.transfer = (
+            sums.encode + encoded - begin,
+            sums.transfer + received - encoded,
+        )
         sums.decode += time.perf_counter() - received
         sums.buckets += 1
         sums.wire += sum(message.numel() for message in mine.values())
@@ -192,12 +206,17 @@ class ShardedCompression(CompressorHandle):
                 do="call model.set_reduce_scatter_unused_params(True), or use a codec that keeps no residual, such as qsgd4",
             )
         return FsdpUnit(
-            unit.name, unit.index, row, _rows(unit.name, unit.index, row, unit.rows[0].codec, self._state.world)
+            unit.name,
+            unit.index,
+            row,
+            _rows(unit.name, unit.index, row, unit.rows[0].codec, self._state.world),
         )
 
     def _head(self, unit: FsdpUnit, sender: int) -> MessageHeader:
         subject = point_to_point.hash_of(self._state.codec)
-        return MessageHeader(subject, sender, unit.index, self._state.step, self._length(unit) - HEADER)
+        return MessageHeader(
+            subject, sender, unit.index, self._state.step, self._length(unit) - HEADER
+        )
 
     def _length(self, unit: FsdpUnit) -> int:
         return HEADER + unit.rows[0].codec.nbytes(unit.row)
@@ -215,7 +234,11 @@ class ShardedCompression(CompressorHandle):
         state, faults = self._state, self._faults
         saved = self._finite
         self._begun, self._faults, self._finite = False, [], True
-        state.settle(point_to_point.settle(self._group, state.rank, state.world, state.step, faults, 0, saved))
+        state.settle(
+            point_to_point.settle(
+                self._group, state.rank, state.world, state.step, faults, 0, saved
+            )
+        )
         state.step += 1
         self._tally.steps += 1
 
@@ -230,7 +253,12 @@ class Scatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         self._compression.reduce(self._unit, output_tensor, input_tensor, op)
 
@@ -238,7 +266,8 @@ class Scatter:
 def _rows(name: str, index: int, row: int, codec: Codec, world: int) -> tuple[ParameterSlice, ...]:
     # Each row has random streams of its own, as each has values of its own.
     return tuple(
-        ParameterSlice(f"{name} to {peer}", index * world + peer, row, codec, (0, row)) for peer in range(world)
+        ParameterSlice(f"{name} to {peer}", index * world + peer, row, codec, (0, row))
+        for peer in range(world)
     )
 
 

@@ -74,7 +74,9 @@ class Hierarchy:
         size = self.nodes.size
         part = self._whole(piece).part(self._place)
         index = piece.index * size + self._place  # another random stream for each part
-        return bucket.cut(piece.name, index, part.stop - part.start, piece.codec, len(self.nodes.ranks))
+        return bucket.cut(
+            piece.name, index, part.stop - part.start, piece.codec, len(self.nodes.ranks)
+        )
 
     def reduce(self, bucket: Bucket) -> None:
         """Puts the mean over ranks in the place of a bucket's values.
@@ -90,25 +92,41 @@ class Hierarchy:
         self._give(bucket, flats, wholes, owned)
         self.reducer.put_back(bucket, flats)
         across = self.nodes.across(self.reducer.state.rank)
-        self.reducer.end(bucket, *volumes(shares, across.index(self.reducer.state.rank), len(across)))
+        self.reducer.end(
+            bucket, *volumes(shares, across.index(self.reducer.state.rank), len(across))
+        )
 
     def _whole(self, piece: ParameterSlice) -> ParameterSlice:
         return bucket.cut(piece.name, piece.index, piece.size, piece.codec, self.nodes.size)
 
     def _sum(
-        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], owned: Sequence[Tensor]
+        self,
+        bucket: Bucket,
+        flats: Sequence[Tensor],
+        wholes: Sequence[ParameterSlice],
+        owned: Sequence[Tensor],
     ) -> None:
         """Puts the mean over the node, summed in the order of its ranks, in the place of this rank's part."""
         mine = {
-            place: self._message(bucket, f"to {place}", [f[w.part(place)] for f, w in zip(flats, wholes, strict=True)])
+            place: self._message(
+                bucket,
+                f"to {place}",
+                [f[w.part(place)] for f, w in zip(flats, wholes, strict=True)],
+            )
             for place in range(self.nodes.size)
         }
         length = mine[self._place].numel()
-        theirs = {place: self._bytes(bucket, f"from {place}", length) for place in mine if place != self._place}
+        theirs = {
+            place: self._bytes(bucket, f"from {place}", length)
+            for place in mine
+            if place != self._place
+        }
         self._exchange(bucket, {place: mine[place] for place in theirs}, theirs)
         theirs[self._place] = mine[self._place]
         begin = time.perf_counter()
-        good = [place for place in range(self.nodes.size) if self._sound(bucket, place, theirs[place])]
+        good = [
+            place for place in range(self.nodes.size) if self._sound(bucket, place, theirs[place])
+        ]
         for number, place in enumerate(good):
             for part, sent in zip(owned, self._parts(theirs[place], owned), strict=True):
                 part.copy_(sent) if number == 0 else part.add_(sent.to(part.device))
@@ -117,7 +135,11 @@ class Hierarchy:
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _give(
-        self, bucket: Bucket, flats: Sequence[Tensor], wholes: Sequence[ParameterSlice], owned: Sequence[Tensor]
+        self,
+        bucket: Bucket,
+        flats: Sequence[Tensor],
+        wholes: Sequence[ParameterSlice],
+        owned: Sequence[Tensor],
     ) -> None:
         """Puts the parts that the others of the node have averaged in their places."""
         mine = self._message(bucket, "mean", owned)
@@ -127,7 +149,9 @@ class Hierarchy:
             if place != self._place
         }
         theirs = {
-            place: self._bytes(bucket, f"mean of {place}", HEADER + 4 * sum(part.numel() for part in item))
+            place: self._bytes(
+                bucket, f"mean of {place}", HEADER + 4 * sum(part.numel() for part in item)
+            )
             for place, item in parts.items()
         }
         self._exchange(bucket, dict.fromkeys(theirs, mine), theirs)
@@ -148,11 +172,17 @@ class Hierarchy:
     @staticmethod
     def _parts(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """Returns the FP32 values of a message, in tensors as long as these."""
-        return list(torch.split(message[HEADER:].view(torch.float32), [part.numel() for part in like]))
+        return list(
+            torch.split(message[HEADER:].view(torch.float32), [part.numel() for part in like])
+        )
 
-    def _exchange(self, bucket: Bucket, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+    def _exchange(
+        self, bucket: Bucket, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
+    ) -> None:
         begin, ranks = time.perf_counter(), self._beside
-        inputs, used = ({ranks[index]: item for index, item in item.items()} for item in (outgoing, incoming))
+        inputs, used = (
+            {ranks[index]: item for index, item in item.items()} for item in (outgoing, incoming)
+        )
         exchange(self.reducer.group, inputs, used, bucket.about)
         self.reducer.tally.transfer += time.perf_counter() - begin
         self.reducer.tally.inside += sum(message.numel() for message in outgoing.values())
@@ -162,16 +192,22 @@ class Hierarchy:
         fault = self._head(bucket, place, message).fault(message)
         if fault is not None:
             state = self.reducer.state
-            self.reducer.faults.append(point_to_point.unread(state.rank, self._beside[place], bucket.about, fault))
+            self.reducer.faults.append(
+                point_to_point.unread(state.rank, self._beside[place], bucket.about, fault)
+            )
         return fault is None
 
     def _head(self, bucket: Bucket, place: int, message: Tensor) -> MessageHeader:
         subject = point_to_point.hash_of(f"inside a node, {self.reducer.state.codec}")
-        return MessageHeader(subject, self._beside[place], bucket.index, bucket.step, message.numel() - HEADER)
+        return MessageHeader(
+            subject, self._beside[place], bucket.index, bucket.step, message.numel() - HEADER
+        )
 
     def _bytes(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
         """Returns bytes that stay from step to step."""
         result = self._memory.get((bucket.index, name))
         if result is None or result.numel() != nbytes:
-            result = self._memory[bucket.index, name] = buffers.host(nbytes, self.reducer.state.device)
+            result = self._memory[bucket.index, name] = buffers.host(
+                nbytes, self.reducer.state.device
+            )
         return result

@@ -161,7 +161,9 @@ class PendingTransfers:
             raise result from error
 
 
-def exchange(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], about: str) -> None:
+def exchange(
+    group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], about: str
+) -> None:
     """Sends and receives; ranks are those of the group.
 
     Raises:
@@ -205,7 +207,11 @@ class Chunk:
     @property
     def coded(self) -> slice:
         """The bytes of what is in it, without the head."""
-        return slice(self.runs[0].wire.start, self.wire.stop) if self.runs else slice(self.wire.stop, self.wire.stop)
+        return (
+            slice(self.runs[0].wire.start, self.wire.stop)
+            if self.runs
+            else slice(self.wire.stop, self.wire.stop)
+        )
 
     def within(self, run: Run) -> slice:
         """Returns where the bytes of a run lie among those."""
@@ -213,7 +219,9 @@ class Chunk:
         return slice(run.wire.start - begin, run.wire.stop - begin)
 
 
-def stretches(pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int | None = None) -> list[Chunk]:
+def stretches(
+    pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int | None = None
+) -> list[Chunk]:
     """Returns a message that holds these parts of parameters, after its head, in stretches of at most `most` values."""
     most = VALUES if most is None else most
     result: list[Chunk] = []
@@ -263,7 +271,9 @@ def settle(
         RankError: on all ranks, if one could not, or has another.
     """
     # What is told is cut as a text, as bytes of it may end within a letter.
-    mine = _packed({"fault": faults[0][:300] if faults else None, "digest": digest, "finite": finite})
+    mine = _packed(
+        {"fault": faults[0][:300] if faults else None, "digest": digest, "finite": finite}
+    )
     peers = [peer for peer in range(world) if peer != rank]
     theirs = {peer: torch.empty(_SIZE, dtype=torch.uint8) for peer in peers}
     exchange(group, dict.fromkeys(peers, mine), theirs, f"the end of step {step}")
@@ -301,9 +311,15 @@ def _unpacked(message: torch.Tensor) -> dict[str, Any]:
     try:
         result = json.loads(bytes(message.numpy()))
     except ValueError:
-        return {"fault": "what a rank told at the end of a step cannot be read", "digest": 0, "finite": True}
+        return {
+            "fault": "what a rank told at the end of a step cannot be read",
+            "digest": 0,
+            "finite": True,
+        }
     return (
-        result if isinstance(result, dict) else {"fault": "what a rank told is no verdict", "digest": 0, "finite": True}
+        result
+        if isinstance(result, dict)
+        else {"fault": "what a rank told is no verdict", "digest": 0, "finite": True}
     )
 
 
@@ -331,7 +347,9 @@ class OutgoingMessage:
     residuals: Sequence[Tensor | None]
     summed: bool
 
-    def encode(self, bucket: Bucket, number: int, state: CompressorState, tally: CommunicationStatistics) -> None:
+    def encode(
+        self, bucket: Bucket, number: int, state: CompressorState, tally: CommunicationStatistics
+    ) -> None:
         """Writes a stretch."""
         begin = time.perf_counter()
         stretch = self.stretches[number]
@@ -344,7 +362,9 @@ class OutgoingMessage:
             residual = None if residual is None else residual[run.values]
             full = values if residual is None or not bucket.measured else values + residual
             first = self.parts[run.place].start + run.values.start
-            piece.codec.encode(values, to, state.draw(piece, bucket.step, first, self.summed), residual)
+            piece.codec.encode(
+                values, to, state.draw(piece, bucket.step, first, self.summed), residual
+            )
             if bucket.measured and not self.summed:
                 tally.measure(full, piece.codec, to)
         if near is not sent:
@@ -381,10 +401,16 @@ class IncomingMessages:
                 fault(sender, subject)
                 self.unread.add(sender)
 
-    def decode(self, bucket: Bucket, number: int, tally: CommunicationStatistics, fault: Fault) -> None:
+    def decode(
+        self, bucket: Bucket, number: int, tally: CommunicationStatistics, fault: Fault
+    ) -> None:
         """Sums a stretch."""
         begin = time.perf_counter()
-        good = [(sender, message) for sender, message in self.messages.items() if sender not in self.unread]
+        good = [
+            (sender, message)
+            for sender, message in self.messages.items()
+            if sender not in self.unread
+        ]
         stretch = self.stretches[number]
         runs = stretch.runs
         for order, (sender, message) in enumerate(good):
@@ -393,7 +419,10 @@ class IncomingMessages:
             for run in runs:
                 add = order > 0 or (bool(self.onto) and self.onto[run.place])
                 try:
-                    codec, values = bucket.pieces[run.place].codec, self.values[run.place][run.values]
+                    codec, values = (
+                        bucket.pieces[run.place].codec,
+                        self.values[run.place][run.values],
+                    )
                     codec.decode(near[stretch.within(run)], values, add, last)
                 except ValueError as error:
                     fault(sender, str(error))

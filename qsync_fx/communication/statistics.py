@@ -105,7 +105,9 @@ class Report:
     def _bytes_of_step(self) -> str:
         sums = self.tally
         wire, raw = round(sums.wire / sums.steps), round(sums.raw / sums.steps)
-        inside = f", {round(sums.inside / sums.steps)} inside the node in FP32" if sums.inside else ""
+        inside = (
+            f", {round(sums.inside / sums.steps)} inside the node in FP32" if sums.inside else ""
+        )
         return f"{wire} bytes per step in place of {raw} in FP32{inside}"
 
     def __str__(self) -> str:
@@ -115,9 +117,16 @@ class Report:
             f"  {self.coded} values coded, {self.plain} in FP32",
         ]
         if self.world == 1:
-            return "\n".join([*lines, "  one rank: nothing is sent, and gradients stay as they are"])
+            return "\n".join(
+                [*lines, "  one rank: nothing is sent, and gradients stay as they are"]
+            )
         if not self.coded and not sums.buckets:
-            return "\n".join([*lines, "  nothing is compressed: DistributedDataParallel sends gradients as they are"])
+            return "\n".join(
+                [
+                    *lines,
+                    "  nothing is compressed: DistributedDataParallel sends gradients as they are",
+                ]
+            )
         lines += [
             f"  sent {sums.wire / 1e6:.3f} MB in place of {sums.raw / 1e6:.3f} MB: {self.ratio:.4f}",
             f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
@@ -135,7 +144,9 @@ class Report:
         if self.adapted is not None:
             lines.append(f"  {self.adapted}")
         if self.variance is not None:
-            lines.append(f"  variance added: {self.variance:.3g} of the square of a rank's gradient")
+            lines.append(
+                f"  variance added: {self.variance:.3g} of the square of a rank's gradient"
+            )
         return "\n".join(lines)
 
 

@@ -110,7 +110,10 @@ _SAID = {
     ),
     Reason.BREAK: ("the graph breaks where it is called", ""),
     Reason.SKIPPED: ("Dynamo left the function that calls it to Python", ""),
-    Reason.NOT_GIVEN: ("torch.compile was not given it", "compile the whole model, or this module too"),
+    Reason.NOT_GIVEN: (
+        "torch.compile was not given it",
+        "compile the whole model, or this module too",
+    ),
     Reason.NOT_MET: (
         "Dynamo has met nothing of the model",
         "call what torch.compile returned, not the module that it was given, and see that neither "
@@ -123,7 +126,13 @@ _SAID = {
     Reason.NOT_CALLED: ("no call of it has been compiled", ""),
 }
 _NO_ADVICE = (
-    *("eport an issue", "report a bug", "It may be possible", "an earlier graph break", "finding a workaround"),
+    *(
+        "eport an issue",
+        "report a bug",
+        "It may be possible",
+        "an earlier graph break",
+        "finding a workaround",
+    ),
     # With fullgraph=True the call would have raised, and the reported step has run without an error.
     *("fullgraph", "may result in an error when running in eager"),
 )
@@ -138,7 +147,11 @@ def why_of(text: str) -> Reason | None:
 def reason(cause: CoverageCause) -> str:
     """Says why, with Dynamo's words where ours are general."""
     reported = _SAID[cause.why][0]
-    text = f": {_first_line(cause.text)}" if cause.text and cause.why in (Reason.BREAK, Reason.SKIPPED) else ""
+    text = (
+        f": {_first_line(cause.text)}"
+        if cause.text and cause.why in (Reason.BREAK, Reason.SKIPPED)
+        else ""
+    )
     return f"{reported}{text}" + (f" ({cause.function}, {cause.where})" if cause.where else "")
 
 
@@ -158,12 +171,16 @@ def cause_of(tree: Tree, path: str) -> CoverageCause:
         frames = [frame for frame in tree.frames(part) if path not in tree.held or stale(frame)]
         if causes := [cause for frame in frames for cause in _causes(tree, frame, part, path)]:
             result = max(causes, key=lambda cause: _about(tree, cause, path))
-            if result.why is Reason.NESTED or (result.why is not Reason.INBUILT and inbuilt is None):
+            if result.why is Reason.NESTED or (
+                result.why is not Reason.INBUILT and inbuilt is None
+            ):
                 return result
             inbuilt = inbuilt or result
     if inbuilt is not None:
         return inbuilt
-    return CoverageCause(Reason.ELSEWHERE if has_run(tree.modules[path], tree.log) else Reason.NOT_CALLED)
+    return CoverageCause(
+        Reason.ELSEWHERE if has_run(tree.modules[path], tree.log) else Reason.NOT_CALLED
+    )
 
 
 def nested(frame: Frame) -> CoverageCause | None:
@@ -184,7 +201,9 @@ def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[Coverage
             if part != path or part in tree.compiled:
                 yield CoverageCause(Reason.INBUILT, part=part)
         else:
-            yield CoverageCause(Reason.SKIPPED if skipped else Reason.BREAK, frame.name, frame.where, text, part)
+            yield CoverageCause(
+                Reason.SKIPPED if skipped else Reason.BREAK, frame.name, frame.where, text, part
+            )
 
 
 def _about(tree: Tree, cause: CoverageCause, path: str) -> tuple[bool, bool, bool]:
@@ -192,7 +211,12 @@ def _about(tree: Tree, cause: CoverageCause, path: str) -> tuple[bool, bool, boo
     if cause.why is Reason.BACKWARD_HOOK:
         named = any(tree.modules[part]._backward_hooks for part in tree.above(path))
     else:
-        names = [name for part in tree.above(path) if part != cause.part for name in _names(tree.modules[part], part)]
+        names = [
+            name
+            for part in tree.above(path)
+            if part != cause.part
+            for name in _names(tree.modules[part], part)
+        ]
         named = any(name in cause.text for name in names)
     return named, cause.why is not Reason.BREAK, cause.why not in (Reason.SKIPPED, Reason.DISABLED)
 
@@ -216,7 +240,9 @@ def _hints(text: str) -> tuple[str, ...]:
 _LIMITS = ("accumulated_recompile_limit", "recompile_limit")
 
 
-def tell_of_a_limit(code: CodeType, options: Options, texts: Iterable[str], frames: Sequence[Frame] = ()) -> None:
+def tell_of_a_limit(
+    code: CodeType, options: Options, texts: Iterable[str], frames: Sequence[Frame] = ()
+) -> None:
     """Says that Dynamo has left a function to Python since it has made too many versions of it, if that is among its reasons.
 
     Args:
@@ -228,8 +254,12 @@ def tell_of_a_limit(code: CodeType, options: Options, texts: Iterable[str], fram
     reported = next((text for text in texts if why_of(text) is Reason.LIMIT), None)
     if reported is None or not _decides_on_any(options, _held(code)):
         return
-    name = f"torch._dynamo.config.{next((name for name in _LIMITS if name in reported), _LIMITS[-1])}"
-    function, where = next(map(_described, frames), (code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"))
+    name = (
+        f"torch._dynamo.config.{next((name for name in _LIMITS if name in reported), _LIMITS[-1])}"
+    )
+    function, where = next(
+        map(_described, frames), (code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}")
+    )
     message = f"Dynamo has reached {name} for {function} and makes no more versions of it"
     do = f"set {name} higher if so many versions are meant; TORCH_LOGS=recompiles tells why each was made"
     if options.is_default:
@@ -255,8 +285,12 @@ def _held(code: CodeType) -> Iterator[OpId]:
     for log in logs():
         for (live, _), frame in log.frames.items():
             if live is code:
-                yield from (ran.id for ran in frame.operators.values() if ran.kind is Kind.ADJUSTABLE)
+                yield from (
+                    ran.id for ran in frame.operators.values() if ran.kind is Kind.ADJUSTABLE
+                )
 
 
 def _decides_on_any(options: Options, ids: Iterable[OpId]) -> bool:
-    return any(options.plan is None or options.plan.precision_for(op_id) is not None for op_id in ids)
+    return any(
+        options.plan is None or options.plan.precision_for(op_id) is not None for op_id in ids
+    )

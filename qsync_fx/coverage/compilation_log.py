@@ -109,14 +109,18 @@ class Log:
     reached: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     watched: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     told: set[OpId | str] = field(default_factory=set)
-    unasked: weakref.WeakKeyDictionary[nn.Module, Plan] = field(default_factory=weakref.WeakKeyDictionary)
+    unasked: weakref.WeakKeyDictionary[nn.Module, Plan] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     stale: set[str] = field(default_factory=set)
     last: int = field(default_factory=lambda: next(_counting))
 
     def declare(self, module: nn.Module, within: str) -> None:
         """Notes that torch.compile was given a module."""
         self.last = next(_counting)
-        self.declared = [(ref, path) for ref, path in self.declared if ref() is not None and ref() is not module]
+        self.declared = [
+            (ref, path) for ref, path in self.declared if ref() is not None and ref() is not module
+        ]
         self.declared.append((weakref.ref(module), within))
         self.settled.discard(module)
         self.watched.discard(module)
@@ -204,7 +208,9 @@ def converting() -> Iterator[list[Frame]]:
         _thread.touched = before
 
 
-def note_graph(frame: Frame, root: nn.Module, path: str, operators: Iterable[Ran], live: Iterable[str]) -> None:
+def note_graph(
+    frame: Frame, root: nn.Module, path: str, operators: Iterable[Ran], live: Iterable[str]
+) -> None:
     """Adds what a graph holds to the entry of its frame."""
     frame.root, frame.path = weakref.ref(root), path
     for ran in operators:

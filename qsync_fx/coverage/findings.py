@@ -53,7 +53,9 @@ class Uncovered:
         if choice is None:
             return replace(self, planned=None, lost=False)
         counts = self.ran and (choice.explicit or self.cause.why is not Reason.NOT_GIVEN)
-        return replace(self, planned=choice.precision, lost=counts and not self.holds(choice.precision))
+        return replace(
+            self, planned=choice.precision, lost=counts and not self.holds(choice.precision)
+        )
 
     def holds(self, planned: Precision) -> bool:
         """Whether it computes in a planned format by itself."""
@@ -110,15 +112,25 @@ def findings(plan: Plan, decided: Iterable[OpId], modules: Sequence[Uncovered]) 
     modules = tuple(module.under(plan) for module in modules)
     amiss = misfit(plan, list(decided))
     unused = [_unused(entry, precision, near, modules) for entry, precision, near in amiss.unused]
-    fulfilled = [item for item in unused if item.inside and all(part.holds(item.precision) for part in item.inside)]
+    fulfilled = [
+        item
+        for item in unused
+        if item.inside and all(part.holds(item.precision) for part in item.inside)
+    ]
     return Findings(
-        modules, tuple(item for item in unused if item not in fulfilled), tuple(item.entry for item in fulfilled)
+        modules,
+        tuple(item for item in unused if item not in fulfilled),
+        tuple(item.entry for item in fulfilled),
     )
 
 
 def uncovered(tree: Tree) -> tuple[Uncovered, ...]:
     """Returns the modules of a model that are in no graph, or in none that still runs."""
-    return tuple(_uncovered(tree, path, module) for path, module in tree.parameterised.items() if _missing(tree, path))
+    return tuple(
+        _uncovered(tree, path, module)
+        for path, module in tree.parameterised.items()
+        if _missing(tree, path)
+    )
 
 
 def in_doubt(tree: Tree) -> list[nn.Module]:
@@ -126,7 +138,9 @@ def in_doubt(tree: Tree) -> list[nn.Module]:
     return [
         module
         for path, module in tree.parameterised.items()
-        if _missing(tree, path) and has_gradients(module) and cause_of(tree, path).why is Reason.NOT_CALLED
+        if _missing(tree, path)
+        and has_gradients(module)
+        and cause_of(tree, path).why is Reason.NOT_CALLED
     ]
 
 
@@ -144,10 +158,14 @@ def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
 
 
 def _missing(tree: Tree, path: str) -> bool:
-    return path not in tree.held or any(stale(frame) for part in tree.above(path) for frame in tree.frames(part))
+    return path not in tree.held or any(
+        stale(frame) for part in tree.above(path) for frame in tree.frames(part)
+    )
 
 
-def _uncovered(tree: Tree, path: str, module: nn.Module, cause: CoverageCause | None = None) -> Uncovered:
+def _uncovered(
+    tree: Tree, path: str, module: nn.Module, cause: CoverageCause | None = None
+) -> Uncovered:
     cause, kind = cause or cause_of(tree, path), type(module).__name__
     # Linear, LayerNorm, Conv2d: linear, layer_norm, conv2d.
     likely = OpId(joined(tree.within, path), re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower())
@@ -155,13 +173,17 @@ def _uncovered(tree: Tree, path: str, module: nn.Module, cause: CoverageCause | 
     return Uncovered(path, kind, cause, _ran(tree, module, cause), owned, likely)
 
 
-def _unused(entry: OpId | str, precision: Precision, near: tuple[str, ...], modules: Sequence[Uncovered]) -> Unused:
+def _unused(
+    entry: OpId | str, precision: Precision, near: tuple[str, ...], modules: Sequence[Uncovered]
+) -> Unused:
     def named(path: str) -> bool:
         if isinstance(entry, OpId):
             return path == (entry.module or entry.after)
         return module_regex(entry).match(escaped(path)) is not None
 
-    return Unused(entry, precision, near, tuple(module for module in modules if named(module.likely.module)))
+    return Unused(
+        entry, precision, near, tuple(module for module in modules if named(module.likely.module))
+    )
 
 
 def _ran(tree: Tree, module: nn.Module, cause: CoverageCause) -> bool:

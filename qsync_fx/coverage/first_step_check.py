@@ -29,7 +29,15 @@ from torch.utils.hooks import RemovableHandle
 
 from qsync_fx.coverage.causes import nested, reason, way_out
 from qsync_fx.coverage.compilation_log import Frame, Log, log_of, logs
-from qsync_fx.coverage.findings import Findings, Uncovered, Unused, findings, in_doubt, packed, uncovered
+from qsync_fx.coverage.findings import (
+    Findings,
+    Uncovered,
+    Unused,
+    findings,
+    in_doubt,
+    packed,
+    uncovered,
+)
 from qsync_fx.coverage.module_coverage import Tree, models, watch
 from qsync_fx.errors import PlanError, PlanWarning, shown
 from qsync_fx.options import Options
@@ -51,16 +59,20 @@ def not_applied(result: Findings, name: str) -> PlanError:
     where = [*_places(lost), *map(unused_text, result.unused[:_SHOWN])]
     methods = [way_out(module.cause) for module in lost] + [_way(entry) for entry in result.unused]
     do = [*_distinct(methods), "qsync_fx.plan_coverage(model) lists everything"]
-    return PlanError(f"the plan is not applied: {'; '.join(subject)}", where="; ".join(where), do="; ".join(do))
+    return PlanError(
+        f"the plan is not applied: {'; '.join(subject)}", where="; ".join(where), do="; ".join(do)
+    )
 
 
 def unused_text(entry: Unused) -> str:
     """Says which entry of the plan decides on nothing, and what it names."""
-    named = f"the operator {entry.entry}" if isinstance(entry.entry, OpId) else f"the pattern {shown(entry.entry)}"
+    named = (
+        f"the operator {entry.entry}"
+        if isinstance(entry.entry, OpId)
+        else f"the pattern {shown(entry.entry)}"
+    )
     if entry.inside:
-        return (
-            f"{named} ({entry.precision}) names what is in no graph: {_list([module.path for module in entry.inside])}"
-        )
+        return f"{named} ({entry.precision}) names what is in no graph: {_list([module.path for module in entry.inside])}"
     return f"{named} ({entry.precision}) names nothing that a plan decides on"
 
 
@@ -68,14 +80,20 @@ def _places(lost: Sequence[Uncovered]) -> list[str]:
     """One text for each reason, with the modules that it holds for."""
     by_reason: dict[str, list[str]] = {}
     for module in lost:
-        by_reason.setdefault(reason(module.cause), []).append(f"{module.path or 'the model itself'} ({module.type})")
+        by_reason.setdefault(reason(module.cause), []).append(
+            f"{module.path or 'the model itself'} ({module.type})"
+        )
     return [f"{_list(modules)}: {why}" for why, modules in by_reason.items()]
 
 
 def _way(entry: Unused) -> str:
     if entry.inside:
         return way_out(entry.inside[0].cause)
-    return f"nearest: {', '.join(entry.near)}" if entry.near else 'remove it, or see the ids with "qsync inspect"'
+    return (
+        f"nearest: {', '.join(entry.near)}"
+        if entry.near
+        else 'remove it, or see the ids with "qsync inspect"'
+    )
 
 
 def _list(names: Sequence[str]) -> str:
@@ -121,13 +139,18 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for log in available:
         for root in models(log):
-            if root not in log.settled and any(id(p) in trained and p.grad is not None for p in root.parameters()):
+            if root not in log.settled and any(
+                id(p) in trained and p.grad is not None for p in root.parameters()
+            ):
                 if _waits(root, log):
                     _hook.checked.pop(optimizer, None)
                     continue
                 log.settled.add(root)
                 settle(root, log)
-    if not any(root not in log.settled for log in available for root in models(log)) and _hook.handle is not None:
+    if (
+        not any(root not in log.settled for log in available for root in models(log))
+        and _hook.handle is not None
+    ):
         _leave(_hook.handle)
 
 
@@ -160,7 +183,9 @@ def settle(root: nn.Module, log: Log) -> None:
     _tell(findings(tree.intended, tree.decided(), uncovered(tree)), tree)
 
 
-def settle_when_called_again(run: Callable[..., Any], root: nn.Module, options: Options) -> Callable[..., Any]:
+def settle_when_called_again(
+    run: Callable[..., Any], root: nn.Module, options: Options
+) -> Callable[..., Any]:
     """Returns the code of the first graph of a model's forward pass, which checks the model when it is called for the second time.
 
     Then all that a forward pass runs has been compiled. It is for code of evaluation, which no training step may follow.
@@ -199,7 +224,9 @@ def _tell(result: Findings, tree: Tree) -> None:
     log = tree.log
     if not log.options.strict or tree.within:
         # An entry is told of once. The parts of a model that are given one by one have one plan.
-        result = replace(result, unused=tuple(entry for entry in result.unused if entry.entry not in log.told))
+        result = replace(
+            result, unused=tuple(entry for entry in result.unused if entry.entry not in log.told)
+        )
         log.told.update(entry.entry for entry in result.unused)
     if not result:
         return
@@ -212,6 +239,8 @@ def _tell(result: Findings, tree: Tree) -> None:
 def _outside_torch() -> int:
     """How many calls above there is a line of the user's: the one that makes the step."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "qsync_fx.")):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch.", "qsync_fx.")
+    ):
         level, frame = level + 1, frame.f_back
     return level

@@ -54,10 +54,17 @@ class Tree:
                 part in self.compiled or self.frames(part) for part in self.above(path)
             )
             self._frames[path] = list(_frames_of(module, log, shared=called))
-        owned = [frame.path for frame in self._frames[""] if frame.module() is self.root and frame.held]
+        owned = [
+            frame.path for frame in self._frames[""] if frame.module() is self.root and frame.held
+        ]
         reported = [path for ref, path in log.declared if ref() is self.root]
         self.within = next(iter((*owned, *reported)), "")
-        self.held = {joined(path, rest) for path, frames in self._frames.items() for f in frames for rest in f.held}
+        self.held = {
+            joined(path, rest)
+            for path, frames in self._frames.items()
+            for f in frames
+            for rest in f.held
+        }
 
     @property
     def plan(self) -> Plan:
@@ -101,7 +108,9 @@ class Tree:
         result: dict[str, dict[object, Ran]] = {}
         for path, frames in self._frames.items():
             counts: Counter[str] = Counter()
-            for ran in (ran for frame in frames for ran in _moved(frame, joined(self.within, path), counts)):
+            for ran in (
+                ran for frame in frames for ran in _moved(frame, joined(self.within, path), counts)
+            ):
                 result.setdefault(below(ran.id.module, self.within) or "", {})[ran.id] = ran
         return {path: list(by_id.values()) for path, by_id in result.items()}
 
@@ -148,7 +157,12 @@ def _frames_of(module: nn.Module, log: Log, shared: bool) -> Iterator[Frame]:
     for (code, ref), frame in log.frames.items():
         if ref() is module:
             yield frame
-        elif code not in owned and frame.shape == shape and not frame.alone and frame.outcome is not Outcome.SKIPPED:
+        elif (
+            code not in owned
+            and frame.shape == shape
+            and not frame.alone
+            and frame.outcome is not Outcome.SKIPPED
+        ):
             others[code] = frame
     yield from others.values()
 

@@ -12,7 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from qsync_fx.devices.cpu_features import cpu_multiplies_integers, native_integer_unit, wrong_path
+    from qsync_fx.devices.cpu_features import (
+        cpu_multiplies_integers,
+        native_integer_unit,
+        wrong_path,
+    )
     from qsync_fx.devices.device_catalog import get, names
     from qsync_fx.devices.device_model import Device
     from qsync_fx.devices.format_support import (
@@ -33,10 +37,22 @@ if TYPE_CHECKING:
 _HOMES: Final = {
     **dict.fromkeys(("Kernels", "standing_for", "target_of"), "format_support"),
     **dict.fromkeys(("Device",), "device_model"),
-    **dict.fromkeys(("cpu_multiplies_integers", "native_integer_unit", "wrong_path"), "cpu_features"),
+    **dict.fromkeys(
+        ("cpu_multiplies_integers", "native_integer_unit", "wrong_path"), "cpu_features"
+    ),
     **dict.fromkeys(("get", "names"), "device_catalog"),
     **dict.fromkeys(
-        ("Support", "compiles", "default_precision", "forget", "offer", "row_at", "row_on", "support"), "format_support"
+        (
+            "Support",
+            "compiles",
+            "default_precision",
+            "forget",
+            "offer",
+            "row_at",
+            "row_on",
+            "support",
+        ),
+        "format_support",
     ),
     **dict.fromkeys(("TARGETS", "check_target", "targeted"), "target_override"),
 }

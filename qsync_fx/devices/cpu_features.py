@@ -60,26 +60,43 @@ def cpu(cpuinfo: str | None = None) -> Cpu:
         with contextlib.suppress(OSError):
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     entries = [
-        {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in entry.splitlines())}
+        {
+            key.strip(): value.strip()
+            for key, _, value in (line.partition(":") for line in entry.splitlines())
+        }
         for entry in cpuinfo.split("\n\n")
         if entry.strip()
     ]
     first = entries[0] if entries else {}
     flags = set(first.get("flags", first.get("Features", "")).split())
     cores = {
-        (entry["physical id"], entry["core id"]) for entry in entries if {"physical id", "core id"} <= entry.keys()
+        (entry["physical id"], entry["core id"])
+        for entry in entries
+        if {"physical id", "core id"} <= entry.keys()
     }
     return Cpu(
         model=first.get("model name", platform.processor()),
         features=tuple(
-            name for name, methods in _FEATURES.items() if any(flags.issuperset(method.split()) for method in methods)
+            name
+            for name, methods in _FEATURES.items()
+            if any(flags.issuperset(method.split()) for method in methods)
         ),
         cores=len(cores) or None,
-        threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
     )
 
 
-_WITHOUT: Final = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+_WITHOUT: Final = (
+    "SSE41",
+    "AVX",
+    "AVX2",
+    "AVX2_VNNI",
+    "AVX2_VNNI_2",
+    "AVX512_CORE",
+    "AVX512_CORE_VNNI",
+)
 """Values of ONEDNN_MAX_CPU_ISA, which narrows what oneDNN uses and which no query of torch's knows."""
 
 

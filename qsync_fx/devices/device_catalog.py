@@ -83,7 +83,9 @@ def _identity(path: Path) -> tuple[Path, int, int]:
         result = path.stat()
     except (OSError, ValueError) as error:
         message = f"the device file cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise DeviceError(message, where=shown(str(path)), do="check the path and its permissions") from error
+        raise DeviceError(
+            message, where=shown(str(path)), do="check the path and its permissions"
+        ) from error
     return path, result.st_mtime_ns, result.st_size
 
 

@@ -29,7 +29,14 @@ from qsync_fx.devices.roofline import (
     multiplied,
     reduced,
 )
-from qsync_fx.devices.spec import ConvolutionSpec, FunctionalUnit, LinkSpec, MemorySpec, ReductionSpec, Tiles
+from qsync_fx.devices.spec import (
+    ConvolutionSpec,
+    FunctionalUnit,
+    LinkSpec,
+    MemorySpec,
+    ReductionSpec,
+    Tiles,
+)
 from qsync_fx.errors import DeviceError, nearest, shown
 from qsync_fx.formats import FORMATS, FP32, Precision, encoding, precision
 from qsync_fx.serialization.schema import TomlSchema
@@ -102,7 +109,9 @@ class Device:
 
         return None if self.kind == "cpu" else name_of(self) or self.path or self.name
 
-    def gemm_seconds(self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn") -> float:
+    def gemm_seconds(
+        self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn"
+    ) -> float:
         """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""
         _check(m=m, n=n, k=k)
         _one_of("layout", layout, LAYOUTS, "gemm_seconds")
@@ -132,16 +141,22 @@ class Device:
         """
         strides = (stride, stride) if isinstance(stride, int) else tuple(stride)
         around = (padding, padding) if isinstance(padding, int) else tuple(padding)
-        _check(n=n, c=c, h=h, w=w, k=k, r=r, s=s, **{"stride": strides[0], "stride across": strides[1]})
+        _check(
+            n=n, c=c, h=h, w=w, k=k, r=r, s=s, **{"stride": strides[0], "stride across": strides[1]}
+        )
         if min(around) < 0:
-            raise DeviceError(f"a padding cannot be {min(around)}", where="conv_seconds", do="give 0 or more")
-        if r > h + 2 * around[0] or s > w + 2 * around[1]:
-            message = (
-                f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
+            raise DeviceError(
+                f"a padding cannot be {min(around)}", where="conv_seconds", do="give 0 or more"
             )
-            raise DeviceError(message, where="conv_seconds", do="give sizes of a convolution that there is")
+        if r > h + 2 * around[0] or s > w + 2 * around[1]:
+            message = f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
+            raise DeviceError(
+                message, where="conv_seconds", do="give sizes of a convolution that there is"
+            )
         _one_of("product", product, PRODUCTS, "conv_seconds")
-        return _convolution(self, (n, c, h, w, k, r, s, *strides, *around), self.unit(precision).name, product)
+        return _convolution(
+            self, (n, c, h, w, k, r, s, *strides, *around), self.unit(precision).name, product
+        )
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
         """Returns the seconds in which `ranks` of these devices, in one server, add up a tensor of `nbytes` bytes."""
@@ -179,25 +194,33 @@ class Device:
 
     def machine(self, unit: str) -> RooflineMachine:
         """Returns what products of the format of a unit are computed with."""
-        return RooflineMachine(self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth)
+        return RooflineMachine(
+            self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth
+        )
 
 
 def _check(**sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DeviceError(
-                f"{name} cannot be {size!r}", where="the sizes of the work", do="give whole numbers from 1"
+                f"{name} cannot be {size!r}",
+                where="the sizes of the work",
+                do="give whole numbers from 1",
             )
 
 
 def _one_of(description: str, value: str, available: Sequence[str], where: str) -> None:
     if value not in available:
-        raise DeviceError(f"there is no {description} {value!r}", where=where, do=nearest(str(value), available))
+        raise DeviceError(
+            f"there is no {description} {value!r}", where=where, do=nearest(str(value), available)
+        )
 
 
 def _check_bytes(size: float, name: str = "nbytes") -> None:
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < float("inf"):
-        raise DeviceError(f"{name} cannot be {size!r}", where="the sizes of the work", do="give a number from 0")
+        raise DeviceError(
+            f"{name} cannot be {size!r}", where="the sizes of the work", do="give a number from 0"
+        )
 
 
 def constants(device: Device, unit: str) -> tuple[Device, str]:
@@ -210,9 +233,14 @@ def constants(device: Device, unit: str) -> tuple[Device, str]:
     while index is not None:
         if index.name in requested:
             message = f"the devices {' and '.join(requested)} are each calibrated as the other"
-            raise DeviceError(message, where=f"device {device.name}", do="let one of them stand for itself")
+            raise DeviceError(
+                message, where=f"device {device.name}", do="let one of them stand for itself"
+            )
         requested.append(index.name)
-        for name in (unit, *(other for other in index.products if (precision(other).bits < 32) is narrow)):
+        for name in (
+            unit,
+            *(other for other in index.products if (precision(other).bits < 32) is narrow),
+        ):
             if name in index.products and name in index.convolutions:
                 return index, name
         index = get(index.calibrated_as) if index.calibrated_as else None
@@ -225,7 +253,9 @@ def _gemm(device: Device, m: int, n: int, k: int, unit: str, layout: Layout) -> 
     fmt = precision(unit)
     by = index.products[name] if name else _USUAL
     result = max(fmt.output.dtype.itemsize, fmt.dtype.itemsize) if fmt.kind == "float" else 4
-    return float(multiplied(by, device.machine(unit), m, n, k, layout, fmt.dtype.itemsize, result)[0])
+    return float(
+        multiplied(by, device.machine(unit), m, n, k, layout, fmt.dtype.itemsize, result)[0]
+    )
 
 
 @functools.lru_cache(maxsize=65536)
@@ -236,12 +266,20 @@ def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Pro
     by = result.get(product) or result.get(PRODUCTS[0]) or _USUAL
     tensor_cores = device.kind == "gpu" and fmt is not FP32
     return float(
-        convolved(by, device.machine(unit), GemmShape.of(*sizes), product, fmt.dtype.itemsize, tensor_cores)[0]
+        convolved(
+            by,
+            device.machine(unit),
+            GemmShape.of(*sizes),
+            product,
+            fmt.dtype.itemsize,
+            tensor_cores,
+        )[0]
     )
 
 
 _USUAL = ConvolutionSpec(
-    efficiency=0.7, source="no device of its kind was fitted: what libraries of matrix products usually reach"
+    efficiency=0.7,
+    source="no device of its kind was fitted: what libraries of matrix products usually reach",
 )
 
 
@@ -255,12 +293,18 @@ _EDGES = (32, 64, 128)
 
 def _positive(value: Any, *names: str) -> str | None:
     wrong = next((name for name in names if not getattr(value, name) > 0), None)
-    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be above 0"
+    return (
+        None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be above 0"
+    )
 
 
 def _from_zero(value: Any, *names: str) -> str | None:
     wrong = next((name for name in names if not getattr(value, name) >= 0), None)
-    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be 0 or more"
+    return (
+        None
+        if wrong is None
+        else f" has {wrong} = {getattr(value, wrong)}, which is to be 0 or more"
+    )
 
 
 def _sourced(value: Any) -> str | None:
@@ -295,7 +339,9 @@ def _tiles(tiles: Tiles) -> str | None:
     return (
         _sourced(tiles)
         or _positive(tiles, "efficiency", "step", "splits", "memory", "misaligned", "alignment")
-        or _from_zero(tiles, "small_tiles", "latency", "prologue", "reduction", "launch", "throttle")
+        or _from_zero(
+            tiles, "small_tiles", "latency", "prologue", "reduction", "launch", "throttle"
+        )
     )
 
 
@@ -304,9 +350,13 @@ def _parsed_convolution(by: ConvolutionSpec) -> str | None:
         return f" corrects by {shown(wrong)}: {nearest(wrong[:40], FEATURES)}"
     for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
         if getattr(by, name) not in edges:
-            return f" has {name} = {getattr(by, name)}: tiles have an edge of at least 32, 64 or 128"
+            return (
+                f" has {name} = {getattr(by, name)}: tiles have an edge of at least 32, 64 or 128"
+            )
     owned = (
-        {field.name for field in fields(ConvolutionSpec)} - {field.name for field in fields(Tiles)} - {"corrections"}
+        {field.name for field in fields(ConvolutionSpec)}
+        - {field.name for field in fields(Tiles)}
+        - {"corrections"}
     )
     return _tiles(by) or _positive(by, "places", "ordinary") or _from_zero(by, *sorted(owned))
 
@@ -335,14 +385,20 @@ def _device(device: Device) -> str | None:
         return f" has the name {shown(device.name)}: letters, digits, '-', '_' and '.' make one"
     if (device.capability is None) is (device.kind == "gpu"):
         return " is a GPU's exactly where it has a compute capability"
-    if device.capability is not None and not (0 < device.capability[0] < 99 and 0 <= device.capability[1] < 10):
+    if device.capability is not None and not (
+        0 < device.capability[0] < 99 and 0 <= device.capability[1] < 10
+    ):
         return f" has capability = {list(device.capability)}: [7, 5] is that of a T4"
     for spec_field in ("units", "products", "convolutions"):
-        if wrong := next((name for name in getattr(device, spec_field) if name not in FORMATS), None):
+        if wrong := next(
+            (name for name in getattr(device, spec_field) if name not in FORMATS), None
+        ):
             return f" has {spec_field} of {shown(wrong)}: {nearest(wrong[:40], FORMATS)}"
     if "fp32" not in device.units:
         return " has no unit for fp32"
-    if wrong := next((p for by in device.convolutions.values() for p in by if p not in PRODUCTS), None):
+    if wrong := next(
+        (p for by in device.convolutions.values() for p in by if p not in PRODUCTS), None
+    ):
         return f" has convolutions with a product {shown(wrong)}: {nearest(wrong[:40], PRODUCTS)}"
     return _sourced(device) or _positive(device, "processors", "clock")
 

@@ -80,10 +80,16 @@ ANY = (99, 0)
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of a CUDA device, or the one that a device counts as having."""
-    assumed = target_of(device) or (Offer.kernels(device).capability if device.type != "meta" else None)
+    assumed = target_of(device) or (
+        Offer.kernels(device).capability if device.type != "meta" else None
+    )
     if assumed is not None:
         return assumed
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else ANY
+    return (
+        torch.cuda.get_device_capability(device)
+        if device.type == "cuda" and torch.cuda.is_available()
+        else ANY
+    )
 
 
 @contextlib.contextmanager
@@ -97,7 +103,14 @@ def standing_for(device: torch.device) -> Iterator[None]:
             target.reset(token)
 
 
-CUDA_SINCE = {"fp16": (7, 0), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9), "fp8_e5m2": (8, 9)}
+CUDA_SINCE = {
+    "fp16": (7, 0),
+    "int8": (7, 5),
+    "bf16": (8, 0),
+    "tf32": (8, 0),
+    "fp8": (8, 9),
+    "fp8_e5m2": (8, 9),
+}
 """Compute capability whose tensor cores first have the values of a format, by its `encoding` (NVIDIA's architecture whitepapers)."""
 
 _COMPILED_SINCE = {"bf16": (8, 0)}
@@ -172,7 +185,11 @@ def row_on(device: torch.device, fmt: Precision) -> Precision:
 
 def row_at(capability: tuple[int, int], fmt: Precision) -> Precision:
     """Returns a format's row as it is on GPUs of a compute capability, as `row_on` does."""
-    return fmt if all(_compiled_at(capability, precision(name)) for name in _INSTEAD) else _without(fmt)
+    return (
+        fmt
+        if all(_compiled_at(capability, precision(name)) for name in _INSTEAD)
+        else _without(fmt)
+    )
 
 
 @functools.cache
@@ -207,7 +224,9 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
     if fmt.name == "bf16":
         if native_bf16_unit():
             return Support("native", fmt, "this CPU computes BF16 through oneDNN")
-        return Support("simulated", fmt, "this CPU has no BF16 unit: values are converted to FP32 and back")
+        return Support(
+            "simulated", fmt, "this CPU has no BF16 unit: values are converted to FP32 and back"
+        )
     if fmt.name == "fp16":
         if exact:
             return Support("simulated", fmt, "PyTorch computes FP16 on the CPU exactly and slowly")
@@ -218,12 +237,20 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
         )
     if encoding(fmt).name == "int8":
         return _integers(fmt)
-    return Support("simulated", fmt, f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}")
+    return Support(
+        "simulated",
+        fmt,
+        f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}",
+    )
 
 
 def _integers(fmt: Precision) -> Support:
     if (wrong := wrong_path()) is not None:
-        return Support("simulated", fmt, f"{wrong.where} is wrong, and whatever computes in {fmt} fails: {wrong.what}")
+        return Support(
+            "simulated",
+            fmt,
+            f"{wrong.where} is wrong, and whatever computes in {fmt} fails: {wrong.what}",
+        )
     if native_integer_unit():
         return Support(
             "native",
@@ -233,7 +260,9 @@ def _integers(fmt: Precision) -> Support:
         )
     if not cpu_multiplies_integers():
         return Support(
-            "simulated", fmt, "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32"
+            "simulated",
+            fmt,
+            "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32",
         )
     # That sums are exact says nothing of a unit: what has none may be exact, too.
     if {"vnni", "amx"}.intersection(cpu().features):
@@ -243,7 +272,9 @@ def _integers(fmt: Precision) -> Support:
             "oneDNN has a unit for INT8 and the native module's path has none; convolutions run exactly in BF16",
         )
     return Support(
-        "simulated", fmt, "no unit for INT8 is known of this CPU: oneDNN multiplies exact values without one"
+        "simulated",
+        fmt,
+        "no unit for INT8 is known of this CPU: oneDNN multiplies exact values without one",
     )
 
 
@@ -276,11 +307,17 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
     if values.name in kernels.formats:
         return Support(
-            "native", fmt, f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores where that is faster"
+            "native",
+            fmt,
+            f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores where that is faster",
         )
     reason = kernels.reason or f"there is no kernel of ours that multiplies {values} by {values}"
     if fmt.kind == "integer":
-        return Support("native", fmt, f"cuBLAS multiplies {values}; convolutions run exactly in {carrier}: {reason}")
+        return Support(
+            "native",
+            fmt,
+            f"cuBLAS multiplies {values}; convolutions run exactly in {carrier}: {reason}",
+        )
     return Support(
         "simulated",
         fmt,
@@ -308,10 +345,16 @@ def resolve(
     if not runs.plain and (refused is not None or not row.scaled):
         runs = live if live is not None and live.bits < 32 else row_on(device, planned).elsewhere
         but = f", and {row.unscaled}:" if row.unscaled else ","
-        why = f"{refused}, so it" if refused is not None else f"{planned} is for products with a weight{but} {row.name}"
+        why = (
+            f"{refused}, so it"
+            if refused is not None
+            else f"{planned} is for products with a weight{but} {row.name}"
+        )
         reasons.append(f"{why} runs in {runs}")
     # What the model itself holds torch computes in, whatever the device makes of it.
-    result = support(device, runs, exact or runs is live) if runs is not live or not runs.plain else None
+    result = (
+        support(device, runs, exact or runs is live) if runs is not live or not runs.plain else None
+    )
     if result is not None and result.runs_as is not runs:
         runs = result.runs_as
         reasons.append(result.reason)

@@ -69,7 +69,11 @@ def huge_pages() -> HugePages:
         text = ""
     # Another allocator that is loaded first does as it likes.
     is_libc_malloc = "malloc" not in environment.text("LD_PRELOAD")
-    return of(text, environment.text("GLIBC_TUNABLES"), platform.libc_ver() if is_libc_malloc else ("", ""))
+    return of(
+        text,
+        environment.text("GLIBC_TUNABLES"),
+        platform.libc_ver() if is_libc_malloc else ("", ""),
+    )
 
 
 def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
@@ -86,7 +90,9 @@ def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
     # Of a setting that stands twice the last one holds; 2 asks for pages that are set aside.
     settings = dict(setting.partition("=")[::2] for setting in tunables.split(":"))
     available = name == "glibc" and parts >= _SINCE
-    return HugePages(chosen, available and settings.get("glibc.malloc.hugetlb") in ("1", "2"), available)
+    return HugePages(
+        chosen, available and settings.get("glibc.malloc.hugetlb") in ("1", "2"), available
+    )
 
 
 _RECKONED = ", reckoned"
@@ -113,8 +119,15 @@ class Machine:
 
     def check(self, current: Machine) -> None:
         """Raises `ProfileError` where this is another machine than `here`."""
-        both = ((part.name, getattr(self, part.name), getattr(current, part.name)) for part in dataclasses.fields(self))
-        differing = [f"{name} {_said(existing)}, here {_said(now)}" for name, existing, now in both if existing != now]
+        both = (
+            (part.name, getattr(self, part.name), getattr(current, part.name))
+            for part in dataclasses.fields(self)
+        )
+        differing = [
+            f"{name} {_said(existing)}, here {_said(now)}"
+            for name, existing, now in both
+            if existing != now
+        ]
         if differing:
             raise ProfileError(
                 f"it was measured on another machine: {'; '.join(differing)}",
@@ -138,7 +151,14 @@ def this_machine(device: torch.device | str = "cpu") -> Machine:
         major, minor = torch.cuda.get_device_capability(device)
         features = [f"compute capability {major}.{minor}"]
         # However many threads the processor has, one queues.
-        return Machine("cuda", torch.cuda.get_device_name(device), features, 1, torch.__version__, qsync_fx.__version__)
+        return Machine(
+            "cuda",
+            torch.cuda.get_device_name(device),
+            features,
+            1,
+            torch.__version__,
+            qsync_fx.__version__,
+        )
     processor = cpu()
     return Machine(
         "cpu",
@@ -153,12 +173,16 @@ def this_machine(device: torch.device | str = "cpu") -> Machine:
 def of_catalog(device: Device) -> Machine:
     """Returns the machine that a profile which is reckoned for a device of the catalog is of."""
     kind = "cuda" if device.kind == "gpu" else "cpu"
-    return Machine(kind, f"{device.title}{_RECKONED}", [], 1, torch.__version__, qsync_fx.__version__)
+    return Machine(
+        kind, f"{device.title}{_RECKONED}", [], 1, torch.__version__, qsync_fx.__version__
+    )
 
 
 def here_for(machine: Machine) -> Machine:
     """Returns what is at hand of the kind of another machine: the GPU for one of a GPU, where there is any."""
-    return this_machine(machine.device if machine.device == "cuda" and torch.cuda.is_available() else "cpu")
+    return this_machine(
+        machine.device if machine.device == "cuda" and torch.cuda.is_available() else "cpu"
+    )
 
 
 def _said(value: object) -> str:

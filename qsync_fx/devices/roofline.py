@@ -127,7 +127,8 @@ def tiled(
     last = np.ceil((tiles - waves * on.processors * at_once) / on.processors)
     steps = np.ceil(k / parts / by.step) * by.step + by.prologue
     computing = (
-        waves * np.maximum(at_once * busy, idle) + np.where(last > 0, np.maximum(last * busy, idle), 0.0)
+        waves * np.maximum(at_once * busy, idle)
+        + np.where(last > 0, np.maximum(last * busy, idle), 0.0)
     ) * steps
     sums = np.where(parts > 1, 2 * parts * m * n * 4.0 * by.reduction, 0.0)
     memory = (moved + sums) / (on.bandwidth * by.memory)
@@ -169,7 +170,9 @@ def multiplied(
     moved = (m * k + k * n) * width + m * n * result
     # Rows of a first factor that is not transposed begin m values apart.
     odd = (m % by.alignment > 0) & np.array([item[0] == "n" for item in layouts])
-    slower = np.array([by.layouts.get(item, 1.0) for item in layouts]) * np.where(odd, by.misaligned, 1.0)
+    slower = np.array([by.layouts.get(item, 1.0) for item in layouts]) * np.where(
+        odd, by.misaligned, 1.0
+    )
     seconds = tiled(by, on, m, n, k, moved, slower)
     return throttled(by, seconds) + by.launch
 
@@ -252,7 +255,9 @@ def moved(by: MemorySpec, size: float) -> float:
     return max(by.launch, seconds + (cached / by.cache_bandwidth if cached else 0.0))
 
 
-def reduced(measured: Sequence[ReductionSpec], link: LinkSpec | None, size: float, ranks: int) -> float | None:
+def reduced(
+    measured: Sequence[ReductionSpec], link: LinkSpec | None, size: float, ranks: int
+) -> float | None:
     """Returns the seconds of an all-reduce of `size` bytes over `ranks` devices of one server; None where nothing is known.
 
     Where it was not measured over so many, the nearest number of devices that was stands in: each of n devices sends 2 (n - 1) / n of the
@@ -315,7 +320,9 @@ def _apart(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Pro
     patches = of.n * np.ceil(of.high / _LARGE) * np.ceil(of.wide / _LARGE)
     values = (_LARGE + of.r - 1) ** 2
     data, filters = (of.k + of.c) * patches * values * 4.0, of.k * of.c * values * 4.0
-    seconds = _multiplied(by, on, of, product, patches, values, data + filters, by.winograd, by.winograd_smallest)
+    seconds = _multiplied(
+        by, on, of, product, patches, values, data + filters, by.winograd, by.winograd_smallest
+    )
     around = (4.0 * (of.input + of.output) + data) * by.winograd_data + (
         4.0 * of.weights + filters
     ) * by.winograd_weights
@@ -348,23 +355,38 @@ def _multiplied(
         "weight_gradient": (of.k, of.c, patches),
     }[product]
     # One product for each value of a transformed patch, side by side.
-    return tiled(by, on, m, np.ceil(n / edge) * edge * values, k, moved, efficiency=efficiency, smallest=edge)
+    return tiled(
+        by, on, m, np.ceil(n / edge) * edge * values, k, moved, efficiency=efficiency, smallest=edge
+    )
 
 
 def convolved(
-    by: ConvolutionSpec, on: RooflineMachine, shape: GemmShape, product: Product, width: int, tensor_cores: bool
+    by: ConvolutionSpec,
+    on: RooflineMachine,
+    shape: GemmShape,
+    product: Product,
+    width: int,
+    tensor_cores: bool,
 ) -> Numbers:
     """Returns the seconds of one product of convolutions of values of `width` bytes."""
     seconds = uncorrected(by, on, shape, product, width, tensor_cores)
     if not by.corrections:
         return seconds
     features = traits(by, shape, product, tensor_cores)
-    left = sum((power * features[name] for name, power in by.corrections.items()), start=np.zeros(len(seconds)))
+    left = sum(
+        (power * features[name] for name, power in by.corrections.items()),
+        start=np.zeros(len(seconds)),
+    )
     return np.asarray(seconds * np.exp(left))
 
 
 def uncorrected(
-    by: ConvolutionSpec, on: RooflineMachine, shape: GemmShape, product: Product, width: int, tensor_cores: bool
+    by: ConvolutionSpec,
+    on: RooflineMachine,
+    shape: GemmShape,
+    product: Product,
+    width: int,
+    tensor_cores: bool,
 ) -> Numbers:
     """Returns the seconds before corrections."""
     inputs, written, weights = shape.input * width, shape.output * width, shape.weights * width
@@ -391,10 +413,17 @@ def uncorrected(
 _SHARP = 8
 
 
-def traits(by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: bool) -> Mapping[str, Numbers]:
+def traits(
+    by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: bool
+) -> Mapping[str, Numbers]:
     """Returns what corrections may be about."""
     m, n, k = _sides(by, of, product, tensor_cores)
-    served = (of.skipped == 1) & (of.r == of.s) & ((of.r == 3) | (of.r == 5)) & (not tensor_cores and by.winograd > 0)
+    served = (
+        (of.skipped == 1)
+        & (of.r == of.s)
+        & ((of.r == 3) | (of.r == 5))
+        & (not tensor_cores and by.winograd > 0)
+    )
     result = {
         "m": np.log(m / 128),
         "n": np.log(n / 4096),
@@ -415,7 +444,12 @@ FEATURES = ("m", "n", "k", "window", "strided", "thin", "single", "tall", "winog
 
 
 def _direct(
-    by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product, moved: Numbers, tensor_cores: bool
+    by: ConvolutionSpec,
+    on: RooflineMachine,
+    of: GemmShape,
+    product: Product,
+    moved: Numbers,
+    tensor_cores: bool,
 ) -> Numbers:
     m, n, k = _sides(by, of, product, tensor_cores)
     pointwise = of.window == 1
@@ -425,7 +459,9 @@ def _direct(
         (~pointwise, by.smallest, 1 + by.gather),
     ):
         if index.any():
-            seconds[index] = tiled(by, on, m[index], n[index], k[index], moved[index], slower, smallest=smallest)
+            seconds[index] = tiled(
+                by, on, m[index], n[index], k[index], moved[index], slower, smallest=smallest
+            )
     return seconds
 
 
@@ -444,4 +480,8 @@ def _sides(
         return of.k, stepped(of.c, tile) * of.window, places
     pointwise = of.window == 1
     places = np.where(pointwise, of.places * of.skipped ** (1 - by.strided), of.n * of.h * of.w)
-    return of.c, places, stepped(of.k, by.step) * np.ceil(of.r / of.down) * np.ceil(of.s / of.across)
+    return (
+        of.c,
+        places,
+        stepped(of.k, by.step) * np.ceil(of.r / of.down) * np.ceil(of.s / of.across),
+    )

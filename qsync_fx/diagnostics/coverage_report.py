@@ -95,15 +95,23 @@ def plan_coverage(model: nn.Module) -> PlanCoverage:
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
-            f"plan_coverage takes a module, not {type(model).__name__}", do="give the model that is trained"
+            f"plan_coverage takes a module, not {type(model).__name__}",
+            do="give the model that is trained",
         )
     root = unwrapped(model)
     trees = [tree for log in logs() if (tree := Tree(root, log)).ran or tree.compiled]
     unseen = Tree(root, Log(Options()))
-    owner = {path: next((tree for tree in reversed(trees) if tree.concerns(path)), unseen) for path in unseen.modules}
+    owner = {
+        path: next((tree for tree in reversed(trees) if tree.concerns(path)), unseen)
+        for path in unseen.modules
+    }
     result = {id(tree): _findings(tree) for tree in (*trees, unseen)}
     operators = {id(tree): tree.operators() for tree in trees}
-    missing = {(id(tree), module.path): module for tree in (*trees, unseen) for module in result[id(tree)].uncovered}
+    missing = {
+        (id(tree), module.path): module
+        for tree in (*trees, unseen)
+        for module in result[id(tree)].uncovered
+    }
     modules = (
         AppliedModule(
             path,
@@ -122,7 +130,11 @@ def plan_coverage(model: nn.Module) -> PlanCoverage:
             if module.operators or module.uncovered or own_parameters(unseen.modules[module.path])
         ),
         tuple(entry for tree in trees if id(tree) in used for entry in result[id(tree)].unused),
-        tuple(tree.plan.notes[CACHED] for tree in trees if id(tree) in used and CACHED in tree.plan.notes),
+        tuple(
+            tree.plan.notes[CACHED]
+            for tree in trees
+            if id(tree) in used and CACHED in tree.plan.notes
+        ),
         called=any(tree.ran for tree in trees),
         planned=any(tree.intended != Plan() for tree in trees),
     )

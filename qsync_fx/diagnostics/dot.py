@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 def dot(explanation: Explanation) -> str:
     """Returns the explanation in the DOT language; one cluster a graph, an edge for each tensor that one operator reads in one role."""
-    lines = ["digraph qsync {", '  node [shape=box, style="rounded,filled", fontname="Helvetica"];', "  rankdir=TB;"]
+    lines = [
+        "digraph qsync {",
+        '  node [shape=box, style="rounded,filled", fontname="Helvetica"];',
+        "  rankdir=TB;",
+    ]
     clusters = 0
     for index, part in enumerate(explanation.graphs):
         for graph in part.graph.walk():
@@ -42,11 +46,16 @@ def _cluster(graph: PrecisionGraph, index: int, cluster: int) -> list[str]:
 
 def _shown(graph: PrecisionGraph) -> list[Operator]:
     """The operators, but for those that just call a body, which is shown itself."""
-    return [operator for operator in graph.own_operators() if not node_metadata.bodies(operator.node)]
+    return [
+        operator for operator in graph.own_operators() if not node_metadata.bodies(operator.node)
+    ]
 
 
 def _edges(graph: PrecisionGraph, index: int) -> list[str]:
-    dag, operators = precision_dag(graph), [operator for part in graph.walk() for operator in _shown(part)]
+    dag, operators = (
+        precision_dag(graph),
+        [operator for part in graph.walk() for operator in _shown(part)],
+    )
     shown = {str(operator.id) for operator in operators}
     lines = [
         f"  {_name(index, source)} -> {_name(index, reader)} [tooltip={json.dumps(_carries(data))}];"
@@ -63,7 +72,9 @@ def _edges(graph: PrecisionGraph, index: int) -> list[str]:
 
 
 def _carries(data: dict[str, Any]) -> str:
-    return f"{data['role']}: {data['numel']} values" + ("" if data["gradient"] else ", without a gradient")
+    return f"{data['role']}: {data['numel']} values" + (
+        "" if data["gradient"] else ", without a gradient"
+    )
 
 
 def _name(graph: int, operator: str) -> str:
@@ -86,4 +97,6 @@ def colour(fmt: Precision | None) -> str:
     """Returns a colour by width: the narrower, the warmer."""
     if fmt is None:
         return "#eeeeee"
-    return {32: "#dbe9f6", 64: "#c6d4e8", 19: "#d5efe6", 16: "#fdeec4", 8: "#f9cdb5"}.get(fmt.bits, "#f4b6c2")
+    return {32: "#dbe9f6", 64: "#c6d4e8", 19: "#d5efe6", 16: "#fdeec4", 8: "#f9cdb5"}.get(
+        fmt.bits, "#f4b6c2"
+    )

@@ -51,7 +51,10 @@ def unchanged(written: Sequence[Tensor], every: Sequence[Tensor]) -> Iterator[No
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | Options | None = None, **kwargs: Any
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, object] | Options | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """Says what `torch.compile(model, backend="qsync", options=options)` does to a model with these inputs.
 
@@ -76,10 +79,14 @@ def explain(
         trees = [Tree(root, log) for root in models(log)]
     missing = [module for tree in trees for module in uncovered(tree)]
     plan = next((tree.plan for tree in trees), parsed.plan or Plan())
-    adjustable = [op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE]
+    adjustable = [
+        op.id for part in collected for op in part.operators if op.kind is Kind.ADJUSTABLE
+    ]
     result = findings(plan, adjustable, missing)
     parameters = tuple(_registered(trees))
-    explanation = Explanation(tuple(collected), tuple(breaks()), result.uncovered, parameters, parsed.plan)
+    explanation = Explanation(
+        tuple(collected), tuple(breaks()), result.uncovered, parameters, parsed.plan
+    )
     if parsed.plan is not None and not collected:
         raise PlanError(
             "Dynamo compiled no part of the model, so no plan applies to it",
@@ -100,7 +107,9 @@ def _registered(trees: Sequence[Tree]) -> Iterator[Registered]:
                     continue
                 visited.add(id(parameter))
                 full = joined(tree.within, path, name)
-                yield Registered(full, parameter.numel(), parameter.element_size(), parameter.requires_grad)
+                yield Registered(
+                    full, parameter.numel(), parameter.element_size(), parameter.requires_grad
+                )
 
 
 def explained(
@@ -115,10 +124,21 @@ def explained(
     snapshots, timing = Snapshots(), Timing()
     try:
         current = place(options)
-        alone = compile_for_this_module_only(current)  # code that layers share would have the ids of one of them
+        alone = compile_for_this_module_only(
+            current
+        )  # code that layers share would have the ids of one of them
         visited = [operator.id for part in before for operator in part.graph.operators()]
-        device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
-        graph = rewrite(module, inputs, options, (timing, snapshots), visited, candidates(current, options, device))
+        device = next(
+            (x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu")
+        )
+        graph = rewrite(
+            module,
+            inputs,
+            options,
+            (timing, snapshots),
+            visited,
+            candidates(current, options, device),
+        )
         record(graph, current, options, module, alone)
     except QSyncError as error:
         raise through_dynamo(error) from error.__cause__
@@ -126,7 +146,10 @@ def explained(
 
 
 def observed(
-    model: Callable[..., Any], backend: Callable[..., Any], options: Options, dynamic: bool | None = None
+    model: Callable[..., Any],
+    backend: Callable[..., Any],
+    options: Options,
+    dynamic: bool | None = None,
 ) -> Callable[..., Any]:
     """Returns what torch.compile would, with what Dynamo makes of the model noted down."""
     from qsync_fx.backend.dynamo_hooks import observe
@@ -155,8 +178,17 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
     before = {kind: dict(counters[kind]) for kind in kinds}
 
     def breaks() -> list[str]:
-        texts = [t for kind in kinds for t, count in counters[kind].items() if count > before[kind].get(t, 0)]
-        return [text for text in texts if not any(other != text and other.startswith(text) for other in texts)]
+        texts = [
+            t
+            for kind in kinds
+            for t, count in counters[kind].items()
+            if count > before[kind].get(t, 0)
+        ]
+        return [
+            text
+            for text in texts
+            if not any(other != text and other.startswith(text) for other in texts)
+        ]
 
     with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield breaks
@@ -165,6 +197,8 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
 def _nothing_changed(model: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Puts back what running the model changes: parameters and buffers in place, gradients, random number generators."""
     module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
-    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
+    tensors = (
+        [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
+    )
     # Parameters are not written to by a forward pass; buffers (statistics of batch norms, spectral norms) are.
     return unchanged([t for t in tensors if not isinstance(t, torch.nn.Parameter)], tensors)

@@ -105,7 +105,10 @@ class Explanation:
     @property
     def seconds(self) -> dict[str, float]:
         """The time that each pass took, over all graphs."""
-        return {name: sum(part.timing.seconds.get(name, 0.0) for part in self.graphs) for name in self.passes}
+        return {
+            name: sum(part.timing.seconds.get(name, 0.0) for part in self.graphs)
+            for name in self.passes
+        }
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -132,7 +135,9 @@ class Explanation:
         texts = [part.snapshots.texts[name] for part in self.graphs]
         if len(texts) == 1:
             return texts[0]
-        return "\n\n".join(f"graph {index} of {len(texts)}\n{text}" for index, text in enumerate(texts, 1))
+        return "\n\n".join(
+            f"graph {index} of {len(texts)}\n{text}" for index, text in enumerate(texts, 1)
+        )
 
     def graph_module(self, name: str = "lower", index: int = 0) -> fx.GraphModule:
         """Returns the graph after a pass, as a module; `index` chooses among several graphs."""
@@ -147,7 +152,9 @@ class Explanation:
 
     def plan(self) -> Plan:
         """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
-        return Plan(operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE})
+        return Plan(
+            operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE}
+        )
 
     def replanned(self, plan: Plan) -> Explanation:
         """Returns what the backend would do with another plan, without another trace: all as `explain` says it, but in milliseconds.
@@ -159,7 +166,9 @@ class Explanation:
         """
         with self.there():
             graphs = tuple(ReplayedPlan(part.snapshots, part.costing, plan) for part in self.graphs)
-            adjustable = [op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE]
+            adjustable = [
+                op.id for part in graphs for op in part.operators if op.kind is Kind.ADJUSTABLE
+            ]
         result = findings(plan, adjustable, self.uncovered)
         check_plan(plan, adjustable, complete=True, as_written=result.as_written)
         return Explanation(graphs, self.breaks, result.uncovered, self.parameters, plan)
@@ -178,7 +187,9 @@ class Explanation:
         from qsync_fx.diagnostics.explanation_table import explanation_text
 
         if kind is not None and kind not in list(Kind):
-            raise OptionError(f"operators are of no kind {kind!r}", do=nearest(str(kind), [str(k) for k in Kind]))
+            raise OptionError(
+                f"operators are of no kind {kind!r}", do=nearest(str(kind), [str(k) for k in Kind])
+            )
         return explanation_text(self, None if kind is None else Kind(kind), width)
 
     def save_dot(self, path: str | Path) -> None:

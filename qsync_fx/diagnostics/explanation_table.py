@@ -36,19 +36,35 @@ if TYPE_CHECKING:
     from qsync_fx.diagnostics.explanation import Explanation
 
 
-def explanation_text(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> str:
+def explanation_text(
+    explanation: Explanation, kind: Kind | None = None, width: int | None = None
+) -> str:
     """Returns the explanation as plain text: of the operators of one kind alone, and fitted to a width, where these are given."""
     return plain(explanation_table(explanation, kind, width), width)
 
 
-def explanation_table(explanation: Explanation, kind: Kind | None = None, width: int | None = None) -> RenderableType:
+def explanation_table(
+    explanation: Explanation, kind: Kind | None = None, width: int | None = None
+) -> RenderableType:
     """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
     with explanation.there():
         return _explanation_table(explanation, kind, width)
 
 
-def _explanation_table(explanation: Explanation, kind: Kind | None, width: int | None) -> RenderableType:
-    columns = ("operator", "kind", "precision", "output", "flops", "bytes", "saved", "line", "reason")
+def _explanation_table(
+    explanation: Explanation, kind: Kind | None, width: int | None
+) -> RenderableType:
+    columns = (
+        "operator",
+        "kind",
+        "precision",
+        "output",
+        "flops",
+        "bytes",
+        "saved",
+        "line",
+        "reason",
+    )
     table = table_of(columns)
     every = explanation.operators
     shown = [operator for operator in every if kind is None or operator.kind is kind]
@@ -58,7 +74,9 @@ def _explanation_table(explanation: Explanation, kind: Kind | None, width: int |
         table.add_row(*map(Text, uncovered_cells(module, columns)))
     if width is not None:
         fit(table, width)
-    left_out = [f"{len(shown)} of {len(every)} operators are {kind} and shown"] if kind is not None else []
+    left_out = (
+        [f"{len(shown)} of {len(every)} operators are {kind} and shown"] if kind is not None else []
+    )
     return Group(table, *(Text(line) for line in (*left_out, *_notes(explanation))))
 
 
@@ -111,14 +129,18 @@ def _cells(operator: Operator) -> tuple[str, ...]:
 def _notes(explanation: Explanation) -> list[str]:
     adjustable = [op for op in explanation.operators if op.kind is Kind.ADJUSTABLE]
     counts = Counter(str(op.precision) for op in adjustable)
-    parts = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    parts = ", ".join(
+        f"{count} in {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1])
+    )
     lines = [f"{len(adjustable)} adjustable operators{': ' + parts if parts else ''}"]
     if explanation.graphs:
         context = explanation.graphs[0].context
         lines += [f"{name}: {why}" for name, why in _simulated(explanation)]
         lines += _as_fast_wider(explanation)
         lines += [part_line(context.plan)] if DEVICE_CLASS in context.plan.notes else []
-        lines.append(f"{_device(context)}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}")
+        lines.append(
+            f"{_device(context)}, {len(explanation.graphs)} graph{'s' * (len(explanation.graphs) != 1)}"
+        )
     for name, done in explanation.rewritten.items():
         lines.append(
             f"rewrite {name}: {done.count} place{'s' * (done.count != 1)}"
@@ -128,9 +150,14 @@ def _notes(explanation: Explanation) -> list[str]:
         lines += [f"  left alone: {where}" for where in done.left]
     lines += [f"graph break: {_first_line(why)}" for why in explanation.breaks]
     lines += dict.fromkeys(
-        f"in no graph: {method}" for module in explanation.uncovered if (method := way_out(module.cause))
+        f"in no graph: {method}"
+        for module in explanation.uncovered
+        if (method := way_out(module.cause))
     )
-    lines += [f"not in the operator table, so FP32: {name} ({count})" for name, count in explanation.unknown.items()]
+    lines += [
+        f"not in the operator table, so FP32: {name} ({count})"
+        for name, count in explanation.unknown.items()
+    ]
     return lines
 
 
@@ -162,7 +189,9 @@ def _simulated(explanation: Explanation) -> list[tuple[str, str]]:
 def _as_fast_wider(explanation: Explanation) -> list[str]:
     from qsync_fx.diagnostics.explanation import as_fast_wider
 
-    result = {op_id: why for part in explanation.graphs for op_id, why in as_fast_wider(part).items()}
+    result = {
+        op_id: why for part in explanation.graphs for op_id, why in as_fast_wider(part).items()
+    }
     if not result:
         return []
     some, why = next(iter(result.items()))
@@ -206,16 +235,24 @@ def _coverage_cells(ran: Ran) -> tuple[str, ...]:
 def _coverage_notes(applied: PlanCoverage) -> list[str]:
     missing = applied.uncovered
     with_parameters = len({module.path for module in applied.modules})
-    lines = [f"{applied.model}: {with_parameters - len(missing)} of {with_parameters} modules run in compiled code"]
+    lines = [
+        f"{applied.model}: {with_parameters - len(missing)} of {with_parameters} modules run in compiled code"
+    ]
     lines += applied.unasked
     lines += [f"{unused_text(entry)}" for entry in applied.unused]
     if not applied.called:
         lines.append("nothing of it has run in compiled code yet")
     advised = [module for module in missing if _needs_advice(module, applied)]
-    lines += [f"to do: {text}" for text in dict.fromkeys(way_out(module.cause) for module in advised) if text]
+    lines += [
+        f"to do: {text}"
+        for text in dict.fromkeys(way_out(module.cause) for module in advised)
+        if text
+    ]
     uncalled = any(module.cause.why is Reason.NOT_CALLED for module in missing)
     if applied.complete and (applied.planned or not missing):
-        lines.append("all that is planned is applied" + ", as far as the model has been called" * uncalled)
+        lines.append(
+            "all that is planned is applied" + ", as far as the model has been called" * uncalled
+        )
     elif applied.complete:
         lines.append("no plan or precision is given: modules in no graph run as written")
     return lines

@@ -52,10 +52,15 @@ class ReplayedPlan:
         names = [step.name for step in passes]
         start, end = names.index(WRITTEN) + 1, names.index(DECIDED)
         for name in names[:start]:
-            self._kept.texts[name], self._kept.graphs[name] = explained.texts[name], explained.graphs[name]
+            self._kept.texts[name], self._kept.graphs[name] = (
+                explained.texts[name],
+                explained.graphs[name],
+            )
         self._passes, self._before = passes[start:], tuple(names[:start])
         later = any(isinstance(step, GraphPass) for step in passes[end:])
-        self.operators = self.graph.operators() if later else self._decided(self._passes[: end - start])
+        self.operators = (
+            self.graph.operators() if later else self._decided(self._passes[: end - start])
+        )
 
     def _under(self, context: Context) -> Context:
         return dataclasses.replace(context, plan=self._plan, options=self._options)
@@ -66,11 +71,16 @@ class ReplayedPlan:
             return self._costed(run(self._copy(), passes, (self.timing,), after=self._before))
         with _borrowed(self.written, self._under) as graph:
             # Nothing is rewritten, so there is no rule to break that held before.
-            return self._costed(run(graph, passes, (self.timing,), verified=False, after=self._before))
+            return self._costed(
+                run(graph, passes, (self.timing,), verified=False, after=self._before)
+            )
 
     def _costed(self, graph: PrecisionGraph) -> list[Operator]:
         result = costed(graph, self.costing)
-        return [Operator(op.graph, op.node, dataclasses.replace(op.note, cost=cost)) for op, cost in result]
+        return [
+            Operator(op.graph, op.node, dataclasses.replace(op.note, cost=cost))
+            for op, cost in result
+        ]
 
     def _copy(self) -> PrecisionGraph:
         graph = copied(self.written)
@@ -92,7 +102,9 @@ class ReplayedPlan:
 
 
 @contextlib.contextmanager
-def _borrowed(graph: PrecisionGraph, under: Callable[[Context], Context]) -> Iterator[PrecisionGraph]:
+def _borrowed(
+    graph: PrecisionGraph, under: Callable[[Context], Context]
+) -> Iterator[PrecisionGraph]:
     """Lends a graph to passes that write notes and change nothing else, under other contexts; all is as before afterwards."""
     contexts = [(part, part.context) for part in graph.walk()]
     notes: list[tuple[fx.Node, OperatorInfo]] = [(op.node, op.note) for op in graph.operators()]

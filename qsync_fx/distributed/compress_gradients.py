@@ -109,7 +109,9 @@ def checked(
             do='leave it out, give "duo4" and an optimizer, or shard the model: fully_shard(model)',
         )
     if planned is not None and least is not None:
-        raise OptionError("a plan says itself which tensors go in FP32", where="least", do="leave it out")
+        raise OptionError(
+            "a plan says itself which tensors go in FP32", where="least", do="leave it out"
+        )
     if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
         raise OptionError(
             f"a scaler has a scale (get_scale), and {type(scaler).__name__} has none",
@@ -133,7 +135,9 @@ def checked(
             stacklevel=3,
         )
         return CompressRequest(chosen)
-    return CompressRequest(chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size)
+    return CompressRequest(
+        chosen, (size if in_a_row else True) if hierarchical is None else hierarchical, size
+    )
 
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
@@ -146,10 +150,16 @@ def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
 
 
 def _number(name: str, value: object, description: str, do: str, smallest: int | None) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and (smallest is None or value >= smallest):
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and (smallest is None or value >= smallest)
+    ):
         return
     reported = shown(value) if isinstance(value, str) else value
-    raise OptionError(f"{name} is {description}, not {reported}", where=f"compress(..., {name}=...)", do=do)
+    raise OptionError(
+        f"{name} is {description}, not {reported}", where=f"compress(..., {name}=...)", do=do
+    )
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
@@ -190,7 +200,11 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
 
 def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
     """Raises `OptionError`, which says what to do, where gradients of a parameter are none that codecs take."""
-    if parameter.device.type not in _DEVICES or not parameter.is_floating_point() or parameter.dtype.itemsize > _TYPES:
+    if (
+        parameter.device.type not in _DEVICES
+        or not parameter.is_floating_point()
+        or parameter.dtype.itemsize > _TYPES
+    ):
         raise OptionError(
             f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs take FP32 and narrower floats "
             "on the CPU and on NVIDIA GPUs",
@@ -224,11 +238,17 @@ def of_units(chosen: Way) -> Codec:
     return chosen
 
 
-def assignment(chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None) -> Assigned:
+def assignment(
+    chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None
+) -> Assigned:
     """Returns the codec of each parameter; raises `PlanError` where a plan is one of another model."""
     if isinstance(chosen, Duo):
         return chosen.assigned(sizes, least)
-    return ddp_hook.to_all(chosen, sizes, least) if isinstance(chosen, Codec) else ddp_hook.by_plan(chosen, names)
+    return (
+        ddp_hook.to_all(chosen, sizes, least)
+        if isinstance(chosen, Codec)
+        else ddp_hook.by_plan(chosen, names)
+    )
 
 
 def weight_codecs(
@@ -237,7 +257,9 @@ def weight_codecs(
     """Returns what differences of each parameter go in; None where the optimizer is not to be sharded."""
     if sharded is False:
         return None
-    return ddp_hook.to_all(weights_codec(duo, None if sharded is True else sharded), sizes, least).codecs
+    return ddp_hook.to_all(
+        weights_codec(duo, None if sharded is True else sharded), sizes, least
+    ).codecs
 
 
 def _plan(result: object) -> Plan | ClusterPlan | None:
@@ -254,7 +276,8 @@ def _made(value: object) -> Codec | Duo:
     if isinstance(value, str):
         return way_named(value)
     raise OptionError(
-        f"compress takes a codec or a plan, not {type(value).__name__}", do='give a name such as "qsgd8", or a plan'
+        f"compress takes a codec or a plan, not {type(value).__name__}",
+        do='give a name such as "qsgd8", or a plan',
     )
 
 
@@ -292,7 +315,9 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
         if trained:
             result[name] = sum(_row(name, p) for p in trained)
     if full := [
-        name for name, p in unwrapped(model).named_parameters() if p.requires_grad and not isinstance(p, DTensor)
+        name
+        for name, p in unwrapped(model).named_parameters()
+        if p.requires_grad and not isinstance(p, DTensor)
     ]:
         raise OptionError(
             "FSDP does not shard a parameter, and nobody averages its gradients",
@@ -332,7 +357,11 @@ def _parameters(group: Any) -> list[nn.Parameter]:
 
 def _row(name: str, parameter: Any) -> int:
     mesh, placement = parameter.device_mesh, parameter.placements[0]
-    if mesh.ndim != 1 or mesh.size() != distributed.get_world_size() or not isinstance(placement, Shard):
+    if (
+        mesh.ndim != 1
+        or mesh.size() != distributed.get_world_size()
+        or not isinstance(placement, Shard)
+    ):
         raise OptionError(
             f"a parameter is sharded by {parameter.placements} over {mesh}, and compressed gradients go between all ranks",
             where=name or "the model",
@@ -435,8 +464,12 @@ def compress(
             parallel, named = trained(model)
             names, sizes = [name for name, _ in named], [p.numel() for _, p in named]
             subject = assignment(chosen, names, sizes, least)
-            weights = weight_codecs(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
-            stepped = functional_optimizer.checked(optimizer, named) if isinstance(chosen, Duo) else None
+            weights = (
+                weight_codecs(chosen, sharded, sizes, least) if isinstance(chosen, Duo) else None
+            )
+            stepped = (
+                functional_optimizer.checked(optimizer, named) if isinstance(chosen, Duo) else None
+            )
     # Here an error of one rank is told on the others, which have not begun to make a group yet.
     nodes = None
     if several_ranks():
@@ -451,7 +484,18 @@ def compress(
             return bool(parallel._join_config.enable)
 
         ahead = DuoCompressor(
-            owned, rank, world, named, subject, seed, check_every, chosen.ahead, stepped, scaler, joins, weights
+            owned,
+            rank,
+            world,
+            named,
+            subject,
+            seed,
+            check_every,
+            chosen.ahead,
+            stepped,
+            scaler,
+            joins,
+            weights,
         )
         _agree(ahead)
         ahead.follow()
@@ -472,11 +516,23 @@ def _sharded(
     check_every: int,
     scaler: object,
 ) -> ShardedCompression:
-    world, device = distributed.get_world_size(), next(p.device for p in model.parameters() if p.requires_grad)
+    world, device = (
+        distributed.get_world_size(),
+        next(p.device for p in model.parameters() if p.requires_grad),
+    )
     if least is None:
         least = threshold([row * world for row in rows.values()])
     result = ShardedCompression(
-        _group_of_our_own(), distributed.get_rank(), world, rows, codec, seed, least, check_every, scaler, device
+        _group_of_our_own(),
+        distributed.get_rank(),
+        world,
+        rows,
+        codec,
+        seed,
+        least,
+        check_every,
+        scaler,
+        device,
     )
     _agree(result)
     reduce_by(model, result)

@@ -102,14 +102,20 @@ class PlanSurvey:
         """
         counts = Counter(self.ranks)
         devices = {
-            name: ClusterDevice(counts[name], slowdown=slowdowns.get(name, 1.0), batch=self.batches.get(name))
+            name: ClusterDevice(
+                counts[name], slowdown=slowdowns.get(name, 1.0), batch=self.batches.get(name)
+            )
             for name in self.profiles
         }
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
         profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
         # Its links are what the profiles measured.
         result = find_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
-        return replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN))) if self.links.uneven else result
+        return (
+            replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
+            if self.links.uneven
+            else result
+        )
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -126,7 +132,9 @@ class FleetPlan(ClusterPlan):
     survey: PlanSurvey | None
     answer: PlanResult | None
 
-    def __init__(self, plan: ClusterPlan, survey: PlanSurvey | None = None, answer: PlanResult | None = None) -> None:
+    def __init__(
+        self, plan: ClusterPlan, survey: PlanSurvey | None = None, answer: PlanResult | None = None
+    ) -> None:
         super().__init__(plan.classes, plan.devices, plan.ranks, plan.notes, plan.codecs)
         object.__setattr__(self, "survey", survey)
         object.__setattr__(self, "answer", answer)
@@ -146,7 +154,9 @@ class FleetPlan(ClusterPlan):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ClusterPlan):
             return NotImplemented
-        mine, theirs = ((item.classes, item.devices, item.ranks, item.codecs) for item in (self, other))
+        mine, theirs = (
+            (item.classes, item.devices, item.ranks, item.codecs) for item in (self, other)
+        )
         return mine == theirs
 
     __hash__ = ClusterPlan.__hash__
@@ -161,7 +171,9 @@ def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
     """Returns a profile with other all-reduces, where there are any."""
     if not links:
         return profile
-    return replace(profile, collectives=[replace(item, seconds=list(links)) for item in profile.collectives])
+    return replace(
+        profile, collectives=[replace(item, seconds=list(links)) for item in profile.collectives]
+    )
 
 
 def _seconds(profile: Profile) -> float:
@@ -235,10 +247,17 @@ def measure_and_plan(
         if save is not None:
             CLUSTER_PLAN.check_writable(save)
         first, batches = first_batch(batches)
-        profile = measure(model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring)
+        profile = measure(
+            model, step, batches, precisions, optimizer=optimizer, progress=progress, **measuring
+        )
         alone = _Choosing([mine], [profile], wishes, [samples_in(first)], max_replans)
         while (plan := alone.next) is not None:
-            ran = {**measuring, "optimizer": optimizer, "progress": progress, "plan": plan.classes[mine]}
+            ran = {
+                **measuring,
+                "optimizer": optimizer,
+                "progress": progress,
+                "plan": plan.classes[mine],
+            }
             profile = measure(model, step, [first], profile=profile, **ran)
             alone.learn([profile])
         return alone.taken(save)
@@ -255,11 +274,16 @@ def measure_and_plan(
         meeting.put("class", mine)
         meeting.agree("models", agreement.of_model(model), agreement.REMEDIES)
         if meeting.rank == 0:
-            _check_classes(memory, [meeting.get("class", rank, compiling) for rank in range(meeting.world)])
+            _check_classes(
+                memory, [meeting.get("class", rank, compiling) for rank in range(meeting.world)]
+            )
         if codecs and isinstance(hierarchical, int) and not isinstance(hierarchical, bool):
             in_a_row(hierarchical, meeting.world)
         meeting.agree("arguments", {}, {})  # no rank measures before rank 0 has checked the classes
-        settings: dict[str, Any] = {"optimizer": optimizer, "progress": progress and meeting.rank == 0}
+        settings: dict[str, Any] = {
+            "optimizer": optimizer,
+            "progress": progress and meeting.rank == 0,
+        }
         if (path := measuring.get("path")) is not None:
             settings["path"] = _of_rank(path, meeting.rank)
 
@@ -267,7 +291,9 @@ def measure_and_plan(
             # All are here before any of them waits for another in a collective.
             meeting.agree("measurements", {}, {}, patient=True)
 
-        profile = measure(model, watched, batches, precisions, **{**measuring, **settings, "all_reduce": current})
+        profile = measure(
+            model, watched, batches, precisions, **{**measuring, **settings, "all_reduce": current}
+        )
         device = next((parameter.device for parameter in model.parameters()), CPU)
         links = links_between_nodes(meeting, hierarchical if codecs else False, compiling, device)
         meeting.put("batch", str(samples_in(first)))
@@ -275,17 +301,24 @@ def measure_and_plan(
         choosing: _Choosing | None = None
         if meeting.rank == 0:
             classes, samples = (
-                [meeting.get(key, rank, compiling) for rank in range(meeting.world)] for key in ("class", "batch")
+                [meeting.get(key, rank, compiling) for rank in range(meeting.world)]
+                for key in ("class", "batch")
             )
             profiles = _profiles(meeting, "profile", compiling)
-            choosing = _Choosing(classes, profiles, wishes, [int(item) for item in samples], max_replans, links)
+            choosing = _Choosing(
+                classes, profiles, wishes, [int(item) for item in samples], max_replans, links
+            )
         for index in itertools.count():
             if choosing is not None:
-                meeting.put(f"plan {index} to run", "" if choosing.next is None else choosing.next.to_json())
+                meeting.put(
+                    f"plan {index} to run", "" if choosing.next is None else choosing.next.to_json()
+                )
             if not (text := meeting.get(f"plan {index} to run", 0, compiling)):
                 break
             part = ClusterPlan.from_json(text).classes[mine]
-            profile = measure(model, watched, [first], profile=profile, **{**measuring, **settings, "plan": part})
+            profile = measure(
+                model, watched, [first], profile=profile, **{**measuring, **settings, "plan": part}
+            )
             meeting.put(f"profile {index}", profile.to_json())
             if choosing is not None:
                 choosing.learn(_profiles(meeting, f"profile {index}", compiling))
@@ -315,7 +348,9 @@ class _Choosing:
     ) -> None:
         self._survey = PlanSurvey.of(classes, profiles, wishes, samples, links)
         self._samples = samples
-        self._rounds = ReplanLoop(self._survey.answer(), lambda _: self._survey.answer(), max_replans)
+        self._rounds = ReplanLoop(
+            self._survey.answer(), lambda _: self._survey.answer(), max_replans
+        )
 
     @property
     def next(self) -> FleetPlan | None:
@@ -324,7 +359,9 @@ class _Choosing:
     def learn(self, profiles: Sequence[Profile]) -> None:
         """Takes the profiles of all ranks, as they have corrected them by the plan that they have run."""
         before = self._survey
-        self._survey = PlanSurvey.of(before.ranks, profiles, before.wishes, self._samples, before.links)
+        self._survey = PlanSurvey.of(
+            before.ranks, profiles, before.wishes, self._samples, before.links
+        )
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
     def taken(self, save: Path | None) -> FleetPlan:
@@ -344,7 +381,9 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
     names = set(inspect.signature(measure).parameters).difference(ours)
     for name in measuring:
         if name not in names:
-            raise OptionError(f"measure_and_plan has no argument {shown(name)}", do=nearest(name[:40], names))
+            raise OptionError(
+                f"measure_and_plan has no argument {shown(name)}", do=nearest(name[:40], names)
+            )
     if "sensitivity" in measuring:
         if measuring["sensitivity"] is None:
             raise OptionError(
@@ -359,7 +398,11 @@ def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequen
     """Raise `PlanError` if `memory` names a class of devices that no rank has."""
     for name in memory if isinstance(memory, Mapping) else ():
         if name not in classes:
-            raise PlanError(f"there are no devices {shown(name)}", where="memory", do=nearest(name, set(classes)))
+            raise PlanError(
+                f"there are no devices {shown(name)}",
+                where="memory",
+                do=nearest(name, set(classes)),
+            )
 
 
 def _profiles(meeting: Meeting, key: str, limit: float) -> list[Profile]:

@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.distributed.consensus import agreement
-from qsync_fx.distributed.consensus.rendezvous import COMPILING, Meeting, compiles_told, several_ranks
+from qsync_fx.distributed.consensus.rendezvous import (
+    COMPILING,
+    Meeting,
+    compiles_told,
+    several_ranks,
+)
 from qsync_fx.distributed.monitoring.memory_use import PeakCheck
 from qsync_fx.distributed.replan import Replanner, Replanning, ReplanReport
 from qsync_fx.distributed.replica_check import check_replicas
@@ -57,12 +66,18 @@ def guard(
         OptionError: an argument that it cannot take.
     """
     if not isinstance(model, nn.Module):
-        raise OptionError(f"guard takes a module, not {type(model).__name__}", do="give the model that is trained")
+        raise OptionError(
+            f"guard takes a module, not {type(model).__name__}", do="give the model that is trained"
+        )
     for name, value in (("compiling", compiling), ("silence", 1 if silence is None else silence)):
         if not value > 0:
             raise OptionError(f"{name} is a number of seconds above 0, not {value}", where="guard")
     if check_every < 0:
-        raise OptionError(f"check_every is a number of steps, not {check_every}", where="guard", do="give 0 for never")
+        raise OptionError(
+            f"check_every is a number of steps, not {check_every}",
+            where="guard",
+            do="give 0 for never",
+        )
     return Guard(model, compiling, silence, check_every, same_batch, replan)
 
 
@@ -113,7 +128,9 @@ class Guard:
             stack.enter_context(compiles_told(meeting))
             if self._model._compiled_call_impl is None:
                 # Hooks of a module that is compiled in place are compiled with it.
-                handle = self._model.register_forward_pre_hook(self._first_call(meeting), with_kwargs=True)
+                handle = self._model.register_forward_pre_hook(
+                    self._first_call(meeting), with_kwargs=True
+                )
                 stack.callback(handle.remove)
             self._watch(meeting, stack)
             if self._check_every or self._peaks is not None or self._replanner is not None:
@@ -125,7 +142,10 @@ class Guard:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Tells the others of an error, or says whose failure it comes from.
 
@@ -142,11 +162,18 @@ class Guard:
         """Has the memory of steps measured, where it is limited, and their time, where the ranks may plan anew."""
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
         foreseen = next(
-            (result for plan in plans if (result := PredictedCost.noted(plan.notes)).memory is not None), None
+            (
+                result
+                for plan in plans
+                if (result := PredictedCost.noted(plan.notes)).memory is not None
+            ),
+            None,
         )
         if foreseen is None and self._replan is None:
             return
-        name = next((plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes), None)
+        name = next(
+            (plan.notes[DEVICE_CLASS] for plan in plans if DEVICE_CLASS in plan.notes), None
+        )
         who = f"rank {meeting.rank}{'' if name is None else f' ({name})'}"
         self._peaks = PeakCheck(self._model, who, lambda: self._optimizers)
         self._peaks.follow(foreseen or PredictedCost())
@@ -165,12 +192,16 @@ class Guard:
             if called or not (module.training and torch.is_grad_enabled()):
                 return
             called = True
-            mine = agreement.of_batch(args, kwargs, self._same_batch and not averages_by_batch(self._model))
+            mine = agreement.of_batch(
+                args, kwargs, self._same_batch and not averages_by_batch(self._model)
+            )
             meeting.agree("batches", mine, agreement.REMEDIES, patient=True)
 
         return agreement.uncompiled(compare)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Compares what the steps before have made: one that is under way may be whole on this rank alone, as of a sharded optimizer."""
         if not self._trains(optimizer):
             return
@@ -183,7 +214,9 @@ class Guard:
             self._steps += 1
         self._within += 1
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not self._trains(optimizer):
             return
         self._within -= 1

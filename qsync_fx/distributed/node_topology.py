@@ -84,7 +84,9 @@ def nodes_to_plan_for(
         if hierarchical is False or uneven or (hierarchical is None and len(set(names)) == 1):
             nodes = None
         else:
-            nodes = grouped(names if hierarchical in (None, True) else in_a_row(hierarchical, meeting.world))
+            nodes = grouped(
+                names if hierarchical in (None, True) else in_a_row(hierarchical, meeting.world)
+            )
         meeting.put("nodes", json.dumps([None if nodes is None else nodes.ranks, uneven]))
     ranks, uneven = json.loads(meeting.get("nodes", 0, limit))
     return None if ranks is None else NodeGroups(tuple(map(tuple, ranks))), uneven
@@ -105,7 +107,9 @@ def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup
     """Returns what all-reduces take inside nodes and between them, the same on all ranks, which call it together."""
     size, count = nodes.size, len(nodes.ranks)
     inside = all_reduces(nodes.ranks, device)
-    across = all_reduces([nodes.across(rank) for rank in nodes.ranks[0]], device) if count > 1 else []
+    across = (
+        all_reduces([nodes.across(rank) for rank in nodes.ranks[0]], device) if count > 1 else []
+    )
     return cluster.NodeGroup(
         size,
         ring=distributed.get_backend(carrying(device)) == "gloo",
@@ -119,7 +123,9 @@ def in_a_row(size: int, world: int) -> list[str]:
     """Returns the node of each rank, where so many in a row share one."""
     if size < 1 or world % size:
         message = f"{world} ranks do not make nodes of {size}"
-        raise OptionError(message, where="hierarchical", do="give a number that divides the ranks, or True")
+        raise OptionError(
+            message, where="hierarchical", do="give a number that divides the ranks, or True"
+        )
     return [str(rank // size) for rank in range(world)]
 
 
@@ -130,13 +136,20 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
         result.setdefault(name, []).append(rank)
     sizes = {name: len(ranks) for name, ranks in result.items()}
     if len(set(sizes.values())) > 1:
-        most, fewest = max(sizes, key=lambda name: sizes[name]), min(sizes, key=lambda name: sizes[name])
+        most, fewest = (
+            max(sizes, key=lambda name: sizes[name]),
+            min(sizes, key=lambda name: sizes[name]),
+        )
         raise OptionError(
             f"the node {most} has {sizes[most]} ranks, and {fewest} has {sizes[fewest]}",
             where="hierarchical",
             do="start as many ranks on each node, or give hierarchical=False",
         )
-    return None if len(result) == len(names) else NodeGroups(tuple(tuple(ranks) for ranks in result.values()))
+    return (
+        None
+        if len(result) == len(names)
+        else NodeGroups(tuple(tuple(ranks) for ranks in result.values()))
+    )
 
 
 def _names(meeting: Meeting, limit: float) -> list[str]:

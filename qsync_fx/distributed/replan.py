@@ -128,19 +128,34 @@ class ReplanReport:
 
     @classmethod
     def from_dict(cls, result: Mapping[str, Any]) -> ReplanReport:
-        causes = tuple(ReplanCause(**{**cause, "change": PlanChange(cause["change"])}) for cause in result["causes"])
-        before, after = (None if result[name] is None else ReplanCosts(**result[name]) for name in ("before", "after"))
+        causes = tuple(
+            ReplanCause(**{**cause, "change": PlanChange(cause["change"])})
+            for cause in result["causes"]
+        )
+        before, after = (
+            None if result[name] is None else ReplanCosts(**result[name])
+            for name in ("before", "after")
+        )
         return cls(result["step"], causes, before, after, result["kept"])
 
     def __str__(self) -> str:
         why = _listed(_why(cause) for cause in self.causes)
         if self.after is None:
-            lines = [f"the plan is kept after step {self.step}, though {why}", f"  why:    {self.kept}"]
-            return "\n".join(lines + ([] if self.before is None else [f"  now:    {_costs(self.before)}"]))
+            lines = [
+                f"the plan is kept after step {self.step}, though {why}",
+                f"  why:    {self.kept}",
+            ]
+            return "\n".join(
+                lines + ([] if self.before is None else [f"  now:    {_costs(self.before)}"])
+            )
         lines = [f"another plan is in force from step {self.step + 1} on, since {why}"]
         lines += [] if self.before is None else [f"  before: {_costs(self.before)}"]
         return "\n".join(
-            [*lines, f"  after:  {_costs(self.after)}", "  the model is compiled once for it, as it is called next"]
+            [
+                *lines,
+                f"  after:  {_costs(self.after)}",
+                "  the model is compiled once for it, as it is called next",
+            ]
         )
 
 
@@ -172,7 +187,9 @@ def _costs(costs: ReplanCosts) -> str:
 
 def _listed(texts: Any) -> str:
     result: Sequence[str] = list(texts)
-    return "; ".join(result[:3]) + (f"; and {len(result) - 3} ranks more" if len(result) > 3 else "")
+    return "; ".join(result[:3]) + (
+        f"; and {len(result) - 3} ranks more" if len(result) > 3 else ""
+    )
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
@@ -254,7 +271,9 @@ class Replanner:
         self._device = next(model.parameters()).device
         self.found, self.history = settings.found, list[ReplanReport]()
         self._own = settings.found.ranks[meeting.rank]
-        self._foreseen = {name: PredictedCost.noted(plan.notes) for name, plan in settings.found.classes.items()}
+        self._foreseen = {
+            name: PredictedCost.noted(plan.notes) for name, plan in settings.found.classes.items()
+        }
         self._caps = {name: foreseen.memory for name, foreseen in self._foreseen.items()}
         self._slowdowns = dict.fromkeys(self._foreseen, 1.0)
         self._links = ProbedLinks(settings.found.notes, self._hysteresis, self._device)
@@ -294,7 +313,9 @@ class Replanner:
         allowed = free + self._held
         allowed = allowed if cap is None else min(allowed, cap)
         # Of a step that takes more than foreseen, so much less may be planned for.
-        return Room(allowed / max(1.0, self._peaks.over or 1.0), foreseen.peak, self._planned.get(self._own))
+        return Room(
+            allowed / max(1.0, self._peaks.over or 1.0), foreseen.peak, self._planned.get(self._own)
+        )
 
     def _exchanged(self, mine: Stated) -> list[Stated]:
         """Returns what all ranks state."""
@@ -306,7 +327,9 @@ class Replanner:
 
     def _replan(self, result: Drift, everyones: list[Stated]) -> None:
         causes = tuple(self._causes(result, everyones))
-        self._slowdowns = {name: old * result.paces.get(name, 1.0) for name, old in self._slowdowns.items()}
+        self._slowdowns = {
+            name: old * result.paces.get(name, 1.0) for name, old in self._slowdowns.items()
+        }
         if result.links is not None:
             self._links.decided(result.links)
             self._all_reduces = self._links.table()
@@ -322,7 +345,9 @@ class Replanner:
         decided = ReplanReport.from_dict(reported["replanned"])
         if reported["plan"] is None:
             self._foreseen = {
-                name: replace(item, computing=item.computing and item.computing * result.paces.get(name, 1.0))
+                name: replace(
+                    item, computing=item.computing and item.computing * result.paces.get(name, 1.0)
+                )
                 for name, item in self._foreseen.items()
             }
         else:
@@ -334,7 +359,9 @@ class Replanner:
 
     def _switch(self, plan: ClusterPlan) -> None:
         self.found = self._solution if self._solution is not None else FleetPlan(plan)
-        self._foreseen = {name: PredictedCost.noted(part.notes) for name, part in plan.classes.items()}
+        self._foreseen = {
+            name: PredictedCost.noted(part.notes) for name, part in plan.classes.items()
+        }
         switch_plan(self._model, plan)
         if self._how.compression is not None:
             self._how.compression.change(by_plan(plan.codecs, self._how.compression.names))
@@ -344,12 +371,19 @@ class Replanner:
         """Returns what rank 0 tells the others: what is decided, and the plan to switch to."""
         survey, old = self.found.survey, self.found.answer
         assert survey is not None and old is not None
-        memory = {name: size for name, cap in self._caps.items() if (size := self._planned.get(name, cap)) is not None}
+        memory = {
+            name: size
+            for name, cap in self._caps.items()
+            if (size := self._planned.get(name, cap)) is not None
+        }
         try:
             answer = survey.answer(self._slowdowns, memory, self._all_reduces)
         except PlanError as error:
             saved = f"no plan would do: {error.what}"
-            return {"plan": None, "replanned": ReplanReport(self._steps, causes, None, kept=saved).to_dict()}
+            return {
+                "plan": None,
+                "replanned": ReplanReport(self._steps, causes, None, kept=saved).to_dict(),
+            }
         now = under(old, answer)
         before, after = ReplanCosts.of(now, old.plans), ReplanCosts.of(answer.judged, answer.plans)
         saved = self._kept(old, answer, before, after, not _over(now.exceeds(answer.problem)))
@@ -358,7 +392,9 @@ class Replanner:
         decided = ReplanReport(self._steps, causes, before, None if saved else after, saved)
         return {"plan": text, "replanned": decided.to_dict()}
 
-    def _kept(self, old: PlanResult, new: PlanResult, before: ReplanCosts, after: ReplanCosts, fits: bool) -> str:
+    def _kept(
+        self, old: PlanResult, new: PlanResult, before: ReplanCosts, after: ReplanCosts, fits: bool
+    ) -> str:
         """Returns why the plan in force is kept; "" where it is not."""
         if new.plans == old.plans and new.codecs == old.codecs:
             return _EQUAL
@@ -392,7 +428,10 @@ def _check(model: nn.Module, result: FleetPlan) -> None:
             do="leave replan= out",
         )
     digest = result.for_class(result.ranks[distributed.get_rank()]).notes[CLUSTER]
-    in_force = {None if options.plan is None else options.plan.notes.get(CLUSTER) for options in options_of(model)}
+    in_force = {
+        None if options.plan is None else options.plan.notes.get(CLUSTER)
+        for options in options_of(model)
+    }
     if in_force != {digest}:
         raise OptionError(
             "the model does not train under the plan that replanning starts from",
@@ -403,7 +442,10 @@ def _check(model: nn.Module, result: FleetPlan) -> None:
 
 def _sends(compression: DdpCompressor | None, result: FleetPlan) -> bool:
     """Whether gradients are sent as a plan says."""
-    return compression is not None and compression.assigned.text == by_plan(result.codecs, compression.names).text
+    return (
+        compression is not None
+        and compression.assigned.text == by_plan(result.codecs, compression.names).text
+    )
 
 
 def _over(exceeded: Mapping[str, float]) -> bool:

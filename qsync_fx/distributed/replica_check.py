@@ -28,7 +28,10 @@ def check_replicas(model: nn.Module) -> None:
     Raises:
         RankError: on every rank, with the rank and the parameters that differ.
     """
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    if (
+        not (distributed.is_available() and distributed.is_initialized())
+        or distributed.get_world_size() == 1
+    ):
         return
     result = digests(model)
     if not result:
@@ -37,7 +40,9 @@ def check_replicas(model: nn.Module) -> None:
     most = least.clone()
     distributed.all_reduce(least, distributed.ReduceOp.MIN, group=control())
     distributed.all_reduce(most, distributed.ReduceOp.MAX, group=control())
-    unequal = [name for name, differs in zip(result, (least != most).tolist(), strict=True) if differs]
+    unequal = [
+        name for name, differs in zip(result, (least != most).tolist(), strict=True) if differs
+    ]
     if unequal:
         raise _differ(unequal, [result[name] for name in unequal])
 
@@ -48,7 +53,9 @@ def _differ(names: list[str], mine: list[int]) -> RankError:
     usual = list(Counter(map(tuple, everyones)).most_common(1)[0][0])
     others = [rank for rank, values in enumerate(everyones) if values != usual]
     differing = [
-        name for name, value, expected in zip(names, everyones[others[0]], usual, strict=True) if value != expected
+        name
+        for name, value, expected in zip(names, everyones[others[0]], usual, strict=True)
+        if value != expected
     ]
     more = f", ... ({len(differing)} in all)" if len(differing) > _SHOWN else ""
     error = RankError(
@@ -64,7 +71,9 @@ def _differ(names: list[str], mine: list[int]) -> RankError:
 
 def digests(model: nn.Module) -> dict[str, int]:
     """Returns a hash of the bits of each parameter that all ranks hold whole."""
-    named = [(name, p) for name, p in unwrapped(model).named_parameters() if not isinstance(p, DTensor)]
+    named = [
+        (name, p) for name, p in unwrapped(model).named_parameters() if not isinstance(p, DTensor)
+    ]
     if not named:
         return {}
     result = torch.stack([_digest(p.detach()) for _, p in named]).tolist()

@@ -53,7 +53,9 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
     def weigh(value: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         gradients: torch.Tensor = bucket.buffer()
         if bucket.index() == 0:
-            total = torch.tensor(float(counted.samples), dtype=torch.float64, device=gradients.device)
+            total = torch.tensor(
+                float(counted.samples), dtype=torch.float64, device=gradients.device
+            )
             distributed.all_reduce(total, group=group)
             share = counted.samples * distributed.get_world_size(group)
             counted.weight, counted.samples = share / total.clamp(min=1), 0

@@ -55,7 +55,11 @@ def writes(node: fx.Node) -> list[fx.Node]:
 def in_place(node: fx.Node) -> bool:
     """Whether a node's result is one of its arguments, written to (a batch norm writes to its statistics, but returns another tensor)."""
     written = writes(node)
-    return bool(written) and written[0] is node.args[0] and str(node.target.__name__).partition(".")[0].endswith("_")  # type: ignore[union-attr]
+    return (
+        bool(written)
+        and written[0] is node.args[0]
+        and str(node.target.__name__).partition(".")[0].endswith("_")  # type: ignore[union-attr]
+    )
 
 
 def operands(node: fx.Node, body: PrecisionGraph) -> list[tuple[fx.Node, Any]]:
@@ -99,7 +103,11 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) -> fx.Node:
     """Returns a new last placeholder of a body, and gives the higher-order operator `node` the argument for it."""
     graph, placeholders = body.graph, [n for n in body.nodes if n.op == "placeholder"]
-    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(body.nodes[0]):
+    with (
+        graph.inserting_after(placeholders[-1])
+        if placeholders
+        else graph.inserting_before(body.nodes[0])
+    ):
         result = graph.placeholder(name)
     result.target = result.name  # the name of an argument, of which there may be several
     result.meta["val"] = value.meta["val"]
@@ -120,14 +128,18 @@ class AliasSets:
         written: the places that some node of the graph writes to.
     """
 
-    def __init__(self, graph: PrecisionGraph, value: Mapping[fx.Node, Places] | None = None) -> None:
+    def __init__(
+        self, graph: PrecisionGraph, value: Mapping[fx.Node, Places] | None = None
+    ) -> None:
         self._graph = graph
         self._beyond: dict[fx.Node, Places] = dict(value or {})
         self._places: dict[fx.Node, Places] = {}
         for node in graph.nodes:
             self._beyond.setdefault(node, self._inherited(node))
             self._places[node] = self.of(node)
-        self.written: Places = frozenset().union(*(self.of(used) for node in graph.nodes for used in may_write(node)))
+        self.written: Places = frozenset().union(
+            *(self.of(used) for node in graph.nodes for used in may_write(node))
+        )
 
     def of(self, node: fx.Node) -> Places:
         """Returns the places of a node's value; for a node that came later, those of its value now."""
@@ -152,7 +164,11 @@ class AliasSets:
 
 def may_write(node: fx.Node) -> list[fx.Node]:
     """Returns the operands that a node may write to; of a node that nobody can look into, all."""
-    if node.op not in ("call_function", "call_method") or is_switch(node) or node.target is py_operator.getitem:
+    if (
+        node.op not in ("call_function", "call_method")
+        or is_switch(node)
+        or node.target is py_operator.getitem
+    ):
         return []
     if isinstance(node.target, torch._ops.OpOverload):
         return writes(node)
@@ -171,7 +187,10 @@ def _written_by(body: PrecisionGraph, node: fx.Node) -> Iterable[fx.Node]:
 
 def _sizes_are_kept(node: fx.Node) -> bool:
     """Whether a view's value is the one that it was traced with, since its sizes depend on values (`PrecisionGraph.propagate`)."""
-    return bool(node.meta.get("unbacked_bindings")) and any(r.alias_info for r in node.target._schema.returns)  # type: ignore[union-attr]
+    return bool(node.meta.get("unbacked_bindings")) and any(
+        r.alias_info
+        for r in node.target._schema.returns  # type: ignore[union-attr]
+    )
 
 
 def _storages(value: Any) -> Places:
@@ -195,7 +214,9 @@ class Sharing:
     def __init__(self, graph: PrecisionGraph, memory: AliasSets | None = None) -> None:
         self.memory = memory or AliasSets(graph)
         # What a body starts with is its caller's affair.
-        self.mode: tuple[Hashable, ...] = (graph.context.training if graph.parent is None else None,)
+        self.mode: tuple[Hashable, ...] = (
+            graph.context.training if graph.parent is None else None,
+        )
         self._writes: Counter[Hashable] = Counter()
         self._modes: dict[fx.Node, Hashable] = {}
 

@@ -46,9 +46,15 @@ class Rule:
     def promotion(self, formats: Sequence[Precision | None]) -> Precision | None:
         """Returns the widest of the formats of `inputs`; of the first, where it is that alone which decides."""
         available = [item for item in formats if item is not None]
-        return functools.reduce(promoted, available if self.promotes else available[:1]) if available else None
+        return (
+            functools.reduce(promoted, available if self.promotes else available[:1])
+            if available
+            else None
+        )
 
-    def precision(self, formats: Sequence[Precision | None]) -> tuple[Precision | None, float | None]:
+    def precision(
+        self, formats: Sequence[Precision | None]
+    ) -> tuple[Precision | None, float | None]:
         """Returns the precision, given the formats of `inputs`, and the scalar that does not fit their promotion."""
         widest = self.promotion(formats)
         if widest is None:
@@ -73,7 +79,11 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
     if row is not None and row.converts:
         named = _named_format(node)
         like = [used for used in node.all_input_nodes if is_float(graph.value(used))]
-        return Rule((), named or owned) if named is not None or owned is None or not like else Rule((like[-1],), owned)
+        return (
+            Rule((), named or owned)
+            if named is not None or owned is None or not like
+            else Rule((like[-1],), owned)
+        )
     if note.kind is Kind.FIXED and not in_place(node):
         # Where only its autocast region has it narrow and a plan decides in the region's place, it is FP32 at least.
         narrowed = row is not None and isinstance(note.autocast, Precision) and not automatic
@@ -83,7 +93,13 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
         return Rule((writes(node)[0],), owned, named=named, in_place=True)
     inputs = [used for used in node.all_input_nodes if is_float(graph.value(used))]
     ranked = [used for used in inputs if graph.value(used).dim() > 0] or inputs
-    return Rule(tuple(ranked) if owned is not None else (), owned, promotes=True, scalars=_scalars(node), named=named)
+    return Rule(
+        tuple(ranked) if owned is not None else (),
+        owned,
+        promotes=True,
+        scalars=_scalars(node),
+        named=named,
+    )
 
 
 def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node | None:

@@ -81,7 +81,9 @@ class Cost:
         return hash((*(getattr(self, name) for name in WORKS), frozenset(self.saved.items())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Cost, **{name: getattr(self, name) for name in WORKS}, saved=dict(self.saved)), ()
+        return functools.partial(
+            Cost, **{name: getattr(self, name) for name in WORKS}, saved=dict(self.saved)
+        ), ()
 
     @property
     def work(self) -> Work:
@@ -103,14 +105,20 @@ class Cost:
     @property
     def sizes(self) -> list[Size]:
         """All of them: operations and bytes of each piece of work, then what is kept."""
-        works = [size for name in WORKS for size in (getattr(self, name).flops, getattr(self, name).bytes)]
+        works = [
+            size
+            for name in WORKS
+            for size in (getattr(self, name).flops, getattr(self, name).bytes)
+        ]
         return [*works, *self.saved.values()]
 
     def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Cost:
         """Returns the cost with other symbols for symbolic sizes."""
         if not names:
             return self
-        return self.each(lambda size: size.xreplace(names) if isinstance(size, sympy.Basic) else size)
+        return self.each(
+            lambda size: size.xreplace(names) if isinstance(size, sympy.Basic) else size
+        )
 
     def each(self, change: Callable[[Size], Size]) -> Cost:
         """Returns the cost with each of its sizes changed."""
@@ -154,9 +162,16 @@ def _rebuilt(cost: Cost, values: Any) -> Cost:
 @functools.lru_cache(maxsize=64)
 def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable[..., list[Size]]:
     """Returns the function of the sizes that gives all expressions, compiled by sympy where that is possible."""
-    symbols = {str(symbol): symbol for e in expressions if isinstance(e, sympy.Basic) for symbol in e.free_symbols}
+    symbols = {
+        str(symbol): symbol
+        for e in expressions
+        if isinstance(e, sympy.Basic)
+        for symbol in e.free_symbols
+    }
     inputs = [symbols.get(name, sympy.Symbol(name)) for name in names]
-    full = all(set(e.free_symbols) <= set(inputs) for e in expressions if isinstance(e, sympy.Basic))
+    full = all(
+        set(e.free_symbols) <= set(inputs) for e in expressions if isinstance(e, sympy.Basic)
+    )
     if full:
         # torch's own functions of sizes, such as FloorDiv, evaluate themselves on numbers; math's would not know them.
         compiled: Callable[..., list[Size]] = sympy.lambdify(

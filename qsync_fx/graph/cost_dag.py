@@ -98,7 +98,12 @@ def states(site: OperandSite) -> tuple[OperandState, ...]:
     if note.kind is Kind.ADJUSTABLE and note.row is not None:
         takes = dict.fromkeys(
             resolve(
-                note.row, fmt, context.device, context.options.emulate_unsupported, operator.held, operator.refused
+                note.row,
+                fmt,
+                context.device,
+                context.options.emulate_unsupported,
+                operator.held,
+                operator.refused,
             )[0]
             for fmt in FORMATS.values()
         )
@@ -106,7 +111,9 @@ def states(site: OperandSite) -> tuple[OperandState, ...]:
         return tuple(
             OperandState(fmt, out)
             for fmt in takes
-            for out in dict.fromkeys([row_on(context.device, fmt).output, *(wide if fmt.scaled else ())])
+            for out in dict.fromkeys(
+                [row_on(context.device, fmt).output, *(wide if fmt.scaled else ())]
+            )
         )
     if note.kind is Kind.DEPENDENT and owned is not None:
         formats = [fmt for fmt in FORMATS.values() if fmt.plain and not fmt.scaled]
@@ -129,17 +136,35 @@ def _add_operator(result: nx.MultiDiGraph, flow: Flow, site: OperandSite) -> Non
         numel=_numel(value),
         line=str(source) if source is not None else "",
         repeated=site.repeated,
-        precisions=tuple(dict.fromkeys(str(state.precision) for state in can if state.precision is not None)),
+        precisions=tuple(
+            dict.fromkeys(str(state.precision) for state in can if state.precision is not None)
+        ),
         costs=Costs(flow, site, can),
     )
 
 
-def _add_edge(result: nx.MultiDiGraph, flow: Flow, site: OperandSite, used: fx.Node, role: str, gradient: bool) -> None:
-    _connect(result, flow, site.graph.value(used), used, str(node_metadata.NOTE[site.node].id), role, gradient)
+def _add_edge(
+    result: nx.MultiDiGraph, flow: Flow, site: OperandSite, used: fx.Node, role: str, gradient: bool
+) -> None:
+    _connect(
+        result,
+        flow,
+        site.graph.value(used),
+        used,
+        str(node_metadata.NOTE[site.node].id),
+        role,
+        gradient,
+    )
 
 
 def _connect(
-    result: nx.MultiDiGraph, flow: Flow, value: Any, used: fx.Node, reader: str, role: str, gradient: bool
+    result: nx.MultiDiGraph,
+    flow: Flow,
+    value: Any,
+    used: fx.Node,
+    reader: str,
+    role: str,
+    gradient: bool,
 ) -> None:
     if not tensors(value):
         return
@@ -176,7 +201,9 @@ def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
     connected with no operator is missing.
     """
     result = {
-        node: charge for node in graph.nodes if computes(node) and (charge := node_metadata.charged(node)) is not None
+        node: charge
+        for node in graph.nodes
+        if computes(node) and (charge := node_metadata.charged(node)) is not None
     }
     available = -1
     # Again while it finds any: what was charged to what it reads may have read constants of its own.
@@ -195,7 +222,9 @@ def charge(graph: PrecisionGraph) -> None:
     What is neither belongs to what it stands beside, and what is connected with no operator, such as the counter of a batch norm, to the
     operator that follows it.
     """
-    operators = {node: note for node in graph.nodes if (note := node_metadata.NOTE.get(node)) is not None}
+    operators = {
+        node: note for node in graph.nodes if (note := node_metadata.NOTE.get(node)) is not None
+    }
     for node in graph.nodes:
         cast = node_metadata.CAST.get(node)
         if node in operators:
@@ -216,10 +245,13 @@ def computes(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method", "call_module")
 
 
-def _beside(result: dict[fx.Node, CostAttribution], node: fx.Node, others: Iterable[fx.Node]) -> None:
+def _beside(
+    result: dict[fx.Node, CostAttribution], node: fx.Node, others: Iterable[fx.Node]
+) -> None:
     """Charges a node that is not charged yet to one of the others, rather to an operator than to the cast that stands before it."""
     available = sorted(
-        (result[other] for other in others if other in result), key=lambda charge: charge.part is not None
+        (result[other] for other in others if other in result),
+        key=lambda charge: charge.part is not None,
     )
     if available and node not in result and computes(node):
         result[node] = CostAttribution(available[0].owner)

@@ -50,11 +50,17 @@ class Source:
 
 def source_of(node: fx.Node) -> Source | None:
     """Returns the line of the user's model that a node comes from: the innermost frame of its stack trace."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
+    ]
     for index in range(len(lines) - 1, -1, -1):
         if lines[index].startswith('File "') and '", line ' in lines[index]:
             file, _, rest = lines[index].removeprefix('File "').partition('", line ')
-            code = lines[index + 1] if index + 1 < len(lines) and not lines[index + 1].startswith("File ") else ""
+            code = (
+                lines[index + 1]
+                if index + 1 < len(lines) and not lines[index + 1].startswith("File ")
+                else ""
+            )
             return Source(file, int(rest.partition(",")[0]), code)
     return None
 
@@ -80,7 +86,9 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return filled(target, node.args, node.kwargs)
 
 
-def filled(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def filled(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns every argument of a call by its name, in the order of the schema; one without a default that is not given is None."""
     schema = target._schema.arguments
     inputs = {argument.name: value for argument, value in zip(schema, args, strict=False)}
@@ -157,7 +165,9 @@ def memory_order(value: Any) -> list[int] | None:
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    sizes, strides = ([_hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
+    sizes, strides = (
+        [_hint(number) for number in numbers] for numbers in (value.shape, value.stride())
+    )
     if None in sizes or None in strides or 0 in sizes:
         return None
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
@@ -177,7 +187,9 @@ def same_strides(first: torch.Tensor, second: torch.Tensor) -> bool:
     orders = [memory_order(value) for value in (first, second)]
     if None in orders or first.shape != second.shape:
         return True
-    of_first, of_second = ([dim for dim in order or () if _hint(first.shape[dim]) != 1] for order in orders)
+    of_first, of_second = (
+        [dim for dim in order or () if _hint(first.shape[dim]) != 1] for order in orders
+    )
     return of_first == of_second
 
 
@@ -199,7 +211,9 @@ def describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(describe(item) for item in value) + ")"
     # Other objects print their address, which differs from run to run.
-    return str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
+    return (
+        str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
+    )
 
 
 def expression(size: Any) -> Any:
@@ -267,7 +281,9 @@ _CALLS: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-_EFFECT_OF: Mapping[str, Effect] = {name: effect for effect, names in _CALLS.items() for name in names}
+_EFFECT_OF: Mapping[str, Effect] = {
+    name: effect for effect, names in _CALLS.items() for name in names
+}
 
 _DEFERRED = (Effect.KERNELS, Effect.FORWARD_GRAD, Effect.HOOKS, Effect.LEVEL)
 """State that tracing above autograd does not depend on."""
@@ -313,7 +329,11 @@ def mark_unlisted(graph: fx.Graph) -> None:
     """
     calls = {node for node in graph.nodes if is_switch(node) or _is_bare_call(node)}
     while True:
-        computing = {node for node in calls if not is_switch(node) and not calls.issuperset(_neighbours(node))}
+        computing = {
+            node
+            for node in calls
+            if not is_switch(node) and not calls.issuperset(_neighbours(node))
+        }
         if not computing:
             break
         calls -= computing

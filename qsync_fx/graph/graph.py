@@ -37,7 +37,16 @@ from qsync_fx.devices.target_override import targeted
 from qsync_fx.errors import PassError, PrecisionError
 from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.fx_utils import FakeRun, Source, argument_at, arguments, describe, format_of, source_of, target_name
+from qsync_fx.graph.fx_utils import (
+    FakeRun,
+    Source,
+    argument_at,
+    arguments,
+    describe,
+    format_of,
+    source_of,
+    target_name,
+)
 from qsync_fx.graph.node_metadata import OperatorInfo, Rewritten
 from qsync_fx.ops.spec import Kind, OperatorRow
 from qsync_fx.options import Options
@@ -55,7 +64,9 @@ class Operator:
         note: what the handle shows in place of the node's note: a decision that is another plan's.
     """
 
-    def __init__(self, graph: PrecisionGraph, node: fx.Node, note: OperatorInfo | None = None) -> None:
+    def __init__(
+        self, graph: PrecisionGraph, node: fx.Node, note: OperatorInfo | None = None
+    ) -> None:
         self.graph, self.node, self._note = graph, node, note
 
     @property
@@ -106,7 +117,9 @@ class Operator:
         if not all(isinstance(argument_at(inputs, index), fx.Node) for index in row.scaled):
             return "an operand is no tensor"
         lowering = self.graph.context.lowerings.get(row.name)
-        return lowering.refuses(self.node) if lowering is not None else f"{row.name} has no lowering"
+        return (
+            lowering.refuses(self.node) if lowering is not None else f"{row.name} has no lowering"
+        )
 
     @property
     def source(self) -> Source | None:
@@ -145,13 +158,21 @@ class Operator:
         if (offered := support(context.device, fmt)).how == "simulated":
             return offered.reason
         # A product without a weight has no lowering that would know its shape.
-        lowering = context.lowerings.get(self.row.name) if self.row is not None and self.row.scaled else None
+        lowering = (
+            context.lowerings.get(self.row.name)
+            if self.row is not None and self.row.scaled
+            else None
+        )
         result: str | None = (
-            lowering.slower(self.node, fmt, context) if lowering is not None and fmt.bits < 32 else None
+            lowering.slower(self.node, fmt, context)
+            if lowering is not None and fmt.bits < 32
+            else None
         )
         return result
 
-    def decide(self, planned: Precision, reason: str, pinned: bool = False, skip_unprofitable: bool = False) -> None:
+    def decide(
+        self, planned: Precision, reason: str, pinned: bool = False, skip_unprofitable: bool = False
+    ) -> None:
         """Notes what is planned, what the operator and the device make of it, and why.
 
         Args:
@@ -160,9 +181,18 @@ class Operator:
         row = self.row
         assert row is not None, "adjustable operators have rows"
         context = self.graph.context
-        runs, but = resolve(row, planned, context.device, context.options.emulate_unsupported, self.held, self.refused)
+        runs, but = resolve(
+            row,
+            planned,
+            context.device,
+            context.options.emulate_unsupported,
+            self.held,
+            self.refused,
+        )
         narrow = self.held if self.held is not None and self.held.bits < 32 else None
-        while skip_unprofitable and runs is not narrow and (slower := self.slower(runs)) is not None:
+        while (
+            skip_unprofitable and runs is not narrow and (slower := self.slower(runs)) is not None
+        ):
             wider = narrow or (FP32 if runs.plain else row_on(context.device, runs).elsewhere)
             but = "; ".join(filter(None, (but, f"{slower}, so it runs in {wider}")))
             runs = wider
@@ -226,7 +256,11 @@ class PrecisionGraph:
     """
 
     def __init__(
-        self, module: fx.GraphModule, inputs: list[Any], context: Context, parent: PrecisionGraph | None = None
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        context: Context,
+        parent: PrecisionGraph | None = None,
     ) -> None:
         self.module, self.inputs, self.context, self.parent = module, inputs, context, parent
         self.outputs = self.output_types()
@@ -252,20 +286,27 @@ class PrecisionGraph:
     def where(self) -> str:
         """Where the graph stands in the user's model, for error messages."""
         first = next(iter(self.operators()), None)
-        return f"the graph that starts with {first.where}" if first is not None else "a graph without operators"
+        return (
+            f"the graph that starts with {first.where}"
+            if first is not None
+            else "a graph without operators"
+        )
 
     def own_operators(self) -> list[Operator]:
         """Returns the operators of this graph alone, without those in bodies of higher-order operators."""
         return [Operator(self, node) for node in self.nodes if node in node_metadata.NOTE]
 
-    def operators(self, kind: Kind | str | None = None, pattern: str | None = None) -> list[Operator]:
+    def operators(
+        self, kind: Kind | str | None = None, pattern: str | None = None
+    ) -> list[Operator]:
         """Returns the operators, those in bodies of higher-order operators included, by kind and by pattern of their id."""
         wanted = Kind(kind) if kind is not None else None
         return [
             operator
             for graph in self.walk()
             for operator in graph.own_operators()
-            if (wanted is None or operator.kind is wanted) and (pattern is None or operator.id.matches(pattern))
+            if (wanted is None or operator.kind is wanted)
+            and (pattern is None or operator.id.matches(pattern))
         ]
 
     def walk(self) -> Iterator[PrecisionGraph]:
@@ -293,7 +334,11 @@ class PrecisionGraph:
 
     def value(self, node: Any) -> Any:
         """Returns the fake value of a node; anything that is no node is its own value."""
-        return node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else node
+        return (
+            node.meta.get("val", node.meta.get("example_value"))
+            if isinstance(node, fx.Node)
+            else node
+        )
 
     def propagate(self, node: fx.Node) -> None:
         """Computes a node's fake value anew from its arguments.
@@ -303,7 +348,9 @@ class PrecisionGraph:
         """
         value = self.computed(node)
         # Sizes that depend on values were named when the graph was traced; names that are given anew belong to nothing.
-        node.meta["val"] = _sized_as(self.value(node), value) if node.meta.get("unbacked_bindings") else value
+        node.meta["val"] = (
+            _sized_as(self.value(node), value) if node.meta.get("unbacked_bindings") else value
+        )
 
     def computed(self, node: fx.Node) -> Any:
         """Returns what a node makes of its arguments' fake values; raises as `propagate` does."""
@@ -314,7 +361,9 @@ class PrecisionGraph:
             with FakeRun(self.context.fake_mode, torch.no_grad(), region):
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
-            where = Operator(self, node).where if node in node_metadata.NOTE else f"node %{node.name}"
+            where = (
+                Operator(self, node).where if node in node_metadata.NOTE else f"node %{node.name}"
+            )
             shown = ", ".join(describe(self.value(a)) for a in node.args)
             raise PassError(
                 f"{target_name(node)} does not take ({shown}): {error}",
@@ -339,10 +388,16 @@ def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> Preci
         result, output = matches
         new.output(result).meta = dict(output.meta)
     # Lazily: the code of a copy is written when somebody runs it.
-    copy = PrecisionGraph(_LazyGraphModule(graph.module, new), list(graph.inputs), graph.context, parent)
+    copy = PrecisionGraph(
+        _LazyGraphModule(graph.module, new), list(graph.inputs), graph.context, parent
+    )
     copy.module.meta.update(graph.module.meta)
     copy.numbers = graph.numbers.copy()
-    copy.unknown, copy.rewritten, copy.outputs = dict(graph.unknown), dict(graph.rewritten), list(graph.outputs)
+    copy.unknown, copy.rewritten, copy.outputs = (
+        dict(graph.unknown),
+        dict(graph.rewritten),
+        list(graph.outputs),
+    )
     for old, node in nodes.items():
         before: tuple[PrecisionGraph, ...] = node_metadata.bodies(old)
         bodies = tuple(copied(body, copy) for body in before)
@@ -391,7 +446,11 @@ aten = torch.ops.aten
 
 VECTORS: Final = "vectors"
 """How an operator computes that drops what is drawn so."""
-_DROPPING: Final = (aten.dropout.default, aten.native_dropout.default, aten.scaled_dot_product_attention.default)
+_DROPPING: Final = (
+    aten.dropout.default,
+    aten.native_dropout.default,
+    aten.scaled_dot_product_attention.default,
+)
 
 
 def drops(node: fx.Node) -> bool:
@@ -402,7 +461,9 @@ def drops(node: fx.Node) -> bool:
 def may_be_drawn(graph: PrecisionGraph) -> bool:
     """Whether there is a dropout in a graph that is compiled for a CPU, and nothing asks for torch's."""
     context = graph.context
-    requested = context.options.fast_dropout is not False and context.options.inner_backend == "inductor"
+    requested = (
+        context.options.fast_dropout is not False and context.options.inner_backend == "inductor"
+    )
     if not requested or context.device.type != "cpu" or capability(context.device) != ANY:
         return False
     return any(drops(node) for part in graph.walk() for node in part.nodes)
@@ -414,4 +475,6 @@ def drawn(graph: PrecisionGraph) -> bool:
     if not may_be_drawn(graph):
         return False
     parts = list(graph.walk())
-    return len(parts) == 1 and not any(node.target is aten.native_dropout.default for node in parts[0].nodes)
+    return len(parts) == 1 and not any(
+        node.target is aten.native_dropout.default for node in parts[0].nodes
+    )

@@ -229,8 +229,14 @@ _CARRIED: Final = "custom"
 
 def charge(node: fx.Node, owner: OpId | str, part: Part | None = None) -> None:
     """Says to which operator the time of a node's kernels belongs, and as which part of a cast. `charging.charges` reads it."""
-    marks = {key: value for key, value in (node.meta.get(_CARRIED) or {}).items() if key != "qsync_part"}
-    node.meta[_CARRIED] = {**marks, "qsync": str(owner), **({"qsync_part": part.value} if part is not None else {})}
+    marks = {
+        key: value for key, value in (node.meta.get(_CARRIED) or {}).items() if key != "qsync_part"
+    }
+    node.meta[_CARRIED] = {
+        **marks,
+        "qsync": str(owner),
+        **({"qsync_part": part.value} if part is not None else {}),
+    }
 
 
 def charged(node: fx.Node) -> CostAttribution | None:

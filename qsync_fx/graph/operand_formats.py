@@ -56,7 +56,9 @@ class Origins:
             self._known.setdefault(node, self._find(graph, node))
             for body in node_metadata.bodies(node):
                 self._known |= {
-                    p: self.of(value) for p, value in aliased_operands(node, body) if isinstance(value, fx.Node)
+                    p: self.of(value)
+                    for p, value in aliased_operands(node, body)
+                    if isinstance(value, fx.Node)
                 }
                 self._walk(body)
 
@@ -69,16 +71,24 @@ class Origins:
         row = row_for(node.target)
         moved = node.args[0] if node.args else None
         unpacks = getattr(node.target, "__name__", "") == "getitem"
-        if isinstance(moved, fx.Node) and (unpacks or (row is not None and (row.moves or row.converts))):
+        if isinstance(moved, fx.Node) and (
+            unpacks or (row is not None and (row.moves or row.converts))
+        ):
             return self.of(moved)
         if row is not None and row.output_only:
             return Origin.ACTIVATION  # what is looked up in a table
         read = [used for used in node.all_input_nodes if tensors(graph.value(used))]
         read = [used for used in read if any(map(is_float, tensors(graph.value(used))))] or read
-        return Origin.ACTIVATION if any(self.of(used) is Origin.ACTIVATION for used in read) else Origin.HELD
+        return (
+            Origin.ACTIVATION
+            if any(self.of(used) is Origin.ACTIVATION for used in read)
+            else Origin.HELD
+        )
 
 
-def with_weight(graph: PrecisionGraph, node: fx.Node, row: OperatorRow, origins: Origins) -> OperatorRow:
+def with_weight(
+    graph: PrecisionGraph, node: fx.Node, row: OperatorRow, origins: Origins
+) -> OperatorRow:
     """Returns a product's row, with what is known of its factors in this call."""
     if row.contracts is None:
         return row
@@ -86,7 +96,10 @@ def with_weight(graph: PrecisionGraph, node: fx.Node, row: OperatorRow, origins:
     result = row.contracts([fx.node.map_arg(argument, graph.value) for argument in inputs])
     if isinstance(result, str):
         every = [
-            origins.of(used) for index in row.operands for used in nodes_in(inputs[index]) if index not in row.added
+            origins.of(used)
+            for index in row.operands
+            for used in nodes_in(inputs[index])
+            if index not in row.added
         ]
         return _named(row, every, result)
     factors = [origins.of(argument_at(inputs, place)) for place in result.places]
@@ -108,7 +121,9 @@ def _named(row: OperatorRow, factors: list[Origin], why: str = "") -> OperatorRo
     """The row of a product that takes float formats only."""
     parameters = factors.count(Origin.PARAMETER)
     if Origin.ACTIVATION not in factors and parameters == len(factors):
-        return dataclasses.replace(row, scaled=(), reason=PARAMETERS, unscaled="both of its factors are parameters")
+        return dataclasses.replace(
+            row, scaled=(), reason=PARAMETERS, unscaled="both of its factors are parameters"
+        )
     if not parameters and Origin.HELD in factors:
         return dataclasses.replace(
             row, scaled=(), reason=HELD, unscaled="the factor that is no activation is no parameter"
@@ -137,16 +152,17 @@ class OperandState:
     @functools.cached_property
     def names(self) -> tuple[str | None, str | None]:
         """Both by name."""
-        return self.precision.name if self.precision else None, self.output.name if self.output else None
+        return (
+            self.precision.name if self.precision else None,
+            self.output.name if self.output else None,
+        )
 
 
 class Asks(Enum):
     """What an operator asks of an operand where it asks for no format."""
 
     WRITTEN = "as the model wrote it"
-    BESIDE = (
-        "as the model wrote it, widened where that is a narrow format other than the operator's: torch takes no two"
-    )
+    BESIDE = "as the model wrote it, widened where that is a narrow format other than the operator's: torch takes no two"
     GIVEN = "as it is"
 
 
@@ -229,7 +245,9 @@ class OperandReader:
         live = precision if precision.plain else precision_of(precision.dtype)
         return live if live is not None and operand.position in self.converted else Asks.BESIDE
 
-    def read_as(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | None:
+    def read_as(
+        self, precision: Precision | None, operand: Operand, value: Any
+    ) -> Precision | None:
         """Returns the format that an operator in `precision` reads an operand in; None where it takes whatever format that has.
 
         Args:
@@ -247,7 +265,11 @@ class OperandReader:
 def operands(node: fx.Node, note: OperatorInfo | None) -> tuple[Operand, ...]:
     """Returns what an operator reads, once for each time that it reads it."""
     result: list[Operand] = []
-    weight = note.row.scaled[1] if note is not None and note.row is not None and note.row.scaled else None
+    weight = (
+        note.row.scaled[1]
+        if note is not None and note.row is not None and note.row.scaled
+        else None
+    )
 
     def take(operand: Operand) -> fx.Node:
         role = "weight" if operand.place == weight else operand.role
@@ -263,7 +285,9 @@ def map_operands(node: fx.Node, change: Callable[[Operand], fx.Node]) -> None:
     node.args, node.kwargs = _mapped(node, change)
 
 
-def _mapped(node: fx.Node, change: Callable[[Operand], fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _mapped(
+    node: fx.Node, change: Callable[[Operand], fx.Node]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns arguments with `change(operand)` in the place of each operand."""
     names: list[str] = []
     if isinstance(node.target, torch._ops.OpOverload):
@@ -273,10 +297,15 @@ def _mapped(node: fx.Node, change: Callable[[Operand], fx.Node]) -> tuple[tuple[
         if isinstance(value, fx.Node):
             return change(Operand(value, position, role, place))
         if isinstance(value, (list, tuple)):
-            items = (look(item, position, f"{role}.{index}", (position, index)) for index, item in enumerate(value))
+            items = (
+                look(item, position, f"{role}.{index}", (position, index))
+                for index, item in enumerate(value)
+            )
             return tuple(items) if isinstance(value, tuple) else list(items)
         if isinstance(value, dict):
-            return {key: look(item, position, f"{role}.{key}", place) for key, item in value.items()}
+            return {
+                key: look(item, position, f"{role}.{key}", place) for key, item in value.items()
+            }
         return value
 
     args = [
@@ -284,4 +313,6 @@ def _mapped(node: fx.Node, change: Callable[[Operand], fx.Node]) -> tuple[tuple[
         for index, value in enumerate(node.args)
     ]
     positions = {name: names.index(name) if name in names else len(names) for name in node.kwargs}
-    return tuple(args), {name: look(v, positions[name], name, positions[name]) for name, v in node.kwargs.items()}
+    return tuple(args), {
+        name: look(v, positions[name], name, positions[name]) for name, v in node.kwargs.items()
+    }

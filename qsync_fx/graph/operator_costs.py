@@ -33,7 +33,13 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import Sharing, in_place
 from qsync_fx.graph.cost_algebra import Cost, Kept, Size, Work
-from qsync_fx.graph.fx_utils import arguments as arguments_of, expression, format_of, is_float, tensors
+from qsync_fx.graph.fx_utils import (
+    arguments as arguments_of,
+    expression,
+    format_of,
+    is_float,
+    tensors,
+)
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.operand_formats import Operand, OperandState
 from qsync_fx.graph.saved_tensors import Extra, Flow, OperandSite
@@ -54,19 +60,33 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
         read[site.operands[0]] = size_in(value, format_of(value))
     forward = Work(flops_of(site.graph, site.node), sum(read.values(), start=0) + result)
     saved = _saved(flow, site, state)
-    multiplied = [o for o in site.operands if row is not None and row.products and o.position not in row.added]
+    multiplied = [
+        o for o in site.operands if row is not None and row.products and o.position not in row.added
+    ]
     back = [o for o, need in zip(site.operands, site.needs, strict=True) if need]
     works = {False: Work(), True: Work()}
     for operand in back:
-        work = Work(0, result + size_in(site.graph.value(operand.node), format_of(site.graph.value(operand.node))))
+        work = Work(
+            0,
+            result
+            + size_in(site.graph.value(operand.node), format_of(site.graph.value(operand.node))),
+        )
         if operand in multiplied:
             # The gradient of a factor is a product of the incoming gradient and of the other factors.
-            others = sum((size for o, size in read.items() if o is not operand and o in multiplied), start=0)
+            others = sum(
+                (size for o, size in read.items() if o is not operand and o in multiplied), start=0
+            )
             work += Work(_gradient_flops(site, forward.flops, len(multiplied)), others)
         works[is_parameter(flow, operand)] += work
     if back and not multiplied:
         works[False] += Work(0, sum(saved.values()))
-    return Cost(forward, works[False], works[True], recomputed=forward if site.repeated else Work(), saved=saved)
+    return Cost(
+        forward,
+        works[False],
+        works[True],
+        recomputed=forward if site.repeated else Work(),
+        saved=saved,
+    )
 
 
 def is_parameter(flow: Flow, operand: Operand) -> bool:
@@ -78,7 +98,11 @@ def _gradient_flops(site: OperandSite, forward: Size, factors: int) -> Size:
     """The operations of the gradient of one factor; where all gradients are computed at once, its share of them."""
     row = node_metadata.NOTE[site.node].row
     total = row.gradient_flops if row is not None else None
-    return forward if total is None else _counted(site.graph, site.node, total) / sympy.Integer(factors)
+    return (
+        forward
+        if total is None
+        else _counted(site.graph, site.node, total) / sympy.Integer(factors)
+    )
 
 
 def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:
@@ -124,7 +148,11 @@ def _saved(flow: Flow, site: OperandSite, state: OperandState) -> dict[Kept, Siz
         keep(nodes[index], fmt, full)
     if saved.results:
         result[site.node.name, str(state.output or "")] = sum(
-            (size_in(tensors(site.graph.value(site.node))[index], state.output) for index in saved.results), start=0
+            (
+                size_in(tensors(site.graph.value(site.node))[index], state.output)
+                for index in saved.results
+            ),
+            start=0,
         )
     for index, extra in enumerate(saved.extras):
         result[site.node.name, f"extra {index}"] = _extra(extra)
@@ -144,7 +172,8 @@ def size_in(value: Any, fmt: Precision | None) -> Size:
     """Returns the bytes of a value whose floating-point tensors are in a format."""
     return sum(
         (
-            expression(t.numel()) * (fmt.dtype.itemsize if fmt is not None and is_float(t) else t.element_size())
+            expression(t.numel())
+            * (fmt.dtype.itemsize if fmt is not None and is_float(t) else t.element_size())
             for t in tensors(value)
         ),
         start=0,
@@ -232,7 +261,9 @@ class _Walk:
     def _visit(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> None:
         if node.op == "output":
             if graph.parent is None:
-                fx.node.map_arg(node.args, lambda used: self._read(graph, None, None, used, sharing))
+                fx.node.map_arg(
+                    node.args, lambda used: self._read(graph, None, None, used, sharing)
+                )
             return
         for body in node_metadata.bodies(node):
             self.graph(body)
@@ -249,11 +280,22 @@ class _Walk:
         # An operator that computes in the model's own format and promises another, as a lookup in a table does.
         if row is not None and row.output_only and not in_place(node):
             self.found.append(
-                FormatChange(graph, site, node, FormatSource(None, format_of(graph.value(node))), wanted=False)
+                FormatChange(
+                    graph,
+                    site,
+                    node,
+                    FormatSource(None, format_of(graph.value(node))),
+                    wanted=False,
+                )
             )
 
     def _read(
-        self, graph: PrecisionGraph, site: OperandSite | None, operand: Operand | None, used: fx.Node, sharing: Sharing
+        self,
+        graph: PrecisionGraph,
+        site: OperandSite | None,
+        operand: Operand | None,
+        used: fx.Node,
+        sharing: Sharing,
     ) -> None:
         origin = self._origin(graph, used, sharing)
         live = self._held(graph, used)
@@ -261,7 +303,9 @@ class _Walk:
             return
         key = graph, origin, sharing.epoch(origin)
         before = self._held(graph, origin)
-        self.found.append(CastSite(graph, site, operand, used, origin, live, before, graph.value(used), key))
+        self.found.append(
+            CastSite(graph, site, operand, used, origin, live, before, graph.value(used), key)
+        )
 
     def _held(self, graph: PrecisionGraph, node: fx.Node) -> FormatSource:
         value = graph.value(node)
@@ -275,9 +319,13 @@ class _Walk:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             before, after = graph.value(source), graph.value(node)
-            lossless = is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
+            lossless = (
+                is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
+            )
             memory = sharing.memory
-            visited = memory.of(node) | (frozenset() if node_metadata.is_cast(node) else memory.of(source))
+            visited = memory.of(node) | (
+                frozenset() if node_metadata.is_cast(node) else memory.of(source)
+            )
             if visited & memory.written or not sharing.records_as_here(node):
                 break
             if not lossless and not node_metadata.has_purpose(node, node_metadata.Purpose.AUTOCAST):
@@ -308,7 +356,9 @@ class CastCost:
     wanted: bool = False
 
 
-def casts(flow: Flow, states: States, where: Sequence[CastSite | FormatChange] | None = None) -> list[CastCost]:
+def casts(
+    flow: Flow, states: States, where: Sequence[CastSite | FormatChange] | None = None
+) -> list[CastCost]:
     """Returns the casts that a graph needs where its operators are in these states, and the model's own that convert anything there.
 
     Args:
@@ -349,13 +399,20 @@ def _read(result: dict[Any, CastCost], flow: Flow, states: States, place: CastSi
     if key not in result:
         owner = reader or place.origin_held.site
         cost = _cost(flow, place.graph, place.origin, before, wanted)
-        result[key] = CastCost(owner.node if owner is not None else None, place.origin, before, wanted, cost)
+        result[key] = CastCost(
+            owner.node if owner is not None else None, place.origin, before, wanted, cost
+        )
 
 
 def _changed(result: dict[Any, CastCost], flow: Flow, states: States, change: FormatChange) -> None:
     node = change.site.node
     before, after = _cast_format(change.held, states), states[node].output
-    if before is None or after is None or before is after or (not change.wanted and before.dtype is after.dtype):
+    if (
+        before is None
+        or after is None
+        or before is after
+        or (not change.wanted and before.dtype is after.dtype)
+    ):
         return
     cost = _cost(flow, change.graph, change.source, before, after)
     result[node, change.wanted] = CastCost(node, change.source, before, after, cost, change.wanted)
@@ -367,7 +424,9 @@ def _cast_format(live: FormatSource, states: States) -> Precision | None:
     return live.own if state is None else state.output or live.own
 
 
-def _cost(flow: Flow, graph: PrecisionGraph, source: fx.Node, before: Precision, after: Precision) -> Cost:
+def _cost(
+    flow: Flow, graph: PrecisionGraph, source: fx.Node, before: Precision, after: Precision
+) -> Cost:
     value = graph.value(source)
     return cast_cost(size_in(value, before), size_in(value, after), after, flow.needs(source))
 
@@ -404,7 +463,11 @@ class Costing:
     def of(self, states: Mapping[OpId, OperandState]) -> dict[OpId, Cost]:
         """Returns what each operator costs, by its id, where the operators are in these states."""
         by_node = {site.node: states[site.id] for site in self.flow.sites if site.id in states}
-        result = {site.id: self.own(site.node, by_node[site.node]) for site in self.flow.sites if site.node in by_node}
+        result = {
+            site.id: self.own(site.node, by_node[site.node])
+            for site in self.flow.sites
+            if site.node in by_node
+        }
         for cast in casts(self.flow, by_node, self.places):
             if cast.owner is not None:
                 owner = self.flow.by_node[cast.owner].id

@@ -37,7 +37,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qsync_fx.devices.format_support import ANY, capability, default_precision
 from qsync_fx.graph import node_metadata
 from qsync_fx.graph.alias_analysis import AliasSets, operands as body_operands, result_of
-from qsync_fx.graph.fx_utils import FakeRun, expression, format_of, is_float, storage_of, switches_grad, tensors
+from qsync_fx.graph.fx_utils import (
+    FakeRun,
+    expression,
+    format_of,
+    is_float,
+    storage_of,
+    switches_grad,
+    tensors,
+)
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.operand_formats import Operand, OperandReader, OperandState, operands
 from qsync_fx.options import Options
@@ -51,7 +59,12 @@ MOST_TOKENS: Final = 512
 
 
 def as_products(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], need: bool, device: torch.device, options: Options
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    need: bool,
+    device: torch.device,
+    options: Options,
 ) -> bool:
     """Returns whether a call is attention that is computed as products.
 
@@ -59,23 +72,38 @@ def as_products(
         args, kwargs: of the call, tensors of the types that it computes in among them.
         need: whether a gradient flows back to an operand.
     """
-    if target is not FUSED or not need or options.activation_recompute or options.inner_backend != "inductor":
+    if (
+        target is not FUSED
+        or not need
+        or options.activation_recompute
+        or options.inner_backend != "inductor"
+    ):
         return False
     query, key, value = args[:3]
     rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
-    if any(rest.get(name) for name in ("dropout_p", "is_causal", "enable_gqa")) or rest.get("attn_mask") is not None:
+    if (
+        any(rest.get(name) for name in ("dropout_p", "is_causal", "enable_gqa"))
+        or rest.get("attn_mask") is not None
+    ):
         return False
     if device.type != "cpu" or capability(device) != ANY:
         return False
     # Of 16 bits, a CPU's default is what it has a unit for.
     fast = default_precision(device)
-    if fast.bits != 16 or any(format_of(t) is not fast or t.dim() != 4 for t in (query, key, value)):
+    if fast.bits != 16 or any(
+        format_of(t) is not fast or t.dim() != 4 for t in (query, key, value)
+    ):
         return False
     lengths = query.shape[-2], key.shape[-2]
-    return all(isinstance(length, int) for length in lengths) and lengths[0] * lengths[1] <= MOST_TOKENS**2
+    return (
+        all(isinstance(length, int) for length in lengths)
+        and lengths[0] * lengths[1] <= MOST_TOKENS**2
+    )
 
 
-def without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_dropout(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of the call of the fused kernel that drops nothing."""
     drops = args[_DROPOUT : _DROPOUT + 1]
     rest = {name: value for name, value in kwargs.items() if name != "dropout_p"}
@@ -139,7 +167,9 @@ class Autograd:
 
     def kept(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
         """Returns what a call of an ATen operator keeps that reads the nodes it reads as `reads` says."""
-        if not any(read.need for read in reads.values()) or not isinstance(node.target, torch._ops.OpOverload):
+        if not any(read.need for read in reads.values()) or not isinstance(
+            node.target, torch._ops.OpOverload
+        ):
             return SavedTensors()
         places = {used: index for index, used in enumerate(reads)}
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda used: f"%{places[used]}")
@@ -155,24 +185,44 @@ class Autograd:
             visited.append(tensor)
             return tensor
 
-        with FakeRun(self._mode, torch.enable_grad(), torch.autocast(self._device.type, enabled=False)):
+        with FakeRun(
+            self._mode, torch.enable_grad(), torch.autocast(self._device.type, enabled=False)
+        ):
             operands = {used: _stand_in(read.value, read) for used, read in reads.items()}
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
             call: Any = node.target
             needed = any(read.need for read in reads.values())
             if as_products(node.target, args, kwargs, needed, self._device, self._options):
                 call, args, kwargs = products, (*args[:3], kwargs.get("scale")), {}
-            elif node.target is FUSED and self._device.type == "cpu" and capability(self._device) != ANY:
+            elif (
+                node.target is FUSED
+                and self._device.type == "cpu"
+                and capability(self._device) != ANY
+            ):
                 # A GPU's fused kernels draw what they drop again; a CPU's have no dropout, and attention with it is several kernels there.
                 args, kwargs = without_dropout(args, kwargs)
             try:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     result = call(*args, **kwargs)
             except Exception:  # noqa: BLE001 - an operator that does not run alone may keep all that it reads
-                return SavedTensors(True, tuple(index for index, read in enumerate(reads.values()) if read.need))
-        places = {storage_of(t): index for index, operand in enumerate(operands.values()) for t in tensors(operand)}
-        made = {storage_of(t): index for index, t in enumerate(tensors(result)) if storage_of(t) not in places}
-        extras = {storage_of(t): Extra(_numel(t), t.dtype) for t in visited if storage_of(t) not in {*places, *made}}
+                return SavedTensors(
+                    True, tuple(index for index, read in enumerate(reads.values()) if read.need)
+                )
+        places = {
+            storage_of(t): index
+            for index, operand in enumerate(operands.values())
+            for t in tensors(operand)
+        }
+        made = {
+            storage_of(t): index
+            for index, t in enumerate(tensors(result))
+            if storage_of(t) not in places
+        }
+        extras = {
+            storage_of(t): Extra(_numel(t), t.dtype)
+            for t in visited
+            if storage_of(t) not in {*places, *made}
+        }
         return SavedTensors(
             any(t.requires_grad for t in tensors(result)),
             tuple(sorted({places[storage_of(t)] for t in visited if storage_of(t) in places})),
@@ -246,7 +296,9 @@ class Flow:
         self.graph = graph
         self.sites: list[OperandSite] = []
         self.outputs: list[fx.Node] = []
-        self._autograd = Autograd(graph.context.fake_mode, graph.context.device, graph.context.options)
+        self._autograd = Autograd(
+            graph.context.fake_mode, graph.context.device, graph.context.options
+        )
         self._needs: dict[fx.Node, bool] = {}
         self._same: dict[fx.Node, fx.Node] = {}
         self._roots: dict[fx.Node, fx.Node] = {}
@@ -289,7 +341,9 @@ class Flow:
             fmt = site.reader.read_as(state.precision, operand, value)
             before = reads.get(operand.node)
             dtype = fmt.dtype if fmt is not None else None
-            reads[operand.node] = SavedRead(value, dtype, need or (before is not None and before.need))
+            reads[operand.node] = SavedRead(
+                value, dtype, need or (before is not None and before.need)
+            )
         ordered = {used: reads[used] for used in site.node.all_input_nodes}
         return self._autograd.kept(site.node, ordered)
 
@@ -309,7 +363,9 @@ class Flow:
                     recording = bool(first) and graph.context.training
             elif node.op in ("placeholder", "get_attr"):
                 value = graph.value(node)
-                self._needs.setdefault(node, isinstance(value, torch.Tensor) and value.requires_grad and recording)
+                self._needs.setdefault(
+                    node, isinstance(value, torch.Tensor) and value.requires_grad and recording
+                )
             elif node.op == "output":
                 if graph.parent is None:
                     fx.node.map_arg(node.args, self.outputs.append)
@@ -323,25 +379,39 @@ class Flow:
                     self._same[placeholder] = inputs
                     self._needs[placeholder] = self._needs.get(inputs, False)
             around = self._memory[graph]
-            inputs = {p: around.of(used) for p, used in body_operands(node, body) if isinstance(used, fx.Node)}
+            inputs = {
+                p: around.of(used)
+                for p, used in body_operands(node, body)
+                if isinstance(used, fx.Node)
+            }
             self._memory[body] = AliasSets(body, inputs)
             self._walk(body, repeated=True)
         inner = result_of(node)
         if inner is not None:
             self._same[node] = inner
-        elif node.target is py_operator.getitem or node_metadata.has_purpose(node, node_metadata.Purpose.AUTOCAST):
+        elif node.target is py_operator.getitem or node_metadata.has_purpose(
+            node, node_metadata.Purpose.AUTOCAST
+        ):
             fx.node.map_arg(node.args[0], lambda used: self._same.__setitem__(node, used))
         if node in self._same:
             self._needs[node] = self._needs.get(self._same[node], False) and recording
             return
         note = node_metadata.NOTE.get(node)
         read = operands(node, note)
-        needs = tuple(recording and self._needs.get(o.node, False) and is_float_all(graph.value(o.node)) for o in read)
+        needs = tuple(
+            recording and self._needs.get(o.node, False) and is_float_all(graph.value(o.node))
+            for o in read
+        )
         if note is None or node_metadata.bodies(node):
             self._needs[node] = any(needs)
         else:
             site = OperandSite(
-                node, graph, OperandReader.of(node, note, graph.value(node)), needs, repeated, len(self.sites)
+                node,
+                graph,
+                OperandReader.of(node, note, graph.value(node)),
+                needs,
+                repeated,
+                len(self.sites),
             )
             self.sites.append(site)
             saved = self.kept(site, OperandState(None, None))
@@ -367,7 +437,9 @@ def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:
             symbol = expression(size)
             if not isinstance(symbol, sympy.Symbol) or symbol in result:
                 continue
-            usual = "batch" if index == 0 else "sequence" if index == 1 and not is_float(value) else ""
+            usual = (
+                "batch" if index == 0 else "sequence" if index == 1 and not is_float(value) else ""
+            )
             name = usual if usual and usual not in used else f"{node.name}_{index}"
             used.add(name)
             result[symbol] = sympy.Symbol(name, **symbol.assumptions0)

@@ -73,5 +73,11 @@ def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
         return row
     reason = "it writes into a tensor that already has a type"
     return dataclasses.replace(
-        row, kind=Kind.FIXED, reason=reason, operands=(), scaled=(), contracts=None, output_only=False
+        row,
+        kind=Kind.FIXED,
+        reason=reason,
+        operands=(),
+        scaled=(),
+        contracts=None,
+        output_only=False,
     )

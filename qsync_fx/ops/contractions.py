@@ -53,7 +53,11 @@ class Contraction:
 
     def own(self, factor: int) -> str:
         """The letters of the result that one factor alone has, in its order."""
-        return "".join(c for c in self.factors[factor] if c in self.result and c not in self.factors[1 - factor])
+        return "".join(
+            c
+            for c in self.factors[factor]
+            if c in self.result and c not in self.factors[1 - factor]
+        )
 
     @property
     def turned(self) -> Contraction:
@@ -84,7 +88,10 @@ class Contraction:
     def unfit(self, weight: int) -> str:
         """Returns why it is no layer's product whose weight is that factor; "" where it is."""
         for this, other in ((0, 1), (1, 0)):
-            if any(c not in self.factors[other] + self.result + self.group + STRETCHED for c in self.factors[this]):
+            if any(
+                c not in self.factors[other] + self.result + self.group + STRETCHED
+                for c in self.factors[this]
+            ):
                 return "it sums over a dimension that only one of its factors has"
         if not self.summed:
             return "it sums over nothing"
@@ -102,7 +109,11 @@ class Contraction:
         if not self.batch:
             return self.bias == shape
         each = tuple(self.sizes[c] for c in self.batch)
-        return len(self.result) == 3 and self.result[0] == self.batch and self.bias == (*each, 1, *shape)
+        return (
+            len(self.result) == 3
+            and self.result[0] == self.batch
+            and self.bias == (*each, 1, *shape)
+        )
 
 
 def contraction(
@@ -128,7 +139,9 @@ def contraction(
         )
         for letters, shape in zip(factors, shapes, strict=True)
     )
-    return Contraction((first, second), result, places, sizes, None if bias is None else tuple(bias.shape), group)
+    return Contraction(
+        (first, second), result, places, sizes, None if bias is None else tuple(bias.shape), group
+    )
 
 
 def _is_one(size: Any) -> bool:
@@ -159,7 +172,9 @@ def inner(args: Sequence[Any]) -> Contraction:
     first, second = args[:2]
     letters = string.ascii_letters.replace("k", "")
     a, b = letters[: first.dim() - 1], letters[first.dim() :][: second.dim() - 1]
-    return contraction((f"{a}k" if first.dim() else "", f"{b}k" if second.dim() else ""), a + b, (first, second))
+    return contraction(
+        (f"{a}k" if first.dim() else "", f"{b}k" if second.dim() else ""), a + b, (first, second)
+    )
 
 
 def tensordot(args: Sequence[Any]) -> Contraction:
@@ -184,13 +199,19 @@ def plus(first: str, second: str, result: str, args: Sequence[Any]) -> Contracti
 def einsum(args: Sequence[Any]) -> Contraction | str:
     equation, inputs = args[:2]
     if len(inputs) != 2:
-        return f"it multiplies {len(inputs)} tensors at once" if inputs[1:] else "it multiplies nothing"
+        return (
+            f"it multiplies {len(inputs)} tensors at once"
+            if inputs[1:]
+            else "it multiplies nothing"
+        )
     terms, arrow, result = equation.replace(" ", "").partition("->")
     names = [labels(term, t.dim()) for term, t in zip(terms.split(","), inputs, strict=True)]
     every = [name for term in names for name in term]
     if any(len(set(term)) < len(term) for term in names):
         return "it takes a diagonal"
-    hidden = sorted({name for name in every if name.startswith(".")}, key=lambda name: -int(name[1:]))
+    hidden = sorted(
+        {name for name in every if name.startswith(".")}, key=lambda name: -int(name[1:])
+    )
     if not arrow:
         out = hidden + sorted(name for name in set(every) - set(hidden) if every.count(name) == 1)
     else:

@@ -31,7 +31,9 @@ _POINTWISE_ROWS = (
         "an activation function with a weight: the plan chooses among the float precisions",
         operands=(0, 1),
     ),
-    *fixed("torch has no kernel for it in a narrow float on every device", "rrelu rrelu_with_noise"),
+    *fixed(
+        "torch has no kernel for it in a narrow float on every device", "rrelu rrelu_with_noise"
+    ),
     *fixed(
         "its values leave the range or the resolution of a narrow float",
         "exp exp2 special_exp2 expm1 special_expm1 log log2 log10 log1p special_log1p pow float_power square rsqrt "

@@ -93,7 +93,9 @@ def tensor_dot(args: tuple[Any, ...], output: Any) -> Any:
 Contracts = Callable[[Sequence[Any]], Contraction | str]
 
 
-def weighted(name: str, flops: Flops, scaled: tuple[int, int], bias: int, contracts: Contracts) -> OperatorRow:
+def weighted(
+    name: str, flops: Flops, scaled: tuple[int, int], bias: int, contracts: Contracts
+) -> OperatorRow:
     """A product of an activation and a weight, to which a bias may be added."""
     return OperatorRow(
         name,
@@ -162,8 +164,17 @@ _PRODUCT_ROWS = (
         products=True,
         flops=grouped,
     ),
-    two("chain_matmul", chain, None, (0,), reason=SEVERAL, unscaled="it multiplies several at once"),
-    two("linalg_multi_dot", chain, None, (0,), reason=SEVERAL, unscaled="it multiplies several at once"),
+    two(
+        "chain_matmul", chain, None, (0,), reason=SEVERAL, unscaled="it multiplies several at once"
+    ),
+    two(
+        "linalg_multi_dot",
+        chain,
+        None,
+        (0,),
+        reason=SEVERAL,
+        unscaled="it multiplies several at once",
+    ),
     two("tensordot", tensor_dot, tensordot),
     two(
         "bilinear",
@@ -174,7 +185,10 @@ _PRODUCT_ROWS = (
         "a product of two activations and a weight: the plan chooses among the float precisions",
         "it multiplies its inputs by each other too",
     ),
-    *dependent("an outer product works value by value, so it takes the precision of its inputs", "outer ger kron addr"),
+    *dependent(
+        "an outer product works value by value, so it takes the precision of its inputs",
+        "outer ger kron addr",
+    ),
     *fixed("a product of vectors that may cancel", "dot vdot linalg_vecdot cross linalg_cross"),
 )
 
@@ -182,7 +196,10 @@ _PRODUCT_ROWS = (
 def einsum_contraction(args: tuple[Any, ...], output: Any) -> Any:
     """From left to right, as torch does without a path: a step multiplies once for each combination of labels it holds."""
     inputs, arrow, result = args[0].replace(" ", "").partition("->")
-    terms = [labels(term, operand.dim()) for term, operand in zip(inputs.split(","), args[1], strict=True)]
+    terms = [
+        labels(term, operand.dim())
+        for term, operand in zip(inputs.split(","), args[1], strict=True)
+    ]
     sizes: dict[str, Any] = {}
     for names, operand in zip(terms, args[1], strict=True):
         for name, size in zip(names, operand.shape, strict=True):
@@ -243,7 +260,8 @@ _LINALG_ROWS = (
         "fft_fftfreq fft_rfftfreq stft istft",
     ),
     *fixed(
-        "sparse tensors stay as they are", "to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense"
+        "sparse tensors stay as they are",
+        "to_sparse to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_dense",
     ),
     *fixed(
         "complex numbers have no narrow format",
@@ -303,7 +321,9 @@ _CONVOLUTION_ROWS = (
 )
 
 
-ATTENTION_REASON = "attention multiplies activations by each other: the plan chooses among the float precisions"
+ATTENTION_REASON = (
+    "attention multiplies activations by each other: the plan chooses among the float precisions"
+)
 
 
 def attention(args: tuple[Any, ...], output: Any) -> Any:
@@ -341,4 +361,11 @@ _ATTENTION_ROWS = (
 )
 
 
-ROWS = (*_ATTENTION_ROWS, *_CONVOLUTION_ROWS, *_EINSUM_ROWS, *_LINALG_ROWS, *_PRODUCT_ROWS, *_RECURRENT_ROWS)
+ROWS = (
+    *_ATTENTION_ROWS,
+    *_CONVOLUTION_ROWS,
+    *_EINSUM_ROWS,
+    *_LINALG_ROWS,
+    *_PRODUCT_ROWS,
+    *_RECURRENT_ROWS,
+)

@@ -16,9 +16,13 @@ from qsync_fx.ops.spec import Kind, OperatorRow, dependent, fixed
 REASON = "a normalisation: the plan chooses among the float precisions, statistics and parameters stay in FP32"
 
 
-def row(name: str, *targets: str, alone: tuple[int, int] | None = None, writes: tuple[int, ...] = ()) -> OperatorRow:
+def row(
+    name: str, *targets: str, alone: tuple[int, int] | None = None, writes: tuple[int, ...] = ()
+) -> OperatorRow:
     every = tuple(f"aten::{target}" for target in (name, *targets))
-    return OperatorRow(name, every, Kind.ADJUSTABLE, REASON, operands=(0,), alone=alone, writes=writes)
+    return OperatorRow(
+        name, every, Kind.ADJUSTABLE, REASON, operands=(0,), alone=alone, writes=writes
+    )
 
 
 _NORM_ROWS = (

@@ -112,5 +112,6 @@ def fixed(reason: str, names: str, *, loss: bool = False) -> tuple[OperatorRow, 
 def _rows(kind: Kind, reason: str, names: str, loss: bool = False) -> tuple[OperatorRow, ...]:
     # The row of one overload carries the name of its operator: ids and plans know no overloads.
     return tuple(
-        OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason, loss=loss) for name in names.split()
+        OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason, loss=loss)
+        for name in names.split()
     )

@@ -61,7 +61,10 @@ def _step_on(optimizer: Any, group: dict[str, Any]) -> None:
         for selected in (served, [not serves for serves in served])
     )
     if ours[0]:
-        ordered = [in_order_of(parameter, gradient) for parameter, gradient in zip(ours[0], ours[1], strict=True)]
+        ordered = [
+            in_order_of(parameter, gradient)
+            for parameter, gradient in zip(ours[0], ours[1], strict=True)
+        ]
         _by_kernel(optimizer, group, ours, ordered)
     if others[0]:
         _by_torch(optimizer, group, others, bool(complex_ones))
@@ -72,7 +75,10 @@ def _plain_step(step: Tensor) -> bool:
 
 
 def _by_kernel(
-    optimizer: torch.optim.Adam, group: dict[str, Any], columns: list[list[Tensor]], ordered: list[Tensor]
+    optimizer: torch.optim.Adam,
+    group: dict[str, Any],
+    columns: list[list[Tensor]],
+    ordered: list[Tensor],
 ) -> None:
     parameters, gradients, first, second, *largest, steps = columns
     if not parameters:
@@ -82,7 +88,10 @@ def _by_kernel(
     scale = grad_scale(optimizer)
     numbers = [step.item() + 1 for step in steps]
     # As torch computes them, `lr` being a tensor or not; most parameters have taken as many steps.
-    sizes = {number: (float(lr / (1 - beta1**number)), (1 - beta2**number) ** 0.5) for number in set(numbers)}
+    sizes = {
+        number: (float(lr / (1 - beta1**number)), (1 - beta2**number) ** 0.5)
+        for number in set(numbers)
+    }
     _C.adam(
         addresses(parameters),
         addresses(ordered),
@@ -102,13 +111,18 @@ def _by_kernel(
         grad_scale=scale,
         threads=torch.get_num_threads(),
     )
-    torch.autograd.graph.increment_version([tensor for column in (columns[0], *columns[2:]) for tensor in column])
+    torch.autograd.graph.increment_version(
+        [tensor for column in (columns[0], *columns[2:]) for tensor in column]
+    )
     if scale is not None:
         keep_unscaled(gradients, ordered)
 
 
 def _by_torch(
-    optimizer: torch.optim.Adam, group: dict[str, Any], columns: list[list[Tensor]], complex_ones: bool
+    optimizer: torch.optim.Adam,
+    group: dict[str, Any],
+    columns: list[list[Tensor]],
+    complex_ones: bool,
 ) -> None:
     parameters, gradients, first, second, *largest, steps = columns
     beta1, beta2 = group["betas"]

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def stepped(optimizer: Any, closure: Callable[[], Any] | None, step_on: Callable[[dict[str, Any]], None]) -> Any:
+def stepped(
+    optimizer: Any, closure: Callable[[], Any] | None, step_on: Callable[[dict[str, Any]], None]
+) -> Any:
     """Performs a step as torch's optimizers do, `step_on` on each group of parameters, and returns the closure's loss."""
     with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
         loss = None
@@ -65,7 +67,9 @@ def taken(parameter: Tensor, gradient: Tensor, *states: Tensor | None) -> bool:
         and type(gradient) in _PLAIN
         and gradient.dtype == torch.float32
         and gradient.layout == torch.strided
-        and all(state is None or (_plain(state) and _lie_alike(state, parameter)) for state in states)
+        and all(
+            state is None or (_plain(state) and _lie_alike(state, parameter)) for state in states
+        )
     )
 
 
@@ -83,7 +87,9 @@ def _plain(tensor: Tensor) -> bool:
 def _lie_alike(item: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have one shape and their values in one order: a dimension of size 1 may have any stride."""
     return item.shape == other.shape and all(
-        a == b for a, b, size in zip(item.stride(), other.stride(), item.shape, strict=True) if size != 1
+        a == b
+        for a, b, size in zip(item.stride(), other.stride(), item.shape, strict=True)
+        if size != 1
     )
 
 

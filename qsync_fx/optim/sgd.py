@@ -48,7 +48,9 @@ class SGD(torch.optim.SGD):
             self._by_torch(group, rows, bool(sparse))
             return
         begun = [(parameter, buffer) for parameter, _, buffer in rows if buffer is not None]
-        if all_taken(parameters, gradients) and all_taken(*([pair[index] for pair in begun] for index in (0, 1))):
+        if all_taken(parameters, gradients) and all_taken(
+            *([pair[index] for pair in begun] for index in (0, 1))
+        ):
             self._by_kernel(group, rows, gradients)
             return
         ours = [row for row in rows if taken(*row)]
@@ -60,7 +62,11 @@ class SGD(torch.optim.SGD):
             return
         scale, momentum = grad_scale(self), group["momentum"]
         parameters, gradients = [row[0] for row in rows], [row[1] for row in rows]
-        buffers = [torch.empty_like(p) if buffer is None else buffer for p, _, buffer in rows] if momentum != 0 else []
+        buffers = (
+            [torch.empty_like(p) if buffer is None else buffer for p, _, buffer in rows]
+            if momentum != 0
+            else []
+        )
         _C.sgd(
             addresses(parameters),
             addresses(ordered),

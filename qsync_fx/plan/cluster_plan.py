@@ -69,7 +69,11 @@ def checked(value: object) -> dict[str, str]:
             raise PlanError("a parameter has a name that prints", where=where, do=do)
         if not isinstance(codec, str) or codec not in CODECS:
             message = shown(codec) if isinstance(codec, str) else kind(codec)
-            raise PlanError(f"{message} is no codec of gradients", where=where, do=nearest(str(codec)[:40], CODECS))
+            raise PlanError(
+                f"{message} is no codec of gradients",
+                where=where,
+                do=nearest(str(codec)[:40], CODECS),
+            )
     return dict(value)
 
 
@@ -79,7 +83,8 @@ def describe_codecs(codecs: Mapping[str, str]) -> list[str]:
     for name, codec in codecs.items():
         result.setdefault(codec, []).append(name)
     return [
-        f"gradients in {codec}: {names[0]}" + (f" and {len(names) - 1} more parameters" if len(names) > 1 else "")
+        f"gradients in {codec}: {names[0]}"
+        + (f" and {len(names) - 1} more parameters" if len(names) > 1 else "")
         for codec, names in sorted(result.items())
     ]
 
@@ -146,12 +151,20 @@ class ClusterPlan:
         """Returns the plan of a class, which says in its notes that it is the part of a plan for a cluster."""
         if name not in self.classes:
             inputs = shown(name) if isinstance(name, str) else kind(name)
-            raise PlanError(f"the plan has no class {inputs}", do=nearest(str(name)[:40], self.classes))
+            raise PlanError(
+                f"the plan has no class {inputs}", do=nearest(str(name)[:40], self.classes)
+            )
         part = self.classes[name]
         plans = {key: plan.without_notes() for key, plan in self.classes.items()}
         text = ClusterPlan(plans, self.devices, self.ranks, codecs=self.codecs)
         digest = hashlib.sha256(text.to_json().encode()).hexdigest()[:16]
-        notes = {**self.notes, **part.notes, DEVICE_CLASS: name, CHOSEN_BY: chosen_by, CLUSTER: digest}
+        notes = {
+            **self.notes,
+            **part.notes,
+            DEVICE_CLASS: name,
+            CHOSEN_BY: chosen_by,
+            CLUSTER: digest,
+        }
         return Plan(part.default, part.patterns, part.operators, notes)
 
     def for_process(self, process: LocalPlan) -> Plan:
@@ -161,11 +174,21 @@ class ClusterPlan:
             return self.for_class(self.ranks[rank], f"rank {rank} in the plan's table")
         if len(self.classes) == 1:
             return self.for_class(next(iter(self.classes)), "it is the only one")
-        fit = [name for name in self.classes if is_called(process.device, self.devices.get(name, name))]
+        fit = [
+            name for name in self.classes if is_called(process.device, self.devices.get(name, name))
+        ]
         if len(fit) == 1:
             return self.for_class(fit[0], f"the device is called {process.device!r}")
-        who = f"rank {rank} of {process.world}" if rank is not None else "this process is no rank of several"
-        table = f"the plan's table is for {len(self.ranks)} ranks" if self.ranks else "the plan has no table of ranks"
+        who = (
+            f"rank {rank} of {process.world}"
+            if rank is not None
+            else "this process is no rank of several"
+        )
+        table = (
+            f"the plan's table is for {len(self.ranks)} ranks"
+            if self.ranks
+            else "the plan has no table of ranks"
+        )
         several = f"; {' and '.join(fit)} are both called so" if fit else ""
         raise PlanError(
             f"which part of the plan is this rank's cannot be told: it has parts for {', '.join(self.classes)}",
@@ -180,7 +203,10 @@ class ClusterPlan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text, the same text for equal plans with equal notes."""
-        classes = (block(f"{json.dumps(name)}: {{", plan.entries()) for name, plan in sorted(self.classes.items()))
+        classes = (
+            block(f"{json.dumps(name)}: {{", plan.entries())
+            for name, plan in sorted(self.classes.items())
+        )
         entries = [
             f'"format": "{CLUSTER_PLAN.name}"',
             f'"version": {CLUSTER_PLAN.version}',
@@ -196,7 +222,10 @@ class ClusterPlan:
     def from_json(cls, text: str | bytes | Parsed) -> ClusterPlan:
         """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
         result = CLUSTER_PLAN.decode(text)
-        plans = {name: _plan_in_file(name, body) for name, body in _mapping("classes", result.classes).items()}
+        plans = {
+            name: _plan_in_file(name, body)
+            for name, body in _mapping("classes", result.classes).items()
+        }
         return cls(plans, result.devices, result.ranks, result.notes, result.codecs)
 
     def save(self, path: Path) -> None:
@@ -217,7 +246,16 @@ class ClusterPlan:
         return hash((*(frozenset(part.items()) for part in parts), self.ranks))
 
     def __reduce__(self) -> tuple[type[ClusterPlan], tuple[object, ...]]:
-        return (ClusterPlan, (dict(self.classes), dict(self.devices), self.ranks, dict(self.notes), dict(self.codecs)))
+        return (
+            ClusterPlan,
+            (
+                dict(self.classes),
+                dict(self.devices),
+                self.ranks,
+                dict(self.notes),
+                dict(self.codecs),
+            ),
+        )
 
     def __repr__(self) -> str:
         return f"<ClusterPlan classes={', '.join(self.classes)} ranks={len(self.ranks)}>"
@@ -232,7 +270,11 @@ class ClusterPlan:
         lines += describe_codecs(self.codecs)
         for name, text in sorted(self.notes.items()):
             several = "\n" in text and all(line.isprintable() for line in text.splitlines())
-            reported = ["", *(f"  {line}" for line in text.splitlines())] if several else [f"  {shown(text)}"]
+            reported = (
+                ["", *(f"  {line}" for line in text.splitlines())]
+                if several
+                else [f"  {shown(text)}"]
+            )
             lines += [f"note {shown(name)}{reported[0]}", *reported[1:]]
         return "\n".join(lines)
 
@@ -240,11 +282,17 @@ class ClusterPlan:
 def _classes(value: object) -> dict[str, Plan]:
     result = _mapping("classes", value)
     if not result:
-        raise PlanError("a plan for a cluster has no class", where="classes", do='give {"t4": Plan(...), ...}')
+        raise PlanError(
+            "a plan for a cluster has no class", where="classes", do='give {"t4": Plan(...), ...}'
+        )
     for name, plan in result.items():
         where = f"classes{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise PlanError("a class of devices has a name that prints", where=where, do='write one such as "t4"')
+            raise PlanError(
+                "a class of devices has a name that prints",
+                where=where,
+                do='write one such as "t4"',
+            )
         if not isinstance(plan, Plan):
             raise PlanError(f"a class has a plan, not {kind(plan)}", where=where, do="give a Plan")
     return result
@@ -258,7 +306,9 @@ def _devices(value: object, classes: Mapping[str, Plan]) -> dict[str, str]:
             message = shown(called) if isinstance(called, str) else kind(called)
             where = f"devices{step(name)}"
             raise PlanError(
-                f"the name of a device is text, not {message}", where=where, do='write one such as "Tesla T4"'
+                f"the name of a device is text, not {message}",
+                where=where,
+                do='write one such as "Tesla T4"',
             )
     return result
 
@@ -275,7 +325,9 @@ def _ranks(value: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
 def _known(name: object, classes: Mapping[str, Plan], where: str) -> None:
     if not isinstance(name, str) or name not in classes:
         message = shown(name) if isinstance(name, str) else kind(name)
-        raise PlanError(f"{message} is no class of the plan", where=where, do=nearest(str(name)[:40], classes))
+        raise PlanError(
+            f"{message} is no class of the plan", where=where, do=nearest(str(name)[:40], classes)
+        )
 
 
 def _plan_in_file(name: str, body: object) -> Plan:
@@ -283,7 +335,11 @@ def _plan_in_file(name: str, body: object) -> Plan:
     fields = _mapping(where, body)
     available = Fields.__dataclass_fields__
     if (unknown := next((key for key in fields if key not in available), None)) is not None:
-        raise PlanError(f"a plan has no field {shown(unknown)}", where=where, do=nearest(unknown[:40], available))
+        raise PlanError(
+            f"a plan has no field {shown(unknown)}",
+            where=where,
+            do=nearest(unknown[:40], available),
+        )
     try:
         return Plan(**fields)
     except PlanError as error:
@@ -292,7 +348,9 @@ def _plan_in_file(name: str, body: object) -> Plan:
 
 def _mapping(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise PlanError(f"it has {kind(value)} in place of an object", where=where, do=CLUSTER_PLAN.remedy)
+        raise PlanError(
+            f"it has {kind(value)} in place of an object", where=where, do=CLUSTER_PLAN.remedy
+        )
     return dict(value)
 
 
@@ -313,4 +371,6 @@ def _spans(ranks: Sequence[int]) -> str:
             spans[-1][1:] = [rank]
         else:
             spans.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(" to ".join(map(str, span)) for span in spans)
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(
+        " to ".join(map(str, span)) for span in spans
+    )

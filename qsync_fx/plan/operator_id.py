@@ -58,14 +58,20 @@ class OpId:
     def __post_init__(self) -> None:
         for name in ("module", "operator", "after"):
             if not isinstance(getattr(self, name), str):
-                raise PlanError(f"the {name} of an operator id is text, not {type(getattr(self, name)).__name__}")
+                raise PlanError(
+                    f"the {name} of an operator id is text, not {type(getattr(self, name)).__name__}"
+                )
         if type(self.index) is not int or not 0 <= self.index <= _LARGEST_INDEX:
-            raise PlanError(f"the index of an operator id is a whole number from 0 to {_LARGEST_INDEX}")
+            raise PlanError(
+                f"the index of an operator id is a whole number from 0 to {_LARGEST_INDEX}"
+            )
         if not self.operator:
             raise PlanError("an operator id has no operator", do=_HOW_TO_WRITE_IDS)
         for path in (self.module, self.after):
             if path and "" in path.split("."):
-                raise PlanError(f"the module path {shown(path)} has an empty segment", do=_HOW_TO_WRITE_IDS)
+                raise PlanError(
+                    f"the module path {shown(path)} has an empty segment", do=_HOW_TO_WRITE_IDS
+                )
         if self.module and self.after:
             raise PlanError(
                 "an operator id has a module and an `after`",
@@ -82,17 +88,23 @@ class OpId:
     def parse(cls, text: str) -> OpId:
         """Reads the text form; raises `PlanError` for anything that `str` does not write."""
         if not isinstance(text, str):
-            raise PlanError(f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS)
+            raise PlanError(
+                f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS
+            )
         result = _TEXT.fullmatch(text)
         if result is None:
             raise PlanError(f"{shown(text)} is not an operator id", do=_HOW_TO_WRITE_IDS)
         try:
             module, operator, after = (_unescaped(part or "") for part in result.group(1, 2, 3))
         except UnicodeDecodeError:
-            raise PlanError(f"{shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8") from None
+            raise PlanError(
+                f"{shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8"
+            ) from None
         op_id = cls(module, operator, int(result[4] or 0), after)
         if str(op_id) != text:
-            raise PlanError(f"{shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}")
+            raise PlanError(
+                f"{shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}"
+            )
         return op_id
 
     def matches(self, pattern: str) -> bool:
@@ -149,4 +161,6 @@ def _hexadecimal(character: str) -> str:
 
 
 def _unescaped(part: str) -> str:
-    return _ESCAPED.sub(lambda run: bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass"), part)
+    return _ESCAPED.sub(
+        lambda run: bytes.fromhex(run[0].replace("%", "")).decode("utf-8", "surrogatepass"), part
+    )

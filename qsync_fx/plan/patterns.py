@@ -36,16 +36,23 @@ _ALPHABETS = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTU
 def pattern_regex(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern of `OpId.matches` to an expression over the texts of ids; raises `PlanError` if malformed."""
     if not isinstance(pattern, str):
-        raise PlanError(f"a pattern is text, not {type(pattern).__name__}", do='write one such as "encoder.*.output"')
+        raise PlanError(
+            f"a pattern is text, not {type(pattern).__name__}",
+            do='write one such as "encoder.*.output"',
+        )
     return _compiled(pattern)
 
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     if len(pattern) > _LONGEST_PATTERN:
-        raise PlanError(f"a pattern has {len(pattern)} characters", do=f"use at most {_LONGEST_PATTERN}")
+        raise PlanError(
+            f"a pattern has {len(pattern)} characters", do=f"use at most {_LONGEST_PATTERN}"
+        )
     if not pattern.isprintable():
-        raise PlanError(f"{shown(pattern)} has characters that do not print", do="write them as ids do, as %XX")
+        raise PlanError(
+            f"{shown(pattern)} has characters that do not print", do="write them as ids do, as %XX"
+        )
     return re.compile("|".join(map(_expression, _written_out(pattern))))
 
 
@@ -143,9 +150,16 @@ def _expression(pattern: str) -> str:
             do='after "/" write one operator name, such as "softmax", "conv*" or "*"; "**" stands for module segments',
         )
     if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
-        raise PlanError(f"{shown(pattern)} has no number after #", do='write "#0", "#1", ..., or leave it out for all')
+        raise PlanError(
+            f"{shown(pattern)} has no number after #",
+            do='write "#0", "#1", ..., or leave it out for all',
+        )
     tail = rf"/(?>{_glob(operator, _IN_OPERATOR, pattern)}(?=[@#]|\Z))"
-    tail += (rf"@{_path(after, pattern, full=True)}" if after else "(?!@)") if position else "(?:@[^#]*+)?"
+    tail += (
+        (rf"@{_path(after, pattern, full=True)}" if after else "(?!@)")
+        if position
+        else "(?:@[^#]*+)?"
+    )
     tail += ("(?!#)" if index == "0" else f"#{index}") if sharp else "(?:#[0-9]++)?"
     return rf"{_path(module, pattern, full=True) if module else ''}{tail}\Z"
 
@@ -169,7 +183,9 @@ def _path(glob: str, pattern: str, full: bool = False) -> str:
         return first + (_END if full else "")
     *middle, last = others
     result = first + "".join(f"(?>{_ANY_SEGMENTS}?{block})" for block in middle if block)
-    return result + (f"{_ANY_SEGMENTS}?{last}{_END}" if full else f"(?>{_ANY_SEGMENTS}?{last})" if last else "")
+    return result + (
+        f"{_ANY_SEGMENTS}?{last}{_END}" if full else f"(?>{_ANY_SEGMENTS}?{last})" if last else ""
+    )
 
 
 def _glob(glob: str, character: str, pattern: str) -> str:
@@ -206,9 +222,12 @@ def _members(one_of: str, pattern: str) -> Iterable[str]:
         first, last = member.group("first", "last")
         if first is None:
             yield re.escape(member[0])
-        elif not any(first in alphabet and last in alphabet and first <= last for alphabet in _ALPHABETS):
+        elif not any(
+            first in alphabet and last in alphabet and first <= last for alphabet in _ALPHABETS
+        ):
             raise PlanError(
-                f"{shown(pattern)} has a range [{first}-{last}] that is none", do="write one such as [0-9] or [a-f]"
+                f"{shown(pattern)} has a range [{first}-{last}] that is none",
+                do="write one such as [0-9] or [a-f]",
             )
         else:
             yield f"[{first}-{last}]"

@@ -24,7 +24,11 @@ from qsync_fx.plan.validation import check_plan
 from qsync_fx.serialization import Parsed, Path, kind
 
 # Mapping's key type is invariant, so that a union of keys alone would refuse the dictionaries that people have.
-_Operators = Mapping[OpId, Precision | str] | Mapping[str, Precision | str] | Mapping[OpId | str, Precision | str]
+_Operators = (
+    Mapping[OpId, Precision | str]
+    | Mapping[str, Precision | str]
+    | Mapping[OpId | str, Precision | str]
+)
 _MOST_PATTERNS = 2000
 DEVICE_CLASS = "device class"
 """The note that a part of a plan for a cluster has: the class of devices that it is for."""
@@ -92,10 +96,14 @@ class Plan:
         What is said last wins: a pattern also takes over the operators it selects that the plan named one by one.
         """
         if isinstance(selected, OpId):
-            return Plan(self.default, self.patterns, {**self.operators, selected: precision}, self.notes)
+            return Plan(
+                self.default, self.patterns, {**self.operators, selected: precision}, self.notes
+            )
         pattern_regex(selected)
         others = tuple(entry for entry in self.patterns if entry[0] != selected)
-        saved = {op_id: chosen for op_id, chosen in self.operators.items() if not op_id.matches(selected)}
+        saved = {
+            op_id: chosen for op_id, chosen in self.operators.items() if not op_id.matches(selected)
+        }
         return Plan(self.default, (*others, (selected, precision)), saved, self.notes)
 
     def without_notes(self) -> Plan:
@@ -134,17 +142,27 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text, the same text for equal plans with equal notes."""
-        return block("{", (f'"format": "{PLAN.name}"', f'"version": {PLAN.version}', *self.entries())) + "\n"
+        return (
+            block("{", (f'"format": "{PLAN.name}"', f'"version": {PLAN.version}', *self.entries()))
+            + "\n"
+        )
 
     def entries(self) -> list[str]:
         """Returns what its JSON object holds, an entry a field."""
         precision = {
-            op_id: chosen.name for op_id, chosen in sorted(self.operators.items(), key=lambda item: _natural(item[0]))
+            op_id: chosen.name
+            for op_id, chosen in sorted(self.operators.items(), key=lambda item: _natural(item[0]))
         }
         entries = [
             f'"default": {json.dumps(self.default and self.default.name)}',
-            block('"patterns": [', (json.dumps([pattern, chosen.name]) for pattern, chosen in self.patterns)),
-            block('"operators": {', (f'{json.dumps(str(op_id))}: "{name}"' for op_id, name in precision.items())),
+            block(
+                '"patterns": [',
+                (json.dumps([pattern, chosen.name]) for pattern, chosen in self.patterns),
+            ),
+            block(
+                '"operators": {',
+                (f'{json.dumps(str(op_id))}: "{name}"' for op_id, name in precision.items()),
+            ),
         ]
         return entries + ([texts_block("notes", self.notes)] if self.notes else [])
 
@@ -184,7 +202,9 @@ class Plan:
         counts = Counter(chosen.name for chosen in self.operators.values())
         rows = [(str(count), name) for name, count in counts.most_common()]
         rows += [(f'pattern "{pattern}"', chosen.name) for pattern, chosen in self.patterns]
-        rows += [("all others" if rows else "all operators", self.default.name)] if self.default else []
+        rows += (
+            [("all others" if rows else "all operators", self.default.name)] if self.default else []
+        )
         rows += [(f"note {shown(name)}", shown(text)) for name, text in sorted(self.notes.items())]
         width = max((len(left) for left, _ in rows), default=0)
         return "\n".join([repr(self), *(f"  {left:<{width}}  {right}" for left, right in rows)])
@@ -193,24 +213,36 @@ class Plan:
 def _precision(value: object, where: str) -> Precision:
     name = value.name if isinstance(value, Precision) else value
     if not isinstance(name, str):
-        raise PlanError(f"a precision is text, not {kind(name)}", where=where, do=nearest("", FORMATS))
+        raise PlanError(
+            f"a precision is text, not {kind(name)}", where=where, do=nearest("", FORMATS)
+        )
     if name not in FORMATS:
-        raise PlanError(f"{shown(name)} is not a precision", where=where, do=nearest(name[:40], FORMATS))
+        raise PlanError(
+            f"{shown(name)} is not a precision", where=where, do=nearest(name[:40], FORMATS)
+        )
     return FORMATS[name]
 
 
 def _patterns(value: object) -> tuple[tuple[str, Precision], ...]:
     if not isinstance(value, list | tuple):
-        raise PlanError(f"patterns are a list, not {kind(value)}", where="patterns", do=_HOW_TO_WRITE_PATTERNS)
+        raise PlanError(
+            f"patterns are a list, not {kind(value)}", where="patterns", do=_HOW_TO_WRITE_PATTERNS
+        )
     if len(value) > _MOST_PATTERNS:
-        raise PlanError(f"a plan has {len(value)} patterns", where="patterns", do=f"use at most {_MOST_PATTERNS}")
+        raise PlanError(
+            f"a plan has {len(value)} patterns",
+            where="patterns",
+            do=f"use at most {_MOST_PATTERNS}",
+        )
     result = []
     for position, entry in enumerate(value):
         where = f"patterns[{position}]"
         if not isinstance(entry, list | tuple) or len(entry) != 2:
             message = f"{len(entry)} things" if isinstance(entry, list | tuple) else kind(entry)
             raise PlanError(
-                f"a pattern comes with its precision, and this is {message}", where=where, do=_HOW_TO_WRITE_PATTERNS
+                f"a pattern comes with its precision, and this is {message}",
+                where=where,
+                do=_HOW_TO_WRITE_PATTERNS,
             )
         try:
             pattern_regex(entry[0])

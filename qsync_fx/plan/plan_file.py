@@ -66,13 +66,18 @@ def block(opening: str, entries: Iterable[str]) -> str:
 
 def texts_block(name: str, texts: Mapping[str, str]) -> str:
     """Returns the field of a JSON object that holds texts by name, in their order."""
-    return block(f'"{name}": {{', (f"{json.dumps(key)}: {json.dumps(text)}" for key, text in sorted(texts.items())))
+    return block(
+        f'"{name}": {{',
+        (f"{json.dumps(key)}: {json.dumps(text)}" for key, text in sorted(texts.items())),
+    )
 
 
 def notes_of(value: object) -> dict[str, str]:
     """Returns what is given as notes; raises `PlanError` where it cannot be."""
     if not isinstance(value, Mapping):
-        raise PlanError(f"notes are a mapping, not {kind(value)}", where="notes", do='write {"made by": "..."}')
+        raise PlanError(
+            f"notes are a mapping, not {kind(value)}", where="notes", do='write {"made by": "..."}'
+        )
     for name, text in value.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise PlanError(

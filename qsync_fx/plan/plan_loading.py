@@ -95,7 +95,9 @@ def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = No
         if device_class is not None:
             message = f"the plan has no parts, of which {device_class!r} could name one"
             raise PlanError(
-                message, where='option "device_class"', do="leave the option out, or give a plan for a cluster"
+                message,
+                where='option "device_class"',
+                do="leave the option out, or give a plan for a cluster",
             )
         return plan
     if device_class is not None:

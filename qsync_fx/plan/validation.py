@@ -47,8 +47,12 @@ def misfit(plan: Plan, op_ids: Sequence[OpId], observed: Iterable[OpId] = ()) ->
     """Returns in what a plan differs from the operators that it decides on, those `seen` before included."""
     available = dict.fromkeys((*op_ids, *observed))
     texts = [str(op_id) for op_id in available]
-    operators = [(op_id, precision) for op_id, precision in plan.operators.items() if op_id not in available]
-    patterns = [(idle, precision) for pattern, precision in plan.patterns for idle in _idle(pattern, texts)]
+    operators = [
+        (op_id, precision) for op_id, precision in plan.operators.items() if op_id not in available
+    ]
+    patterns = [
+        (idle, precision) for pattern, precision in plan.patterns for idle in _idle(pattern, texts)
+    ]
     # Only so many are shown.
     near_operators = {op_id: tuple(_close(str(op_id), texts)) for op_id, _ in operators[:_SHOWN]}
     near_patterns = {pattern: _near(pattern, texts) for pattern, _ in patterns[:_SHOWN]}
@@ -56,7 +60,10 @@ def misfit(plan: Plan, op_ids: Sequence[OpId], observed: Iterable[OpId] = ()) ->
         tuple(op_id for op_id in op_ids if plan.precision_for(op_id) is None),
         (
             *((op_id, precision, near_operators.get(op_id, ())) for op_id, precision in operators),
-            *((pattern, precision, near_patterns.get(pattern, ())) for pattern, precision in patterns),
+            *(
+                (pattern, precision, near_patterns.get(pattern, ()))
+                for pattern, precision in patterns
+            ),
         ),
     )
 
@@ -65,7 +72,9 @@ def _idle(pattern: str, texts: Sequence[str]) -> list[str]:
     """Returns what of a pattern selects nothing: the pattern, or alternatives in its braces."""
     if not any(map(pattern_regex(pattern).match, texts)):
         return [pattern]
-    return [item for item in alternatives(pattern) if not any(map(pattern_regex(item).match, texts))]
+    return [
+        item for item in alternatives(pattern) if not any(map(pattern_regex(item).match, texts))
+    ]
 
 
 def check_plan(
@@ -85,18 +94,28 @@ def check_plan(
         as_written: operators and patterns of the plan that are true without a graph.
     """
     result = misfit(plan, op_ids, observed)
-    result = replace(result, unused=tuple(entry for entry in result.unused if entry[0] not in as_written))
-    extra = result.operators if complete else [op_id for op_id in result.operators if _is_elsewhere(op_id, modules)]
+    result = replace(
+        result, unused=tuple(entry for entry in result.unused if entry[0] not in as_written)
+    )
+    extra = (
+        result.operators
+        if complete
+        else [op_id for op_id in result.operators if _is_elsewhere(op_id, modules)]
+    )
     if result.missing or extra:
         raise _another_model(plan, result, extra, op_ids)
     idle = {entry: near for entry, _, near in result.unused if isinstance(entry, str)}
     for position, (pattern, _) in enumerate(plan.patterns):
         for part in filter(idle.__contains__, (pattern, *alternatives(pattern))):
-            where = f"patterns[{position}] of the plan" + (f", {shown(pattern)}" if part != pattern else "")
+            where = f"patterns[{position}] of the plan" + (
+                f", {shown(pattern)}" if part != pattern else ""
+            )
             if complete:
                 message = f"none of the {len(op_ids)} operators that a plan decides on"
                 raise _selects_nothing(part, where, message, idle[part])
-            if modules is not None and not any(map(module_regex(part).match, map(escaped, modules))):
+            if modules is not None and not any(
+                map(module_regex(part).match, map(escaped, modules))
+            ):
                 near = idle[part] or tuple(_close(part.partition("/")[0], modules))
                 raise _selects_nothing(part, where, f"none of the {len(modules)} modules", near)
 
@@ -106,17 +125,24 @@ def _is_elsewhere(op_id: OpId, modules: Collection[str] | None) -> bool:
     return modules is not None and (op_id.module or op_id.after) not in modules
 
 
-def _another_model(plan: Plan, result: Misfit, extra: Sequence[OpId], op_ids: Sequence[OpId]) -> PlanError:
+def _another_model(
+    plan: Plan, result: Misfit, extra: Sequence[OpId], op_ids: Sequence[OpId]
+) -> PlanError:
     subject, where = [], []
     if result.missing:
         subject.append(f"has no precision for {len(result.missing)} of the {len(op_ids)} operators")
         where.append(_list("missing from the plan", result.missing))
     if extra:
-        subject.append(f"names {len(extra)} operator{'s' * (len(extra) > 1)} that the model does not have")
+        subject.append(
+            f"names {len(extra)} operator{'s' * (len(extra) > 1)} that the model does not have"
+        )
         where.append(_list("in the plan, not in this model", extra))
     elif result.operators:
         where.append(_list("in the plan, not in this part of the model", result.operators))
-    do = ["use the plan of this model" + (", or give the plan a default precision" if result.missing else "")]
+    do = [
+        "use the plan of this model"
+        + (", or give the plan a default precision" if result.missing else "")
+    ]
     do += _nearest_to(result.missing, list(plan.operators), "the plan")
     do += _nearest_to(result.operators, op_ids, "the model") if len(do) == 1 else []
     return PlanError(f"the plan {' and '.join(subject)}", where="; ".join(where), do="; ".join(do))
@@ -126,7 +152,9 @@ def _selects_nothing(pattern: str, where: str, description: str, near: Sequence[
     return PlanError(
         f"the pattern {shown(pattern)} selects {description}",
         where=where,
-        do=f"nearest: {', '.join(near)}" if near else 'remove it, or see the ids with "qsync inspect"',
+        do=f"nearest: {', '.join(near)}"
+        if near
+        else 'remove it, or see the ids with "qsync inspect"',
     )
 
 

@@ -81,7 +81,12 @@ def product(first: int, second: int, result: int, flops: int) -> ProductShape | 
         return None
     k, m, n = (multiplied // size for size in (result, second, first))
     matches = ProductShape(batch, m, n, k)
-    fits = (batch * m * k, batch * k * n, batch * m * n, 2 * batch * m * n * k) == (first, second, result, flops)
+    fits = (batch * m * k, batch * k * n, batch * m * n, 2 * batch * m * n * k) == (
+        first,
+        second,
+        result,
+        flops,
+    )
     return matches if fits else None
 
 
@@ -108,7 +113,11 @@ def _placed(places: int, high: int, wide: int, r: int, stride: int) -> tuple[int
         for h in range((high - 1) * stride + r - 2 * padding, high * stride + r - 2 * padding):
             if h > 0 and places % h == 0:
                 w = places // h
-                if (w + 2 * padding - r) // stride + 1 == wide and w + 2 * padding >= r and _like(h, w, high, wide):
+                if (
+                    (w + 2 * padding - r) // stride + 1 == wide
+                    and w + 2 * padding >= r
+                    and _like(h, w, high, wide)
+                ):
                     return h, w, padding
     return None
 
@@ -144,9 +153,7 @@ class DeviceTimes:
     ) -> None:
         if not explained_for(graph, device):
             existing = PurePath(graph.device).stem
-            message = (
-                f"the model was explained for {existing}, and formats run there that need not be those of {device}"
-            )
+            message = f"the model was explained for {existing}, and formats run there that need not be those of {device}"
             do = (
                 f'explain it with options={{"target": "{device}"}}'
                 if device.kind == "gpu"
@@ -166,9 +173,13 @@ class DeviceTimes:
 
     def on(self, device: Device) -> DeviceTimes:
         """Returns the times of the same model on another device."""
-        return DeviceTimes(device, self.graph, self._optimizer_bytes, self.optimizer_memory, self.loss_memory)
+        return DeviceTimes(
+            device, self.graph, self._optimizer_bytes, self.optimizer_memory, self.loss_memory
+        )
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None] = ()) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None] = ()
+    ) -> Seconds:
         """Returns the time of an operator in a state, without the casts in front of it; neighbours do not change it."""
         names = state.names
         if (operator, names) not in self._known:
@@ -179,11 +190,15 @@ class DeviceTimes:
         """Returns the time of an operator in a state."""
         return self.operator(operator, state)
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         """Returns that no neighbour makes a difference."""
         return TOLD_BY_NONE
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         """Returns the time of converting or quantizing a tensor, as if nothing else was done on the way."""
         key = before, after, numel, differentiated
         if key not in self._casts:
@@ -194,8 +209,14 @@ class DeviceTimes:
         if before == after or not numel:
             return Seconds(0.0, 0.0, interpolated=True)
         source, target = precision(before), precision(after)
-        cost = cast_cost(numel * source.dtype.itemsize, numel * target.dtype.itemsize, target, differentiated)
-        backward = self.device.memory_seconds(cost.casts_backward.bytes) if cost.casts_backward.bytes else 0.0
+        cost = cast_cost(
+            numel * source.dtype.itemsize, numel * target.dtype.itemsize, target, differentiated
+        )
+        backward = (
+            self.device.memory_seconds(cost.casts_backward.bytes)
+            if cost.casts_backward.bytes
+            else 0.0
+        )
         return Seconds(self.device.cast_seconds(source, target, numel), backward, interpolated=True)
 
     def outside(self) -> Seconds:
@@ -220,7 +241,9 @@ class DeviceTimes:
         if cost is None:
             available = [f"{a}->{b}" for a, b in operator.costs]
             message = f"the model's graph knows no cost of the state {names[0]}->{names[1]}"
-            raise ProfileError(message, where=operator.where, do=nearest(f"{names[0]}->{names[1]}", available))
+            raise ProfileError(
+                message, where=operator.where, do=nearest(f"{names[0]}->{names[1]}", available)
+            )
         fmt = precision(names[0]) if names[0] is not None else FP32
         back = row_at(self.device.capability or ANY, fmt).gradient if fmt.scaled else fmt
         gradients = (cost.input_gradient, cost.weight_gradient)
@@ -231,7 +254,11 @@ class DeviceTimes:
         else:
             forward = self._product(sides, "output", fmt)
             backward = sum(self._product(sides, part, back) for part in self._gradients(operator))
-        backward += self._work(operator, cost.recomputed, fmt) if sides is None else forward * operator.repeated
+        backward += (
+            self._work(operator, cost.recomputed, fmt)
+            if sides is None
+            else forward * operator.repeated
+        )
         return Seconds(forward, backward, interpolated=True)
 
     def _work(self, operator: ModelOperator, work: Work, fmt: Precision) -> float:
@@ -241,7 +268,9 @@ class DeviceTimes:
     def _product(self, sides: ProductShape | ConvolutionShape, part: Part, fmt: Precision) -> float:
         if isinstance(sides, ConvolutionShape):
             s = sides
-            return self.device.conv_seconds(s.n, s.c, s.h, s.w, s.k, s.r, s.r, s.stride, s.padding, fmt, part)
+            return self.device.conv_seconds(
+                s.n, s.c, s.h, s.w, s.k, s.r, s.r, s.stride, s.padding, fmt, part
+            )
         # As BLAS counts, which sees rows as columns.
         rows = sides.m * sides.batch
         if part == "output":
@@ -268,8 +297,14 @@ class DeviceTimes:
         result = _shape(operator.shape)
         if result is not None and len(result) > 2 and "conv" in operator.row:
             matches = convolution(first, second, result)
-            return matches if matches and flops == 2 * result[0] * result[2] * result[3] * second else None
-        return product(first, second, _number(self.graph.values[operator.result].numel, operator), flops)
+            return (
+                matches
+                if matches and flops == 2 * result[0] * result[2] * result[3] * second
+                else None
+            )
+        return product(
+            first, second, _number(self.graph.values[operator.result].numel, operator), flops
+        )
 
     def _factors(self, operator: ModelOperator) -> tuple[ModelRead, ...]:
         """Returns the two readings that an operator multiplies, the weight last; none where there are no such two."""
@@ -297,7 +332,12 @@ def explained_for(graph: ModelGraph, device: Device) -> bool:
     """Whether a model was explained where the same formats run as on a device: on it, or on one of its kind that was at hand."""
     if graph.device == device.kind == "cpu":
         return True
-    return device.kind == "gpu" and graph.device in ("cuda", device.name, device.target, device.path)
+    return device.kind == "gpu" and graph.device in (
+        "cuda",
+        device.name,
+        device.target,
+        device.path,
+    )
 
 
 def _shape(text: str) -> tuple[int, ...] | None:
@@ -312,5 +352,7 @@ def _number(size: Size, operator: ModelOperator) -> int:
     if getattr(size, "is_number", False):
         return int(size)
     raise ProfileError(
-        f"the time of work of {size} is not known", where=operator.where, do="give sizes first: graph.at(batch=...)"
+        f"the time of work of {size} is not known",
+        where=operator.where,
+        do="give sizes first: graph.at(batch=...)",
     )

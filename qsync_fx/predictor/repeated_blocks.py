@@ -51,11 +51,15 @@ def isomorphic_blocks(graph: ModelGraph, sizes: bool = True, least: int = 2) -> 
         free: list[str] = []
         for module in modules:
             # A module that only wraps another one is the same block.
-            if used.isdisjoint(inside[module]) and all(inside[module] != inside[other] for other in free):
+            if used.isdisjoint(inside[module]) and all(
+                inside[module] != inside[other] for other in free
+            ):
                 free.append(module)
         if len(free) > 1:
             used.update(place for module in free for place in inside[module])
-            names = (tuple(graph.operators[place].id for place in inside[module]) for module in free)
+            names = (
+                tuple(graph.operators[place].id for place in inside[module]) for module in free
+            )
             result.append(Blocks(tuple(free), tuple(names)))
     return tuple(result)
 
@@ -74,11 +78,17 @@ def _structure(graph: ModelGraph, places: list[int], sizes: bool) -> Hashable:
     """What blocks have in common that are equal."""
     numbers = {place: number for number, place in enumerate(places)}
     points: dict[int | None, int] = {}
-    return tuple(_operator(graph, graph.operators[place], numbers, points, sizes) for place in places)
+    return tuple(
+        _operator(graph, graph.operators[place], numbers, points, sizes) for place in places
+    )
 
 
 def _operator(
-    graph: ModelGraph, operator: ModelOperator, numbers: Mapping[int, int], points: dict[int | None, int], sizes: bool
+    graph: ModelGraph,
+    operator: ModelOperator,
+    numbers: Mapping[int, int],
+    points: dict[int | None, int],
+    sizes: bool,
 ) -> Hashable:
     reads: list[Hashable] = []
     for read in operator.reads:
@@ -87,11 +97,27 @@ def _operator(
         source = numbers.get(maker, "outside" if maker >= 0 else value.source)
         shared = points.setdefault(read.point, len(points)) if read.point is not None else None
         much = (value.numel, value.fixed) if sizes else ()
-        reads.append((read.role, source, value.own, read.gradient, shared, tuple(read.wanted.items()), much))
+        reads.append(
+            (read.role, source, value.own, read.gradient, shared, tuple(read.wanted.items()), much)
+        )
     decided = operator.decided
     if isinstance(decided, Choices):
-        settings: Hashable = (tuple(decided.runs.items()), decided.held, decided.keeps, decided.pinned, decided.wide)
+        settings: Hashable = (
+            tuple(decided.runs.items()),
+            decided.held,
+            decided.keeps,
+            decided.pinned,
+            decided.wide,
+        )
     else:
         settings = (decided.own, decided.promotes, decided.scalar, decided.named)
     costs = tuple((state, *cost.sizes) for state, cost in operator.costs.items()) if sizes else ()
-    return operator.row, operator.kind, operator.repeated, operator.converts, settings, tuple(reads), costs
+    return (
+        operator.row,
+        operator.kind,
+        operator.repeated,
+        operator.converts,
+        settings,
+        tuple(reads),
+        costs,
+    )

@@ -52,7 +52,9 @@ class Seconds:
 class Times(Protocol):
     """How long operators take on one device, of one model."""
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         """Returns the time of an operator in a state, without the casts in front of it.
 
         Args:
@@ -67,11 +69,15 @@ class Times(Protocol):
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
         """Returns what an operator in a state takes no less than beside some neighbours, whatever the others are; see `operator`."""
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         """Returns the states of each neighbour, as `NEIGHBOURS` lists them, by which times differ: beside all others of that neighbour's an
         operator in a state takes the same. None where each may make a difference."""
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         """Returns the time of converting or quantizing a tensor; zero where that is part of the operators' own times.
 
         Args:

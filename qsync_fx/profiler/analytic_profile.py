@@ -66,7 +66,9 @@ def catalog_profile(
         device = get(device)
     formats = _formats(device, precisions)
     updating = optimizer_of(unwrapped(model), optimizer)
-    training = TrainingStep(step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1))
+    training = TrainingStep(
+        step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1)
+    )
     # Whatever sizes the model was compiled for before, its times are those of this batch.
     with untouched(model, updating), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         visited = observed(model, training, {"target": device.target})
@@ -74,7 +76,10 @@ def catalog_profile(
     times = DeviceTimes(device, graph, _moved(updating))
     memory = known_memory(updating)
     live = Held(memory or OptimizerMemory(), loss=visited.loss)
-    plans = {label: states(graph, plan) for label, (plan, _) in profile_plans(visited.explanation, formats).items()}
+    plans = {
+        label: states(graph, plan)
+        for label, (plan, _) in profile_plans(visited.explanation, formats).items()
+    }
     seconds = times.optimizer() if updating is not None else 0.0
     return Profile(
         machine_of(device),
@@ -99,7 +104,9 @@ def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> li
     return result
 
 
-def _run(label: str, result: States, times: DeviceTimes, optimizer: float, live: Held) -> MeasuredRun:
+def _run(
+    label: str, result: States, times: DeviceTimes, optimizer: float, live: Held
+) -> MeasuredRun:
     """Casts between plain formats are part of the operators' times, as they are where they are measured."""
     step = scheduled(result, times)
     forward, backward = (_by_operator(entries) for entries in (step.forward, step.backward))
@@ -110,7 +117,11 @@ def _run(label: str, result: States, times: DeviceTimes, optimizer: float, live:
         MeasuredOperator(op.id, *names, max(0.0, forward[op.id]), backward[op.id])
         for op, names in zip(result.graph.operators, result.names, strict=True)
     ]
-    full = (sum(entry.seconds for entry in step.forward), sum(entry.seconds for entry in step.backward), optimizer)
+    full = (
+        sum(entry.seconds for entry in step.forward),
+        sum(entry.seconds for entry in step.backward),
+        optimizer,
+    )
     return MeasuredRun(label, [full], step_memory(result, live).step_bytes, measured, quantized)
 
 
@@ -127,14 +138,20 @@ def _quantized(result: States, times: DeviceTimes) -> list[Quantized]:
     for cast in result.casts:
         if FORMATS[cast.after].scaled:
             owner, value = result.graph.operators[cast.owner].id, result.graph.values[cast.value]
-            seconds = times.cast(owner, cast.before, cast.after, value.numel, value.differentiated).forward
+            seconds = times.cast(
+                owner, cast.before, cast.after, value.numel, value.differentiated
+            ).forward
             quantized.append(Quantized(owner, cast.before, cast.after, value.numel, False, seconds))
     return quantized
 
 
 def _collectives(device: Device) -> list[Collective]:
     return [
-        Collective("nccl", item.ranks, [(int(size), device.allreduce_seconds(size, item.ranks)) for size in _SIZES])
+        Collective(
+            "nccl",
+            item.ranks,
+            [(int(size), device.allreduce_seconds(size, item.ranks)) for size in _SIZES],
+        )
         for item in device.reductions
     ]
 

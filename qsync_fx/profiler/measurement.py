@@ -24,6 +24,7 @@ runs of one plan the latest counts.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import pathlib
@@ -91,9 +92,7 @@ def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
     from qsync_fx.formatting import many
 
     steps = plans * (rounds * _TURN + 3)
-    message = (
-        f"measuring {observed.model.name} under {many(plans, 'plan')}: {many(plans, 'compilation')} and {steps} steps"
-    )
+    message = f"measuring {observed.model.name} under {many(plans, 'plan')}: {many(plans, 'compilation')} and {steps} steps"
     return f"{message}, {_about(observed, plans, steps * _step(observed))}"
 
 
@@ -104,8 +103,12 @@ def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: 
     from qsync_fx.formatting import many, roughly
 
     passes = method(sensitivity).passes(len(observed.explanation.plan().operators), formats)
-    least, most = (roughly(steps * FRACTION * passes * observed.seconds.passes) for steps in (LEAST, STEPS))
-    steps = f"{LEAST} to {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"
+    least, most = (
+        roughly(steps * FRACTION * passes * observed.seconds.passes) for steps in (LEAST, STEPS)
+    )
+    steps = (
+        f"{LEAST} to {STEPS} steps of about {many(passes, 'pass', 'passes')} for its sensitivity"
+    )
     return f"; then {steps}, {least} to {most}, until it is known well enough"
 
 
@@ -147,7 +150,9 @@ def _about(observed: ObservedStep, plans: int, steps: float) -> str:
     from qsync_fx.formatting import roughly
 
     operators = len(observed.explanation.operators)
-    available, new = (roughly(plans * (fixed + each * operators) + steps) for fixed, each in (_KNOWN, _NEW))
+    available, new = (
+        roughly(plans * (fixed + each * operators) + steps) for fixed, each in (_KNOWN, _NEW)
+    )
     return f"about {available} where torch's caches hold what is compiled, {new} where not"
 
 
@@ -169,9 +174,14 @@ def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.
         ProfileError: it does not lie on one device that is at hand.
     """
     if not isinstance(model, nn.Module):
-        raise OptionError(f"measure takes a module, not {type(model).__name__}", do="give the model that is trained")
+        raise OptionError(
+            f"measure takes a module, not {type(model).__name__}",
+            do="give the model that is trained",
+        )
     if rounds < 1:
-        raise OptionError(f"a plan cannot be measured {rounds} times", where="repeats", do="give 1 or more")
+        raise OptionError(
+            f"a plan cannot be measured {rounds} times", where="repeats", do="give 1 or more"
+        )
     inputs = Options.parse(options)
     if inputs.skip_unprofitable:
         raise OptionError(
@@ -212,19 +222,23 @@ def optimizer_of(model: nn.Module, value: GivenOptimizer | None) -> Optimizer | 
     if not isinstance(result, Optimizer):
         message = f"what updates the model is a torch.optim.Optimizer, and not of type {type(result).__name__}"
         raise OptionError(
-            message, where="optimizer", do=f"write {_ONE}, or give what makes one of a list of parameters"
+            message,
+            where="optimizer",
+            do=f"write {_ONE}, or give what makes one of a list of parameters",
         )
     name, owned = type(result).__name__, {id(parameter) for parameter in model.parameters()}
     updated = [parameter for group in result.param_groups for parameter in group["params"]]
     strange = [parameter for parameter in updated if id(parameter) not in owned]
     if len(strange) == len(updated):
-        message = f"the optimizer, {name}, updates no parameter of the model, a {type(model).__name__}"
-        raise OptionError(message, where="optimizer", do=f"make it of this model's parameters: {_ONE}")
+        message = (
+            f"the optimizer, {name}, updates no parameter of the model, a {type(model).__name__}"
+        )
+        raise OptionError(
+            message, where="optimizer", do=f"make it of this model's parameters: {_ONE}"
+        )
     if strange:
         count = sum(parameter.numel() for parameter in strange)
-        message = (
-            f"{len(strange)} of {len(updated)} parameters that {name} updates, {count} numbers, are not the model's"
-        )
+        message = f"{len(strange)} of {len(updated)} parameters that {name} updates, {count} numbers, are not the model's"
         warnings.warn(f"{message}: what is foreseen of memory is without them", stacklevel=3)
     return result
 
@@ -242,7 +256,9 @@ def check_asked(plans: Sequence[Plan], precisions: object) -> None:
         raise OptionError("a profile is corrected by plans, and there is none", where="plan", do=do)
     if precisions is not None:
         do = "leave them out, or leave the profile out to measure the model anew"
-        raise OptionError("a profile that is corrected keeps its precisions", where="precisions", do=do)
+        raise OptionError(
+            "a profile that is corrected keeps its precisions", where="precisions", do=do
+        )
 
 
 def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str) -> None:
@@ -250,8 +266,15 @@ def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str)
     profile.machine.check(machine)
     profile.model.check(model)
     if profile.optimizer != optimizer:
-        with_, now = (f"the optimizer {name}" if name else "no optimizer" for name in (profile.optimizer, optimizer))
-        raise ProfileError(f"it was taken with {with_}, and this is with {now}", where="optimizer", do="give the same")
+        with_, now = (
+            f"the optimizer {name}" if name else "no optimizer"
+            for name in (profile.optimizer, optimizer)
+        )
+        raise ProfileError(
+            f"it was taken with {with_}, and this is with {now}",
+            where="optimizer",
+            do="give the same",
+        )
 
 
 def corrected(profile: Profile, result: Profile) -> Profile:
@@ -260,17 +283,26 @@ def corrected(profile: Profile, result: Profile) -> Profile:
     What the loss takes stays, too, but where it was not known.
     """
     then = profile.runs[0]
-    neighbours = next((run for run in result.runs if not run.planned or _states(run) == _states(then)), None)
+    neighbours = next(
+        (run for run in result.runs if not run.planned or _states(run) == _states(then)), None
+    )
     pace = 1.0 if neighbours is None else _pace(then, neighbours)
     runs = [run.at_pace(pace) for run in result.runs if run.planned]
     new = [_states(run) for run in runs]
     saved = [run for run in profile.runs if not (run.planned and _states(run) in new)]
     wider = set(result.graph.formats) - set(profile.graph.formats)
     loss = result.loss_memory if profile.loss_memory is None else profile.loss_memory
-    return replace(profile, stored=result.stored if wider else profile.stored, runs=[*saved, *runs], loss_memory=loss)
+    return replace(
+        profile,
+        stored=result.stored if wider else profile.stored,
+        runs=[*saved, *runs],
+        loss_memory=loss,
+    )
 
 
-def again(profile: Profile, explanation: Explanation, requested: Mapping[str, Plan]) -> dict[str, tuple[Plan, States]]:
+def again(
+    profile: Profile, explanation: Explanation, requested: Mapping[str, Plan]
+) -> dict[str, tuple[Plan, States]]:
     """Returns the plans that are to run to correct a profile: the user's, by their labels, and the first that the profile has."""
     result: dict[str, tuple[Plan, States]] = {}
     for label, plan in requested.items():
@@ -358,7 +390,9 @@ def measure(
     device = next(module.parameters()).device
     machine = this_machine(device)
     formats = (
-        _formats(precisions, device) if available is None else [precision(name) for name in available.graph.formats]
+        _formats(precisions, device)
+        if available is None
+        else [precision(name) for name in available.graph.formats]
     )
     gpu = GpuTimer(device) if device.type == "cuda" else None
     clock = clock_for(torch.get_num_threads()) if gpu is None else clock_of(device)
@@ -379,9 +413,15 @@ def measure(
         samples = samples if partial is None else resumed(partial, samples)
         left = max(0, repeats - samples.rounds)
         if progress:
-            neighbours = sensitivity_costs(visited, sensitivity if available is None else None, len(formats))
+            neighbours = sensitivity_costs(
+                visited, sensitivity if available is None else None, len(formats)
+            )
             neighbours += sending_costs(visited, ranks() if available is None and all_reduce else 1)
-            print(f"qsync: {costs(visited, len(plans), left)}{neighbours}", file=sys.stderr, flush=True)
+            print(
+                f"qsync: {costs(visited, len(plans), left)}{neighbours}",
+                file=sys.stderr,
+                flush=True,
+            )
         with (
             watching(visited.model.digest) as files,
             shown_progress("measuring", len(plans) * (1 + left), progress) as advance,
@@ -396,7 +436,8 @@ def measure(
                 if files.unknown:
                     with files.anew():
                         compiled[label] = compile_under(module, asked_for, training)
-                peaks[label] = measured_peak(lambda label=label: training.run(compiled[label]), device)  # type: ignore[misc]
+                run = functools.partial(training.run, compiled[label])
+                peaks[label] = measured_peak(run, device)
                 ahead.compiled.append(time.perf_counter() - begin)
                 advance(f"compiled {label}", ahead.seconds)
             for _ in range(left):
@@ -410,7 +451,9 @@ def measure(
                     samples.plans[label].append(sample)
                 if partial is not None:
                     SAMPLES.write(partial, SAMPLES.encode(samples))
-    measured = replace(_profile(samples, visited, plans, formats, peaks), optimizer_memory=known_memory(updating))
+    measured = replace(
+        _profile(samples, visited, plans, formats, peaks), optimizer_memory=known_memory(updating)
+    )
     if available is not None:
         measured = corrected(available, measured)
     if available is None:
@@ -442,7 +485,9 @@ def measure(
     return measured
 
 
-def _known(profile: Profile | Path | None, plans: Sequence[Plan], precisions: object) -> Profile | None:
+def _known(
+    profile: Profile | Path | None, plans: Sequence[Plan], precisions: object
+) -> Profile | None:
     """Returns the profile that is to be corrected, which may be given as the path of its file."""
     if profile is None:
         return None
@@ -450,7 +495,9 @@ def _known(profile: Profile | Path | None, plans: Sequence[Plan], precisions: ob
     return profile if isinstance(profile, Profile) else Profile.load(profile)
 
 
-def _turn(compiled: Compiled, training: TrainingStep, files: Files, gpu: GpuTimer | None) -> StepSample:
+def _turn(
+    compiled: Compiled, training: TrainingStep, files: Files, gpu: GpuTimer | None
+) -> StepSample:
     training.run(compiled)
     full = training.run(compiled)
     if gpu is not None:
@@ -458,13 +505,17 @@ def _turn(compiled: Compiled, training: TrainingStep, files: Files, gpu: GpuTime
         with timing_kernels(files, gpu) as queued, torch.autograd.set_multithreading_enabled(False):
             replace(training, clock=queued.clock).run(compiled, queued)
         result = attribute(queued.seconds(full), files)
-        return StepSample(full.forward, full.backward, full.optimizer, dict(result.operators), result.quantized)
+        return StepSample(
+            full.forward, full.backward, full.optimizer, dict(result.operators), result.quantized
+        )
     with timing_lines(files, training.clock) as lines:
         watched = training.run(compiled, lines)
     # Watching slows down what lies between the lines, and the two steps are two.
     scale = full.passes / watched.passes
     result = attribute({line: seconds * scale for line, seconds in lines.seconds.items()}, files)
-    return StepSample(full.forward, full.backward, full.optimizer, dict(result.operators), result.quantized)
+    return StepSample(
+        full.forward, full.backward, full.optimizer, dict(result.operators), result.quantized
+    )
 
 
 def _profile(
@@ -481,7 +532,11 @@ def _profile(
     return Profile(
         samples.machine,
         samples.model,
-        stored(build_model_graph(observed.explanation, _asked([fmt.name for fmt in formats], plans.values()))),
+        stored(
+            build_model_graph(
+                observed.explanation, _asked([fmt.name for fmt in formats], plans.values())
+            )
+        ),
         [fmt.name for fmt in formats],
         levelled(runs),
         samples.optimizer,
@@ -495,7 +550,11 @@ def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str
     named = [
         fmt.name
         for plan, _ in plans
-        for fmt in (plan.default, *plan.operators.values(), *(chosen for _, chosen in plan.patterns))
+        for fmt in (
+            plan.default,
+            *plan.operators.values(),
+            *(chosen for _, chosen in plan.patterns),
+        )
         if fmt is not None
     ]
     return list(dict.fromkeys([*formats, *named]))
@@ -524,7 +583,9 @@ def _formats(precisions: Sequence[str | Precision] | None, device: torch.device)
     if precisions is not None:
         result = named(precisions)
         if not result:
-            raise OptionError("no precision is to be measured", where="precisions", do="name one or more")
+            raise OptionError(
+                "no precision is to be measured", where="precisions", do="name one or more"
+            )
         return result
     return [
         fmt

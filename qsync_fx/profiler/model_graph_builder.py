@@ -72,7 +72,13 @@ class GraphReading:
     """
 
     def __init__(
-        self, costing: Costing, graph: int, values: list[Value], first: int, points: int, pinned: dict[str, str]
+        self,
+        costing: Costing,
+        graph: int,
+        values: list[Value],
+        first: int,
+        points: int,
+        pinned: dict[str, str],
     ) -> None:
         self.costing, self.flow = costing, costing.flow
         self.number, self.values, self.pinned = graph, values, pinned
@@ -102,7 +108,9 @@ class GraphReading:
     def _enter(self, graph: PrecisionGraph) -> None:
         for node in graph.nodes:
             for body in node_metadata.bodies(node):
-                self._given |= {p: value for p, value in handed_in(node, body) if isinstance(value, fx.Node)}
+                self._given |= {
+                    p: value for p, value in handed_in(node, body) if isinstance(value, fx.Node)
+                }
                 self._enter(body)
 
     # Values.
@@ -129,7 +137,10 @@ class GraphReading:
             own=name_of(fmt),
             numel=self._size(sum((expression(t.numel()) for t in result if is_float(t)), start=0)),
             fixed=self._size(
-                sum((expression(t.numel()) * t.element_size() for t in result if not is_float(t)), start=0)
+                sum(
+                    (expression(t.numel()) * t.element_size() for t in result if not is_float(t)),
+                    start=0,
+                )
             ),
             differentiated=self.flow.needs(node),
         )
@@ -161,8 +172,12 @@ class GraphReading:
             graph=self.number,
             repeated=site.repeated,
             result=self._value(site.node),
-            reads=tuple(self._read(site, o, need) for o, need in zip(site.operands, site.needs, strict=True)),
-            decided=self._choices(site, note) if note.kind is Kind.ADJUSTABLE else self._follows(site),
+            reads=tuple(
+                self._read(site, o, need) for o, need in zip(site.operands, site.needs, strict=True)
+            ),
+            decided=self._choices(site, note)
+            if note.kind is Kind.ADJUSTABLE
+            else self._follows(site),
             converts=row is not None and row.converts,
             converted=row is not None and row.output_only and note.kind is Kind.ADJUSTABLE,
             costs={},
@@ -181,18 +196,32 @@ class GraphReading:
         if place is None:
             return ModelRead(value, operand.role, {}, None, value, gradient)
         return ModelRead(
-            value, operand.role, self._wanted(place), self._point(place), self._value(place.origin), gradient
+            value,
+            operand.role,
+            self._wanted(place),
+            self._point(place),
+            self._value(place.origin),
+            gradient,
         )
 
     def _output(self, node: fx.Node) -> ModelRead:
         place, value = self._returned.get(node), self._value(node)
         if place is None:
             return ModelRead(value, "output", {}, None, value, False)
-        return ModelRead(value, "output", self._wanted(place), self._point(place), self._value(place.origin), False)
+        return ModelRead(
+            value,
+            "output",
+            self._wanted(place),
+            self._point(place),
+            self._value(place.origin),
+            False,
+        )
 
     def _wanted(self, place: CastSite) -> Mapping[str, Name]:
         """What a place wants, by what its reader computes in; places that want alike share the answer."""
-        result = {name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())}
+        result = {
+            name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())
+        }
         return self._tables.setdefault(tuple(result.items()), result)
 
     def _point(self, place: CastSite) -> int:
@@ -204,10 +233,16 @@ class GraphReading:
         owned = format_of(site.graph.value(site.node))
         live, region = owned or FP32, isinstance(note.autocast, Precision)
         current = {fmt: row_on(context.device, fmt) for fmt in FORMATS.values()}
-        saved = [fmt for fmt in current if note.autocast == "off" or (not region and stays(live, current[fmt], False))]
+        saved = [
+            fmt
+            for fmt in current
+            if note.autocast == "off" or (not region and stays(live, current[fmt], False))
+        ]
         refused, inputs = handle.refused, None if region else owned
         runs = {
-            fmt: resolve(row, fmt, context.device, context.options.emulate_unsupported, inputs, refused)[0]
+            fmt: resolve(
+                row, fmt, context.device, context.options.emulate_unsupported, inputs, refused
+            )[0]
             for fmt in current
         }
         scaled = owned is not None and owned.bits < 32
@@ -219,11 +254,16 @@ class GraphReading:
             keeps=tuple(fmt.name for fmt in saved),
             outputs={}
             if owned is None
-            else {fmt.name: (owned if fmt.scaled and scaled else current[fmt].output).name for fmt in runs.values()},
+            else {
+                fmt.name: (owned if fmt.scaled and scaled else current[fmt].output).name
+                for fmt in runs.values()
+            },
             wide=owned.name if owned is not None and readers is not None else None,
             readers=tuple(self.index[user] for user in readers or ()),
             pinned=self.pinned.get(str(note.id)),
-            unpacked={fmt.name: gradient.name for fmt, gradient in gradients.items() if gradient.plain},
+            unpacked={
+                fmt.name: gradient.name for fmt, gradient in gradients.items() if gradient.plain
+            },
         )
 
     def _follows(self, site: OperandSite) -> Follows:
@@ -280,8 +320,15 @@ def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = 
     """
     if not explanation.graphs:
         why = "; ".join(text.partition("\n")[0] for text in explanation.breaks)
-        raise ProfileError("Dynamo compiled no part of the model, so there is nothing to predict", where=why or None)
-    wanted = tuple(FORMATS) if formats is None else tuple(precision(fmt).name for fmt in dict.fromkeys(formats))
+        raise ProfileError(
+            "Dynamo compiled no part of the model, so there is nothing to predict",
+            where=why or None,
+        )
+    wanted = (
+        tuple(FORMATS)
+        if formats is None
+        else tuple(precision(fmt).name for fmt in dict.fromkeys(formats))
+    )
     pinned = {str(op.id): str(op.precision) for op in explanation.operators if op.note.pinned}
     values: list[Value] = []
     graphs: list[GraphReading] = []
@@ -321,7 +368,10 @@ def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[Mode
     def cost(graph: GraphReading, node: fx.Node, state: StateNames) -> Cost:
         owned = graph.costing.own(node, state_named(state)).each(size)
         return dataclasses.replace(
-            owned, saved={(graph.name(tensor), settings): n for (tensor, settings), n in owned.saved.items()}
+            owned,
+            saved={
+                (graph.name(tensor), settings): n for (tensor, settings), n in owned.saved.items()
+            },
         )
 
     return [
@@ -339,12 +389,20 @@ def _parameters(graphs: Sequence[GraphReading], explanation: Explanation) -> lis
             visited.setdefault(path, parameter)
             readers.setdefault(path, []).extend(read)
     result = [
-        ModelParameter(entry.path, entry.numel, entry.dtype_bytes, entry.trained, tuple(readers.get(entry.path, ())))
+        ModelParameter(
+            entry.path,
+            entry.numel,
+            entry.dtype_bytes,
+            entry.trained,
+            tuple(readers.get(entry.path, ())),
+        )
         for entry in explanation.parameters
     ]
     available = {parameter.path for parameter in result}
     for path, live in visited.items():
         if path not in available:
             numel, itemsize = int(live.numel()), live.element_size()
-            result.append(ModelParameter(path, numel, itemsize, live.requires_grad, tuple(readers[path])))
+            result.append(
+                ModelParameter(path, numel, itemsize, live.requires_grad, tuple(readers[path]))
+            )
     return result

@@ -57,7 +57,9 @@ class ObservedStep:
     loss: LossMemory | None
 
 
-def observed(module: nn.Module, training: TrainingStep, options: Mapping[str, object]) -> ObservedStep:
+def observed(
+    module: nn.Module, training: TrainingStep, options: Mapping[str, object]
+) -> ObservedStep:
     """Runs a step twice, and explains the model with the inputs that it was called with first; then its loss, without the model.
 
     The second step is the one that is timed: the first one makes what all others find there.
@@ -68,7 +70,9 @@ def observed(module: nn.Module, training: TrainingStep, options: Mapping[str, ob
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     results: list[Any] = []
-    before = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    before = module.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
     behind = module.register_forward_hook(lambda _, args, result: results.append(_alone(result)))
     try:
         replace(training, step=checking(training.step, module)).run(module)
@@ -83,20 +87,28 @@ def observed(module: nn.Module, training: TrainingStep, options: Mapping[str, ob
         )
     seconds = training.run(module)
     # A model that is called several times has its results beside one another, of which a model graph does not tell.
-    loss = loss_in_step(training.step, module, training.batch, results[0]) if len(results) == 1 else None
+    loss = (
+        loss_in_step(training.step, module, training.batch, results[0])
+        if len(results) == 1
+        else None
+    )
     results.clear()
     args, kwargs = calls[0]
     # Dynamo makes sizes symbolic that it has seen to change, and what is measured is of one size.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         # What a profile of the model has found before is nothing to what it is.
-        explanation = explain(module, *args, options=replace(Options.parse(options), cached_plan=False), **kwargs)
+        explanation = explain(
+            module, *args, options=replace(Options.parse(options), cached_plan=False), **kwargs
+        )
     if not explanation.operators:
         raise ProfileError(
             "Dynamo compiled no part of the model, so there is nothing to measure",
             where="; ".join(explanation.breaks) or type(module).__name__,
             do="remove the graph break; qsync_fx.explain says more",
         )
-    written = [op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()]
+    written = [
+        op for part in explanation.graphs for op in part.snapshots.graphs[WRITTEN].operators()
+    ]
     result = fingerprint(module, written, Options.parse(options))
     return ObservedStep(explanation, model_of(module, explanation, options), result, seconds, loss)
 
@@ -107,7 +119,9 @@ def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, 
     lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
     evaluated = [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
     requested = Options.parse(options).non_default_options
-    digest = hashlib.sha256("\n".join([*lines, *evaluated, *filter(None, [requested])]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        "\n".join([*lines, *evaluated, *filter(None, [requested])]).encode()
+    ).hexdigest()[:16]
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return Model(type(module).__name__, digest, parameters, requested, len(evaluated))
 
@@ -130,7 +144,9 @@ States = tuple[tuple[str, OperandState], ...]
 """Each operator's id, in program order, with its state."""
 
 
-def profile_plans(explanation: Explanation, precisions: Sequence[Precision]) -> dict[str, tuple[Plan, States]]:
+def profile_plans(
+    explanation: Explanation, precisions: Sequence[Precision]
+) -> dict[str, tuple[Plan, States]]:
     """Returns the plans that a model is to be measured under, each by what it is in words and with the states that it makes."""
     result: dict[str, tuple[Plan, States]] = {}
     for fmt in precisions:
@@ -144,9 +160,13 @@ def profile_plans(explanation: Explanation, precisions: Sequence[Precision]) -> 
     return result
 
 
-def add(result: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation) -> None:
+def add(
+    result: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation
+) -> None:
     """Adds a plan to others, unless one of them puts all operators into the same states."""
-    states = tuple((str(op.id), OperandState.of(op.note)) for op in explanation.replanned(plan).operators)
+    states = tuple(
+        (str(op.id), OperandState.of(op.note)) for op in explanation.replanned(plan).operators
+    )
     if states not in [entry for _, entry in result.values()]:
         result[label] = plan, states
 

@@ -235,7 +235,9 @@ def _table(collective: Collective) -> str | None:
         collective.seconds, [*collective.seconds[1:], (math.inf, 0.0)], strict=True
     ):
         if not (0 < nbytes < after and seconds > 0):
-            return f" has the seconds {seconds} for {nbytes} bytes; both are positive, and bytes grow"
+            return (
+                f" has the seconds {seconds} for {nbytes} bytes; both are positive, and bytes grow"
+            )
     return None
 
 
@@ -247,11 +249,16 @@ def _speed(speed: CodecSpeed) -> str | None:
 
 def _check_operators(profile: Profile) -> None:
     """Raises `ProfileError` where the operators that were measured are not those of the model."""
-    measured, live = ([m.operator for m in profile.runs[0].operators], [op.id for op in profile.graph.operators])
+    measured, live = (
+        [m.operator for m in profile.runs[0].operators],
+        [op.id for op in profile.graph.operators],
+    )
     if measured != live:
         strange = sorted({*measured} ^ {*live}) or measured
         raise ProfileError(
-            "what was measured is another model than the profile holds", where=strange[0], do="measure it anew"
+            "what was measured is another model than the profile holds",
+            where=strange[0],
+            do="measure it anew",
         )
 
 
@@ -263,7 +270,9 @@ def _profile(profile: Profile) -> str | None:
     first = [measured.operator for measured in profile.runs[0].operators]
     for run in profile.runs:
         if [measured.operator for measured in run.operators] != first:
-            return f" holds other operators in the run {run.label!r} than in {profile.runs[0].label!r}"
+            return (
+                f" holds other operators in the run {run.label!r} than in {profile.runs[0].label!r}"
+            )
     return None
 
 
@@ -304,7 +313,9 @@ def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
         if planned and not (run.planned and run.peak_bytes):
             continue
         requested = {
-            item.operator: item.precision for item in run.operators if item.operator in adjustable and item.precision
+            item.operator: item.precision
+            for item in run.operators
+            if item.operator in adjustable and item.precision
         }
         result.append(Anchor(states(graph, requested), run.peak_bytes))
     return result
@@ -323,7 +334,12 @@ def profile_table(profile: Profile) -> RenderableType:
     uniform = [run for run in profile.runs if run.label in profile.precisions] or profile.runs[:1]
     free = _free(profile, uniform)
     left = [Text(f"{many(len(free), 'operator')} more: no time, and nothing kept")] if free else []
-    return Group(_operators(profile, uniform, free), *left, _runs(profile), *(Text(line) for line in _notes(profile)))
+    return Group(
+        _operators(profile, uniform, free),
+        *left,
+        _runs(profile),
+        *(Text(line) for line in _notes(profile)),
+    )
 
 
 def _free(profile: Profile, uniform: list[MeasuredRun]) -> frozenset[str]:
@@ -339,7 +355,11 @@ def _free(profile: Profile, uniform: list[MeasuredRun]) -> frozenset[str]:
 
 def _kept(profile: Profile, measured: MeasuredOperator) -> Any:
     """What an operator keeps for its backward pass, in bytes."""
-    return profile.graph.operator(measured.operator).costs[measured.precision, measured.output].saved_bytes
+    return (
+        profile.graph.operator(measured.operator)
+        .costs[measured.precision, measured.output]
+        .saved_bytes
+    )
 
 
 def _operators(profile: Profile, uniform: list[MeasuredRun], free: frozenset[str]) -> Table:
@@ -351,10 +371,17 @@ def _operators(profile: Profile, uniform: list[MeasuredRun], free: frozenset[str
         if measured.operator in free:
             continue
         seconds = measured.forward + measured.backward
-        cells = [measured.operator, f"{seconds / first.passes:.1%}", *_cells(profile, first, measured)]
+        cells = [
+            measured.operator,
+            f"{seconds / first.passes:.1%}",
+            *_cells(profile, first, measured),
+        ]
         for run in others:
             other = used[run.label][measured.operator]
-            cells += [*_cells(profile, run, other), milliseconds(seconds - other.forward - other.backward)]
+            cells += [
+                *_cells(profile, run, other),
+                milliseconds(seconds - other.forward - other.backward),
+            ]
         table.add_row(*map(Text, cells))
     return table
 
@@ -367,7 +394,11 @@ def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> li
     variances = _variances(profile, run)
     result = variances.get(measured.operator, {}).get(run.label)
     added = [("" if result is None else f"{result:.2g}")] if variances else []
-    return [milliseconds(measured.forward + measured.backward), short(_kept(profile, measured), "B"), *added]
+    return [
+        milliseconds(measured.forward + measured.backward),
+        short(_kept(profile, measured), "B"),
+        *added,
+    ]
 
 
 def _variances(profile: Profile, run: MeasuredRun) -> Mapping[str, Mapping[str, float]]:
@@ -405,7 +436,9 @@ def _notes(profile: Profile) -> list[str]:
     lines = [f"{profile.model}"]
     if profile.optimizer:
         lines.append(f"optimizer {profile.optimizer}: {milliseconds(profile.optimizer_seconds)} ms")
-    lines.append(f"{_PEAK}: without parameters, buffers, batch and the optimizer's state, which a replay counts in")
+    lines.append(
+        f"{_PEAK}: without parameters, buffers, batch and the optimizer's state, which a replay counts in"
+    )
     if profile.loss_memory is None:
         lines.append(
             "loss: what it takes is not known; peaks count the gradients that it gives as held throughout the backward pass"
@@ -419,9 +452,15 @@ def _notes(profile: Profile) -> list[str]:
         lines.append(
             f"all-reduce over {collective.backend}, {collective.ranks} ranks: {short(size, 'B')} in {milliseconds(seconds)} ms"
             + (f", of which {collective.busy:.0%} are the processor's" if collective.busy else "")
-            + (f"; into buckets and out of them at {short(1 / collective.copies, 'B/s')}" if collective.copies else "")
+            + (
+                f"; into buckets and out of them at {short(1 / collective.copies, 'B/s')}"
+                if collective.copies
+                else ""
+            )
             + (f"; buffers in {milliseconds(collective.buffers)} ms" if collective.buffers else "")
         )
     threads = many(machine.threads, "thread")
-    lines.append(f"{machine.device} {machine.name}, {threads}, torch {machine.torch}, qsync_fx {machine.qsync_fx}")
+    lines.append(
+        f"{machine.device} {machine.name}, {threads}, torch {machine.torch}, qsync_fx {machine.qsync_fx}"
+    )
     return lines

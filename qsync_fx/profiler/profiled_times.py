@@ -56,7 +56,10 @@ class ProfiledTimes:
                     _OperatorRun(states[index], around(states, index), seconds, run.planned)
                 )
         self._formats = {
-            visited.state[0] for item in self._seen.values() for visited in item if visited.state[0] is not None
+            visited.state[0]
+            for item in self._seen.values()
+            for visited in item
+            if visited.state[0] is not None
         }
 
     def _anchored(self, run: MeasuredRun) -> tuple[float, float]:
@@ -72,9 +75,14 @@ class ProfiledTimes:
             max(0.0, run.backward - outside.backward) / backward if backward else 1.0,
         )
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
-        standing, neighbours = self._standing(operator, state), dict(zip(NEIGHBOURS, around, strict=False))
+        standing, neighbours = (
+            self._standing(operator, state),
+            dict(zip(NEIGHBOURS, around, strict=False)),
+        )
         # The user's own plans before others.
         likeness = [(_near(visited, neighbours), visited.own) for visited in standing]
         most = max(likeness)
@@ -95,14 +103,20 @@ class ProfiledTimes:
         )
         may = [visited for visited, score in zip(equal, available, strict=True) if score >= least]
         return Seconds(
-            min(visited.seconds.forward for visited in may), min(visited.seconds.backward for visited in may)
+            min(visited.seconds.forward for visited in may),
+            min(visited.seconds.backward for visited in may),
         )
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         """Returns the states that neighbours had in runs that may stand for a state, where they had several."""
         each = zip(*(visited.around for visited in self._standing(operator, state)), strict=True)
         had = [set(states) for states in each]
-        return [{item for item in states if item is not None} if len(states) > 1 else () for states in had]
+        return [
+            {item for item in states if item is not None} if len(states) > 1 else ()
+            for states in had
+        ]
 
     def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
         """Returns what may stand for an operator in a state, beside whatever neighbours."""
@@ -123,18 +137,24 @@ class ProfiledTimes:
         best = max(likeness)
         return [item for item, like in zip(visited, likeness, strict=True) if like == best]
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         """Returns the time of a quantizer; other casts are fused with operators, and part of their times."""
         available = {start: line for (start, end), line in self._quantizing.items() if end == after}
         if not available:
             return Seconds(0.0, 0.0)
         line = available.get(before) or next(iter(available.values()))
-        return Seconds(line.seconds(numel), 0.0, interpolated=before not in available or numel > line.largest)
+        return Seconds(
+            line.seconds(numel), 0.0, interpolated=before not in available or numel > line.largest
+        )
 
     def outside(self) -> Seconds:
         """Returns what belongs to no operator: the mean of all runs, as it follows no format."""
         runs = self._profile.runs
-        forward, backward = (sum(run.outside[index] for run in runs) / len(runs) for index in (0, 1))
+        forward, backward = (
+            sum(run.outside[index] for run in runs) / len(runs) for index in (0, 1)
+        )
         return Seconds(forward, backward)
 
     def optimizer(self) -> float:
@@ -146,7 +166,11 @@ def interpolated(profile: Profile, plan: Plan) -> list[str]:
     """Returns the operators that no run of a profile had in the state that a plan puts them into."""
     measured = {(m.operator, names(m)) for run in profile.runs for m in run.operators}
     result = states(profile.graph, plan).names
-    return [op.id for op, state in zip(profile.graph.operators, result, strict=True) if (op.id, state) not in measured]
+    return [
+        op.id
+        for op, state in zip(profile.graph.operators, result, strict=True)
+        if (op.id, state) not in measured
+    ]
 
 
 def names(measured: MeasuredOperator) -> StateNames:
@@ -167,5 +191,7 @@ def _near(observed: _OperatorRun, neighbours: Beside) -> int:
     """Returns how well a run stands for neighbours: the larger, the better."""
     had = zip(NEIGHBOURS, _WEIGHTS, observed.around, strict=True)
     return sum(
-        w for by, w, item in had if by in neighbours and item == (other.names if (other := neighbours[by]) else None)
+        w
+        for by, w, item in had
+        if by in neighbours and item == (other.names if (other := neighbours[by]) else None)
     )

@@ -91,9 +91,13 @@ class MeasuredRun:
             return self
         return replace(
             self,
-            steps=[(forward * pace, backward * pace, rest * pace) for forward, backward, rest in self.steps],
+            steps=[
+                (forward * pace, backward * pace, rest * pace)
+                for forward, backward, rest in self.steps
+            ],
             operators=[
-                replace(item, forward=item.forward * pace, backward=item.backward * pace) for item in self.operators
+                replace(item, forward=item.forward * pace, backward=item.backward * pace)
+                for item in self.operators
             ],
             quantized=[replace(item, seconds=item.seconds * pace) for item in self.quantized],
         )
@@ -154,6 +158,9 @@ def whole(run: MeasuredRun) -> str | None:
     if not run.steps:
         return f" holds no step of the run {run.label!r}"
     for step in run.steps:
-        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in step) or step[0] + step[1] <= 0:
+        if (
+            not all(math.isfinite(seconds) and seconds >= 0 for seconds in step)
+            or step[0] + step[1] <= 0
+        ):
             return f" has the step {step} in the run {run.label!r}, which no measurement gives"
     return sizes(run)

@@ -82,23 +82,31 @@ def resumed(path: Path, empty: Samples) -> Samples:
         return None if same else "it was measured with another optimizer or under other plans"
 
     result = SAMPLES.resumed(path, empty, differs)
-    return replace(result, plans={name: used[: result.rounds] for name, used in result.plans.items()})
+    return replace(
+        result, plans={name: used[: result.rounds] for name, used in result.plans.items()}
+    )
 
 
-def run_of(label: str, states: States, samples: list[StepSample], peak_bytes: int, planned: bool) -> MeasuredRun:
+def run_of(
+    label: str, states: States, samples: list[StepSample], peak_bytes: int, planned: bool
+) -> MeasuredRun:
     """Returns what the samples of a plan say together: medians over the rounds."""
     operators = [
         MeasuredOperator(
             operator,
             *state.names,
             *(
-                statistics.median(sample.operators.get(operator, (0.0, 0.0))[index] for sample in samples)
+                statistics.median(
+                    sample.operators.get(operator, (0.0, 0.0))[index] for sample in samples
+                )
                 for index in (0, 1)
             ),
         )
         for operator, state in states
     ]
     calls = zip(*(sample.quantized for sample in samples), strict=True)
-    quantized = [replace(same[0], seconds=statistics.median(call.seconds for call in same)) for same in calls]
+    quantized = [
+        replace(same[0], seconds=statistics.median(call.seconds for call in same)) for same in calls
+    ]
     steps = [(sample.forward, sample.backward, sample.optimizer) for sample in samples]
     return MeasuredRun(label, steps, peak_bytes, operators, quantized, planned)

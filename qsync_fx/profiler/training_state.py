@@ -96,7 +96,12 @@ def _optimizer(optimizer: Optimizer | None) -> Iterator[None]:
         return
     groups = [dict(group) for group in optimizer.param_groups]
     states = {parameter: (state, dict(state)) for parameter, state in optimizer.state.items()}
-    values = {t: t.detach().clone() for _, state in states.values() for t in state.values() if isinstance(t, Tensor)}
+    values = {
+        t: t.detach().clone()
+        for _, state in states.values()
+        for t in state.values()
+        if isinstance(t, Tensor)
+    }
     for group in optimizer.param_groups:
         if "lr" in group:
             group["lr"] = group["lr"] * 0

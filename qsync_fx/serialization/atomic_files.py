@@ -59,7 +59,9 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     target = Path(os.path.realpath(path))
     # Not pathlib's, which raise for a name that is too long; writing says what is wrong with it.
     if os.path.exists(target) and not os.path.isfile(target):
-        raise QSyncError("a file would replace something that is no file", where=str(path), do="give a new path")
+        raise QSyncError(
+            "a file would replace something that is no file", where=str(path), do="give a new path"
+        )
     return target
 
 

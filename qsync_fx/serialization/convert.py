@@ -45,18 +45,28 @@ def converter(checks: Mapping[Any, Check] | None = None) -> Converter:
     made = Converter(detailed_validation=False, unstruct_collection_overrides={tuple: list})
     made.register_structure_hook(int, _leaf(_WORDS[int], _whole))
     made.register_structure_hook(float, _leaf(_WORDS[float], _number))
-    made.register_structure_hook(str, _leaf(_WORDS[str], lambda value: value if isinstance(value, str) else None))
-    made.register_structure_hook(bool, _leaf(_WORDS[bool], lambda value: value if isinstance(value, bool) else None))
+    made.register_structure_hook(
+        str, _leaf(_WORDS[str], lambda value: value if isinstance(value, str) else None)
+    )
+    made.register_structure_hook(
+        bool, _leaf(_WORDS[bool], lambda value: value if isinstance(value, bool) else None)
+    )
     for origins, factory in (
         ((Literal,), _literal),
         ((tuple,), _tuple),
         ((list, Sequence), _list),
         ((dict, Mapping), _mapping),
     ):
-        made.register_structure_hook_factory(functools.partial(_made_of, origins), functools.partial(factory, made))
-    made.register_structure_hook_factory(is_dataclass, functools.partial(_class, made, checks or {}))
+        made.register_structure_hook_factory(
+            functools.partial(_made_of, origins), functools.partial(factory, made)
+        )
+    made.register_structure_hook_factory(
+        is_dataclass, functools.partial(_class, made, checks or {})
+    )
     made.register_structure_hook_factory(lambda t: bool(_kinds(t)), functools.partial(_union, made))
-    made.register_structure_hook_factory(lambda t: bool(_leaves(t)), functools.partial(_one_of, made))
+    made.register_structure_hook_factory(
+        lambda t: bool(_leaves(t)), functools.partial(_one_of, made)
+    )
     made.register_unstructure_hook_factory(_has_kind, functools.partial(_with_kind, made))
     return made
 
@@ -79,7 +89,11 @@ def _leaf(wanted: str, take: Callable[[object], Any]) -> _Hook:
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, Number) and len(value.text) <= _LONGEST_NUMBER and value.text.lstrip("-").isdecimal():
+    if (
+        isinstance(value, Number)
+        and len(value.text) <= _LONGEST_NUMBER
+        and value.text.lstrip("-").isdecimal()
+    ):
         return int(value.text)
     return value if type(value) is int else None
 
@@ -98,7 +112,8 @@ def _literal(_: Converter, expected: Any) -> _Hook:
     def hook(value: object, _: Any) -> Any:
         for available in values:
             if (
-                type(result := take.get(type(available), lambda value: value)(value)) is type(available)
+                type(result := take.get(type(available), lambda value: value)(value))
+                is type(available)
                 and result == available
             ):
                 return available
@@ -117,7 +132,9 @@ def _tuple(by: Converter, expected: Any) -> _Hook:
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, list) or len(value) != len(parts):
             raise _not(value, f"a list of {len(parts)}")
-        return tuple(_at(index, *rest) for index, rest in enumerate(zip(hooks, value, parts, strict=True)))
+        return tuple(
+            _at(index, *rest) for index, rest in enumerate(zip(hooks, value, parts, strict=True))
+        )
 
     return hook
 
@@ -151,17 +168,23 @@ def _class(by: Converter, checks: Mapping[Any, Check], expected: Any) -> _Hook:
     check = checks.get(expected)
     hints = get_type_hints(expected)
     types = {field.name: hints[field.name] for field in fields(expected)}
-    needed = [f.name for f in fields(expected) if f.default is MISSING and f.default_factory is MISSING]
+    needed = [
+        f.name for f in fields(expected) if f.default is MISSING and f.default_factory is MISSING
+    ]
     hooks = {name: by.get_structure_hook(part) for name, part in types.items()}
 
     def hook(value: object, _: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _not(value, "an object")
         if (unknown := next((key for key in value if key not in types), None)) is not None:
-            raise Malformed(f" has an unknown field {shown(unknown)}", do=nearest(unknown[:40], types))
+            raise Malformed(
+                f" has an unknown field {shown(unknown)}", do=nearest(unknown[:40], types)
+            )
         if (missing := next((name for name in needed if name not in value), None)) is not None:
             raise Malformed(f" lacks the field {missing!r}")
-        made = expected(**{name: _at(name, hooks[name], part, types[name]) for name, part in value.items()})
+        made = expected(
+            **{name: _at(name, hooks[name], part, types[name]) for name, part in value.items()}
+        )
         if check is not None and (why := check(made)):
             raise Malformed(why)
         return made
@@ -184,8 +207,12 @@ def _union(by: Converter, expected: Any) -> _Hook:
             raise _not(value, "an object")
         reported = value.get("kind")
         if not isinstance(reported, str) or reported not in kinds:
-            raise Malformed(f" has {kind(reported)} in place of {' or '.join(map(repr, kinds))}", step("kind"))
-        return by.structure({key: part for key, part in value.items() if key != "kind"}, kinds[reported])
+            raise Malformed(
+                f" has {kind(reported)} in place of {' or '.join(map(repr, kinds))}", step("kind")
+            )
+        return by.structure(
+            {key: part for key, part in value.items() if key != "kind"}, kinds[reported]
+        )
 
     return hook
 

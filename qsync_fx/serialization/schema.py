@@ -94,7 +94,9 @@ class Schema(Generic[T]):
             with open(name, "rb", opener=_open_at_once) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     message = f"the {self.noun} is not a file"
-                    raise self.error(message, where=shown(name), do="give the path of a regular file")
+                    raise self.error(
+                        message, where=shown(name), do="give the path of a regular file"
+                    )
                 return file.read(self.largest + 1)
         # ValueError: a path with a null character, or one that the file system cannot encode.
         except (OSError, ValueError) as error:
@@ -126,7 +128,9 @@ class Schema(Generic[T]):
             return empty
         result = self.load(path)
         if (message := differs(result)) is not None:
-            raise self.error(f"an {self.noun} is in the way: {message}", where=str(path), do=self.remedy)
+            raise self.error(
+                f"an {self.noun} is in the way: {message}", where=str(path), do=self.remedy
+            )
         return result
 
     def within(self, path: Path, error: QSyncError) -> QSyncError:
@@ -141,7 +145,11 @@ class Schema(Generic[T]):
         """
         name = self._name(path)
         if len(text.encode()) > self.largest:
-            raise self.error(f"the {self.noun} is larger than {self.largest} bytes", where=shown(name), do=self.smaller)
+            raise self.error(
+                f"the {self.noun} is larger than {self.largest} bytes",
+                where=shown(name),
+                do=self.smaller,
+            )
         with self._saving(name):
             write_text(pathlib.Path(name), text)
 
@@ -158,8 +166,14 @@ class Schema(Generic[T]):
         except (QSyncError, ValueError) as error:
             if isinstance(error, self.error):
                 raise
-            subject, do = (error.what, error.do) if isinstance(error, QSyncError) else (str(error), "give another path")
-            raise self.error(f"the {self.noun} is not saved: {subject}", where=shown(name), do=do) from error
+            subject, do = (
+                (error.what, error.do)
+                if isinstance(error, QSyncError)
+                else (str(error), "give another path")
+            )
+            raise self.error(
+                f"the {self.noun} is not saved: {subject}", where=shown(name), do=do
+            ) from error
 
     def is_named_in(self, text: Parsed) -> bool:
         """Whether a text says that it is such a file, right or wrong."""
@@ -168,7 +182,11 @@ class Schema(Generic[T]):
 
     @cached_property
     def _head(self) -> dict[str, object]:
-        return {"format": self.version} if self.name is None else {"format": self.name, "version": self.version}
+        return (
+            {"format": self.version}
+            if self.name is None
+            else {"format": self.name, "version": self.version}
+        )
 
     @cached_property
     def _converter(self) -> Converter:
@@ -188,13 +206,18 @@ class Schema(Generic[T]):
         """Returns what is read of a text; raises `error` for what is wrong with it."""
         try:
             if not isinstance(text, str | bytes | Parsed):
-                raise Malformed(f"a {self.noun} is read from text, not {kind(text)}", do="give text, or load a file")
+                raise Malformed(
+                    f"a {self.noun} is read from text, not {kind(text)}",
+                    do="give text, or load a file",
+                )
             if not isinstance(text, Parsed) and len(text) > self.largest:
                 raise Malformed(f" is larger than {self.largest} bytes", do=self.smaller)
             return read(text)
         except Malformed as wrong:
             message = f"the {self.noun}{wrong.what}" if wrong.what.startswith(" ") else wrong.what
-            raise self.error(message, where=wrong.where or None, do=wrong.do or self.remedy) from None
+            raise self.error(
+                message, where=wrong.where or None, do=wrong.do or self.remedy
+            ) from None
 
     def _decoded(self, text: str | bytes | Parsed) -> T:
         tree = text.tree if isinstance(text, Parsed) else parse_json(text)
@@ -204,7 +227,9 @@ class Schema(Generic[T]):
         body = {key: value for key, value in tree.items() if key not in self._head}
         available = [field.name for field in fields(self.holds)]  # type: ignore[arg-type]
         if (unknown := next((key for key in body if key not in available), None)) is not None:
-            raise Malformed(f"a {self.noun} has no field {shown(unknown)}", do=nearest(unknown[:40], available))
+            raise Malformed(
+                f"a {self.noun} has no field {shown(unknown)}", do=nearest(unknown[:40], available)
+            )
         if (wrong := written_twice(tree)) is not None:
             raise wrong
         result: T = structured(self._converter, body, self.holds)
@@ -218,14 +243,20 @@ class Schema(Generic[T]):
         key = list(self._head)[-1]
         inputs = tree.get(key)
         number = (
-            int(inputs.text) if isinstance(inputs, Number) and inputs.text.isdecimal() and len(inputs.text) < 10 else 0
+            int(inputs.text)
+            if isinstance(inputs, Number) and inputs.text.isdecimal() and len(inputs.text) < 10
+            else 0
         )
         if number > self.version:
             message = f" has version {number}, and this qsync_fx reads version {self.version}"
-            raise Malformed(message, key, f"upgrade qsync_fx, or have the {self.noun} saved by this version")
+            raise Malformed(
+                message, key, f"upgrade qsync_fx, or have the {self.noun} saved by this version"
+            )
         if number != self.version:
             result = kind(inputs) if key in tree else "missing"
-            raise Malformed(f"the {self.noun}'s {key} is {result}", key, f'write "{key}": {self.version}')
+            raise Malformed(
+                f"the {self.noun}'s {key} is {result}", key, f'write "{key}": {self.version}'
+            )
 
 
 def _open_at_once(name: str, flags: int) -> int:
@@ -250,7 +281,9 @@ def parse(text: str | bytes) -> object:
         return _numbers(tomllib.loads(text.replace("\r\n", "\n"), parse_float=Number))
     except tomllib.TOMLDecodeError as error:
         subject, _, where = str(error).rpartition(" (at ")
-        raise Malformed(f" is not TOML: {subject or error}", where.rstrip(")"), "correct it there") from None
+        raise Malformed(
+            f" is not TOML: {subject or error}", where.rstrip(")"), "correct it there"
+        ) from None
     except ValueError as error:  # a number of thousands of digits
         raise Malformed(f" is not TOML: {error}") from None
     except RecursionError:

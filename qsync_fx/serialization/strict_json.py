@@ -85,11 +85,17 @@ def parse(text: str | bytes) -> object:
     text = decoded(text)
     try:
         return json.loads(
-            text, object_pairs_hook=Object, parse_int=_number, parse_float=_number, parse_constant=_number
+            text,
+            object_pairs_hook=Object,
+            parse_int=_number,
+            parse_float=_number,
+            parse_constant=_number,
         )
     except json.JSONDecodeError as error:
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-        message = " ends in the middle" if cut and text.strip() else " is empty" if cut else "not JSON"
+        message = (
+            " ends in the middle" if cut and text.strip() else " is empty" if cut else "not JSON"
+        )
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise Malformed(message, where, "get a whole copy" if cut else "correct it there") from None
     except RecursionError:
@@ -104,7 +110,9 @@ def decoded(text: str | bytes) -> str:
         return text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {error.start}"
-        raise Malformed(" is not UTF-8", where, "save the file as UTF-8, or get an intact copy") from None
+        raise Malformed(
+            " is not UTF-8", where, "save the file as UTF-8, or get an intact copy"
+        ) from None
 
 
 def written_twice(tree: object) -> Malformed | None:
@@ -115,7 +123,9 @@ def written_twice(tree: object) -> Malformed | None:
         if isinstance(value, Object):
             if value.twice is not None:
                 return Malformed(
-                    f"the key {shown(value.twice)} is written twice", where.removeprefix("."), "keep one of them"
+                    f"the key {shown(value.twice)} is written twice",
+                    where.removeprefix("."),
+                    "keep one of them",
                 )
             todo += [(where + step(key), part) for key, part in value.items()]
         elif isinstance(value, list):

@@ -34,14 +34,22 @@ from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.analytic_times import DeviceTimes
 from qsync_fx.predictor.replayer.cluster import Cluster, Network
-from qsync_fx.predictor.replayer.cluster_step import CompressedTransfer, SimulatedStep, sent, simulate
+from qsync_fx.predictor.replayer.cluster_step import (
+    CompressedTransfer,
+    SimulatedStep,
+    sent,
+    simulate,
+)
 from qsync_fx.predictor.times import Schedule
 from qsync_fx.timeline.device_profiles import DeviceInputs, graph_of
 from qsync_fx.timeline.timeline import Timeline
 
 
 def compression(
-    schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], available: Mapping[str, DeviceInputs]
+    schedules: Mapping[str, Schedule],
+    fleet: Cluster,
+    codecs: Mapping[str, str],
+    available: Mapping[str, DeviceInputs],
 ) -> Sequence[CompressedTransfer] | None:
     """Returns what is done to each bucket where parameters have codecs; None where nothing is compressed.
 
@@ -52,7 +60,11 @@ def compression(
         return None
     if fleet.compression is not None:
         do = "leave [compression] out of the cluster's file, or codecs out of the plan"
-        raise ProfileError("both the cluster and the plan say what is done to gradients", where="compression", do=do)
+        raise ProfileError(
+            "both the cluster and the plan say what is done to gradients",
+            where="compression",
+            do=do,
+        )
     parameters = next(iter(schedules.values())).parameters
     paths = {parameter.path for parameter in parameters}
     if (strange := next((path for path in codecs if path not in paths), None)) is not None:
@@ -64,7 +76,10 @@ def compression(
 def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
     """Returns the rates of the slowest class of devices."""
     return slowest(
-        [slowed(_of_class(fleet, name, available[name]), device.slowdown) for name, device in fleet.devices.items()]
+        [
+            slowed(_of_class(fleet, name, available[name]), device.slowdown)
+            for name, device in fleet.devices.items()
+        ]
     )
 
 
@@ -156,7 +171,8 @@ def _pays(seconds: float, without: float) -> bool:
 def _paying(codec: str, step: SimulatedStep) -> Paying:
     result = Timeline(step)
     across, inside = (
-        sum(method) for method in zip(*(sent(step.cluster, bucket) for bucket in step.buckets), strict=True)
+        sum(method)
+        for method in zip(*(sent(step.cluster, bucket) for bucket in step.buckets), strict=True)
     )
     return Paying(
         codec,
@@ -176,7 +192,9 @@ def _until(
 
     def wins(bandwidth: float) -> bool:
         existing = _at(fleet, bandwidth)
-        with_it, without = (simulate(schedules, existing, item).step.seconds for item in (settings, None))
+        with_it, without = (
+            simulate(schedules, existing, item).step.seconds for item in (settings, None)
+        )
         return _pays(float(with_it), float(without))
 
     if not wins(_LOWEST):

@@ -43,7 +43,12 @@ def tell_of_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> N
     """
     for name, device in fleet.devices.items():
         leading = _leading_sizes(graphs[name])
-        if device.batch is None or not leading or str(device.batch) in leading or not all(map(str.isdigit, leading)):
+        if (
+            device.batch is None
+            or not leading
+            or str(device.batch) in leading
+            or not all(map(str.isdigit, leading))
+        ):
             continue
         existing = ", ".join(sorted(leading, key=int)[:_SOME])
         warnings.warn(
@@ -80,7 +85,10 @@ ALONE = "device"
 
 
 def load_device_profiles(
-    profile: Given | Mapping[str, Given], cluster: Cluster | Path | None, plans: int = 1, any_machine: bool = True
+    profile: Given | Mapping[str, Given],
+    cluster: Cluster | Path | None,
+    plans: int = 1,
+    any_machine: bool = True,
 ) -> tuple[Cluster, dict[str, DeviceInputs]]:
     """Returns the cluster, and what is known of each of its classes.
 
@@ -140,7 +148,9 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
     graph = getattr(profile, "graph", None)
     if graph is None:
         do = "give what qsync_fx.measure returned, the path of its file, or qsync_fx.catalog_profile(...)"
-        message = f"what was given for {shown(name)} is of type {type(profile).__name__}, and no profile"
+        message = (
+            f"what was given for {shown(name)} is of type {type(profile).__name__}, and no profile"
+        )
         raise ProfileError(message, where="profiles", do=do)
     if not isinstance(graph, ModelGraph):
         message = f"the profile of {shown(name)} does not say of which model it is"
@@ -151,14 +161,22 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
 def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:
     """Returns in words, for each class of devices, what was not as by default when its profile was taken, where anything was."""
     models = {name: getattr(profile, "model", None) for name, profile in profiles.items()}
-    return {name: model.conditions for name, model in models.items() if model is not None and model.conditions}
+    return {
+        name: model.conditions
+        for name, model in models.items()
+        if model is not None and model.conditions
+    }
 
 
 def _read(value: Given) -> DeviceInputs:
     """Which machine a profile is of is the cluster's matter: it may be looked at anywhere."""
     from qsync_fx.profiler.profile import Profile
 
-    return cast(DeviceInputs, Profile.load(value, any_machine=True)) if isinstance(value, str | os.PathLike) else value
+    return (
+        cast(DeviceInputs, Profile.load(value, any_machine=True))
+        if isinstance(value, str | os.PathLike)
+        else value
+    )
 
 
 def _check_here(path: Path, profile: DeviceInputs) -> None:
@@ -198,7 +216,11 @@ def of_files(fleet: Cluster, value: Mapping[str, DeviceInputs]) -> dict[str, Dev
 def _with_catalog(fleet: Cluster, profiles: dict[str, DeviceInputs]) -> dict[str, DeviceInputs]:
     """Returns the profiles, and what the catalog says of devices that have none."""
     missing = {name: item.device for name, item in fleet.devices.items() if name not in profiles}
-    reckoned = {name: _reckoned(name, called, profiles) for name, called in missing.items() if called is not None}
+    reckoned = {
+        name: _reckoned(name, called, profiles)
+        for name, called in missing.items()
+        if called is not None
+    }
     return {**profiles, **reckoned}
 
 
@@ -207,11 +229,18 @@ def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> D
     each is given, or what the catalog makes of the model of another profile."""
     if not profiles:
         message = f"nothing says which model {shown(name)} trains"
-        raise ProfileError(message, where="profiles", do="give a profile of one class of devices, or DeviceTimes")
-    device, graphs = get(called), {value: graph_of(value, profile) for value, profile in profiles.items()}
+        raise ProfileError(
+            message, where="profiles", do="give a profile of one class of devices, or DeviceTimes"
+        )
+    device, graphs = (
+        get(called),
+        {value: graph_of(value, profile) for value, profile in profiles.items()},
+    )
     fitting = [profiles[value] for value, graph in graphs.items() if explained_for(graph, device)]
     if fitting:
-        return next((item for item in fitting if _is_of(item, device)), None) or _made(fitting[0], device)
+        return next((item for item in fitting if _is_of(item, device)), None) or _made(
+            fitting[0], device
+        )
     existing = ", ".join(sorted({pathlib.PurePath(graph.device).stem for graph in graphs.values()}))
     message = f"the model was explained for {existing}, and formats run there that need not be those of {device}"
     file = f"{device}.json"
@@ -238,7 +267,11 @@ def _made(profile: DeviceInputs, device: DeviceOfCatalog) -> DeviceTimes:
     moved = ADAMW if memory is None else moved_bytes(memory)
     without = getattr(profile, "optimizer", None) == ""
     return DeviceTimes(
-        device, profile.graph, 0 if without else moved, memory, loss_memory=getattr(profile, "loss_memory", None)
+        device,
+        profile.graph,
+        0 if without else moved,
+        memory,
+        loss_memory=getattr(profile, "loss_memory", None),
     )
 
 
@@ -254,22 +287,39 @@ def _copying(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
 def _copies(profile: DeviceInputs) -> float | None:
     """Returns the seconds in which a byte of gradients is copied: as steps took it, else as writing gradients as they are takes it, which
     are in a cache where that is measured."""
-    measured = (item.copies for item in getattr(profile, "collectives", ()) if item.copies is not None)
+    measured = (
+        item.copies for item in getattr(profile, "collectives", ()) if item.copies is not None
+    )
     plain = (1 / item.encode for item in getattr(profile, "codecs", ()) if item.codec == PLAIN.name)
     return next(measured, next(plain, None))
 
 
 def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
     """Returns the cluster with links as a profile holds them, and devices as they are beside others, where it says nothing of its links."""
-    unknown = fleet.network is None and all(device.bandwidth is None for device in fleet.devices.values())
-    result = {name: next(iter(getattr(profile, "collectives", ())), None) for name, profile in profiles.items()}
-    if (measured := next(filter(None, result.values()), None)) is None or not unknown or fleet.ranks == 1:
+    unknown = fleet.network is None and all(
+        device.bandwidth is None for device in fleet.devices.values()
+    )
+    result = {
+        name: next(iter(getattr(profile, "collectives", ())), None)
+        for name, profile in profiles.items()
+    }
+    if (
+        (measured := next(filter(None, result.values()), None)) is None
+        or not unknown
+        or fleet.ranks == 1
+    ):
         return fleet
     table = [(float(nbytes), seconds) for nbytes, seconds in measured.seconds]
-    network = Network(all_reduce=table, ranks=measured.ranks, busy=measured.busy, coding=measured.coding)
+    network = Network(
+        all_reduce=table, ranks=measured.ranks, busy=measured.busy, coding=measured.coding
+    )
     neighbours = {name: 1.0 if item is None else item.slowdown for name, item in result.items()}
     devices = {
-        name: replace(device, slowdown=device.slowdown * neighbours[name], delay=device.delay + measured.buffers)
+        name: replace(
+            device,
+            slowdown=device.slowdown * neighbours[name],
+            delay=device.delay + measured.buffers,
+        )
         for name, device in fleet.devices.items()
     }
     return replace(fleet, devices=devices, network=network)

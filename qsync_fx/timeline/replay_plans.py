@@ -67,15 +67,22 @@ def replay(
     plans = for_all(plans, fleet)
     fleet.check_names(plans, "plans")
     mappers = {name: _mapper(name, plans[name], profiles[name]) for name in fleet.devices}
-    schedules = {name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()}
-    peaks = {name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()}
+    schedules = {
+        name: mapper.schedule(fleet.buckets.whole_graphs) for name, mapper in mappers.items()
+    }
+    peaks = {
+        name: _peak(mapper, profiles[name], fleet.ranks > 1) for name, mapper in mappers.items()
+    }
     available = {name: peak for name, peak in peaks.items() if peak is not None}
     step = simulate(schedules, fleet, compression(schedules, fleet, codecs, profiles))
     return Timeline(step, available, conditions(profiles))
 
 
 def replay_traces(
-    traces: Mapping[str, Path], execution: Mapping[str, Path] | None = None, *, cluster: Cluster | Path | None = None
+    traces: Mapping[str, Path],
+    execution: Mapping[str, Path] | None = None,
+    *,
+    cluster: Cluster | Path | None = None,
 ) -> Timeline:
     """Returns what the typical step of traced runs looked like, or would look like on a cluster.
 
@@ -116,7 +123,9 @@ def _plan(result: object) -> Plan | ClusterPlan:
     if isinstance(inputs, str | os.PathLike):
         return read_plan(inputs)
     do = "give a Plan, a ClusterPlan, what find_plan returned, or the path of a file that one was saved to"
-    raise PlanError(f"what was given is of type {type(inputs).__name__}, and no plan", where="plan", do=do)
+    raise PlanError(
+        f"what was given is of type {type(inputs).__name__}, and no plan", where="plan", do=do
+    )
 
 
 def _mapper(name: str, plan: Plan, profile: DeviceInputs) -> CostMapper:

@@ -104,7 +104,9 @@ class Timeline:
         """Samples a second of the whole cluster; None where the batch of a device is not known."""
         devices = self.played.cluster.devices.values()
         batches = [item.batch * item.count for item in devices if item.batch is not None]
-        return sum(batches) / self.seconds if len(batches) == len(devices) and self.seconds else None
+        return (
+            sum(batches) / self.seconds if len(batches) == len(devices) and self.seconds else None
+        )
 
     @property
     def waiting(self) -> Mapping[str, float]:
@@ -133,12 +135,18 @@ class Timeline:
     @cached_property
     def computing(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """What the stream of computation of each class does, in order, waiting included."""
-        return {name: tuple(self._computing(index, name)) for index, name in enumerate(self.played.devices)}
+        return {
+            name: tuple(self._computing(index, name))
+            for index, name in enumerate(self.played.devices)
+        }
 
     @cached_property
     def communicating(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
         """What the stream of communication of each class does, in order, waiting included."""
-        return {name: tuple(self._communicating(index)) for index, name in enumerate(self.played.devices)}
+        return {
+            name: tuple(self._communicating(index))
+            for index, name in enumerate(self.played.devices)
+        }
 
     def save_perfetto(self, path: Path) -> None:
         """Writes the timeline for ui.perfetto.dev and chrome://tracing; raises `ProfileError` if it cannot."""
@@ -149,7 +157,9 @@ class Timeline:
         """One line, as notebooks and debuggers show it."""
         from qsync_fx.formatting import duration
 
-        devices = ", ".join(f"{device.count} {name}" for name, device in self.played.cluster.devices.items())
+        devices = ", ".join(
+            f"{device.count} {name}" for name, device in self.played.cluster.devices.items()
+        )
         return f"Timeline({duration(self.seconds)} a step on {devices})"
 
     def __str__(self) -> str:
@@ -164,35 +174,58 @@ class Timeline:
 
     def _computing(self, index: int, name: str) -> list[TimelinePiece]:
         alone, step = self.played.devices[name], self.played.step
-        begin, end = (step.moments(index, clock).tolist() for clock in (alone.ends - alone.seconds, alone.ends))
+        begin, end = (
+            step.moments(index, clock).tolist()
+            for clock in (alone.ends - alone.seconds, alone.ends)
+        )
         pieces = [
             TimelinePiece(entry.operator or _WITHOUT[entry.part], str(entry.part), since, until)
             for entry, since, until in zip(alone.entries, begin, end, strict=True)
         ]
         last = float(step.computed[index])
-        for bucket, sent, arrived in zip(self.played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True):
+        for bucket, sent, arrived in zip(
+            self.played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True
+        ):
             if sent > last:
                 pieces.append(TimelinePiece("waiting for others", "waiting", last, sent))
             if arrived > max(sent, last):
-                pieces.append(TimelinePiece(f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived))
+                pieces.append(
+                    TimelinePiece(
+                        f"waiting for {_name(bucket)}", "sending", max(sent, last), arrived
+                    )
+                )
             last = max(last, arrived)
         copied = self.played.returned(name)
         if copied:
-            pieces.append(TimelinePiece("gradients out of their buckets", "outside", last, last + copied))
-        return [*pieces, TimelinePiece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer)]
+            pieces.append(
+                TimelinePiece("gradients out of their buckets", "outside", last, last + copied)
+            )
+        return [
+            *pieces,
+            TimelinePiece("optimizer", "optimizer", last + copied, last + copied + alone.optimizer),
+        ]
 
     def _communicating(self, index: int) -> list[TimelinePiece]:
         step, pieces, last = self.played.step, [], 0.0
-        moments = zip(step.ready[index].tolist(), step.sent.tolist(), step.arrived.tolist(), strict=True)
+        moments = zip(
+            step.ready[index].tolist(), step.sent.tolist(), step.arrived.tolist(), strict=True
+        )
         for bucket, (ready, sent, arrived) in zip(self.played.buckets, moments, strict=True):
             if sent > max(ready, last):
-                pieces.append(TimelinePiece("waiting for others", "waiting", max(ready, last), sent))
+                pieces.append(
+                    TimelinePiece("waiting for others", "waiting", max(ready, last), sent)
+                )
             pieces.append(TimelinePiece(_name(bucket), "sending", sent, arrived))
             last = arrived
         return pieces
 
 
-_WITHOUT = {Part.FORWARD: "forward", Part.BACKWARD: "backward", Part.CAST: "cast", Part.OUTSIDE: "framework"}
+_WITHOUT = {
+    Part.FORWARD: "forward",
+    Part.BACKWARD: "backward",
+    Part.CAST: "cast",
+    Part.OUTSIDE: "framework",
+}
 
 
 def _name(bucket: SimulatedBucket) -> str:
@@ -234,7 +267,9 @@ def _head(timeline: Timeline) -> str:
     if codecs:
         kinds = ", ".join(f"{count} in {codec}" for codec, count in sorted(codecs.items()))
         between = " between nodes" if timeline.played.cluster.nodes.ranks > 1 else ""
-        parts.append(f"sent{between} as {short(sum(bucket.travelling for bucket in buckets), 'B')} ({kinds})")
+        parts.append(
+            f"sent{between} as {short(sum(bucket.travelling for bucket in buckets), 'B')} ({kinds})"
+        )
     return ", ".join(parts)
 
 
@@ -242,7 +277,9 @@ def _devices(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Render
     cluster, sending, waiting = timeline.played.cluster, timeline.sending, timeline.waiting
     parts = ("forward", "backward", "casts", "other")
     columns = ["devices", "count", *parts, "sending", "waiting", "optimizer"]
-    table = table_of([*columns, *(["peak"] if timeline.peak_bytes else [])], right=(*columns[1:], "peak"))
+    table = table_of(
+        [*columns, *(["peak"] if timeline.peak_bytes else [])], right=(*columns[1:], "peak")
+    )
     for name, device in cluster.devices.items():
         owned = [item for item in operators if item.device == name]
         sums = [sum(getattr(item, part) for item in owned) for part in parts]
@@ -270,7 +307,12 @@ def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> Rend
         share = item.seconds / timeline.seconds if timeline.seconds else 0.0
         times = (item.forward + item.other, item.backward, item.casts)
         device = [Text(item.device)] if several else []
-        table.add_row(Text(item.operator or "(outside operators)"), *device, *map(duration, times), f"{share:.1%}")
+        table.add_row(
+            Text(item.operator or "(outside operators)"),
+            *device,
+            *map(duration, times),
+            f"{share:.1%}",
+        )
     return table
 
 
@@ -291,7 +333,9 @@ def save(timeline: Timeline, path: Path) -> None:
     try:
         write_text(pathlib.Path(path), json.dumps(trace(timeline), allow_nan=False) + "\n")
     except QSyncError as error:
-        raise ProfileError(f"the timeline is not saved: {error.what}", where=error.where, do=error.do) from error
+        raise ProfileError(
+            f"the timeline is not saved: {error.what}", where=error.where, do=error.do
+        ) from error
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -300,17 +344,48 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     # Process 0 is the idle one to tools that know Linux.
     for index, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
         title = f"{name} ({device.count} devices)" if device.count > 1 else name
-        events.append({"ph": "M", "name": "process_name", "pid": index, "tid": 0, "args": {"name": title}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": index, "tid": 0, "args": {"sort_index": index}})
-        tracks = {"computation": timeline.computing[name], "communication": timeline.communicating[name]}
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": index, "tid": 0, "args": {"name": title}}
+        )
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": index,
+                "tid": 0,
+                "args": {"sort_index": index},
+            }
+        )
+        tracks = {
+            "computation": timeline.computing[name],
+            "communication": timeline.communicating[name],
+        }
         for tid, (track, pieces) in enumerate(tracks.items(), start=1):
-            events.append({"ph": "M", "name": "thread_name", "pid": index, "tid": tid, "args": {"name": track}})
             events.append(
-                {"ph": "M", "name": "thread_sort_index", "pid": index, "tid": tid, "args": {"sort_index": tid}}
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": index,
+                    "tid": tid,
+                    "args": {"name": track},
+                }
+            )
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "pid": index,
+                    "tid": tid,
+                    "args": {"sort_index": tid},
+                }
             )
             events += [_slice(piece, index, tid) for piece in pieces]
         events += _arrows(timeline, name, index)
-    return {"displayTimeUnit": "ms", "otherData": {"seconds": timeline.seconds}, "traceEvents": events}
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"seconds": timeline.seconds},
+        "traceEvents": events,
+    }
 
 
 def _slice(piece: TimelinePiece, pid: int, tid: int) -> dict[str, Any]:
@@ -330,9 +405,15 @@ def _slice(piece: TimelinePiece, pid: int, tid: int) -> dict[str, Any]:
 def _arrows(timeline: Timeline, name: str, pid: int) -> list[dict[str, Any]]:
     step, pieces = timeline.played.step, timeline.computing[name]
     events: list[dict[str, Any]] = []
-    for number, (ready, sent) in enumerate(zip(step.ready[pid - 1].tolist(), step.sent.tolist(), strict=True)):
+    for number, (ready, sent) in enumerate(
+        zip(step.ready[pid - 1].tolist(), step.sent.tolist(), strict=True)
+    ):
         # An arrow belongs to the slice that its time lies within, and a bucket is ready when one ends.
-        made_by = max((piece for piece in pieces if piece.begin < ready), key=lambda piece: piece.begin, default=None)
+        made_by = max(
+            (piece for piece in pieces if piece.begin < ready),
+            key=lambda piece: piece.begin,
+            default=None,
+        )
         if made_by is None:
             continue
         same = {"cat": "ready", "name": "ready", "id": f"{name} {number}", "pid": pid}

@@ -21,7 +21,9 @@ def an_answer() -> PlanResult:
         PlanNote(PlanNoteKind.NOT_FASTER, "slow", "2/linear", ("int8", "fp32")),
     )
     found = evaluate_plan(problem, plans)
-    return PlanResult(problem, plans, found, "uniform", bound=found.variance / 2, took=0.125, notes=notes)
+    return PlanResult(
+        problem, plans, found, "uniform", bound=found.variance / 2, took=0.125, notes=notes
+    )
 
 
 def test_plans_are_of_classes() -> None:
@@ -49,14 +51,26 @@ def test_gaps() -> None:
 
 def test_a_notebook_shows_one_line() -> None:
     line = repr(an_answer())
-    assert line.startswith("Answer(uniform, 23.16 ms a step on ") and "gap 50.00%" in line and "\n" not in line
+    assert (
+        line.startswith("Answer(uniform, 23.16 ms a step on ")
+        and "gap 50.00%" in line
+        and "\n" not in line
+    )
     assert len(line) < 120
 
 
 def test_what_print_shows() -> None:
     answer = an_answer()
     text = str(answer)
-    for part in ("fast", "slow", "1 s allowed", "uniform", "gap 50.00%", "0/linear int8/bf16 250 ms", "2/linear"):
+    for part in (
+        "fast",
+        "slow",
+        "1 s allowed",
+        "uniform",
+        "gap 50.00%",
+        "0/linear int8/bf16 250 ms",
+        "2/linear",
+    ):
         assert part in text, part
     assert f"{answer.judged.classes['slow'].variance:.4g}" in text
     assert "no bound is known" in str(replace(answer, bound=None))
@@ -73,4 +87,6 @@ def test_in_a_terminal_of_any_width_every_number_is_there(width: int) -> None:
         for part in (name, duration(figures.computing), f"{figures.variance:.4g}"):
             assert "".join(part.split()) in whole or width < 60, part
     # One class a line where there is room, else one a column.
-    assert any(line.split()[:2] == ["devices", "count"] for line in text.splitlines()) == (width >= 100)
+    assert any(line.split()[:2] == ["devices", "count"] for line in text.splitlines()) == (
+        width >= 100
+    )

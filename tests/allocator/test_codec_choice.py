@@ -48,7 +48,9 @@ def fleet(bandwidth: float, count: int = 4) -> Cluster:
 
 
 def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
-    answer = qsync_fx.find_plan(known(), fleet(1e4), objective="fastest", budget=1e3, codecs=("qsgd8", "qsgd4"))
+    answer = qsync_fx.find_plan(
+        known(), fleet(1e4), objective="fastest", budget=1e3, codecs=("qsgd8", "qsgd4")
+    )
     assert set(answer.judged.codecs) <= {"fp32", "qsgd8", "qsgd4"}
     assert answer.codecs
     assert set(answer.codecs.values()) <= {"qsgd8", "qsgd4"}
@@ -66,17 +68,23 @@ def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
 
 
 def test_where_the_link_is_quick_the_plan_compresses_nothing() -> None:
-    answer = qsync_fx.find_plan(known(), fleet(1e14), objective="fastest", budget=1e3, codecs=("qsgd8",))
+    answer = qsync_fx.find_plan(
+        known(), fleet(1e14), objective="fastest", budget=1e3, codecs=("qsgd8",)
+    )
     assert not answer.codecs
     assert answer.judged.coding == 0
     assert isinstance(answer.as_plan(), Plan)
     assert not any(note.kind is PlanNoteKind.WAITS for note in answer.notes)
 
 
-def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(tmp_path: Path) -> None:
+def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(
+    tmp_path: Path,
+) -> None:
     nodes = replace(fleet(1e4, 8), nodes=NodeGroup(4, 1e12))
     wishes = {"objective": "fastest", "budget": 1e3, "codecs": ("qsgd8",)}
-    answer, flat = (qsync_fx.find_plan(known(), cluster, **wishes) for cluster in (nodes, fleet(1e4, 2)))  # type: ignore[arg-type]
+    answer, flat = (
+        qsync_fx.find_plan(known(), cluster, **wishes) for cluster in (nodes, fleet(1e4, 2))
+    )  # type: ignore[arg-type]
     assert answer.codecs == flat.codecs
     assert answer.judged.coding == pytest.approx(flat.judged.coding), "two nodes code two means"
     heads = 3 * HEADER * len(answer.judged.codecs) / 1e4
@@ -88,22 +96,30 @@ def test_where_ranks_share_nodes_codecs_are_chosen_for_what_goes_between_them(tm
     answer.save(tmp_path / "plan.json")
     plan = ClusterPlan.load(tmp_path / "plan.json")
     assert plan.notes == {BETWEEN_NODES: "4 ranks"}
-    assert qsync_fx.replay(plan, known(), cluster=nodes).seconds == pytest.approx(answer.judged.seconds)
+    assert qsync_fx.replay(plan, known(), cluster=nodes).seconds == pytest.approx(
+        answer.judged.seconds
+    )
     one = qsync_fx.find_plan(known(), replace(nodes, devices={"all": ClusterDevice(4)}), **wishes)  # type: ignore[arg-type]
     assert not one.codecs
-    assert {note.kind for note in one.notes} & {PlanNoteKind.ONE_NODE, PlanNoteKind.WAITS} == {PlanNoteKind.ONE_NODE}
+    assert {note.kind for note in one.notes} & {PlanNoteKind.ONE_NODE, PlanNoteKind.WAITS} == {
+        PlanNoteKind.ONE_NODE
+    }
 
 
 def test_of_nodes_that_classes_share_nothing_is_said_of_one_class_alone() -> None:
     """Three ranks of a class and one of another make two nodes, and three alone do not."""
     table = [(1e3, 1e-3), (1e6, 1.0)]
     nodes = NodeGroup(2, inside=table, across=table)
-    shared = Cluster({"all": ClusterDevice(3), "other": ClusterDevice(1)}, Network(all_reduce=table), nodes=nodes)
+    shared = Cluster(
+        {"all": ClusterDevice(3), "other": ClusterDevice(1)}, Network(all_reduce=table), nodes=nodes
+    )
     answer = qsync_fx.find_plan({"all": known(), "other": known()}, shared, codecs=("qsgd8",))
     kinds = {note.kind for note in answer.notes}
     assert not kinds & {PlanNoteKind.JOINS, PlanNoteKind.DOES_NOT_HELP}
     even = replace(shared, devices={"all": ClusterDevice(2), "other": ClusterDevice(2)})
-    kinds = {note.kind for note in qsync_fx.find_plan({"all": known(), "other": known()}, even).notes}
+    kinds = {
+        note.kind for note in qsync_fx.find_plan({"all": known(), "other": known()}, even).notes
+    }
     assert kinds & {PlanNoteKind.JOINS, PlanNoteKind.DOES_NOT_HELP}
 
 
@@ -111,7 +127,9 @@ def test_what_is_missing_is_told() -> None:
     with pytest.raises(OptionError, match="a plan has no codec 'qsgd5'"):
         qsync_fx.find_plan(known(), fleet(1e4), codecs=("qsgd5",))
     bare = Known(drawn_sensitivity(graph_of("mlp")))
-    with pytest.raises(ProfileError, match="nothing says what codecs add to the gradient of") as caught:
+    with pytest.raises(
+        ProfileError, match="nothing says what codecs add to the gradient of"
+    ) as caught:
         qsync_fx.find_plan(bare, fleet(1e4), codecs=("qsgd8",))
     assert "find it anew" in (caught.value.do or "")
     with pytest.raises(ProfileError, match="what 'qsgd2' adds to gradients is not known"):
@@ -125,7 +143,10 @@ def test_what_is_missing_is_told() -> None:
 
 def sent(codec: str, values: Tensor, seed: int, stream: int) -> Tensor:
     one = codec_named(codec)
-    wire, found = torch.empty(one.nbytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+    wire, found = (
+        torch.empty(one.nbytes(values.numel()), dtype=torch.uint8),
+        torch.empty_like(values),
+    )
     one.encode(values, wire, Draw(seed, stream))
     one.decode(wire, found)
     return found
@@ -141,12 +162,21 @@ def test_the_variance_of_the_mean_is_what_an_exchange_adds(codec: str, ranks: in
     gradients = {p.path: {codec: 0.0} for p in graph_of("mlp").parameters}
     gradients[parameter.path] = of_gradients({parameter.path: own})[parameter.path]
     given = Known(replace(drawn_sensitivity(graph_of("mlp")), gradients=gradients))
-    answer = qsync_fx.find_plan(given, fleet(1e3, ranks), objective="fastest", budget=1e6, codecs=(codec,))
+    answer = qsync_fx.find_plan(
+        given, fleet(1e3, ranks), objective="fastest", budget=1e6, codecs=(codec,)
+    )
     judge = PlanEvaluator(answer.problem, answer.plans)
     errors = []
     for seed in range(300):
         mean = torch.stack([sent(codec, own, seed, rank) for rank in range(ranks)]).mean(0)
-        errors.append(float(((sent(codec, mean, seed, ranks) if ranks > 2 else mean) - own).double().square().sum()))
+        errors.append(
+            float(
+                ((sent(codec, mean, seed, ranks) if ranks > 2 else mean) - own)
+                .double()
+                .square()
+                .sum()
+            )
+        )
     found = judge.options.added((codec,) * len(judge.buckets))
     measured = sum(errors) / len(errors)
     assert (1.0 if ranks == 2 else 0.8) * found == pytest.approx(measured, rel=0.1)
@@ -168,9 +198,14 @@ def test_sensitivity_says_what_codecs_add_to_each_gradient() -> None:
         by = found.gradients[name]
         assert by["qsgd2"] > by["qsgd4"] > by["qsgd8"] > by["qsgd16"] > 0
         flat = parameter.grad.flatten()
-        errors = [float((sent("qsgd4", flat, seed, 0) - flat).double().square().sum()) for seed in range(400)]
+        errors = [
+            float((sent("qsgd4", flat, seed, 0) - flat).double().square().sum())
+            for seed in range(400)
+        ]
         assert by["qsgd4"] == pytest.approx(sum(errors) / len(errors), rel=0.1)
-        assert by["bf16"] == pytest.approx(float((flat.bfloat16().float() - flat).double().square().sum()), rel=1e-3)
+        assert by["bf16"] == pytest.approx(
+            float((flat.bfloat16().float() - flat).double().square().sum()), rel=1e-3
+        )
     assert Sensitivity.from_json(found.to_json()) == found
 
 

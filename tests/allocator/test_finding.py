@@ -45,7 +45,10 @@ class Known:
 
 MLP = Known("mlp", 0, drawn_sensitivity(graph_of("mlp")))
 OTHER = Known("mlp", 1)
-FLEET = Cluster({"fast": ClusterDevice(count=2), "slow": ClusterDevice(count=2, slowdown=3.0)}, Network(1e7, 1e-5))
+FLEET = Cluster(
+    {"fast": ClusterDevice(count=2), "slow": ClusterDevice(count=2, slowdown=3.0)},
+    Network(1e7, 1e-5),
+)
 
 
 def kinds(answer: PlanResult) -> dict[PlanNoteKind, list[PlanNote]]:
@@ -66,7 +69,10 @@ def test_hybrid_keeps_the_quickest_class_and_the_pace_of_low_precision() -> None
     assert answer.gap < 1e-3
     # The same with other limits: the seconds of a uniform plan, and seconds themselves.
     bf16 = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target="bf16")
-    assert bf16.problem.seconds == evaluate_plan(answer.problem, answer.problem.uniform("bf16")).seconds
+    assert (
+        bf16.problem.seconds
+        == evaluate_plan(answer.problem, answer.problem.uniform("bf16")).seconds
+    )
     ample = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET, target=1.0)
     assert ample.judged.variance == 0
     assert PlanNoteKind.BINDS not in kinds(ample)
@@ -101,12 +107,23 @@ def test_memory_is_a_limit() -> None:
     tight = qsync_fx.find_plan(known, target=1.0, memory={"t4": peak * 0.9})
     assert (tight.judged.classes["t4"].peak_bytes or 0) <= peak * 0.9
     assert tight.judged.variance > free.judged.variance
-    percent = qsync_fx.find_plan(known, Cluster({"t4": ClusterDevice(memory=2.0 * peak)}), target=1.0, memory="50%")
+    percent = qsync_fx.find_plan(
+        known, Cluster({"t4": ClusterDevice(memory=2.0 * peak)}), target=1.0, memory="50%"
+    )
     assert percent.problem.classes["t4"].memory == peak
     shared = qsync_fx.find_plan(known, Cluster({"t4": ClusterDevice(memory="30%")}), target=1.0)
-    assert shared.problem.classes["t4"].memory == pytest.approx(0.3 * qsync_fx.devices.get("t4").memory.bytes)
-    assert qsync_fx.find_plan(MLP, target=1.0, memory="1.5 GiB").problem.classes["cpu"].memory == 1.5 * 2**30
-    for memory, what in (("all", "is no memory"), ("30%", "is not known"), ({"gpu": 1}, "no devices 'gpu'")):
+    assert shared.problem.classes["t4"].memory == pytest.approx(
+        0.3 * qsync_fx.devices.get("t4").memory.bytes
+    )
+    assert (
+        qsync_fx.find_plan(MLP, target=1.0, memory="1.5 GiB").problem.classes["cpu"].memory
+        == 1.5 * 2**30
+    )
+    for memory, what in (
+        ("all", "is no memory"),
+        ("30%", "is not known"),
+        ({"gpu": 1}, "no devices 'gpu'"),
+    ):
         with pytest.raises(PlanError, match=what):
             qsync_fx.find_plan(MLP, memory=memory)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"takes .* MB at least, .* MB more than allowed"):
@@ -131,23 +148,36 @@ def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
     assert qsync_fx.replay(alone, MLP).seconds == qsync_fx.replay(alone.plan(), MLP).seconds
     fleet = qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, FLEET)
     profiles = {"fast": MLP, "slow": OTHER}
-    assert qsync_fx.replay(fleet, profiles, cluster=FLEET).seconds == pytest.approx(fleet.judged.seconds)
+    assert qsync_fx.replay(fleet, profiles, cluster=FLEET).seconds == pytest.approx(
+        fleet.judged.seconds
+    )
     compiled = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync")
     given = qsync_fx.find_plan(
-        Known("broken", 0, drawn_sensitivity(graph_of("broken"))), objective="fastest", budget="bf16"
+        Known("broken", 0, drawn_sensitivity(graph_of("broken"))),
+        objective="fastest",
+        budget="bf16",
     )
     assert qsync_fx.switch_plan(compiled, given) is compiled
     assert asked_of(fleet, None, None, False, None, None, False).way == fleet.codecs
     with pytest.raises(PlanError, match="no plan of a device"):
-        qsync_fx.measure(nn.Linear(2, 2), lambda model, x: model(x).sum(), [torch.ones(1, 2)], plan=fleet)
+        qsync_fx.measure(
+            nn.Linear(2, 2), lambda model, x: model(x).sum(), [torch.ones(1, 2)], plan=fleet
+        )
 
 
 def test_a_device_that_does_not_help_is_told_with_numbers() -> None:
-    crawling = Cluster({"fast": ClusterDevice(), "slow": ClusterDevice(slowdown=100.0)}, Network(1e7, 1e-5))
-    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, crawling))[PlanNoteKind.DOES_NOT_HELP]
+    crawling = Cluster(
+        {"fast": ClusterDevice(), "slow": ClusterDevice(slowdown=100.0)}, Network(1e7, 1e-5)
+    )
+    (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": OTHER}, crawling))[
+        PlanNoteKind.DOES_NOT_HELP
+    ]
     assert note.device == "slow"
     assert note.numbers["samples a second"] < note.numbers["without it"]
-    linked = Cluster({"fast": ClusterDevice(count=2), "slow": ClusterDevice(count=2, slowdown=1.1)}, Network(1e12))
+    linked = Cluster(
+        {"fast": ClusterDevice(count=2), "slow": ClusterDevice(count=2, slowdown=1.1)},
+        Network(1e12),
+    )
     (note,) = kinds(qsync_fx.find_plan({"fast": MLP, "slow": MLP}, linked))[PlanNoteKind.JOINS]
     assert note.numbers["samples a second"] > note.numbers["without it"]
 
@@ -160,7 +190,9 @@ def test_operators_stay_wide_where_nothing_narrower_is_faster() -> None:
         for fmt in answer.problem.classes["cpu"].choices[note.operator]:
             if fmt != wide[note.operator]:
                 changed = {"cpu": {**wide, note.operator: fmt}}
-                assert evaluate_plan(answer.problem, changed).seconds >= answer.judged.seconds - 1e-12
+                assert (
+                    evaluate_plan(answer.problem, changed).seconds >= answer.judged.seconds - 1e-12
+                )
 
 
 def test_what_is_missing_is_named() -> None:
@@ -202,13 +234,16 @@ def test_what_would_be_passed_over_is_refused(wishes: dict[str, Any], where: str
 
 def test_formats_are_allowed_to_those_that_have_them() -> None:
     known = {
-        name: replace(reckoned(name), sensitivity=drawn_sensitivity(reckoned(name).graph)) for name in ("v100", "t4")
+        name: replace(reckoned(name), sensitivity=drawn_sensitivity(reckoned(name).graph))
+        for name in ("v100", "t4")
     }
     fleet = Cluster({"v100": ClusterDevice(), "t4": ClusterDevice()}, Network(1e9))
     answer = qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp16", "int8"])
     assert answer.problem.classes["v100"].formats == ("fp32", "fp16")
     assert answer.problem.classes["t4"].formats == ("fp32", "fp16", "int8")
-    assert [(note.device, note.formats) for note in kinds(answer)[PlanNoteKind.HAS_NOT]] == [("v100", ("int8",))]
+    assert [(note.device, note.formats) for note in kinds(answer)[PlanNoteKind.HAS_NOT]] == [
+        ("v100", ("int8",))
+    ]
     with pytest.raises(PlanError, match="'fp8' is a format of none of the devices v100, t4"):
         qsync_fx.find_plan(known, fleet, precisions=["fp32", "fp8"])
     with pytest.raises(PlanError, match="none of int8 is a format that 'v100' has"):
@@ -218,7 +253,10 @@ def test_formats_are_allowed_to_those_that_have_them() -> None:
 @pytest.mark.parametrize("allocator", ["uniform", "random", "full-precision"])
 def test_a_plan_beyond_its_memory_is_no_answer(allocator: str) -> None:
     known = replace(reckoned("t4"), sensitivity=drawn_sensitivity(reckoned("t4").graph))
-    with pytest.raises(PlanError, match=r"no plan was found within the limits; the nearest has .* more than allowed"):
+    with pytest.raises(
+        PlanError,
+        match=r"no plan was found within the limits; the nearest has .* more than allowed",
+    ):
         qsync_fx.find_plan(known, target=1.0, memory=1000, allocator=allocator)
 
 
@@ -229,7 +267,10 @@ def test_numbers_of_notes_are_told_in_their_units() -> None:
     step, limit = (duration(bound.numbers[name]) for name in ("seconds", "limit"))
     assert f"{PlanNoteKind.BINDS}: {step}, limit {limit}" in str(answer)
     note = kinds(answer)[PlanNoteKind.NOT_FASTER][0]
-    assert f"{note.operator} {'/'.join(note.formats)} {duration(note.numbers['seconds more'])} more" in str(answer)
+    assert (
+        f"{note.operator} {'/'.join(note.formats)} {duration(note.numbers['seconds more'])} more"
+        in str(answer)
+    )
 
 
 @tiers.ALL
@@ -237,7 +278,10 @@ def test_blocks_are_tied() -> None:
     bert = Known("bert2", 0, drawn_sensitivity(graph_of("bert2")))
     answer = qsync_fx.find_plan(bert, tie_blocks=True)
     (asked,) = answer.plans.values()
-    layers = [{op.split(".layer.")[1][1:]: fmt for op, fmt in asked.items() if f".layer.{n}." in op} for n in (0, 1)]
+    layers = [
+        {op.split(".layer.")[1][1:]: fmt for op, fmt in asked.items() if f".layer.{n}." in op}
+        for n in (0, 1)
+    ]
     assert layers[0] == layers[1]
     assert len(layers[0]) > 4
 
@@ -245,7 +289,9 @@ def test_blocks_are_tied() -> None:
 @functools.cache
 def reckoned(device: str) -> Profile:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)
+    )
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         result: Tensor = model(batch).square().mean()
@@ -264,7 +310,10 @@ def test_profiles_of_the_catalog_and_their_files(tmp_path: Path) -> None:
     reckoned("v100").save(tmp_path / "v100.json")
     sensitivity = drawn_sensitivity(reckoned("t4").graph)
     answer = qsync_fx.find_plan(
-        {"v100": str(tmp_path / "v100.json")}, tmp_path / "cluster.toml", memory={"t4": "30%"}, sensitivity=sensitivity
+        {"v100": str(tmp_path / "v100.json")},
+        tmp_path / "cluster.toml",
+        memory={"t4": "30%"},
+        sensitivity=sensitivity,
     )
     assert answer.fits
     assert set(answer.plans["v100"].values()) == {"fp32"}

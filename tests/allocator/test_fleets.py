@@ -20,7 +20,8 @@ def of_paper(name: str, count: int, room: float | None = None) -> Problem:
     problem = of_catalog(name, batch=128, count=count)
     if room is not None:
         low, high = (
-            evaluate_plan(problem, problem.uniform(fmt)).classes["t4"].peak_bytes or 0 for fmt in ("int8", "fp32")
+            evaluate_plan(problem, problem.uniform(fmt)).classes["t4"].peak_bytes or 0
+            for fmt in ("int8", "fp32")
         )
         t4 = replace(problem.classes["t4"], memory=low + room * (high - low))
         problem = replace(problem, classes={**problem.classes, "t4": t4})
@@ -28,7 +29,9 @@ def of_paper(name: str, count: int, room: float | None = None) -> Problem:
 
 
 def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
-    batches = DynamicBatches(lambda device, batch: resized(problem.classes[device], symbolic(name, device), batch))
+    batches = DynamicBatches(
+        lambda device, batch: resized(problem.classes[device], symbolic(name, device), batch)
+    )
     allocators = (MilpAllocator(), PrecisionRecovery(), Uniform("int8"), batches, FullPrecision())
     return {one.name: one.allocate(problem) for one in allocators}
 
@@ -38,10 +41,16 @@ def all_of(problem: Problem, name: str) -> dict[str, PlanResult]:
     ("name", "room"),
     [
         ("perceptron", None),
-        *(pytest.param(name, room, marks=tiers.ALL) for name in ("bert", "resnet") for room in (None, 0.5)),
+        *(
+            pytest.param(name, room, marks=tiers.ALL)
+            for name in ("bert", "resnet")
+            for room in (None, 0.5)
+        ),
     ],
 )
-def test_what_the_paper_orders_by_throughput_is_so(name: str, room: float | None, count: int) -> None:
+def test_what_the_paper_orders_by_throughput_is_so(
+    name: str, room: float | None, count: int
+) -> None:
     found = all_of(of_paper(name, count, room), name)
     seconds = {allocator: answer.judged.seconds for allocator, answer in found.items()}
     for ours in ("milp", "paper"):

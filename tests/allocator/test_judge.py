@@ -82,7 +82,10 @@ def test_limits_are_kept_or_said_to_be_exceeded() -> None:
         variance=found.variance,
         classes={"device": replace(problem.classes["device"], memory=peak - 10)},
     )
-    assert found.exceeds(tight) == {"seconds": pytest.approx(found.seconds / 2), "memory device": 10}
+    assert found.exceeds(tight) == {
+        "seconds": pytest.approx(found.seconds / 2),
+        "memory device": 10,
+    }
     assert not PlanEvaluator(tight, plans).fits()
     assert PlanEvaluator(replace(tight, seconds=None, classes=problem.classes), plans).fits()
 
@@ -96,10 +99,14 @@ def test_measured_peaks_correct_predicted_ones() -> None:
     corrected = replace(problem, classes={"device": replace(part, anchors=(anchor,))})
     for plan in (measured, near):
         plain, found = (
-            evaluate_plan(asked, {"device": plan}).classes["device"].peak_bytes for asked in (problem, corrected)
+            evaluate_plan(asked, {"device": plan}).classes["device"].peak_bytes
+            for asked in (problem, corrected)
         )
         now = states(part.graph, plan)
-        by = anchored_bytes(now, [anchor], part.training) - step_memory(now, part.training).step_bytes
+        by = (
+            anchored_bytes(now, [anchor], part.training)
+            - step_memory(now, part.training).step_bytes
+        )
         assert by
         assert plain is not None and found == plain + by
 
@@ -111,9 +118,13 @@ def test_formats_that_an_operator_does_not_tell_apart_are_one_choice() -> None:
     for operator in norms:
         assert part.choices[operator] == ("bf16", "fp32")
         assert part.uniform("int8")[operator] == "bf16"
-    assert {("int8", "fp8", "bf16", "fp32"), ("fp8", "int8", "bf16", "fp32")} & set(part.choices.values())
+    assert {("int8", "fp8", "bf16", "fp32"), ("fp8", "int8", "bf16", "fp32")} & set(
+        part.choices.values()
+    )
     for fmt in part.formats:
-        assert states(part.graph, part.uniform(fmt)) == states(part.graph, dict.fromkeys(part.choices, fmt))
+        assert states(part.graph, part.uniform(fmt)) == states(
+            part.graph, dict.fromkeys(part.choices, fmt)
+        )
 
 
 def test_problems_that_are_none() -> None:

@@ -16,7 +16,10 @@ from qsync_fx.allocator.feasibility import MOST, slowed
 from qsync_fx.predictor.replayer.cluster import ClusterDevice, Network
 from tests.support.planning.allocation_problems import drawn_sensitivity
 
-FLEET = Cluster({"fast": ClusterDevice(batch=512), "slow": ClusterDevice(slowdown=1.6, batch=512)}, Network(1e12, 1e-7))
+FLEET = Cluster(
+    {"fast": ClusterDevice(batch=512), "slow": ClusterDevice(slowdown=1.6, batch=512)},
+    Network(1e12, 1e-7),
+)
 
 
 @functools.cache
@@ -53,16 +56,26 @@ def leaves(answer: PlanResult) -> dict[str, float]:
     return {note.device: note.numbers["share"] for note in notes}
 
 
-@pytest.mark.parametrize(("spread", "share"), [(0.0, 0.02 * 2**0.5), (0.05, 0.05 * 2**0.5), (0.5, MOST)])
+@pytest.mark.parametrize(
+    ("spread", "share"), [(0.0, 0.02 * 2**0.5), (0.05, 0.05 * 2**0.5), (0.5, MOST)]
+)
 def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> None:
     answer, all_of_it = found(measured(spread)), found(measured(spread), 0.0)
     assert leaves(answer) == {"slow": pytest.approx(share)}
     assert leaves(all_of_it) == {}
     limit = answer.problem.seconds
     assert limit is not None
-    assert limit == all_of_it.problem.seconds == evaluate_plan(answer.problem, answer.problem.uniform()).seconds
-    assert evaluate_plan(slowed(answer.problem, {"slow": share}), answer.plans).seconds <= limit * (1 + 1e-9)
-    assert evaluate_plan(slowed(answer.problem, {"slow": share}), all_of_it.plans).seconds > limit * (1 + 1e-9)
+    assert (
+        limit
+        == all_of_it.problem.seconds
+        == evaluate_plan(answer.problem, answer.problem.uniform()).seconds
+    )
+    assert evaluate_plan(slowed(answer.problem, {"slow": share}), answer.plans).seconds <= limit * (
+        1 + 1e-9
+    )
+    assert evaluate_plan(
+        slowed(answer.problem, {"slow": share}), all_of_it.plans
+    ).seconds > limit * (1 + 1e-9)
     assert answer.judged == evaluate_plan(answer.problem, answer.plans)
     assert answer.fits
     assert (
@@ -76,15 +89,24 @@ def test_what_is_uncertain_of_a_profile_is_left(spread: float, share: float) -> 
 def test_nothing_is_left_that_nobody_asked_for() -> None:
     assert leaves(found(reckoned())) == {}  # the catalog's steps are all alike
     for fast, slow in ((measured(0.05), reckoned()), (reckoned(), measured(0.05))):
-        assert leaves(qsync_fx.find_plan({"fast": fast, "slow": slow}, FLEET)) == {"slow": pytest.approx(0.05)}
+        assert leaves(qsync_fx.find_plan({"fast": fast, "slow": slow}, FLEET)) == {
+            "slow": pytest.approx(0.05)
+        }
     alone = qsync_fx.find_plan(measured(0.05), target="fp16", objective="hybrid")
     assert leaves(alone) == {}  # nobody waits
-    assert leaves(qsync_fx.find_plan(measured(0.05), objective="fastest", budget=float("inf"), margin=0.1)) == {}
+    assert (
+        leaves(
+            qsync_fx.find_plan(measured(0.05), objective="fastest", budget=float("inf"), margin=0.1)
+        )
+        == {}
+    )
 
 
 def test_a_margin_that_no_plan_leaves_is_none() -> None:
     """Where the slow device is what all wait for as it is, uniform low precision is all that there is time for."""
-    slower = replace(FLEET, devices={**FLEET.devices, "slow": ClusterDevice(slowdown=40.0, batch=512)})
+    slower = replace(
+        FLEET, devices={**FLEET.devices, "slow": ClusterDevice(slowdown=40.0, batch=512)}
+    )
     profiles = {"fast": reckoned(), "slow": reckoned()}
     plain = qsync_fx.find_plan(profiles, slower)
     assert plain.problem.seconds is not None

@@ -29,7 +29,9 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 def reckoned() -> Profile:
     """Three layers on a T4, wide enough for all formats to differ."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512))
+    model = nn.Sequential(
+        nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512)
+    )
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         result: Tensor = model(batch).square().mean()
@@ -59,7 +61,11 @@ def ran(profile: Profile, answer: PlanResult, factor: float, peak_bytes: int = 0
     ]
     whole = [sum(entry.seconds for entry in entries) for entries in (step.forward, step.backward)]
     run = MeasuredRun(
-        "run", [(factor * whole[0], factor * whole[1], step.optimizer)] * 3, peak_bytes or 1, operators, planned=True
+        "run",
+        [(factor * whole[0], factor * whole[1], step.optimizer)] * 3,
+        peak_bytes or 1,
+        operators,
+        planned=True,
     )
     return corrected(profile, replace(profile, runs=[run]))
 
@@ -80,12 +86,16 @@ def test_where_both_agree_one_round_is_enough() -> None:
     answer = rounds_with(1.01)
     assert answer.plans == solve({"t4": reckoned()}).plans
     ((trial,),) = answer.trials
-    assert trial.agrees and trial.measured == pytest.approx(1.01 * trial.foreseen, rel=1e-3) and answer.ran == 1
+    assert (
+        trial.agrees
+        and trial.measured == pytest.approx(1.01 * trial.foreseen, rel=1e-3)
+        and answer.ran == 1
+    )
     assert trial.foreseen == pytest.approx(answer.judged.seconds)
     plan = answer.plan()
-    assert plan.notes["plans measured"] == "1" and float(plan.notes["seconds measured"]) == pytest.approx(
-        trial.measured, rel=1e-4
-    )
+    assert plan.notes["plans measured"] == "1" and float(
+        plan.notes["seconds measured"]
+    ) == pytest.approx(trial.measured, rel=1e-4)
     assert "t4 ran this plan in round 1 of 1" in str(answer) and "+1.0%" in str(answer)
     assert [run.planned for run in answer.profiles["t4"].runs].count(True) == 1
 
@@ -103,7 +113,9 @@ def test_a_plan_that_is_found_again_is_settled_as_it_was_measured() -> None:
     """A little slower than foreseen, and still the fastest."""
     answer = rounds_with(1.04)
     assert answer.plans == solve({"t4": reckoned()}).plans and answer.ran == 1
-    assert answer.judged.seconds == pytest.approx(answer.trials[0][0].measured, rel=1e-3), "as corrected"
+    assert answer.judged.seconds == pytest.approx(answer.trials[0][0].measured, rel=1e-3), (
+        "as corrected"
+    )
 
 
 def test_where_nothing_agrees_the_best_that_ran_is_taken() -> None:
@@ -121,10 +133,15 @@ def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
     limit = 110 * 10**6
 
     def within(known: Mapping[str, Profile]) -> PlanResult:
-        return qsync_fx.find_plan(known["t4"], objective="fastest", budget=float("inf"), memory=limit)
+        return qsync_fx.find_plan(
+            known["t4"], objective="fastest", budget=float("inf"), memory=limit
+        )
 
     first = within({"t4": profile})
-    rounds, more = ReplanLoop(first, within, 3), 2 * (limit - (first.judged.classes["t4"].peak_bytes or 0))
+    rounds, more = (
+        ReplanLoop(first, within, 3),
+        2 * (limit - (first.judged.classes["t4"].peak_bytes or 0)),
+    )
     while rounds.more:
         states_now = states(profile.graph, rounds.answer.plan())
         held = step_memory(states_now, training_of(profile, sends=False)).step_bytes
@@ -134,7 +151,10 @@ def test_a_plan_that_holds_more_than_it_may_is_left_for_another_one() -> None:
     answer = rounds.answer
     assert answer.plans != first.plans and answer.fits
     assert [trial.agrees for (trial,) in answer.trials] == [True, True]
-    assert answer.trials[0][0].more_bytes == pytest.approx(more, rel=0.01) and answer.trials[1][0].more_bytes <= 0
+    assert (
+        answer.trials[0][0].more_bytes == pytest.approx(more, rel=0.01)
+        and answer.trials[1][0].more_bytes <= 0
+    )
     assert "MB more than foreseen" in str(answer)
 
 
@@ -148,21 +168,32 @@ def test_no_rounds_leave_the_plan_as_it_was_found() -> None:
 def test_a_model_at_hand_is_run() -> None:
     """Real steps: what they take nobody knows, but what is said of them adds up."""
     profile = quick(layer(), Counted(), sensitivity="fisher", plan=Plan.uniform("bf16"))
-    profile = replace(profile, precisions=["fp32", "bf16"], sensitivity=drawn_sensitivity(profile.graph))
+    profile = replace(
+        profile, precisions=["fp32", "bf16"], sensitivity=drawn_sensitivity(profile.graph)
+    )
     step = Counted()
     how = {"objective": "fastest", "budget": "bf16", "step": step, "repeats": 1, "progress": False}
     answer = qsync_fx.find_plan(profile, model=layer(), batches=iter([BATCH]), **how)
     assert 1 <= len(answer.trials) <= 3 and answer.ran is not None
     runs = answer.profiles["cpu"].runs
     for (trial,) in answer.trials:
-        assert trial.device == "cpu" and any(run.passes == trial.measured for run in runs if run.planned)
+        assert trial.device == "cpu" and any(
+            run.passes == trial.measured for run in runs if run.planned
+        )
     assert isinstance(answer.as_plan(), Plan) and set(answer.plans["cpu"]) == {"/linear"}
     # Twice as written, its loss alone twice, compiled, two for the peak, and one turn of three, each round; and of the profile's first
     # plan, where it is another one.
-    tried = [next(run for run in runs if run.planned and run.passes == trial.measured) for (trial,) in answer.trials]
-    beside = [run for run in tried if run.operators[0].precision != profile.runs[0].operators[0].precision]
+    tried = [
+        next(run for run in runs if run.planned and run.passes == trial.measured)
+        for (trial,) in answer.trials
+    ]
+    beside = [
+        run for run in tried if run.operators[0].precision != profile.runs[0].operators[0].precision
+    ]
     assert step.calls == 10 * len(tried) + 6 * len(beside)
-    assert not qsync_fx.find_plan(profile, model=layer(), batches=[BATCH], max_replans=0, **how).trials
+    assert not qsync_fx.find_plan(
+        profile, model=layer(), batches=[BATCH], max_replans=0, **how
+    ).trials
     with pytest.raises(OptionError, match="there is none"):
         qsync_fx.find_plan(profile, model=layer())
     elsewhere = replace(profile, machine=replace(profile.machine, name="elsewhere"))
@@ -177,7 +208,15 @@ def test_a_limit_that_the_run_breaks_is_said() -> None:
     model = build(Perceptron)
     batch = torch.randn(64, 16), torch.randn(64, 10)
     found = qsync_fx.measure(
-        model, Counted(), [batch], ["fp32", "bf16"], repeats=2, progress=False, sensitivity="second_order"
+        model,
+        Counted(),
+        [batch],
+        ["fp32", "bf16"],
+        repeats=2,
+        progress=False,
+        sensitivity="second_order",
     )
     with pytest.raises(PlanError, match="seconds"):
-        qsync_fx.find_plan(found, target=1e-9, model=model, step=Counted(), batches=[batch], progress=False)
+        qsync_fx.find_plan(
+            found, target=1e-9, model=model, step=Counted(), batches=[batch], progress=False
+        )

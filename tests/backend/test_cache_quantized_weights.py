@@ -17,7 +17,11 @@ from qsync_fx.backend.weight_cache import CopySpec
 from tests.support import tiers
 from tests.support.computing.weight_writes import COUNTED, UNCOUNTED, Write
 
-INNERS = ["aot_eager", pytest.param("inductor", marks=tiers.ALL), pytest.param("eager", marks=tiers.ALL)]
+INNERS = [
+    "aot_eager",
+    pytest.param("inductor", marks=tiers.ALL),
+    pytest.param("eager", marks=tiers.ALL),
+]
 NEAREST = {"precision": "int8", "rounding": "nearest"}
 
 
@@ -41,7 +45,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.up, self.same = nn.Conv2d(3, 8, 3), nn.Linear(32, 24), nn.Linear(24, 24, bias=False)
+        self.conv, self.up, self.same = (
+            nn.Conv2d(3, 8, 3),
+            nn.Linear(32, 24),
+            nn.Linear(24, 24, bias=False),
+        )
         self.out = nn.Parameter(torch.randn(24, 5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +58,10 @@ class Net(nn.Module):
 
 
 def trained(
-    model: nn.Module, options: dict[str, Any], batches: list[list[Tensor]], optimizer: Any = qsync_fx.optim.SGD
+    model: nn.Module,
+    options: dict[str, Any],
+    batches: list[list[Tensor]],
+    optimizer: Any = qsync_fx.optim.SGD,
 ) -> list[Tensor]:
     """Returns outputs and gradients of steps, each over some micro-batches, and the weights behind them."""
     torch.compiler.reset()
@@ -104,13 +115,16 @@ def test_steps_have_the_bits_of_steps_without_it(
 
 
 @pytest.mark.parametrize("inner_backend", INNERS)
-def test_a_weight_is_quantized_once_a_step_and_not_once_a_micro_batch(inner_backend: str, made: list[Tensor]) -> None:
+def test_a_weight_is_quantized_once_a_step_and_not_once_a_micro_batch(
+    inner_backend: str, made: list[Tensor]
+) -> None:
     """Rounded to nearest, which copy is read makes no difference: gradients that are summed are those without the option."""
     torch.manual_seed(0)
     model, batches = Net(), [images(4), images(4), images(4)]
     options = {**NEAREST, "inner_backend": inner_backend}
     assert equal(
-        trained(model, {**options, "cache_quantized_weights": True}, batches), trained(model, options, batches)
+        trained(model, {**options, "cache_quantized_weights": True}, batches),
+        trained(model, options, batches),
     )
     assert len(made) == 4 * 3
 
@@ -121,7 +135,11 @@ def test_micro_batches_share_a_rounding_and_steps_do_not() -> None:
     compiled = torch.compile(
         layer,
         backend="qsync",
-        options={"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True},
+        options={
+            "precision": "int8",
+            "inner_backend": "aot_eager",
+            "cache_quantized_weights": True,
+        },
     )
     first, second = compiled(x), compiled(x)
     with torch.no_grad():
@@ -136,14 +154,20 @@ def test_a_seed_repeats_a_run() -> None:
     assert equal(trained(model, options, batches), trained(model, options, batches))
 
 
-def test_graphs_of_other_shapes_and_evaluation_share_or_have_copies_of_their_own(made: list[Tensor]) -> None:
+def test_graphs_of_other_shapes_and_evaluation_share_or_have_copies_of_their_own(
+    made: list[Tensor],
+) -> None:
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(
         model,
         backend="qsync",
         dynamic=False,
-        options={"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True},
+        options={
+            "precision": "int8",
+            "inner_backend": "aot_eager",
+            "cache_quantized_weights": True,
+        },
     )
     for rows in (4, 6, 4):
         compiled(*images(1, rows)).sum().backward()
@@ -167,7 +191,9 @@ def test_a_weight_that_was_changed_is_read_as_it_is(
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 12, bias=False), torch.randn(5, 24)
     compiled = torch.compile(
-        layer, backend="qsync", options={**NEAREST, "inner_backend": inner_backend, "cache_quantized_weights": True}
+        layer,
+        backend="qsync",
+        options={**NEAREST, "inner_backend": inner_backend, "cache_quantized_weights": True},
     )
     write: Write = {**COUNTED, **UNCOUNTED}[name]
     with torch.set_grad_enabled(not evaluated):
@@ -177,12 +203,16 @@ def test_a_weight_that_was_changed_is_read_as_it_is(
         assert torch.equal(before, again) and before.any()
         assert torch.equal(after, -before)
         write(layer)
-        assert torch.equal(compiled(x), before), "a weight that is not trusted any more is read in each pass"
+        assert torch.equal(compiled(x), before), (
+            "a weight that is not trusted any more is read in each pass"
+        )
     told = [w for w in recwarn.list if "written to without torch counting it" in str(w.message)]
     assert len(told) == (name in UNCOUNTED)
 
 
-def test_around_the_compiled_model_checkpointing_computes_the_same_again(made: list[Tensor]) -> None:
+def test_around_the_compiled_model_checkpointing_computes_the_same_again(
+    made: list[Tensor],
+) -> None:
     torch.manual_seed(0)
     model, (x,) = Net(), images(1)
     options = {"precision": "int8", "inner_backend": "aot_eager", "cache_quantized_weights": True}
@@ -234,13 +264,19 @@ class Derived(nn.Module):
         (Derived, "it is computed from a parameter", 0),
     ],
 )
-def test_what_stays_in_the_graph_is_said(model: type[nn.Module], why: str, count: int, made: list[Tensor]) -> None:
+def test_what_stays_in_the_graph_is_said(
+    model: type[nn.Module], why: str, count: int, made: list[Tensor]
+) -> None:
     torch.manual_seed(0)
     net, x = model(), torch.randn(4, 8)
     options = {**NEAREST, "inner_backend": "aot_eager"}
     wanted = torch.compile(copy.deepcopy(net), backend="qsync", options=options)(x)
-    compiled = torch.compile(net, backend="qsync", options={**options, "cache_quantized_weights": True})
-    with pytest.warns(qsync_fx.PlanWarning, match=f'"cache_quantized_weights" leaves 1 weights .*{why}'):
+    compiled = torch.compile(
+        net, backend="qsync", options={**options, "cache_quantized_weights": True}
+    )
+    with pytest.warns(
+        qsync_fx.PlanWarning, match=f'"cache_quantized_weights" leaves 1 weights .*{why}'
+    ):
         found = compiled(x)
     assert torch.equal(found, wanted) and len(made) == count
     found.sum().backward()
@@ -250,6 +286,7 @@ def test_a_model_without_such_weights_is_told() -> None:
     options = {"precision": "bf16", "inner_backend": "aot_eager", "cache_quantized_weights": True}
     compiled = torch.compile(nn.Linear(8, 8), backend="qsync", options=options)
     with pytest.warns(
-        qsync_fx.PlanWarning, match='"cache_quantized_weights" has no effect on .* It is for int8 and fp8'
+        qsync_fx.PlanWarning,
+        match='"cache_quantized_weights" has no effect on .* It is for int8 and fp8',
     ):
         compiled(torch.randn(4, 8))

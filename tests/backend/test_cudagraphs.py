@@ -24,11 +24,15 @@ def test_the_mode_is_the_option() -> None:
     )
 
 
-@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs", "reduce_overhead", 3])
+@pytest.mark.parametrize(
+    "mode", ["max-autotune", "max-autotune-no-cudagraphs", "reduce_overhead", 3]
+)
 def test_other_modes_are_refused_by_name(mode: Any) -> None:
     with pytest.raises(qsync_fx.OptionError) as raised:
         options_of({"mode": mode})
-    assert f"has no mode {str(mode)!r}" in str(raised.value) and "reduce-overhead" in str(raised.value.do)
+    assert f"has no mode {str(mode)!r}" in str(raised.value) and "reduce-overhead" in str(
+        raised.value.do
+    )
 
 
 def test_inductor_is_told_on_cuda_and_other_devices_say_that_there_are_none() -> None:
@@ -46,7 +50,9 @@ def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     inner = compiling.inner_compiler
 
-    def watched(name: str, device: torch.device, fast_dropout: bool, cudagraphs: bool, *others: bool) -> Any:
+    def watched(
+        name: str, device: torch.device, fast_dropout: bool, cudagraphs: bool, *others: bool
+    ) -> Any:
         asked.append(cudagraphs)
         return inner("eager", device)
 

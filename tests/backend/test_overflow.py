@@ -15,7 +15,9 @@ from qsync_fx.backend import numeric_guards
 X = torch.randn(8, 16)
 
 
-def trained(precision: str, *, loss: float, steps: int = 1, scaler: Any = None, fused: bool = False) -> list[str]:
+def trained(
+    precision: str, *, loss: float, steps: int = 1, scaler: Any = None, fused: bool = False
+) -> list[str]:
     """Returns what is warned of while a model trains whose loss is multiplied by a number."""
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -36,13 +38,19 @@ def trained(precision: str, *, loss: float, steps: int = 1, scaler: Any = None, 
             if scaler is not None:
                 scaler.update()
     return [
-        str(w.message) for w in told if issubclass(w.category, qsync_fx.PlanWarning) and "not finite" in str(w.message)
+        str(w.message)
+        for w in told
+        if issubclass(w.category, qsync_fx.PlanWarning) and "not finite" in str(w.message)
     ]
 
 
 def test_an_overflow_is_told_once() -> None:
     [text] = trained("fp16", loss=1e9, steps=4)
-    assert "gradients of Sequential are not finite in step 1" in text and "fp16" in text and "GradScaler" in text
+    assert (
+        "gradients of Sequential are not finite in step 1" in text
+        and "fp16" in text
+        and "GradScaler" in text
+    )
 
 
 def test_gradients_that_fit_are_not() -> None:
@@ -55,20 +63,26 @@ def test_a_scaler_keeps_them_from_the_optimizer(fused: bool) -> None:
 
 
 def test_other_formats_are_nobody_s_business() -> None:
-    assert trained("bf16", loss=1e39) == [] and not [m for m in numeric_guards._watched if isinstance(m, nn.Sequential)]
+    assert trained("bf16", loss=1e39) == [] and not [
+        m for m in numeric_guards._watched if isinstance(m, nn.Sequential)
+    ]
 
 
 def test_int8_is_watched_where_fp16_carries_it() -> None:
     """What INT8 gives out on GPUs before Ampere is FP16, which a user may not know of."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     for target, formats in (("a100", None), ("t4", "fp16 (whose range ends at 65504)")):
-        [part] = qsync_fx.explain(model, torch.randn(8, 64), options={"precision": "int8", "target": target}).graphs
+        [part] = qsync_fx.explain(
+            model, torch.randn(8, 64), options={"precision": "int8", "target": target}
+        ).graphs
         numeric_guards.watch(part.graph, model)
         assert numeric_guards._watched.pop(model, None) == formats
 
 
 def test_it_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(numeric_guards, "_finite", lambda gradients: looked.append(len(gradients)) or True)
+    monkeypatch.setattr(
+        numeric_guards, "_finite", lambda gradients: looked.append(len(gradients)) or True
+    )
     assert trained("fp16", loss=1.0, steps=9) == []
     assert looked == [4] * 4, "in steps 1, 2, 4 and 8"

@@ -56,12 +56,25 @@ class ThroughData(torch.optim.Optimizer):
 
 
 STEPS: dict[str, Write] = {
-    **{f"{o.__name__}, fused": stepped(o, fused=True) for o in (torch.optim.SGD, torch.optim.AdamW)},
-    **{f"{o.__name__}, foreach": stepped(o, foreach=True) for o in (torch.optim.SGD, torch.optim.AdamW)},
-    **{f"{o.__name__} of ours": stepped(o) for o in (qsync_fx.optim.SGD, qsync_fx.optim.Adam, qsync_fx.optim.AdamW)},
-    **{o.__name__: stepped(o) for o in (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.ASGD)},
+    **{
+        f"{o.__name__}, fused": stepped(o, fused=True) for o in (torch.optim.SGD, torch.optim.AdamW)
+    },
+    **{
+        f"{o.__name__}, foreach": stepped(o, foreach=True)
+        for o in (torch.optim.SGD, torch.optim.AdamW)
+    },
+    **{
+        f"{o.__name__} of ours": stepped(o)
+        for o in (qsync_fx.optim.SGD, qsync_fx.optim.Adam, qsync_fx.optim.AdamW)
+    },
+    **{
+        o.__name__: stepped(o)
+        for o in (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.ASGD)
+    },
     "through .data": stepped(ThroughData),
-    "vector_to_parameters": lambda layer: nn.utils.vector_to_parameters(torch.ones(24 * 12), [layer.weight]),
+    "vector_to_parameters": lambda layer: nn.utils.vector_to_parameters(
+        torch.ones(24 * 12), [layer.weight]
+    ),
     "inference mode": in_inference_mode,
 }
 
@@ -95,7 +108,11 @@ def test_memory_that_comes_back_is_not_taken_for_what_lay_there() -> None:
 def test_weights_of_any_size_and_strides(shape: tuple[int, ...]) -> None:
     seed, how = torch.zeros([1], dtype=torch.int64), CopySpec(0, "int8", "nearest", ())
     gapped = torch.randn(*shape, 2)[..., 0] if shape else torch.tensor(2.0)
-    for held in (torch.randn(shape), torch.randn(shape).t() if len(shape) == 2 else torch.randn(shape), gapped):
+    for held in (
+        torch.randn(shape),
+        torch.randn(shape).t() if len(shape) == 2 else torch.randn(shape),
+        gapped,
+    ):
         weight = nn.Parameter(held)
         pairs = [copies([(weight, how)], seed)[0] for _ in range(5)]
         assert all(equal([*pair], [*how.of(weight, seed)]) for pair in pairs)
@@ -103,7 +120,10 @@ def test_weights_of_any_size_and_strides(shape: tuple[int, ...]) -> None:
 
 
 def test_numbers_that_are_none_are_the_same_as_before(recwarn: pytest.WarningsRecorder) -> None:
-    weight, seed = nn.Parameter(torch.full((4, 4), float("nan"))), torch.zeros([1], dtype=torch.int64)
+    weight, seed = (
+        nn.Parameter(torch.full((4, 4), float("nan"))),
+        torch.zeros([1], dtype=torch.int64),
+    )
     found = [copies([(weight, CopySpec(0, "int8", "nearest", ()))], seed)[0][0] for _ in range(4)]
     assert all(q is found[0] for q in found) and not recwarn.list
 

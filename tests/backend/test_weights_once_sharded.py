@@ -19,7 +19,9 @@ PASSES = 3  # of a step: of the copies' first uses some are not compared with th
 
 @pytest.fixture(autouse=True)
 def _one_rank(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     torch.compiler.reset()
     yield
     distributed.destroy_process_group()

@@ -25,7 +25,9 @@ def group(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def by_name(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.ops.aten.layer_norm.default(input=x, normalized_shape=[8], weight=weight, bias=bias)  # type: ignore[no-any-return]
+    return torch.ops.aten.layer_norm.default(
+        input=x, normalized_shape=[8], weight=weight, bias=bias
+    )  # type: ignore[no-any-return]
 
 
 def native(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
@@ -42,12 +44,16 @@ def parameters(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("norm", [layer, group, by_name])
 @pytest.mark.parametrize("narrow", [BF16, torch.float16])
-def test_parameters_and_input_are_of_one_type(norm: Callable[..., Tensor], narrow: torch.dtype) -> None:
+def test_parameters_and_input_are_of_one_type(
+    norm: Callable[..., Tensor], narrow: torch.dtype
+) -> None:
     x, given = (torch.randn(4, 8) * 3).to(narrow), parameters(torch.float32)
     module = widened(traced(norm, x, *given))
     (node,) = (node for node in module.graph.nodes if "norm" in str(node.target))
     for operand in node.all_input_nodes:
-        assert operand.target == torch.ops.aten.to.dtype or operand.meta["val"].dtype == torch.float32
+        assert (
+            operand.target == torch.ops.aten.to.dtype or operand.meta["val"].dtype == torch.float32
+        )
     assert torch.equal(module(x, *given), norm(x.float(), *given).to(narrow))
 
 

@@ -70,7 +70,10 @@ def test_what_stands_for_others_runs_itself() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(path, marks=tiers.EVERY if name in MORE_OF_A_KIND else tiers.ALL) for path, name in SCRIPTS.items()],
+    [
+        pytest.param(path, marks=tiers.EVERY if name in MORE_OF_A_KIND else tiers.ALL)
+        for path, name in SCRIPTS.items()
+    ],
 )
 def test_runs_quickly(script: str, tmp_path: Path) -> None:
     path, log = tmp_path / "rows.json", tmp_path / "log"

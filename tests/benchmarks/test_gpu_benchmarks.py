@@ -22,12 +22,20 @@ def ran(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # What a worker of xdist tells its own children is not for these.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
-        command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False, timeout=240
+        command,
+        cwd=ROOT,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make smoke-gpu")
-def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(tmp_path: Path) -> None:
+def test_smoke_says_that_there_is_no_gpu_and_why_before_it_installs_anything(
+    tmp_path: Path,
+) -> None:
     done = ran("make", "smoke-gpu", f"GPU_PYTHON={sys.executable}", f"GPU_OUT={tmp_path}")
     assert done.returncode and f"no GPU: torch {torch.__version__} " in done.stderr
     assert "nothing was tested" in done.stderr and not list(tmp_path.iterdir())
@@ -125,4 +133,6 @@ def test_benchmarks_judge_by_their_targets() -> None:
         "print([t.judged(v)['met'] for t, v in ((linear.INT8_STEP, 1.38), (linear.INT8_STEP, 1.37), (step.OVERHEAD, 0.05), "
         "(step.OVERHEAD, 0.06), (quantize.BANDWIDTH, None), (measuring.GATE, 0.98))])"
     )
-    assert ran(sys.executable, "-c", script).stdout.strip() == "[True, False, True, False, None, True]"
+    assert (
+        ran(sys.executable, "-c", script).stdout.strip() == "[True, False, True, False, None, True]"
+    )

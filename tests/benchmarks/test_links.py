@@ -50,16 +50,18 @@ def until(met: Any, seconds: float = 30) -> bool:
 
 
 def test_rates_are_read() -> None:
-    assert [links.bits_per_second(rate) for rate in ("1gbit", "100mbit", "2.5mbit")] == [1e9, 1e8, 2.5e6]
+    assert [links.bits_per_second(rate) for rate in ("1gbit", "100mbit", "2.5mbit")] == [
+        1e9,
+        1e8,
+        2.5e6,
+    ]
     for wrong in ("fast", "0mbit", "10", "1 gbit"):
         with pytest.raises(ValueError, match="is no rate"):
             links.bits_per_second(wrong)
 
 
 def test_without_a_rate_ranks_speak_over_loopback() -> None:
-    show = (
-        "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
-    )
+    show = "import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')))"
     with links.shaped(2, None) as places:
         ended = links.run(places, [sys.executable, "-c", show], caught=True)
     assert ended.codes == (0, 0)
@@ -74,10 +76,14 @@ def test_without_a_rate_ranks_speak_over_loopback() -> None:
         pytest.param(2, "1gbit", marks=tiers.EVERY),
     ],
 )
-def test_ranks_reduce_over_links_that_are_as_slow_as_asked(ranks: int, rate: str, able: Any) -> None:
+def test_ranks_reduce_over_links_that_are_as_slow_as_asked(
+    ranks: int, rate: str, able: Any
+) -> None:
     values = 2**20 if rate == "100mbit" else 2**23
     with able.shaped(ranks, rate) as places:
-        ended = able.run(places, [sys.executable, "-c", RANK, str(values)], seconds=120, caught=True)
+        ended = able.run(
+            places, [sys.executable, "-c", RANK, str(values)], seconds=120, caught=True
+        )
         assert left(os.getpid())
     assert ended.codes == (0,) * ranks, ended.printed
     assert not left(os.getpid())
@@ -99,10 +105,25 @@ def test_a_rank_that_fails_ends_all(able: Any) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=tiers.ALL)])
 def test_nothing_stays_after_a_kill(how: signal.Signals, able: Any, tmp_path: Path) -> None:
     inside = f"import os, time; open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(100)"
-    command = [sys.executable, str(LINKS), "--rate", "1gbit", "--ranks", "2", "--", sys.executable, "-c", inside]
+    command = [
+        sys.executable,
+        str(LINKS),
+        "--rate",
+        "1gbit",
+        "--ranks",
+        "2",
+        "--",
+        sys.executable,
+        "-c",
+        inside,
+    ]
     process = subprocess.Popen(command)
     try:
-        assert until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"))
+        assert until(
+            lambda: all(
+                (tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"
+            )
+        )
         assert len(left(process.pid)) == 3
         process.send_signal(how)
         process.wait(30)
@@ -126,6 +147,8 @@ def test_what_a_killed_run_has_left_the_next_one_removes(able: Any) -> None:
 
 def test_where_links_cannot_be_made_it_says_why() -> None:
     command = [sys.executable, str(LINKS), "--rate", "1gbit", "--", "true"]
-    done = subprocess.run(command, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "no links can be made here: ip is not installed" in done.stderr

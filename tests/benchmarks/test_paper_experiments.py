@@ -32,7 +32,9 @@ PAPER = ROOT / "benchmarks" / "paper"
 def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: Path) -> None:
     environment, script = {**os.environ, **ENVIRONMENT}, Path(pair_rank.__file__)
     logs = [tmp_path / f"{rank}.log" for rank in (0, 1)]
-    ranks = [forks.start(script, [str(rank), str(tmp_path)], environment, logs[rank]) for rank in (0, 1)]
+    ranks = [
+        forks.start(script, [str(rank), str(tmp_path)], environment, logs[rank]) for rank in (0, 1)
+    ]
     assert forks.ended(ranks, 250) == [0, 0], [log.read_text() for log in logs]
     torch.set_num_threads(1)  # as the ranks: others add up in another order
     model = pair_rank.network()
@@ -48,7 +50,9 @@ def test_a_pair_in_one_process_trains_as_two_ranks_do_to_the_last_bit(tmp_path: 
         for name, tensor in replica.state_dict().items():
             assert torch.equal(tensor, found[name]), (rank, name)
     first, second = (dict(replica.named_buffers()) for replica in pair.replicas)
-    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"]), "each has statistics of its own"
+    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"]), (
+        "each has statistics of its own"
+    )
 
 
 @tiers.ALL
@@ -65,8 +69,12 @@ def test_a_plan_is_made_for_a_wide_network_of_the_operators_that_are_trained() -
         return devices.looked(network(4), wide, step, [batch], [batch[0][:2]], ("second_order",))
 
     known = look(network(64))
-    assert max(one.numel for one in known.graphs["t4"].parameters) == 8 * 64, "what is planned for is wide"
-    disturbed = {name for name, by in known.sensitivities["second_order"].variance.items() if by["int8"] > 0}
+    assert max(one.numel for one in known.graphs["t4"].parameters) == 8 * 64, (
+        "what is planned for is wide"
+    )
+    disturbed = {
+        name for name, by in known.sensitivities["second_order"].variance.items() if by["int8"] > 0
+    }
     assert len(disturbed) == 2
     assert set(devices.problem(known, 16).uniform("int8")["t4"]) == disturbed
     with pytest.raises(ValueError, match="other operators"):
@@ -88,7 +96,9 @@ def test_what_was_run_is_not_run_again_and_other_settings_are(tmp_path: Path) ->
 
 def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does() -> None:
     asked = fleet("mlp")
-    timelines = {name: PlanEvaluator(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")}
+    timelines = {
+        name: PlanEvaluator(asked, asked.uniform(name)).timeline for name in ("bf16", "fp32")
+    }
     drawn = ElementTree.fromstring(timeline_picture.picture(timelines))
     bars = [bar for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if "class" in bar.attrib]
     scale = (timeline_picture.WIDE - timeline_picture.LEFT - timeline_picture.RIGHT) / max(
@@ -102,7 +112,9 @@ def test_a_picture_of_timelines_shows_what_waits_as_wide_as_it_does() -> None:
             for known in (one.computing, one.communicating)
             for track in known.values()
         ]
-        taken = sum(piece.end - piece.begin for track in tracks for piece in track if piece.kind == kind)
+        taken = sum(
+            piece.end - piece.begin for track in tracks for piece in track if piece.kind == kind
+        )
         assert shown == pytest.approx(taken * scale, abs=0.01 * len(bars)), kind
         assert taken > 0
 
@@ -123,28 +135,39 @@ def test_a_curve_lies_where_its_numbers_are() -> None:
     series = {"a <b>": [(0.0, 3.0), (10.0, 1.0)], "c": [(5.0, 2.0)]}
     drawn = ElementTree.fromstring(curves.picture({"one": series, "two": series}, "across", "up"))
     lines = [
-        line for line in drawn.iter("{http://www.w3.org/2000/svg}polyline") if len(line.attrib["points"].split()) == 2
+        line
+        for line in drawn.iter("{http://www.w3.org/2000/svg}polyline")
+        if len(line.attrib["points"].split()) == 2
     ]
     assert len(lines) == 2, "one a panel"
     for line in lines:
-        (left, top), (right, bottom) = (map(float, point.split(",")) for point in line.attrib["points"].split())
-        assert left == curves.LEFT and right == curves.WIDE - curves.RIGHT, "ticks end where values do"
+        (left, top), (right, bottom) = (
+            map(float, point.split(",")) for point in line.attrib["points"].split()
+        )
+        assert left == curves.LEFT and right == curves.WIDE - curves.RIGHT, (
+            "ticks end where values do"
+        )
         assert top == curves.TOP and bottom == curves.HIGH - curves.BOTTOM
 
 
-@pytest.mark.parametrize("values", [[0.1, 0.93], [5.0, 5.0], [0.0, 0.0], [-3.0, 0.5], [1e6, 3e7]], ids=str)
+@pytest.mark.parametrize(
+    "values", [[0.1, 0.93], [5.0, 5.0], [0.0, 0.0], [-3.0, 0.5], [1e6, 3e7]], ids=str
+)
 def test_ticks_hold_all_values(values: list[float]) -> None:
     found = curves.ticks(values)
     assert found[0] <= min(values) and max(values) <= found[-1] * (1 + 1e-12)
     assert 2 <= len(found) <= 8
 
 
-def test_table_three_is_on_the_page_once_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_three_is_on_the_page_once_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experiment_tables, "RESULTS", tmp_path)
     assert experiment_tables.table3() == "Not measured at size."
     errors = {"cost mapper": (-1.0, 3.0), "dPRO's view": (-9.0, -11.0)}
     repeats = [
-        {"in BF16": {"seconds": 0.5 + at, **{view: each[at] for view, each in errors.items()}}} for at in range(2)
+        {"in BF16": {"seconds": 0.5 + at, **{view: each[at] for view, each in errors.items()}}}
+        for at in range(2)
     ]
     write_json(tmp_path / "table3.json", list(table3.rows(repeats)))
     last = experiment_tables.table3().splitlines()[-1]
@@ -152,15 +175,40 @@ def test_table_three_is_on_the_page_once_it_is_measured(tmp_path: Path, monkeypa
 
 
 @tiers.ALL
-def test_networks_are_trained_in_each_codec_and_fp32_is_what_others_are_compared_with(tmp_path: Path) -> None:
+def test_networks_are_trained_in_each_codec_and_fp32_is_what_others_are_compared_with(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "found.json"
-    arguments = ["--quick", "--only", "LSTM", "--json", str(path), "--picture", str(tmp_path / "curves.svg")]
+    arguments = [
+        "--quick",
+        "--only",
+        "LSTM",
+        "--json",
+        str(path),
+        "--picture",
+        str(tmp_path / "curves.svg"),
+    ]
     log = tmp_path / "log"
-    assert forks.run(PAPER / "codec_accuracy.py", arguments, os.environ, log, tmp_path) == 0, log.read_text()
+    assert forks.run(PAPER / "codec_accuracy.py", arguments, os.environ, log, tmp_path) == 0, (
+        log.read_text()
+    )
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
-    assert {"fp32", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", "powerSGD_hook"} == set(rows)
+    assert {
+        "fp32",
+        "1bit",
+        "1bit*",
+        "qsgd2",
+        "qsgd4",
+        "qsgd8",
+        "duo0",
+        "duo1",
+        "duo2",
+        "powerSGD_hook",
+    } == set(rows)
     assert rows["fp32"]["points"] == 0.0
     losses = {way: row["loss"] for way, row in rows.items()}
-    assert len({loss[0] for loss in losses.values()}) == 1, "all begin with the same weights and batch"
+    assert len({loss[0] for loss in losses.values()}) == 1, (
+        "all begin with the same weights and batch"
+    )
     assert losses["qsgd2"] != losses["fp32"] != losses["duo2"], "and codecs leave their mark"
     ElementTree.fromstring((tmp_path / "curves.svg").read_text())

@@ -29,10 +29,14 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
-    assert capsys.readouterr().out.startswith(f"qsync_fx {__version__}, torch {torch.__version__}, Python 3.")
+    assert capsys.readouterr().out.startswith(
+        f"qsync_fx {__version__}, torch {torch.__version__}, Python 3."
+    )
 
 
-def test_help_tells_every_option_in_the_words_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_tells_every_option_in_the_words_of_the_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run("--help") == 0
     overview = capsys.readouterr().out
     assert "inspect" in overview
@@ -88,10 +92,17 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     operators = {operator["id"]: operator for operator in found["operators"]}
     body = operators["body/linear"]
-    assert (body["kind"], body["planned"], body["precision"], body["output"]) == ("adjustable", "fp32", "fp32", "fp32")
+    assert (body["kind"], body["planned"], body["precision"], body["output"]) == (
+        "adjustable",
+        "fp32",
+        "fp32",
+        "fp32",
+    )
     assert body["flops"] == 2 * (2 * 3 * 8 * 16), "its result and the gradient of its weight"
     assert body["reason"] == "plan: uniform fp32"
-    assert body["source"]["code"] == "return self.head(self.dropout(torch.relu(self.body(x)))) * scale"
+    assert (
+        body["source"]["code"] == "return self.head(self.dropout(torch.relu(self.body(x)))) * scale"
+    )
     assert body["source"]["file"].endswith("models_of_test.py")
     assert found["graphs"] == 1
     assert found["breaks"] == []
@@ -104,7 +115,18 @@ def test_graph_after_a_pass_and_diff(capsys: pytest.CaptureFixture[str]) -> None
     graph = capsys.readouterr().out
     assert "aten.linear" in graph
     assert "bf16[" not in graph
-    assert run("inspect", "models_of_test:small", "--precision", "bf16", "--diff", "classify", "insert_casts") == 0
+    assert (
+        run(
+            "inspect",
+            "models_of_test:small",
+            "--precision",
+            "bf16",
+            "--diff",
+            "classify",
+            "insert_casts",
+        )
+        == 0
+    )
     diff = capsys.readouterr().out.splitlines()
     assert diff[:2] == ["--- classify", "+++ insert_casts"]
     assert any(line.startswith("+") and "bf16[3, 16] = aten.linear" in line for line in diff)
@@ -125,7 +147,10 @@ def test_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_mode(capsys: pytest.CaptureFixture[str]) -> None:
     """Rounding is stochastic in training alone, and what --train and --eval say goes before what the function returns."""
-    modes = {("models_of_test:small", "--eval"): "nearest", ("models_of_test:evaluated", "--train"): "stochastic"}
+    modes = {
+        ("models_of_test:small", "--eval"): "nearest",
+        ("models_of_test:evaluated", "--train"): "stochastic",
+    }
     for (model, mode), rounding in modes.items():
         assert run("inspect", model, mode, "--precision", "int8", "--after", "insert_casts") == 0
         graph = capsys.readouterr().out
@@ -151,9 +176,19 @@ def test_a_function_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 @tiers.ALL
 def test_a_terminal_gets_a_table_of_its_width(folder: Path) -> None:
     main_end, terminal = pty.openpty()
-    command = [sys.executable, "-m", "qsync_fx.cli", "inspect", "models_of_test:small", "--precision", "int8"]
+    command = [
+        sys.executable,
+        "-m",
+        "qsync_fx.cli",
+        "inspect",
+        "models_of_test:small",
+        "--precision",
+        "int8",
+    ]
     environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
-    with subprocess.Popen(command, stdout=terminal, stderr=subprocess.PIPE, cwd=folder, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=terminal, stderr=subprocess.PIPE, cwd=folder, env=environment
+    ) as process:
         os.close(terminal)
         output = b""
         # Reading the end of a closed terminal is an error on Linux.
@@ -189,7 +224,9 @@ def test_a_pipe_gets_a_table_of_the_width_that_columns_says(
     fits(table)
     at = next(line.index("reason") for line in table.splitlines() if "reason" in line)
     rows = " ".join(line[at:] for line in table.splitlines())
-    assert "an activation function: it takes the precision of its inputs" in " ".join(rows.split()), "reasons wrap"
+    assert "an activation function: it takes the precision of its inputs" in " ".join(
+        rows.split()
+    ), "reasons wrap"
     monkeypatch.setenv("COLUMNS", "30")
     assert run(*arguments) == 0
     table = capsys.readouterr().out
@@ -231,7 +268,9 @@ def test_a_reader_that_has_seen_enough(folder: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, cwd=folder, check=False)
+        done = subprocess.run(
+            command, stdout=write_end, stderr=subprocess.PIPE, cwd=folder, check=False
+        )
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")

@@ -68,7 +68,9 @@ def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
         f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\n"
         "print(*({'torch', 'rich'} & sys.modules.keys()), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stderr.splitlines()[-1] == "", done.stderr
 
 
@@ -77,8 +79,17 @@ def options_of(command: Command) -> dict[str, str | None]:
     parser = argparse.ArgumentParser()
     assert command.arguments is not None
     command.arguments(parser)
-    shared = [group for group in parser._action_groups if group.title in ("the model", "options of the backend")]
-    return {flag: action.help for group in shared for action in group._group_actions for flag in action.option_strings}
+    shared = [
+        group
+        for group in parser._action_groups
+        if group.title in ("the model", "options of the backend")
+    ]
+    return {
+        flag: action.help
+        for group in shared
+        for action in group._group_actions
+        for flag in action.option_strings
+    }
 
 
 def test_each_verb_takes_a_model_in_the_same_way() -> None:
@@ -101,7 +112,9 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
     parser = argparse.ArgumentParser()
     model_args.add(parser)
     line = "json:loads --plan plan.json --rounding floor --gradient-rounding stochastic --scaling channel --emulate-unsupported --root a.b"
-    read = Options.parse(model_args.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"])))
+    read = Options.parse(
+        model_args.given(parser.parse_args([*line.split(), "--pass", "one", "--pass", "two"]))
+    )
     assert read == Options(
         plan=Plan("int8"),
         rounding="floor",
@@ -115,7 +128,12 @@ def test_options_are_those_of_the_backend(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", [["inspect"], ["tune", "--recorded", "none.json"], ["kernels", "build", "--arch", "sm_80", "--model"]]
+    "verb",
+    [
+        ["inspect"],
+        ["tune", "--recorded", "none.json"],
+        ["kernels", "build", "--arch", "sm_80", "--model"],
+    ],
 )
 def test_a_wrong_option_is_told_before_the_model_is_made(
     verb: list[str], here: Path, capsys: pytest.CaptureFixture[str]
@@ -124,7 +142,8 @@ def test_a_wrong_option_is_told_before_the_model_is_made(
     from qsync_fx.backend.cuda.tuning import Environment
 
     tuning.save_recording(
-        Path("none.json"), tuning.TimingRecording(Environment("A100", "1", "1", "1", "1", 1), "sm_80", {})
+        Path("none.json"),
+        tuning.TimingRecording(Environment("A100", "1", "1", "1", "1", 1), "sm_80", {}),
     )
     name = verb[:1] if verb[0] == "tune" else verb
     rest = verb[1:] if verb[0] == "tune" else []
@@ -135,9 +154,12 @@ def test_a_wrong_option_is_told_before_the_model_is_made(
 
 
 @pytest.mark.parametrize(
-    "flags", ["--precision int8", "--emulate-unsupported", "--pass one", "--gradient-rounding nearest"]
+    "flags",
+    ["--precision int8", "--emulate-unsupported", "--pass one", "--gradient-rounding nearest"],
 )
-def test_what_is_said_of_no_model_is_told(flags: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_said_of_no_model_is_told(
+    flags: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["kernels", "build", "--arch", "sm_80", *flags.split()]) == 2
     said = capsys.readouterr().err
     assert "without a model" in said
@@ -151,7 +173,9 @@ def test_a_command_runs_or_has_actions() -> None:
         Command("both", print, actions={"some": Command("some", print)})
 
 
-def test_text_with_percent_signs_is_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_with_percent_signs_is_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     odd = Command("100 % and %(prog)s", print, about="50 % of %d", examples="5 %s")
     monkeypatch.setattr(commands, "load", lambda name: odd)
     for line in (["--help"], ["doctor", "--help"]):
@@ -162,10 +186,14 @@ def test_text_with_percent_signs_is_text(capsys: pytest.CaptureFixture[str], mon
     assert all(text in said for text in ("100 % and %(prog)s", "50 % of %d", "5 %s"))
 
 
-def test_tables_say_what_they_are_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_say_what_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     long = "x" * 300
-    output.show(output.table(("name", "size"), [("[red]a[/] [/b]", "7"), (long, "1234")], right=("size",)))
+    output.show(
+        output.table(("name", "size"), [("[red]a[/] [/b]", "7"), (long, "1234")], right=("size",))
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == f"{'[red]a[/] [/b]':300}     7"
     assert lines[2].startswith(long)
@@ -182,7 +210,9 @@ def test_a_pipe_that_nobody_reads_is_no_complaint(tmp_path: Path) -> None:
     os.close(read_end)
     command = [sys.executable, "-m", "qsync_fx.cli", "--help"]
     try:
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+        done = subprocess.run(
+            command, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False
+        )
     finally:
         os.close(write_end)
     assert b"Traceback" not in done.stderr

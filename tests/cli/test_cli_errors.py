@@ -28,12 +28,20 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
         ([], "the following arguments are required: COMMAND"),
         (["inspct"], "invalid choice: 'inspct'"),
         (["inspect"], "the following arguments are required: MODULE:CALLABLE"),
-        (["inspect", "models_of_test:small", "--train", "--eval"], "not allowed with argument --train"),
-        (["inspect", "models_of_test:small", "--json", "--after", "lower"], "not allowed with argument --json"),
+        (
+            ["inspect", "models_of_test:small", "--train", "--eval"],
+            "not allowed with argument --train",
+        ),
+        (
+            ["inspect", "models_of_test:small", "--json", "--after", "lower"],
+            "not allowed with argument --json",
+        ),
         (["inspect", "models_of_test:small", "--diff", "lower"], "expected 2 arguments"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = fails(capsys, *arguments)
     assert lines[0].startswith("usage: qsync")
     assert what in lines[-1]
@@ -47,9 +55,21 @@ def test_wrong_arguments(arguments: list[str], what: str, capsys: pytest.Capture
         (":small", "does not name a model", "write MODULE:CALLABLE"),
         (".models_of_test:small", "does not name a model", "write MODULE:CALLABLE"),
         ("models_of_test:small.", "does not name a model", "write MODULE:CALLABLE"),
-        ("./examples/bert.py:small", "'./examples/bert.py' is a path, not a module", 'write "examples.bert:small"'),
-        ("models_of_tests:small", "there is no module 'models_of_tests'", "run qsync in the folder that holds it"),
-        ("models_of_test.deeper:small", "there is no module 'models_of_test.deeper'", "run qsync in the folder"),
+        (
+            "./examples/bert.py:small",
+            "'./examples/bert.py' is a path, not a module",
+            'write "examples.bert:small"',
+        ),
+        (
+            "models_of_tests:small",
+            "there is no module 'models_of_tests'",
+            "run qsync in the folder that holds it",
+        ),
+        (
+            "models_of_test.deeper:small",
+            "there is no module 'models_of_test.deeper'",
+            "run qsync in the folder",
+        ),
         ("models_of_test:smal", "models_of_test has no 'smal'", "did you mean 'small'? known: "),
         ("models_of_test:Factory.mak", "Factory has no 'mak'", "did you mean 'make'? known: make"),
         ("models_of_test:number", "it is a value of type int", "name a function"),
@@ -58,15 +78,29 @@ def test_wrong_arguments(arguments: list[str], what: str, capsys: pytest.Capture
             "cannot be called without arguments: missing a required",
             "give its parameters defaults",
         ),
-        ("models_of_test:alone", "the function returned a value of type Small", "return (model, args)"),
+        (
+            "models_of_test:alone",
+            "the function returned a value of type Small",
+            "return (model, args)",
+        ),
         ("models_of_test:four", "the function returned a tuple of 4", "return (model, args)"),
-        ("models_of_test:tensor", "args is of type Tensor, not a tuple", "for one input write (model, (x,))"),
-        ("models_of_test:text", "args is of type str, not a tuple", "for one input write (model, (x,))"),
+        (
+            "models_of_test:tensor",
+            "args is of type Tensor, not a tuple",
+            "for one input write (model, (x,))",
+        ),
+        (
+            "models_of_test:text",
+            "args is of type str, not a tuple",
+            "for one input write (model, (x,))",
+        ),
         ("models_of_test:swapped", "the model is of type tuple", "return a module or function"),
         ("models_of_test:keywords", "kwargs is not a dictionary of names", "return (model, args)"),
     ],
 )
-def test_references_that_lead_nowhere(reference: str, what: str, do: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_references_that_lead_nowhere(
+    reference: str, what: str, do: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(OptionError) as caught:
         load(reference)
     assert what in caught.value.what
@@ -94,13 +128,37 @@ def test_what_the_users_code_raises_comes_through() -> None:
 @pytest.mark.parametrize(
     ("arguments", "what", "do"),
     [
-        (["--precision", "int9"], "the option \"precision\" cannot be 'int9'", "did you mean 'int8'?"),
-        (["--rounding", "up"], "the option \"rounding\" cannot be 'up'", "known: floor, nearest, stochastic"),
-        (["--plan", "none.json"], "the plan cannot be read: No such file or directory", "check the path"),
+        (
+            ["--precision", "int9"],
+            "the option \"precision\" cannot be 'int9'",
+            "did you mean 'int8'?",
+        ),
+        (
+            ["--rounding", "up"],
+            "the option \"rounding\" cannot be 'up'",
+            "known: floor, nearest, stochastic",
+        ),
+        (
+            ["--plan", "none.json"],
+            "the plan cannot be read: No such file or directory",
+            "check the path",
+        ),
         (["--plan", "cut.json"], "the plan ends in the middle", "get a whole copy"),
-        (["--plan", "cut.json", "--precision", "int8"], "the plan ends in the middle", "get a whole copy"),
-        (["--plan", "whole.json", "--precision", "int8"], "precision and plan are both given", 'drop "precision"'),
-        (["--plan", "whole.json"], "the pattern 'heads' selects none of the 2 operators", "nearest: head"),
+        (
+            ["--plan", "cut.json", "--precision", "int8"],
+            "the plan ends in the middle",
+            "get a whole copy",
+        ),
+        (
+            ["--plan", "whole.json", "--precision", "int8"],
+            "precision and plan are both given",
+            'drop "precision"',
+        ),
+        (
+            ["--plan", "whole.json"],
+            "the pattern 'heads' selects none of the 2 operators",
+            "nearest: head",
+        ),
         (["--pass", "none"], "no installed package offers a pass 'none'", "install one"),
         (["--after", "lowr"], "no pass 'lowr' has run", "did you mean 'lower'?"),
         (["--diff", "assign", "zzzzz"], "no pass 'zzzzz' has run", "known: "),

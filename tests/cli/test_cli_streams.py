@@ -23,10 +23,14 @@ SMALL = "models_of_test:small"
 
 def shell(arguments: str, redirection: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = f"'{sys.executable}' -m qsync_fx.cli {arguments} {redirection}"
-    return subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, cwd=folder, check=False)
+    return subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, cwd=folder, check=False
+    )
 
 
-def run_full(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def run_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str]:
     """Run the command with a standard output that is full; return its status and standard error."""
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
@@ -40,7 +44,9 @@ def test_full_standard_output_without_torch(arguments: str, folder: Path) -> Non
     assert (result.returncode, result.stderr) == (2, FULL)
 
 
-@pytest.mark.parametrize("arguments", [*WITHOUT_TORCH, f"inspect {SMALL}", f"plan {SMALL}", "doctor"])
+@pytest.mark.parametrize(
+    "arguments", [*WITHOUT_TORCH, f"inspect {SMALL}", f"plan {SMALL}", "doctor"]
+)
 def test_closed_standard_output(arguments: str, folder: Path) -> None:
     result = shell(arguments, ">&-", folder)
     assert (result.returncode, result.stderr) == (2, CLOSED)
@@ -57,19 +63,29 @@ def test_closed_standard_output(arguments: str, folder: Path) -> None:
         f"comm predict {SMALL} --gpus 4 --bandwidth 1gbit",
         f"measure {SMALL} --device t4",
         pytest.param(f"sensitivity {SMALL} --precisions bf16 --steps 1", marks=tiers.ALL),
-        pytest.param(f"plan {SMALL} --cluster cluster.toml --objective recover --budget fp16", marks=tiers.ALL),
+        pytest.param(
+            f"plan {SMALL} --cluster cluster.toml --objective recover --budget fp16",
+            marks=tiers.ALL,
+        ),
         "comm bench --megabytes 0.5 --repeats 2 --codec qsgd8",
     ],
 )
 def test_full_standard_output(
-    arguments: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (folder / "cluster.toml").write_text("[devices.t4]\ndevice = 't4'\n[network]\nbandwidth = 1e9\n")
+    (folder / "cluster.toml").write_text(
+        "[devices.t4]\ndevice = 't4'\n[network]\nbandwidth = 1e9\n"
+    )
     status, messages = run_full(monkeypatch, capsys, *arguments.split())
     assert status == 2 and messages.endswith(FULL) and "Traceback" not in messages
 
 
-def test_output_longer_than_the_buffer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_longer_than_the_buffer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The write itself fails then, which argparse ignores, and Python has nothing left to flush at exit."""
     monkeypatch.setattr("qsync_fx.cli.parser._EXAMPLES", "x" * 100_000)
     assert run_full(monkeypatch, capsys, "--help") == (2, FULL)
@@ -103,7 +119,9 @@ def test_a_closed_pipe_ends_help_as_it_ends_results(folder: Path) -> None:
     os.close(read_end)
     command = [sys.executable, "-m", "qsync_fx.cli", "--help"]
     try:
-        result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, cwd=folder, check=False)
+        result = subprocess.run(
+            command, stdout=write_end, stderr=subprocess.PIPE, cwd=folder, check=False
+        )
     finally:
         os.close(write_end)
     assert (result.returncode, result.stderr) == (141, b"")

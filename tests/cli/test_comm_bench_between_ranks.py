@@ -14,9 +14,14 @@ from tests.support.processes import forks, ranks
 def test_bench_of_several_ranks_averages_gradients_over_their_group() -> None:
     bench = "-m qsync_fx.cli comm bench --megabytes 0.5 --repeats 2 --json --codec qsgd8 --codec aqgb --codec aqgb16"
     environment = forks.shell({**os.environ, **ranks.ENVIRONMENT})
-    torchrun = [environment["PYTHON_EXEC"], *"-m torch.distributed.run --standalone --nproc-per-node 3".split()]
+    torchrun = [
+        environment["PYTHON_EXEC"],
+        *"-m torch.distributed.run --standalone --nproc-per-node 3".split(),
+    ]
     command = [*torchrun, *bench.split()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
     found = {row["way"]: row for row in json.loads(done.stdout[done.stdout.index("[\n") :])}
     assert list(found) == ["torch fp32", "torch fp16", "qsgd8", "aqgb", "aqgb16"]
     assert all(row["seconds"] > 0 and row["to_plain"] > 0 for row in found.values())
@@ -26,4 +31,6 @@ def test_bench_of_several_ranks_averages_gradients_over_their_group() -> None:
     assert size / 4 * 4 / 3 < found["qsgd8"]["wire"] < 1.03 * size / 4 * 4 / 3 * 8.0625 / 8
     assert size < found["aqgb16"]["wire"] < 1.03 * size
     assert 0.375 * 2 * size < found["aqgb"]["wire"] < 1.03 * 2 * size
-    assert all(row["wire"] <= 1.03 * row["theory"] for row in found.values() if row["wire"] is not None)
+    assert all(
+        row["wire"] <= 1.03 * row["theory"] for row in found.values() if row["wire"] is not None
+    )

@@ -11,10 +11,24 @@ from qsync_fx.cli import main
 
 
 def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["comm", "bench", "--megabytes", "0.5", "--repeats", "2", "--codec", "qsgd8", "--codec", "1bit*"]
+    how = [
+        "comm",
+        "bench",
+        "--megabytes",
+        "0.5",
+        "--repeats",
+        "2",
+        "--codec",
+        "qsgd8",
+        "--codec",
+        "1bit*",
+    ]
     assert main(how) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("0.5 MiB of FP32 gradients, 1 thread, ") and "2 turns; memcpy " in printed[0]
+    assert (
+        printed[0].startswith("0.5 MiB of FP32 gradients, 1 thread, ")
+        and "2 turns; memcpy " in printed[0]
+    )
     assert printed[2].split()[:1] == ["codec"]
     assert [line.split()[:2] for line in printed[3:]] == [["qsgd8", "8.062"], ["1bit*", "2.000"]]
     assert main([*how[:-4], "--codec", "aqgb"]) == 0
@@ -25,7 +39,9 @@ def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFix
     assert main([*how, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["codec"] for row in found] == ["qsgd8", "1bit*"]
-    assert all(row[kind] > 0 for row in found for kind in ("encode", "decode", "copy", "encode_to_copy"))
+    assert all(
+        row[kind] > 0 for row in found for kind in ("encode", "decode", "copy", "encode_to_copy")
+    )
 
 
 def test_what_bench_cannot_take_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +82,11 @@ def test_predict_says_which_codec_pays(model: str, capsys: pytest.CaptureFixture
     found = json.loads(capsys.readouterr().out)
     rows = {row["codec"]: row for row in found["codecs"]}
     assert found["best"] in rows
-    assert rows[found["best"]]["seconds"] == min(row["seconds"] for row in rows.values()) < rows["none"]["seconds"]
+    assert (
+        rows[found["best"]]["seconds"]
+        == min(row["seconds"] for row in rows.values())
+        < rows["none"]["seconds"]
+    )
     values = 2 * 512 * 2048 + 2048 + 512
     assert rows["none"]["bytes"] == pytest.approx(2 * 15 / 16 * 4 * values)
     assert rows["qsgd8"]["bytes"] == pytest.approx(rows["none"]["bytes"] * 8.0625 / 32, rel=0.01)
@@ -75,7 +95,19 @@ def test_predict_says_which_codec_pays(model: str, capsys: pytest.CaptureFixture
 
 
 def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    how = ["comm", "predict", model, "--gpus", "16", "--bandwidth", "1gbit", "--codec", "qsgd8", "--codec", "fp16"]
+    how = [
+        "comm",
+        "predict",
+        model,
+        "--gpus",
+        "16",
+        "--bandwidth",
+        "1gbit",
+        "--codec",
+        "qsgd8",
+        "--codec",
+        "fp16",
+    ]
     nodes = [*how, "--gpus-per-node", "4", "--inside", "100gbit"]
     assert main(nodes) == 0
     told = capsys.readouterr().out
@@ -91,8 +123,14 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert rows["qsgd8"]["bytes"] == pytest.approx(rows["none"]["bytes"] * 8.0625 / 32, rel=0.01)
     assert rows["qsgd8"]["bytes_inside"] == pytest.approx(rows["none"]["bytes_inside"], rel=0.01)
     for wrong, text in (
-        (["--gpus-per-node", "3", "--inside", "1gbit"], "16 devices do not make several nodes of 3"),
-        (["--gpus-per-node", "16", "--inside", "1gbit"], "16 devices do not make several nodes of 16"),
+        (
+            ["--gpus-per-node", "3", "--inside", "1gbit"],
+            "16 devices do not make several nodes of 3",
+        ),
+        (
+            ["--gpus-per-node", "16", "--inside", "1gbit"],
+            "16 devices do not make several nodes of 16",
+        ),
         (["--gpus-per-node", "4"], "belong together"),
         (["--inside", "1gbit"], "belong together"),
         (["--gpus-per-node", "4", "--inside", "fast"], "'fast' is no bandwidth"),
@@ -101,8 +139,15 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
         assert text in capsys.readouterr().err
 
 
-def test_predict_says_not_to_compress_where_nothing_is_won(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["comm", "predict", model, "--gpus", "2", "--bandwidth", "100tbit", "--codec", "qsgd8"]) == 0
+def test_predict_says_not_to_compress_where_nothing_is_won(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            ["comm", "predict", model, "--gpus", "2", "--bandwidth", "100tbit", "--codec", "qsgd8"]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert "Do not compress: no codec makes a step shorter." in told
     assert "codecs would pay below" in told
@@ -114,7 +159,18 @@ def test_predict_takes_speeds_that_were_measured(
     assert main(["comm", "bench", "--megabytes", "0.5", "--repeats", "2", "--json"]) == 0
     path = tmp_path / "rates.json"
     path.write_text(capsys.readouterr().out)
-    how = ["comm", "predict", model, "--gpus", "2", "--bandwidth", "100mbit", "--codec", "qsgd4", "--json"]
+    how = [
+        "comm",
+        "predict",
+        model,
+        "--gpus",
+        "2",
+        "--bandwidth",
+        "100mbit",
+        "--codec",
+        "qsgd4",
+        "--json",
+    ]
     assert main([*how, "--rates", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["rates"] == f"measured, {path}"
     rows = [{"codec": name, "encode": 1e9, "decode": 1e9} for name in ("fp32", "qsgd4")]
@@ -138,9 +194,14 @@ def test_predict_takes_speeds_that_were_measured(
         (["--gpus", "2", "--bandwidth", "fast"], "'fast' is no bandwidth"),
         (["--gpus", "2", "--bandwidth", "0gbit"], "'0gbit' is no bandwidth"),
         (["--gpus", "2", "--bandwidth", "1gbit"], "there is neither a model nor a profile"),
-        (["--gpus", "2", "--bandwidth", "1gbit", "--plan", "plan.json"], "all operators are in one format here"),
+        (
+            ["--gpus", "2", "--bandwidth", "1gbit", "--plan", "plan.json"],
+            "all operators are in one format here",
+        ),
     ],
 )
-def test_what_predict_cannot_take_is_told(how: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_predict_cannot_take_is_told(
+    how: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["comm", "predict", *how]) == 2
     assert said in capsys.readouterr().err

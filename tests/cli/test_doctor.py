@@ -37,7 +37,10 @@ def shown(report: home.Report, width: int = 140) -> str:
 
 def test_every_format_on_every_device() -> None:
     report = home.look()
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    devices = [
+        torch.device("cpu"),
+        *(torch.device("cuda", index) for index in range(torch.cuda.device_count())),
+    ]
     assert [(row.device, row.precision) for row in report.formats] == [
         (d, f) for d in devices for f in FORMATS.values()
     ]
@@ -47,7 +50,9 @@ def test_every_format_on_every_device() -> None:
     text = shown(report)
     assert f"of bfloat16 by {_C.gemm_instructions()['bfloat16']}" in shown(report, width=400)
     for row in report.formats:
-        assert any(row.precision.name in line and row.support.how in line for line in text.splitlines())
+        assert any(
+            row.precision.name in line and row.support.how in line for line in text.splitlines()
+        )
 
 
 def test_reads_the_processor() -> None:
@@ -56,7 +61,9 @@ def test_reads_the_processor() -> None:
     assert cpu.model == "Intel(R) Xeon(R) Platinum 8488C"
     assert cpu.features == ("avx2", "avx512", "vnni", "bf16", "amx")
     assert cpu.cores == 2
-    assert home.cpu(XEON.format(0, 0).replace("avx512bw", "").replace("512_vnni", "_vnni")).features == (
+    assert home.cpu(
+        XEON.format(0, 0).replace("avx512bw", "").replace("512_vnni", "_vnni")
+    ).features == (
         "avx2",
         "vnni",
         "bf16",
@@ -65,7 +72,8 @@ def test_reads_the_processor() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "\n\n\n", "no colon here", "flags", "flags: ", "core id: 3", "model name:\x00\ufffd"]
+    "text",
+    ["", "\n\n\n", "no colon here", "flags", "flags: ", "core id: 3", "model name:\x00\ufffd"],
 )
 def test_an_odd_cpuinfo_is_no_error(text: str) -> None:
     cpu = home.cpu(text)
@@ -75,7 +83,8 @@ def test_an_odd_cpuinfo_is_no_error(text: str) -> None:
 
 
 @pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="torch's answer is compared with Linux's /proc/cpuinfo"
+    not sys.platform.startswith("linux"),
+    reason="torch's answer is compared with Linux's /proc/cpuinfo",
 )
 def test_agrees_with_torch_and_the_kernels() -> None:
     assert ("avx2" in home.cpu().features) == ("avx2" in _C.available_isas())
@@ -89,7 +98,9 @@ def executable(path: Path, text: str) -> None:
 
 
 def test_finds_nvcc_where_torch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executable(tmp_path / "cuda home/bin/nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'")
+    executable(
+        tmp_path / "cuda home/bin/nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'"
+    )
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda home"))
     found = home.look().nvcc
     assert found == home.Tool("12.9.86", tmp_path / "cuda home/bin/nvcc")
@@ -138,11 +149,19 @@ def test_what_is_shown_is_data_not_markup() -> None:
 
 
 def test_a_wrong_path_is_told_after_all_else_where_it_is_judged_and_in_the_status() -> None:
-    environment = os.environ | {"QSYNC_CPU_ISA": "quantum", "COLUMNS": "400", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "QSYNC_CPU_ISA": "quantum",
+        "COLUMNS": "400",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "qsync_fx.cli", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
     assert done.returncode == 2
     assert "no path 'quantum'" in done.stderr and "QSYNC_CPU_ISA" in done.stderr
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("int8 "))
     assert "QSYNC_CPU_ISA is wrong" in row and "native" not in row.replace("native module", "")
-    assert "threads for this process, kernels use 1" in done.stdout, "OMP_NUM_THREADS is what they go by"
+    assert "threads for this process, kernels use 1" in done.stdout, (
+        "OMP_NUM_THREADS is what they go by"
+    )

@@ -36,7 +36,9 @@ def has_nvcc() -> bool:
     return True
 
 
-needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="compiles kernels, and there is no nvcc or no CUTLASS")
+needs_nvcc = pytest.mark.skipif(
+    not has_nvcc(), reason="compiles kernels, and there is no nvcc or no CUTLASS"
+)
 
 
 def run(*arguments: str) -> int:
@@ -77,7 +79,11 @@ def full(built: Path, empty: Path) -> Path:
 
 
 def found(home: Path) -> list[kernel_cache.CacheEntry]:
-    return [entry for entry in kernel_cache.entries(home / "kernels") if isinstance(entry, kernel_cache.CacheEntry)]
+    return [
+        entry
+        for entry in kernel_cache.entries(home / "kernels")
+        if isinstance(entry, kernel_cache.CacheEntry)
+    ]
 
 
 def names(home: Path) -> set[str]:
@@ -95,7 +101,11 @@ def test_builds_what_a_model_needs_and_another_machine_finds_it(
     arguments = "build --arch sm_80 --model model_of_kernels_test:tiny --precision int8 --output carried".split()
     assert run(*arguments) == 0
     said = capsys.readouterr()
-    made = [entry for entry in kernel_cache.entries(Path("carried")) if isinstance(entry, kernel_cache.CacheEntry)]
+    made = [
+        entry
+        for entry in kernel_cache.entries(Path("carried"))
+        if isinstance(entry, kernel_cache.CacheEntry)
+    ]
     assert made
     # The product is too small for a kernel of its own; what quantizes its operands is needed nevertheless.
     assert {entry.manifest.name.split("_sm_80")[0] for entry in made} == {"quantize"}
@@ -104,7 +114,9 @@ def test_builds_what_a_model_needs_and_another_machine_finds_it(
     assert not empty.exists(), "the cache has no part in it"
 
     assert run(*arguments) == 0
-    assert [kernel_cache.read(entry.folder) for entry in made] == made, "what is there is not compiled again"
+    assert [kernel_cache.read(entry.folder) for entry in made] == made, (
+        "what is there is not compiled again"
+    )
 
     monkeypatch.setenv("QSYNC_KERNELS_PATH", str(Path("carried").absolute()))
     monkeypatch.setenv("QSYNC_NVCC", "/nowhere/nvcc")
@@ -127,12 +139,17 @@ WRONG = {
         "nothing to compile",
         "model_of_kernels_test:tiny",
     ),
-    "--arch sm_80 --jobs 0 --model model_of_kernels_test:tiny --precision int8": ("0 compilers", "from 1"),
+    "--arch sm_80 --jobs 0 --model model_of_kernels_test:tiny --precision int8": (
+        "0 compilers",
+        "from 1",
+    ),
 }
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_arguments_are_told(arguments: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_told(
+    arguments: str, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
 
     if not arguments and torch.cuda.is_available():
@@ -146,9 +163,22 @@ def test_wrong_arguments_are_told(arguments: str, empty: Path, capsys: pytest.Ca
         assert word in said
 
 
-def test_without_a_compiler(empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(
+    empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QSYNC_NVCC", "/nowhere/nvcc")
-    assert run("build", "--arch", "sm_80", "--model", "model_of_kernels_test:tiny", "--precision", "int8") == 2
+    assert (
+        run(
+            "build",
+            "--arch",
+            "sm_80",
+            "--model",
+            "model_of_kernels_test:tiny",
+            "--precision",
+            "int8",
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "QSYNC_NVCC=/nowhere/nvcc" in said
     assert "do:" in said
@@ -179,7 +209,10 @@ def test_lists(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in rows} == {"first", "second"}
-    assert all(row["resources"]["registers"] > 0 and row["resources"]["shared_memory"] == 4096 for row in rows)
+    assert all(
+        row["resources"]["registers"] > 0 and row["resources"]["shared_memory"] == 4096
+        for row in rows
+    )
     assert all((Path(row["folder"]) / f"{row['name']}.so").is_file() for row in rows)
 
 
@@ -226,7 +259,9 @@ def test_clears_by_age_and_all(full: Path, capsys: pytest.CaptureFixture[str]) -
 
 @needs_nvcc
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_the_cache_of_another_user_is_not_touched(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cache_of_another_user_is_not_touched(
+    full: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.chown(full / "kernels", 12345, -1)
     assert run("clear") == 2
     assert "another user" in capsys.readouterr().err

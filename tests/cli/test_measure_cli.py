@@ -35,7 +35,12 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_it_writes_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plan = tmp_path / "linear.json", tmp_path / "plan.json"
-    assert main(["measure", "measured_nets:linear", *QUICK, "--optimizer", "sgd", "--output", str(out)]) == 0
+    assert (
+        main(
+            ["measure", "measured_nets:linear", *QUICK, "--optimizer", "sgd", "--output", str(out)]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     assert "/linear" in printed.out and "optimizer SGD" in printed.out
     assert "measuring Linear under 1 plan:" in printed.err and f"wrote {out}" in printed.err
@@ -55,11 +60,15 @@ def test_as_json_it_is_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert [operator["operator"] for operator in found["runs"][0]["operators"]] == ["/linear"]
 
 
-def test_a_plan_corrects_a_profile_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_corrects_a_profile_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, other, plan = tmp_path / "linear.json", tmp_path / "other.json", tmp_path / "plan.json"
     Plan.uniform("bf16").save(plan)
     model = ["measure", "measured_nets:linear", "--optimizer", "sgd", "--repeats", "1"]
-    assert main([*model, "--precisions", "fp32", "--sensitivity", "none", "--output", str(first)]) == 0
+    assert (
+        main([*model, "--precisions", "fp32", "--sensitivity", "none", "--output", str(first)]) == 0
+    )
     before = Profile.load(first)
     capsys.readouterr()
     assert main([*model, "--plan", str(plan), "--profile", str(first), "--output", str(other)]) == 0
@@ -73,8 +82,14 @@ def test_a_plan_corrects_a_profile_that_is_there(tmp_path: Path, capsys: pytest.
     assert [run.planned for run in Profile.load(first).runs] == [False, True]
     for more, says in (
         (["--profile", str(first)], "and there is none"),
-        (["--profile", str(first), "--plan", str(plan), "--sensitivity", "fisher"], "keeps its sensitivity"),
-        (["--profile", str(first), "--plan", str(plan), "--precisions", "fp32"], "keeps its precisions"),
+        (
+            ["--profile", str(first), "--plan", str(plan), "--sensitivity", "fisher"],
+            "keeps its sensitivity",
+        ),
+        (
+            ["--profile", str(first), "--plan", str(plan), "--precisions", "fp32"],
+            "keeps its precisions",
+        ),
         (["--profile", str(tmp_path / "nowhere.json"), "--plan", str(plan)], "cannot be read"),
     ):
         assert main([*model, *more]) == 2
@@ -85,7 +100,16 @@ def test_it_is_kept_where_torch_compile_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "cache"))
-    how = ["--precisions", "fp32,bf16", "--repeats", "1", "--optimizer", "none", "--sensitivity", "fisher"]
+    how = [
+        "--precisions",
+        "fp32,bf16",
+        "--repeats",
+        "1",
+        "--optimizer",
+        "none",
+        "--sensitivity",
+        "fisher",
+    ]
     assert main(["measure", "measured_nets:linear", *how, "--cache"]) == 0
     (plan,) = (tmp_path / "cache" / "profiles").glob("*/*.plan.json")
     profile = plan.with_name(plan.name.replace(".plan", ""))
@@ -93,7 +117,9 @@ def test_it_is_kept_where_torch_compile_finds_it(
     assert Profile.load(profile).precisions == ["fp32", "bf16"]
 
 
-def test_a_device_of_the_catalog_has_a_profile_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_of_the_catalog_has_a_profile_to_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, plan = tmp_path / "t4.json", tmp_path / "plan.json"
     asked = ["measure", "measured_nets:linear", "--device", "t4", "--precisions", "fp32,fp16"]
     assert main([*asked, "--optimizer", "sgd", "--output", str(out)]) == 0
@@ -104,7 +130,11 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(tmp_path: Path, capsys:
         and printed.err == f"qsync: wrote {out}\n"
     )
     profile = Profile.load(out, any_machine=True)
-    assert profile.graph.device == "t4" and profile.precisions == ["fp32", "fp16"] and profile.optimizer_memory
+    assert (
+        profile.graph.device == "t4"
+        and profile.precisions == ["fp32", "fp16"]
+        and profile.optimizer_memory
+    )
     Plan.uniform("fp16").save(plan)
     assert main(["replay", str(plan), "--profile", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0]["name"] == "t4"
@@ -118,7 +148,10 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(tmp_path: Path, capsys:
         (["linear", "--device", "t5"], "did you mean 't4'?"),
         (["linear", "--device", "t4", "--precision", "int8"], "a profile is of several precisions"),
         (["linear", "--device", "t4", "--repeats", "3"], "--repeats is for profiles measured here"),
-        (["linear", "--device", "t4", "--cache", "--scaling", "row"], "--scaling, --cache are of what is measured"),
+        (
+            ["linear", "--device", "t4", "--cache", "--scaling", "row"],
+            "--scaling, --cache are of what is measured",
+        ),
         (["linear", "--precision", "int8"], "a profile is of several precisions"),
         (["linear", "--precisions", "fp23"], "did you mean 'fp32'?"),
         (["linear", "--precisions", "fp32", "--optimizer", "sdg"], "did you mean 'sgd'?"),
@@ -126,7 +159,9 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(tmp_path: Path, capsys:
         (["function"], "a function has nothing to train"),
     ],
 )
-def test_what_cannot_be_measured_is_said(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_said(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     name, *others = arguments
     assert main(["measure", f"measured_nets:{name}", *others]) == 2
     error = capsys.readouterr().err

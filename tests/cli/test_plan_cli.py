@@ -42,18 +42,25 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x, formats = torch.randn(512, 1024), ("fp32", "fp16")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     qsync_fx.catalog_profile("t4", model, step, x, formats, optimizer).save(folder / "t4.json")
-    found = qsync_fx.sensitivity(model, step, [x], precisions=["fp16"], steps=2, options={"target": "t4"})
+    found = qsync_fx.sensitivity(
+        model, step, [x], precisions=["fp16"], steps=2, options={"target": "t4"}
+    )
     found.save(folder / "sensitivity.json")
     links = "[network]\nbandwidth = 1e10\nlatency = 1e-5\n"
-    both = (
-        "[devices.a]\nprofile = 't4.json'\nbatch = 512\n[devices.b]\nprofile = 't4.json'\nslowdown = 2\nbatch = 512\n"
-    )
+    both = "[devices.a]\nprofile = 't4.json'\nbatch = 512\n[devices.b]\nprofile = 't4.json'\nslowdown = 2\nbatch = 512\n"
     (folder / "fleet.toml").write_text(both + links)
     return folder
 
 
 def planned(files: Path, *more: str) -> list[str]:
-    return ["plan", "--cluster", f"{files}/fleet.toml", "--sensitivity", f"{files}/sensitivity.json", *more]
+    return [
+        "plan",
+        "--cluster",
+        f"{files}/fleet.toml",
+        "--sensitivity",
+        f"{files}/sensitivity.json",
+        *more,
+    ]
 
 
 def placed(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str) -> None:
@@ -68,7 +75,9 @@ def formats(plan: Plan) -> set[str]:
     return {str(fmt) for fmt in plan.operators.values()}
 
 
-def test_a_plan_for_a_cluster(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_a_cluster(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan.json"
     assert main(planned(files, "-o", str(out))) == 0
     printed = capsys.readouterr()
@@ -82,7 +91,9 @@ def test_a_plan_for_a_cluster(files: Path, tmp_path: Path, capsys: pytest.Captur
     assert found["fits"] and found["classes"]["b"]["computing"] > 0
 
 
-def test_what_is_asked_of_it(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_of_it(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "front.svg"
     asked = [
         "--compare",
@@ -97,7 +108,15 @@ def test_what_is_asked_of_it(files: Path, tmp_path: Path, capsys: pytest.Capture
     ]
     assert main(planned(files, *asked, "--points", "3", "-o", str(out))) == 0
     printed = capsys.readouterr()
-    for part in ("paper", "uniform-fp16", "full-precision", "random", "why not", "before", "uniform fp32"):
+    for part in (
+        "paper",
+        "uniform-fp16",
+        "full-precision",
+        "random",
+        "why not",
+        "before",
+        "uniform fp32",
+    ):
         assert part in printed.out, part
     assert "without dynamic batches" in printed.err
     assert picture.read_text().startswith("<svg")
@@ -108,7 +127,12 @@ def test_what_is_asked_of_it(files: Path, tmp_path: Path, capsys: pytest.Capture
     found = json.loads(capsys.readouterr().out)
     assert {step["format"] for step in found["explain"][0]} == {"fp16", "fp32"}
     assert found["changed"]["exceeds"]["seconds"] > 0
-    assert {one["allocator"] for one in found["compared"]} >= {"milp", "paper", "uniform-fp16", "random"}
+    assert {one["allocator"] for one in found["compared"]} >= {
+        "milp",
+        "paper",
+        "uniform-fp16",
+        "random",
+    }
     assert len(found["pareto"]["points"]) >= 2
 
 
@@ -121,7 +145,15 @@ def test_other_allocators(files: Path, name: str, capsys: pytest.CaptureFixture[
 
 def test_one_device(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
-    base = ["plan", "--profile", f"{files}/t4.json", "--sensitivity", f"{files}/sensitivity.json", "-o", str(out)]
+    base = [
+        "plan",
+        "--profile",
+        f"{files}/t4.json",
+        "--sensitivity",
+        f"{files}/sensitivity.json",
+        "-o",
+        str(out),
+    ]
     assert main([*base, "--budget", "0"]) == 0
     assert formats(Plan.load(out)) == {"fp32"}
     assert main([*base, "--budget", "fp16", "--memory", "1 GB"]) == 0
@@ -131,15 +163,34 @@ def test_one_device(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "MB" in capsys.readouterr().err
 
 
-def test_patterns_select_operators_as_in_plans(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patterns_select_operators_as_in_plans(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan.json"
-    both = ["--set", "*=fp16", "--set", "2/linear=fp32", "--explain", "{0,2}", "--explain", "0/linear"]
+    both = [
+        "--set",
+        "*=fp16",
+        "--set",
+        "2/linear=fp32",
+        "--explain",
+        "{0,2}",
+        "--explain",
+        "0/linear",
+    ]
     assert main(planned(files, *both, "--device", "b", "-o", str(out), "--json")) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [steps[0]["operator"] for steps in found["explain"]] == ["0/linear", "2/linear"], "each once"
+    assert [steps[0]["operator"] for steps in found["explain"]] == ["0/linear", "2/linear"], (
+        "each once"
+    )
     plan = ClusterPlan.load(out).classes["b"]
-    assert {str(op): str(fmt) for op, fmt in plan.operators.items()} == {"0/linear": "fp16", "2/linear": "fp32"}
-    for more, what in ((["--set", "encoder.*=fp32"], "none that this selects"), (["--explain", "[0"], "[0")):
+    assert {str(op): str(fmt) for op, fmt in plan.operators.items()} == {
+        "0/linear": "fp16",
+        "2/linear": "fp32",
+    }
+    for more, what in (
+        (["--set", "encoder.*=fp32"], "none that this selects"),
+        (["--explain", "[0"], "[0"),
+    ):
         assert main(planned(files, *more, "--device", "b")) == 2
         assert what in capsys.readouterr().err
 
@@ -168,7 +219,9 @@ def test_a_model_alone_is_measured_and_its_plan_run(
     capsys.readouterr()
     for more in (["net_at_hand:linear", "--repeats", "0"], []):
         assert main(["plan", *more, "--profile", "cpu.json", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["trials"] == [], "a profile alone has nothing to run"
+        assert json.loads(capsys.readouterr().out)["trials"] == [], (
+            "a profile alone has nothing to run"
+        )
     assert main(["plan", "--profile", "cpu.json", "--repeats", "1"]) == 2
     assert "run with its model" in capsys.readouterr().err
 
@@ -200,7 +253,9 @@ def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
         (["--plan", "plan.json"], "a plan is what is looked for"),
     ],
 )
-def test_arguments_that_do_not_go_together(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_do_not_go_together(
+    arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments]) == 2
     assert what in capsys.readouterr().err
 
@@ -240,7 +295,11 @@ def loud():
     ],
 )
 def test_wrong_arguments_are_refused_before_the_model_runs(
-    arguments: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     placed(tmp_path, monkeypatch, loud_nets=LOUD)
     (tmp_path / "fleet.toml").write_text(FLEET)
@@ -261,24 +320,36 @@ def test_wrong_arguments_are_refused_before_the_model_runs(
         ("replay --trace trace.json --cluster misspelt.toml", "bandwith"),
         ("measure --precision int8", "a profile is of several precisions"),
         ("sensitivity --plan plan.json", "that of each operator alone"),
-        ("comm predict --gpus 2 --bandwidth 1gbit --plan plan.json", "all operators are in one format here"),
+        (
+            "comm predict --gpus 2 --bandwidth 1gbit --plan plan.json",
+            "all operators are in one format here",
+        ),
     ],
 )
-def test_wrong_arguments_are_refused_before_torch_is_imported(arguments: str, what: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_before_torch_is_imported(
+    arguments: str, what: str, tmp_path: Path
+) -> None:
     (tmp_path / "fleet.toml").write_text("[devices.t4]\ndevice = 't44'\n")
-    (tmp_path / "misspelt.toml").write_text("[devices.t4]\ndevice = 't4'\n[network]\nbandwith = 1e9\n")
+    (tmp_path / "misspelt.toml").write_text(
+        "[devices.t4]\ndevice = 't4'\n[network]\nbandwith = 1e9\n"
+    )
     code = (
         "import sys\nfrom qsync_fx.cli import main\n"
         f"status = main({arguments.split()})\nassert 'torch' not in sys.modules\nsys.exit(status)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 2 and what in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("verb", "refused"), [("plan", "plan"), ("plan", "precision"), ("measure", "precision"), ("sensitivity", "plan")]
+    ("verb", "refused"),
+    [("plan", "plan"), ("plan", "precision"), ("measure", "precision"), ("sensitivity", "plan")],
 )
-def test_help_lists_no_refused_option(verb: str, refused: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_no_refused_option(
+    verb: str, refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     assert f"--{refused} " not in capsys.readouterr().out
@@ -301,12 +372,32 @@ def test_a_model_on_devices_of_the_catalog(
 ) -> None:
     placed(tmp_path, monkeypatch, nets_to_plan=MODEL)
     (tmp_path / "fleet.toml").write_text(FLEET)
-    assert main(["plan", "nets_to_plan:small", "--cluster", "fleet.toml", "--compare", "--hessian", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "nets_to_plan:small",
+                "--cluster",
+                "fleet.toml",
+                "--compare",
+                "--hessian",
+                "--json",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert set(found["plans"]) == {"v100", "t4"}
     compared = {one["allocator"]: one for one in found["compared"]}
-    assert {"milp", "paper", "dynamic-batches", "hessian", "uniform-fp16", "full-precision"} <= compared.keys()
+    assert {
+        "milp",
+        "paper",
+        "dynamic-batches",
+        "hessian",
+        "uniform-fp16",
+        "full-precision",
+    } <= compared.keys()
     assert compared["dynamic-batches"]["seconds"] < compared["full-precision"]["seconds"]
     assert compared["milp"]["variance"] <= compared["paper"]["variance"] * 1.0001
     assert compared["milp"]["fits"] and compared["paper"]["fits"]

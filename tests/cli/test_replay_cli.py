@@ -29,13 +29,22 @@ def test_a_trace(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr()
     assert "a step" in printed.out and "rank 0" in printed.out and "more operators" in printed.out
     assert f"wrote {out}" in printed.err
-    assert {event["name"] for event in json.loads(out.read_text())["traceEvents"]} >= {"optimizer", "aten::linear#0"}
+    assert {event["name"] for event in json.loads(out.read_text())["traceEvents"]} >= {
+        "optimizer",
+        "aten::linear#0",
+    }
 
 
-def test_a_trace_on_a_cluster_as_json(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_on_a_cluster_as_json(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text("[devices.cpu]\ncount = 4\nbatch = 64\n[network]\nbandwidth = 1e9\n")
-    files = [f"cpu={traces / 'kineto-0.json'}", "--execution-trace", str(traces / "execution-0.json")]
+    files = [
+        f"cpu={traces / 'kineto-0.json'}",
+        "--execution-trace",
+        str(traces / "execution-0.json"),
+    ]
     assert main(["replay", "--cluster", str(cluster), "--json", "--trace", *files]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"][0]["name"] == "cpu" and found["devices"][0]["count"] == 4
@@ -43,7 +52,9 @@ def test_a_trace_on_a_cluster_as_json(traces: Path, tmp_path: Path, capsys: pyte
     assert sum(bucket["bytes"] for bucket in found["buckets"]) == 4 * sum(
         parameter.numel() for parameter in traced_rank.model().parameters()
     )
-    assert any(one["operator"] == "aten::linear#3" and one["backward"] > 0 for one in found["operators"])
+    assert any(
+        one["operator"] == "aten::linear#3" and one["backward"] > 0 for one in found["operators"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +65,30 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     t4 = qsync_fx.devices.get("t4")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     x, formats = torch.randn(512, 1024), ("fp32", "fp16")
-    profile = qsync_fx.catalog_profile(t4, model, lambda model, x: model(x).square().mean(), x, formats, optimizer)
+    profile = qsync_fx.catalog_profile(
+        t4, model, lambda model, x: model(x).square().mean(), x, formats, optimizer
+    )
     profile.save(folder / "t4.json")
     for name in ("fp32", "fp16"):
         Plan.uniform(name).save(folder / f"{name}.json")
     links = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
-    (folder / "fleet.toml").write_text(f"[devices.a]\nprofile = 't4.json'\n[devices.b]\nprofile = 't4.json'\n{links}")
+    (folder / "fleet.toml").write_text(
+        f"[devices.a]\nprofile = 't4.json'\n[devices.b]\nprofile = 't4.json'\n{links}"
+    )
     return folder
 
 
-def test_a_plan_on_a_device_of_the_catalog(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_on_a_device_of_the_catalog(
+    profiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seconds, peaks = [], []
     for name in ("fp32", "fp16"):
-        assert main(["replay", f"{profiled}/{name}.json", "--profile", f"{profiled}/t4.json", "--json"]) == 0
+        assert (
+            main(
+                ["replay", f"{profiled}/{name}.json", "--profile", f"{profiled}/t4.json", "--json"]
+            )
+            == 0
+        )
         found = json.loads(capsys.readouterr().out)
         assert [one["name"] for one in found["devices"]] == ["t4"]
         assert {one["operator"] for one in found["operators"]} >= {"0/linear", "1/relu", "2/linear"}
@@ -79,36 +101,51 @@ def test_a_plan_on_a_device_of_the_catalog(profiled: Path, capsys: pytest.Captur
     assert "0/linear" in capsys.readouterr().out
 
 
-def test_so_many_operators_as_are_asked_for(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_so_many_operators_as_are_asked_for(
+    profiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/t4.json"]
     assert main([*asked, "--json"]) == main([*asked, "--json", "--operators", "1"]) == 0
-    whole, cut = (json.loads(text) for text in capsys.readouterr().out.replace("}\n{", "}\0{").split("\0"))
+    whole, cut = (
+        json.loads(text) for text in capsys.readouterr().out.replace("}\n{", "}\0{").split("\0")
+    )
     assert whole["operators"][:1] == cut["operators"] and len(whole["operators"]) > 1
     assert main([*asked, "--operators", "0"]) == 0
     assert "4 more operators" in capsys.readouterr().out
     for more in ([], ["--json"]):
         assert main([*asked, "--operators", "-3", *more]) == 2
-        assert "-3 operators cannot be shown" in (printed := capsys.readouterr()).err and not printed.out
+        assert (
+            "-3 operators cannot be shown" in (printed := capsys.readouterr()).err
+            and not printed.out
+        )
 
 
-def test_a_profile_of_another_machine_is_asked_for(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_of_another_machine_is_asked_for(
+    profiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = Profile.load(profiled / "t4.json", any_machine=True)
     other = replace(found, machine=replace(found.machine, device="cpu", name="another one"))
     other.save(profiled / "other.json")
     asked = ["replay", f"{profiled}/fp16.json", "--profile", f"{profiled}/other.json"]
     assert main(asked) == 2
     said = capsys.readouterr().err
-    assert "measured on another machine" in said and "other.json" in said and "--any-machine" in said
+    assert (
+        "measured on another machine" in said and "other.json" in said and "--any-machine" in said
+    )
     assert main([*asked, "--any-machine"]) == 0
     assert main([*asked[:-1], f"a={asked[-1]}"]) == 0
 
 
-def test_a_fleet_whose_profiles_the_cluster_names(profiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fleet_whose_profiles_the_cluster_names(
+    profiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plans = [f"a={profiled}/fp16.json", f"b={profiled}/fp32.json"]
     assert main(["replay", *plans, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
     told = capsys.readouterr().out
     together = profiled / "cluster plan.json"
-    ClusterPlan({"a": Plan.load(f"{profiled}/fp16.json"), "b": Plan.load(f"{profiled}/fp32.json")}).save(together)
+    ClusterPlan(
+        {"a": Plan.load(f"{profiled}/fp16.json"), "b": Plan.load(f"{profiled}/fp32.json")}
+    ).save(together)
     for given in ([str(together)], [f"a={together}", f"b={profiled}/fp32.json"]):
         assert main(["replay", *given, "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
         assert capsys.readouterr().out == told
@@ -117,7 +154,10 @@ def test_a_fleet_whose_profiles_the_cluster_names(profiled: Path, capsys: pytest
     waiting = {one["name"]: one["waiting"] for one in mixed["devices"]}
     assert waiting["a"] > 0 == waiting["b"]
     assert mixed["buckets"][0]["bytes"] == 4 * (2048 * 1024 + 1024)
-    assert main(["replay", f"{profiled}/fp16.json", "--cluster", f"{profiled}/fleet.toml", "--json"]) == 0
+    assert (
+        main(["replay", f"{profiled}/fp16.json", "--cluster", f"{profiled}/fleet.toml", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["seconds"] < mixed["seconds"]
 
 
@@ -130,7 +170,10 @@ def test_a_fleet_whose_profiles_the_cluster_names(profiled: Path, capsys: pytest
         (["a={plan}", "{plan}"], "some have a name and one has none"),
         (["{plan}", "--trace", "x.json"], "a trace is of the plan that ran"),
         (["--trace", "x.json", "--any-machine"], "a trace is of the plan that ran"),
-        (["--trace", "x.json", "--execution-trace", "y.json", "z.json"], "2 execution traces for 1 traces"),
+        (
+            ["--trace", "x.json", "--execution-trace", "y.json", "z.json"],
+            "2 execution traces for 1 traces",
+        ),
         (["--trace", "{folder}/none.json"], "the trace cannot be read"),
         (["{folder}/none.json"], "the plan cannot be read"),
         (["{plan}", "--profile", "{folder}/none.json"], "the profile cannot be read"),

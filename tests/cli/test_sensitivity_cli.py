@@ -36,13 +36,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["sensitivity", "sensed:net", "--precisions", "bf16,int8", "--steps", "2", "--output", "s.json"]
+    arguments = [
+        "sensitivity",
+        "sensed:net",
+        "--precisions",
+        "bf16,int8",
+        "--steps",
+        "2",
+        "--output",
+        "s.json",
+    ]
     assert main(arguments) == 0
     told = capsys.readouterr()
     lines = told.out.splitlines()
     assert lines[0].split() == ["operator", "bf16", "of", "bf16", "int8", "of", "int8"]
     assert [line.split()[0] for line in lines[1:4]] == ["0/linear", "2/linear", "4/linear"]
-    assert lines[5].startswith("variance added to the gradients of Sequential, method second_order, mean over 2 steps")
+    assert lines[5].startswith(
+        "variance added to the gradients of Sequential, method second_order, mean over 2 steps"
+    )
     assert "wrote s.json" in told.err and not (here / "s.json.partial").exists()
     saved = Sensitivity.load(here / "s.json")
     assert saved.operators == ["0/linear", "2/linear", "4/linear"] and saved.steps == 2
@@ -50,10 +61,16 @@ def test_table_and_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @tiers.ALL
-def test_check_compares_methods_with_the_truth(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sensitivity", "sensed:net", "--precisions", "int8", "--steps", "4", "--check"]) == 0
+def test_check_compares_methods_with_the_truth(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["sensitivity", "sensed:net", "--precisions", "int8", "--steps", "4", "--check"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
-    at = next(at for at, line in enumerate(lines) if line.startswith("held to real quantized passes"))
+    at = next(
+        at for at, line in enumerate(lines) if line.startswith("held to real quantized passes")
+    )
     rows = {line.split()[0]: line.split()[1:] for line in lines[at + 2 :]}
     assert list(rows) == ["second_order", "injected", "depth", "paper", "fisher"]
     assert 0.4 < float(rows["second_order"][3]) < 2.5 and 0.4 < float(rows["injected"][3]) < 2.5
@@ -63,7 +80,20 @@ def test_check_compares_methods_with_the_truth(here: Path, capsys: pytest.Captur
 @tiers.ALL
 def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["sensitivity", "sensed:net", "--method", "fisher", "--precisions", "int8", "--steps", "1", "--json"]) == 0
+        main(
+            [
+                "sensitivity",
+                "sensed:net",
+                "--method",
+                "fisher",
+                "--precisions",
+                "int8",
+                "--steps",
+                "1",
+                "--json",
+            ]
+        )
+        == 0
     )
     found = json.loads(capsys.readouterr().out)
     assert (found["format"], found["method"], list(found["variance"])) == (
@@ -85,6 +115,8 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["sensed:net", "--steps", "0"], "no batches"),
     ],
 )
-def test_mistakes_are_told(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+def test_mistakes_are_told(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
     assert main(["sensitivity", *arguments]) == 2
     assert told in capsys.readouterr().err

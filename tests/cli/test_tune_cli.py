@@ -45,7 +45,9 @@ def run(*arguments: str) -> int:
     return main(("tune", *arguments))
 
 
-LAYER = GemmProblem(96, 256, 512, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor", bias=True)
+LAYER = GemmProblem(
+    96, 256, 512, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor", bias=True
+)
 
 
 def names(problem: Problem) -> list[str]:
@@ -58,7 +60,10 @@ def problems(capsys: pytest.CaptureFixture[str]) -> list[Problem]:
     empty = Path("empty.json")
     tuning.save_recording(empty, TimingRecording(HERE, "sm_80", {}))
     assert run("tunable:tiny", "--precision", "int8", "--recorded", "empty.json", "--json") == 0
-    return [problem_from(row["problem"], "here") for row in json.loads(capsys.readouterr().out)["skipped"]]
+    return [
+        problem_from(row["problem"], "here")
+        for row in json.loads(capsys.readouterr().out)["skipped"]
+    ]
 
 
 def test_without_a_gpu_it_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +95,10 @@ def test_what_it_does_not_take(
 def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = problems(capsys)
     # Both layers: output, weight gradient and, of the second, input gradient; and the BF16 products that INT8 has to beat.
-    assert [p for p in found if p.a == "int8"] == [LAYER, next(p for p in found if p.a == "int8" and p != LAYER)]
+    assert [p for p in found if p.a == "int8"] == [
+        LAYER,
+        next(p for p in found if p.a == "int8" and p != LAYER),
+    ]
     assert len(found) == 7
     timings: dict[Problem, dict[str, list[float]]] = {p: {"torch": [10e-6]} for p in found}
     third = names(LAYER)[2]
@@ -100,8 +108,16 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     tuned = "tunable:tiny", "--precision", "int8", "--recorded", "a100.json"
     assert run(*tuned, "--output", "table.json") == 0
     printed = capsys.readouterr()
-    lines = [line for line in printed.out.splitlines() if line.startswith("gemm 96 x 256 x 512 nt int8")]
-    assert len(lines) == 1 and "10.0" in lines[0] and "5.0" in lines[0] and "2.00" in lines[0] and third in lines[0]
+    lines = [
+        line for line in printed.out.splitlines() if line.startswith("gemm 96 x 256 x 512 nt int8")
+    ]
+    assert (
+        len(lines) == 1
+        and "10.0" in lines[0]
+        and "5.0" in lines[0]
+        and "2.00" in lines[0]
+        and third in lines[0]
+    )
     assert "wrote table.json" in printed.err
 
     kept = tuning.load_table(Path("table.json"))
@@ -118,16 +134,25 @@ def test_recorded_timings_decide(here: Path, capsys: pytest.CaptureFixture[str])
     assert {row["name"] for row in said["choices"]} == {"torch", third}
 
 
-def test_int8_that_loses_to_bf16_is_said_and_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_int8_that_loses_to_bf16_is_said_and_not_used(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     timings = {p: {"torch": [10e-6 if p.a == "int8" else 1e-6]} for p in problems(capsys)}
     tuning.save_recording(Path("t4.json"), TimingRecording(HERE, "sm_80", timings))
-    assert run("tunable:tiny", "--precision", "int8", "--recorded", "t4.json", "--output", "table.json") == 0
+    assert (
+        run(
+            "tunable:tiny", "--precision", "int8", "--recorded", "t4.json", "--output", "table.json"
+        )
+        == 0
+    )
     assert capsys.readouterr().out.count("no faster than bf16, so int8 is not used") == 2
     found = decide(LAYER, "sm_80", tuning.load_table(Path("table.json")))
     assert found.config is None and not found.integers
 
 
-def test_a_model_without_products_has_nothing_to_tune(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_products_has_nothing_to_tune(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tuning.save_recording(Path("empty.json"), TimingRecording(HERE, "sm_80", {}))
     assert run("tunable:plain", "--recorded", "empty.json") == 2
     assert "torch computes every product" in capsys.readouterr().err
@@ -144,9 +169,26 @@ MEASURED = [
     GemmProblem(32, 48, 64, "tf32", "tf32", "fp32", "column", "row"),
     GemmProblem(32, 48, 64, "fp8_e5m2", "fp8", "bf16", a_scale="tensor", b_scale="tensor"),
     GemmProblem(32, 48, 60, "fp8", "fp8", "fp32", "row", "row"),
-    ConvProblem("fprop", 2, 6, 5, 16, 32, 3, 3, a="int8", b="int8", out="bf16", a_scale="tensor", bias=True, **WINDOW),
+    ConvProblem(
+        "fprop",
+        2,
+        6,
+        5,
+        16,
+        32,
+        3,
+        3,
+        a="int8",
+        b="int8",
+        out="bf16",
+        a_scale="tensor",
+        bias=True,
+        **WINDOW,
+    ),
     ConvProblem("dgrad", 2, 6, 5, 16, 32, 3, 3, a="bf16", b="bf16", out="bf16", **WINDOW),
-    ConvProblem("wgrad", 2, 6, 5, 16, 32, 3, 3, a="bf16", b="bf16", out="fp32", a_scale="tensor", **WINDOW),
+    ConvProblem(
+        "wgrad", 2, 6, 5, 16, 32, 3, 3, a="bf16", b="bf16", out="fp32", a_scale="tensor", **WINDOW
+    ),
 ]
 
 
@@ -157,11 +199,20 @@ def test_peers_compute_the_product(problem: Problem) -> None:
     found = event_timer.peer(problem, given)()
     one_scale = [given.a_scale, given.b_scale].count(None) == 1
     assert event_timer.differs(problem, found, given) == "" or problem.bias or not one_scale
-    assert str(found.dtype).removeprefix("torch.") == {"bf16": "bfloat16", "fp32": "float32"}[problem.out]
+    assert (
+        str(found.dtype).removeprefix("torch.")
+        == {"bf16": "bfloat16", "fp32": "float32"}[problem.out]
+    )
 
 
 @pytest.mark.parametrize(
-    "break_it", [lambda t: t.roll(1, 0), lambda t: t * 1.1, torch.zeros_like, lambda t: t.clone().fill_(float("nan"))]
+    "break_it",
+    [
+        lambda t: t.roll(1, 0),
+        lambda t: t * 1.1,
+        torch.zeros_like,
+        lambda t: t.clone().fill_(float("nan")),
+    ],
 )
 def test_wrong_results_are_seen(break_it: Callable[[torch.Tensor], torch.Tensor]) -> None:
     problem = MEASURED[2]

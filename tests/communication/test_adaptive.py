@@ -8,7 +8,9 @@ from hypothesis import given, strategies as st
 from qsync_fx.communication.aqgb.bit_allocation import Block, broadcast, mixed
 from qsync_fx.communication.codecs.truncation import LEVELS
 
-BLOCKS = [Block(size * 1e6, ready) for size, ready in ((40, 0.27), (20, 0.41), (30, 0.61), (10, 0.68))]
+BLOCKS = [
+    Block(size * 1e6, ready) for size, ready in ((40, 0.27), (20, 0.41), (30, 0.61), (10, 0.68))
+]
 DEADLINE, LAST = 0.765, 0.68
 
 
@@ -26,7 +28,9 @@ CHANGES = [0.05 * n for n in range(1, 60)]
 
 def test_the_example_of_the_paper() -> None:
     found = broadcast(BLOCKS, DEADLINE, gigabit)
-    assert [decision.ratio for decision in found.decisions] == pytest.approx([0.4375, 1, 0.375, 0.575], abs=5e-4)
+    assert [decision.ratio for decision in found.decisions] == pytest.approx(
+        [0.4375, 1, 0.375, 0.575], abs=5e-4
+    )
     assert found.decisions[2].wanted == pytest.approx(0.257, abs=5e-4)
     assert found.end == pytest.approx(0.7567, abs=5e-5)
     assert found.overlap(DEADLINE) == 1
@@ -41,7 +45,9 @@ def test_a_link_whose_rate_changes() -> None:
     """The paper's 51% and 98%."""
     without = broadcast(BLOCKS, DEADLINE, varying, CHANGES, adaptive=False)
     assert without.overlap(DEADLINE) == pytest.approx(0.509, abs=5e-4)
-    assert broadcast(BLOCKS, DEADLINE, varying, CHANGES).overlap(DEADLINE) == pytest.approx(0.994, abs=2e-3)
+    assert broadcast(BLOCKS, DEADLINE, varying, CHANGES).overlap(DEADLINE) == pytest.approx(
+        0.994, abs=2e-3
+    )
 
 
 @given(ratio=st.floats(0.375, 1))
@@ -59,7 +65,9 @@ def test_two_neighbouring_levels_make_a_ratio(ratio: float) -> None:
     gaps=st.lists(st.floats(1e-3, 0.5), min_size=6, max_size=6),
     rate=st.floats(1e6, 1e10),
 )
-def test_all_is_delivered_in_no_more_bytes_than_fp32_takes(sizes: list[float], gaps: list[float], rate: float) -> None:
+def test_all_is_delivered_in_no_more_bytes_than_fp32_takes(
+    sizes: list[float], gaps: list[float], rate: float
+) -> None:
     times = [sum(gaps[: at + 1]) for at in range(len(sizes))]
     blocks = [Block(size, ready) for size, ready in zip(sizes, times, strict=True)]
     found = broadcast(blocks, times[-1] + gaps[-1], lambda time: rate)

@@ -21,7 +21,9 @@ def test_columns_of_matrices(rows: int, columns: int, ahead: int, room: bool) ->
         into = torch.full((piece.size,), 7.0) if room else None
         found = bucket.ordered(piece, gradient, into)
         assert found is not None and (into is None or found is into)
-        assert torch.equal(found.view(torch.int32), gradient.t().contiguous().view(-1).view(torch.int32))
+        assert torch.equal(
+            found.view(torch.int32), gradient.t().contiguous().view(-1).view(torch.int32)
+        )
         back = torch.zeros_like(gradient)
         bucket.put_back(piece, back, found)
         assert torch.equal(back.view(torch.int32), gradient.view(torch.int32))

@@ -28,7 +28,9 @@ FAULTS = "compressed_faults_rank.py"
         [(1, NAMES), (2, NAMES), (3, NAMES), (4, NAMES)],
     ),
 )
-def test_codecs_train_replicas_that_are_equal(world: int, codecs: list[str], tmp_path: Path) -> None:
+def test_codecs_train_replicas_that_are_equal(
+    world: int, codecs: list[str], tmp_path: Path
+) -> None:
     first, *others = run("codecs", world, tmp_path, codecs=codecs)
     for name in codecs:
         found = first[name]
@@ -39,14 +41,22 @@ def test_codecs_train_replicas_that_are_equal(world: int, codecs: list[str], tmp
             assert found["wire"] == 0
             continue
         if name != "aqgb":  # which levels it has chosen depends on the machine
-            assert (found["weights"] == first["plain"]) == (name in ("fp32", "aqgb32") and world == 2)
+            assert (found["weights"] == first["plain"]) == (
+                name in ("fp32", "aqgb32") and world == 2
+            )
         # AQGB's first step goes in FP32: its second one is looked at, too.
         assert found["checks"] == 3 + (name == "aqgb")
         assert found["buckets"] > 6
         heads = 36 * found["buckets"] * (world - 1) * (1 if world == 2 and name != "aqgb" else 2)
         small = 40 * 6 * 9 * world if name.startswith(("1bit", "qsgd", "aqgb")) else 0
         assert found["wire"] <= 1.03 * found["theory"] + heads + small
-        assert found["distance"] < {"fp32": 1e-5, "fp16": 0.01, "bf16": 0.05, "qsgd16": 0.01, "qsgd8": 0.1}.get(name, 2)
+        assert found["distance"] < {
+            "fp32": 1e-5,
+            "fp16": 0.01,
+            "bf16": 0.05,
+            "qsgd16": 0.01,
+            "qsgd8": 0.1,
+        }.get(name, 2)
         assert (found["variance"] == 0) == (name in ("fp32", "aqgb32")) or name == "aqgb"
         assert f"{name} on rank 0 of {world}: 6 steps" in found["printed"]
         if name.startswith("qsgd8"):
@@ -60,13 +70,24 @@ def test_codecs_train_replicas_that_are_equal(world: int, codecs: list[str], tmp
     ("world", "codecs"),
     tiers.chosen(
         [(2, ["qsgd4", "1bit*"])],
-        [(2, ["qsgd8", "1bit", "bf16", "aqgb12", "duo2"]), (3, ["qsgd2", "1bit", "1bit*", "fp16", "aqgb16", "duo4"])],
+        [
+            (2, ["qsgd8", "1bit", "bf16", "aqgb12", "duo2"]),
+            (3, ["qsgd2", "1bit", "1bit*", "fp16", "aqgb16", "duo4"]),
+        ],
         [(world, [*NAMES, "duo0", "duo1", "duo8"]) for world in (2, 3, 4)],
     ),
 )
-def test_gradients_on_another_device_train_the_same_replicas(world: int, codecs: list[str], tmp_path: Path) -> None:
+def test_gradients_on_another_device_train_the_same_replicas(
+    world: int, codecs: list[str], tmp_path: Path
+) -> None:
     """They are coded there by torch operators, and their bytes travel from host to host: here the device is the CPU, told to be another."""
-    for found in run("elsewhere", world, tmp_path, codecs=[name for name in codecs if name != "aqgb"], buckets=0.02):
+    for found in run(
+        "elsewhere",
+        world,
+        tmp_path,
+        codecs=[name for name in codecs if name != "aqgb"],
+        buckets=0.02,
+    ):
         for name, made in found.items():
             assert made["kernels"] == made["operators"], name
             assert made["wire"][0] == made["wire"][1], name
@@ -77,8 +98,12 @@ def test_what_a_gpu_is_asked_for_runs_on_the_cpu(tmp_path: Path) -> None:
     first, second = run("placed", 2, tmp_path, codecs=["qsgd4", "1bit*"], devices=["cpu", "cpu"])
     assert first["qsgd4"] == second["qsgd4"]
     assert first["1bit*"][-2:] == second["1bit*"][-2:]
-    first, second = run("trains", 2, tmp_path / "trains", forked=False, codecs=["qsgd8", "duo2"], device="cpu")
-    assert [first[name]["weights"] for name in first] == [second[name]["weights"] for name in second]
+    first, second = run(
+        "trains", 2, tmp_path / "trains", forked=False, codecs=["qsgd8", "duo2"], device="cpu"
+    )
+    assert [first[name]["weights"] for name in first] == [
+        second[name]["weights"] for name in second
+    ]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
@@ -122,12 +147,16 @@ def test_whatever_a_training_does_replicas_stay_equal(world: int, tmp_path: Path
     assert all(other == first for other in others)
     assert all(value is True for name, value in first.items() if isinstance(value, bool)), first
     for codec in ("1bit*", "1bit", "qsgd8", "fp16"):
-        assert first[f"scale {codec}"] == 4, "the step with an infinity on one rank was skipped on all, and it alone"
+        assert first[f"scale {codec}"] == 4, (
+            "the step with an infinity on one rank was skipped on all, and it alone"
+        )
 
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [3, pytest.param(2, marks=tiers.EVERY)])
-def test_tensors_of_any_size_are_coded_and_nan_on_one_rank_reaches_all(world: int, tmp_path: Path) -> None:
+def test_tensors_of_any_size_are_coded_and_nan_on_one_rank_reaches_all(
+    world: int, tmp_path: Path
+) -> None:
     units = {"qsgd2": 128, "qsgd8": 512, "qsgd16": 1031, "1bit*": 64, "1bit": 1031}
     codecs = {"fp32": 1, "fp16": 1, "aqgb": 1, "aqgb12": 1, **units}
     first, *others = run("sizes", world, tmp_path, codecs=list(codecs))
@@ -142,7 +171,9 @@ def test_tensors_of_any_size_are_coded_and_nan_on_one_rank_reaches_all(world: in
 
 @tiers.ALL
 @pytest.mark.parametrize("codec", ["qsgd8", "1bit*", "aqgb", "duo4"])
-def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(codec: str, tmp_path: Path) -> None:
+def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(
+    codec: str, tmp_path: Path
+) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     first, *others = run("detail", 2, tmp_path, codec=codec)
     assert all(other == first for other in others)
@@ -155,7 +186,9 @@ def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(codec: st
     ("world", "codec", "steps"),
     tiers.chosen([], [(2, "qsgd4", 100), (3, "1bit*", 40)], [(2, "qsgd4", 500), (3, "1bit*", 120)]),
 )
-def test_many_buckets_in_flight_for_many_steps(world: int, codec: str, steps: int, tmp_path: Path) -> None:
+def test_many_buckets_in_flight_for_many_steps(
+    world: int, codec: str, steps: int, tmp_path: Path
+) -> None:
     first, *others = run("many", world, tmp_path, codec=codec, steps=steps)
     assert all(other == first for other in others)
     assert first["steps"] == steps
@@ -179,7 +212,9 @@ HARMED = {
         [(how, world) for how in HARMED for world in (2, 3)],
     ),
 )
-def test_a_message_that_is_harmed_is_told_on_all_ranks(how: str, world: int, tmp_path: Path) -> None:
+def test_a_message_that_is_harmed_is_told_on_all_ranks(
+    how: str, world: int, tmp_path: Path
+) -> None:
     for found in run("faults", world, tmp_path, script=FAULTS, how=how):
         assert found["kind"] == "RankError"
         assert HARMED[how] in found["text"] or (
@@ -188,7 +223,9 @@ def test_a_message_that_is_harmed_is_told_on_all_ranks(how: str, world: int, tmp
 
 
 @tiers.ALL
-@pytest.mark.parametrize("world", [3, pytest.param(2, marks=tiers.EVERY), pytest.param(4, marks=tiers.EVERY)])
+@pytest.mark.parametrize(
+    "world", [3, pytest.param(2, marks=tiers.EVERY), pytest.param(4, marks=tiers.EVERY)]
+)
 def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: Path) -> None:
     ended = ranks.run(FAULTS, world, tmp_path, name="faults", how="kill", limit=30)
     assert ended[1].code == -signal.SIGKILL
@@ -220,7 +257,10 @@ def test_under_a_guard_the_other_ranks_raise_the_reason(
     job = {"name": "guarded", "codec": codec, "how": how, "fsdp": fsdp}
     *others, last = ranks.run(FAULTS, world, tmp_path, limit=600, **job)
     assert last.code == {"raise": 1, "kill": -signal.SIGKILL}[how], last.log
-    reason = {"raise": "has failed: ValueError: this batch is broken", "kill": "has ended without a word"}[how]
+    reason = {
+        "raise": "has failed: ValueError: this batch is broken",
+        "kill": "has ended without a word",
+    }[how]
     for rank in others:
         assert rank.code == 0, rank.log
         assert rank.result["rank"] == world - 1
@@ -229,12 +269,17 @@ def test_under_a_guard_the_other_ranks_raise_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("world", "feedback"), [(2, False), pytest.param(2, True, marks=tiers.ALL), pytest.param(4, True, marks=tiers.ALL)]
+    ("world", "feedback"),
+    [(2, False), pytest.param(2, True, marks=tiers.ALL), pytest.param(4, True, marks=tiers.ALL)],
 )
-def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: bool, tmp_path: Path) -> None:
+def test_ranks_that_choose_their_own_levels_stay_equal(
+    world: int, feedback: bool, tmp_path: Path
+) -> None:
     """Decisions are those of the rule for times that are given and messages that are really sent."""
     rates = [10_000.0, 20_000.0, 40_000.0, 1e9][:world]
-    found = run("adapting", world, tmp_path, script="adapting_rank.py", rates=rates, feedback=feedback)
+    found = run(
+        "adapting", world, tmp_path, script="adapting_rank.py", rates=rates, feedback=feedback
+    )
     assert len({rank["weights"] for rank in found}) == 1
     for rate, rank in zip(rates, found, strict=True):
         decided = [entry for entry in rank["entries"] if entry[2] is not None]
@@ -243,7 +288,9 @@ def test_ranks_that_choose_their_own_levels_stay_equal(world: int, feedback: boo
             assert gap == pytest.approx(1.0)
             assert ratio == pytest.approx(min(1.0, max(0.375, rate / size)))
         assert all(ratio == 1.0 for _, _, gap, ratio in rank["entries"] if gap is None)
-        assert rank["wire"] <= 1.03 * rank["theory"] + (world - 1) * rank["buckets"] * (72 * 4 + 40 * 6)
+        assert rank["wire"] <= 1.03 * rank["theory"] + (world - 1) * rank["buckets"] * (
+            72 * 4 + 40 * 6
+        )
         assert rank["theory"] == pytest.approx(
             (world - 1) * sum(size * ratio for _, size, _, ratio in rank["entries"]), rel=0.03
         )
@@ -276,10 +323,15 @@ def test_what_truncation_leaves_is_sent_later(world: int, tmp_path: Path) -> Non
         [(how, codec) for how in ("length", "magic", "payload") for codec in ("aqgb", "aqgb16")],
     ),
 )
-def test_a_message_of_any_length_that_is_harmed_is_told_on_all_ranks(how: str, codec: str, tmp_path: Path) -> None:
+def test_a_message_of_any_length_that_is_harmed_is_told_on_all_ranks(
+    how: str, codec: str, tmp_path: Path
+) -> None:
     for found in run("faults", 2, tmp_path, script=FAULTS, how=how, codec=codec):
         assert found["kind"] == "RankError"
-        assert "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: " in found["text"] or how == "payload"
+        assert (
+            "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: " in found["text"]
+            or how == "payload"
+        )
 
 
 def test_what_cannot_be_compressed_is_an_error() -> None:
@@ -303,6 +355,9 @@ def test_a_handle_prints_codec_transport_buckets_and_bytes(world: int, tmp_path:
                 continue
             assert shown["before"].startswith(f"{start}no step yet, ")
             wire, raw, slow = (round(total / 3) for total in shown["sums"])
-            assert re.match(rf"{start}\d+ buckets, {wire} bytes per step in place of {raw} in FP32", shown["after"])
+            assert re.match(
+                rf"{start}\d+ buckets, {wire} bytes per step in place of {raw} in FP32",
+                shown["after"],
+            )
             assert ("in full precision during the next step" in shown["after"]) == (name == "duo4")
             assert f"{slow} in full" in shown["after"] or name != "duo4"

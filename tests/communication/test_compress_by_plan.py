@@ -25,7 +25,14 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
         assert all(other[name]["weights"] == found["weights"] for other in others), name
     mixed = first["mixed"]
     named = {"0.weight": "qsgd8", "2.weight": "qsgd4"}
-    sizes = {"0.weight": 2400, "0.bias": 60, "2.weight": 3000, "2.bias": 50, "4.weight": 200, "4.bias": 4}
+    sizes = {
+        "0.weight": 2400,
+        "0.bias": 60,
+        "2.weight": 3000,
+        "2.bias": 50,
+        "4.weight": 200,
+        "4.bias": 4,
+    }
     foreseen = coded([Parameter(*one) for one in sizes.items()], named, world, of_copy(1e9, ""))
     heads = HEADER * (1 if world == 2 else world)
     given = 3 * (foreseen.nbytes - heads) + heads * mixed["buckets"]
@@ -37,7 +44,10 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
     for name in ("without codecs", "of a device"):
         assert first[name]["weights"] == first["none"]["weights"]
         assert first[name]["wire"] == 0
-        assert "nothing is compressed: DistributedDataParallel sends gradients as they are" in first[name]["told"]
+        assert (
+            "nothing is compressed: DistributedDataParallel sends gradients as they are"
+            in first[name]["told"]
+        )
     assert first["all alike"]["weights"] == first["by name"]["weights"]
     assert first["all alike"]["wire"] == first["by name"]["wire"]
 
@@ -49,9 +59,19 @@ def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -
     for found in run("changed", world, tmp_path):
         exact = [at for at, apart in enumerate(found["apart"]) if apart < 1e-5]
         assert exact == [0, 3, 6], "where all has gone in FP32 at last"
-        assert found["left"] == [[], ["first", "second"], ["first", "second"], [], ["first"], ["second"], []]
+        assert found["left"] == [
+            [],
+            ["first", "second"],
+            ["first", "second"],
+            [],
+            ["first"],
+            ["second"],
+            [],
+        ]
         before = found["buckets"]
-        assert before[0] == 0, "DistributedDataParallel sends gradients itself as long as nothing is coded"
+        assert before[0] == 0, (
+            "DistributedDataParallel sends gradients itself as long as nothing is coded"
+        )
         assert all(early < late for early, late in itertools.pairwise(before))
         assert "a plan without codecs" in found["told"]
         assert "nothing is compressed" not in found["told"]
@@ -60,7 +80,11 @@ def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -
 def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path) -> None:
     first, second = run("differing", 2, tmp_path)
     assert first == second
-    for name, what in (("tensor", "0.bias"), ("codec", "a plan's 1bit*"), ("none", "a plan without codecs")):
+    for name, what in (
+        ("tensor", "0.bias"),
+        ("codec", "a plan's 1bit*"),
+        ("none", "a plan without codecs"),
+    ):
         assert "rank 1 has another" in first[name]["text"], name
         assert what in first[name]["text"], name
         assert first[name]["rank"] == 1
@@ -84,4 +108,6 @@ def test_what_one_rank_cannot_take_is_an_error_on_all_at_once(world: int, tmp_pa
             assert other[name]["rank"] == 1
             assert f"rank 1 has failed: {kind}" in other[name]["text"]
             assert text in other[name]["text"], name
-    assert len({rank["after"] for rank in (first, second, *others)}) == 1, "what comes next meets as ever"
+    assert len({rank["after"] for rank in (first, second, *others)}) == 1, (
+        "what comes next meets as ever"
+    )

@@ -29,7 +29,9 @@ class Link:
 
     def until(self, time: float) -> None:
         if self.undelivered > 0:
-            size = min(self.undelivered, (time - self.clock.now) * self.rate / self.controller.ratio)
+            size = min(
+                self.undelivered, (time - self.clock.now) * self.rate / self.controller.ratio
+            )
             wire = size * self.controller.ratio
             self.undelivered -= size
             self.controller.carried(round(size), wire, wire / self.rate, {32: 1})
@@ -37,7 +39,9 @@ class Link:
         self.clock.now = max(self.clock.now, time)
 
 
-def step(controller: Controller, clock: Clock, number: int, rate: float = LINK, begin: float = 0.0) -> Link:
+def step(
+    controller: Controller, clock: Clock, number: int, rate: float = LINK, begin: float = 0.0
+) -> Link:
     link = Link(controller, clock, rate)
     for size, ready in COMINGS:
         link.until(begin + ready)
@@ -58,9 +62,13 @@ def test_the_example_of_the_paper() -> None:
     assert [entry.ratio for entry in controller.log] == [1.0] * 4
     step(controller, clock, 1, begin=100)
     first, second, third, last = list(controller.log)[4:]
-    assert [entry.ratio for entry in (first, second, third, last)] == pytest.approx([0.4375, 1, 0.375, 0.575], abs=5e-4)
+    assert [entry.ratio for entry in (first, second, third, last)] == pytest.approx(
+        [0.4375, 1, 0.375, 0.575], abs=5e-4
+    )
     assert third.decision is not None and third.decision.wanted == pytest.approx(0.257, abs=5e-4)
-    assert [entry.gap for entry in (first, second, third, last)] == pytest.approx([0.14, 0.2, 0.07, 0.085])
+    assert [entry.gap for entry in (first, second, third, last)] == pytest.approx(
+        [0.14, 0.2, 0.07, 0.085]
+    )
     assert controller.adapted().decisions == 4
     assert controller.adapted().rate == pytest.approx(LINK)
 
@@ -149,7 +157,9 @@ def test_what_was_learnt_is_kept() -> None:
     for one in (controller, other):
         clock.now = 100.0
         step(one, clock, 1, begin=100)
-    assert [entry.ratio for entry in other.log] == [entry.ratio for entry in list(controller.log)[4:]]
+    assert [entry.ratio for entry in other.log] == [
+        entry.ratio for entry in list(controller.log)[4:]
+    ]
     assert str(other.adapted()) == "4 decisions: 100.0% in 32 bits; the link takes 125.0 MB/s"
     new = Controller()
     new.load({})

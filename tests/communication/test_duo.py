@@ -14,7 +14,17 @@ from qsync_fx.communication.duo.sign_codecs import Duo
 from tests.support import tiers
 from tests.support.processes import ranks
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "adamw foreach", "adamw fused", "sgd fused", "adagrad", "nadam", "tensor lr")
+OPTIMIZERS = (
+    "sgd",
+    "adam",
+    "adamw",
+    "adamw foreach",
+    "adamw fused",
+    "sgd fused",
+    "adagrad",
+    "nadam",
+    "tensor lr",
+)
 CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
     (optimizer, case)
     for optimizer in ("sgd", "adamw", "adamw fused")
@@ -166,5 +176,7 @@ def test_a_rank_that_is_killed_in_a_slow_reduction_is_an_error_on_the_other(tmp_
 
 
 def test_a_codec_with_a_residual_is_no_fast_reduction() -> None:
-    with pytest.raises(qsync_fx.OptionError, match="does not depend on the gradients of one step alone"):
+    with pytest.raises(
+        qsync_fx.OptionError, match="does not depend on the gradients of one step alone"
+    ):
         Duo(Reshaped(64))

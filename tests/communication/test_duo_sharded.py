@@ -11,17 +11,33 @@ import pytest
 from tests.support import tiers
 from tests.support.processes import ranks
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "adamw foreach", "adamw fused", "sgd fused", "adagrad", "nadam", "tensor lr")
+OPTIMIZERS = (
+    "sgd",
+    "adam",
+    "adamw",
+    "adamw foreach",
+    "adamw fused",
+    "sgd fused",
+    "adagrad",
+    "nadam",
+    "tensor lr",
+)
 CASES = [(optimizer, "") for optimizer in OPTIMIZERS] + [
-    (optimizer, case) for optimizer in ("sgd", "adamw", "adamw fused") for case in ("accumulating", "scaling", "views")
+    (optimizer, case)
+    for optimizer in ("sgd", "adamw", "adamw fused")
+    for case in ("accumulating", "scaling", "views")
 ]
-WAYS = [(way, optimizer) for way in ("duo0", "duo1", "duo2", "duo4") for optimizer in ("sgd", "adamw")]
+WAYS = [
+    (way, optimizer) for way in ("duo0", "duo1", "duo2", "duo4") for optimizer in ("sgd", "adamw")
+]
 
 
 run = functools.partial(ranks.results, script="duo_sharded_rank.py", seconds=280)
 
 
-@pytest.mark.parametrize(("world", "cases"), tiers.chosen([(2, [("adamw", "")])], [(2, CASES), (4, CASES[::3])]))
+@pytest.mark.parametrize(
+    ("world", "cases"), tiers.chosen([(2, [("adamw", "")])], [(2, CASES), (4, CASES[::3])])
+)
 def test_in_fp32_training_is_that_of_the_optimizer_as_it_is(
     world: int, cases: list[tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -35,8 +51,12 @@ def test_in_fp32_training_is_that_of_the_optimizer_as_it_is(
         assert found["skipped"] == int("scaling" in name)
 
 
-@pytest.mark.parametrize(("world", "cases"), tiers.chosen([(2, WAYS[-1:])], [(2, WAYS), (4, WAYS[::3])]))
-def test_each_step_is_that_of_the_algorithm(world: int, cases: list[tuple[str, str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world", "cases"), tiers.chosen([(2, WAYS[-1:])], [(2, WAYS), (4, WAYS[::3])])
+)
+def test_each_step_is_that_of_the_algorithm(
+    world: int, cases: list[tuple[str, str]], tmp_path: Path
+) -> None:
     for found in run("algorithm", world, tmp_path, cases=cases):
         assert len(found) == len(cases)
         for name, one in found.items():
@@ -64,7 +84,9 @@ def test_a_rank_holds_its_share_of_the_optimizers_state(world: int, tmp_path: Pa
     assert sum(found["ours"] for found in everyones) == whole
     for found in everyones:
         assert found["ours"] < 1.15 * whole / world
-        assert found["held"] < 1.15 * 2 * whole / world + 1000, "AdamW keeps two values of each, DUO two more"
+        assert found["held"] < 1.15 * 2 * whole / world + 1000, (
+            "AdamW keeps two values of each, DUO two more"
+        )
         headers = 3 * 20 * 40 * world
         for wire, raw, theory in zip(found["wire"], found["raw"], found["theory"], strict=True):
             assert wire <= 1.03 * theory + headers
@@ -93,7 +115,9 @@ def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(tmp_path: Path) -
 
 
 @tiers.ALL
-def test_a_flush_gives_all_ranks_what_is_known_and_other_ranks_go_on_from_it(tmp_path: Path) -> None:
+def test_a_flush_gives_all_ranks_what_is_known_and_other_ranks_go_on_from_it(
+    tmp_path: Path,
+) -> None:
     first, second = run("evaluated", 2, tmp_path, where=str(tmp_path))
     assert first == second
     assert first["moved"] and first["again"]

@@ -49,7 +49,9 @@ def foreseen(codec: str, world: int, size: int, buckets: int) -> list[float]:
     ("world", "size", "codecs"),
     [(4, 2, ["fp32", "fp16", "1bit", "1bit*", "qsgd8", "qsgd2"]), (6, 2, ["1bit*", "qsgd4"])],
 )
-def test_gradients_are_coded_between_nodes_alone(world: int, size: int, codecs: list[str], tmp_path: Path) -> None:
+def test_gradients_are_coded_between_nodes_alone(
+    world: int, size: int, codecs: list[str], tmp_path: Path
+) -> None:
     first, *others = run("codecs", world, tmp_path, size=size, codecs=codecs)
     for name in codecs:
         found = first[name]
@@ -74,15 +76,22 @@ def holds_of_plans(first: Any, *others: Any) -> None:
     """What ranks have found of nodes to plan for, and their plan for those that torchrun says."""
     assert first["in a row"] == ["2 nodes of 2 ranks: 0, 1; 2, 3", False]
     assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3", False]
-    assert all(first[name] == ["None", name == "uneven"] for name in ("one host", "uneven", "alone", "flat"))
+    assert all(
+        first[name] == ["None", name == "uneven"]
+        for name in ("one host", "uneven", "alone", "flat")
+    )
     for name in ("one host", "uneven", "alone", "flat", "torchrun", "in a row", "notes"):
         assert all(other[name] == first[name] for other in others), name
     nodes = first["cluster"]
     assert (nodes["ranks"], nodes["count"], nodes["ring"], nodes["bandwidth"]) == (2, 2, True, None)
     tables = [[nbytes for nbytes, _ in nodes[table]] for table in ("inside", "across")]
-    assert tables[1] == [2 * nbytes for nbytes in tables[0]], "a rank gives its part of what its node does"
+    assert tables[1] == [2 * nbytes for nbytes in tables[0]], (
+        "a rank gives its part of what its node does"
+    )
     assert first["notes"] == "2 ranks"
-    assert first["flat table"], "DistributedDataParallel itself sends over all ranks, as it was measured"
+    assert first["flat table"], (
+        "DistributedDataParallel itself sends over all ranks, as it was measured"
+    )
     across, inside = first["sent"]
     assert 0 < across < 0.3 * inside
     assert "codecs between nodes are not changed" in first["replanning"]["text"]
@@ -98,7 +107,10 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
     assert "nothing is compressed" in warned[0]
     assert stated == ["1 nodes of 4 ranks: 0, 1, 2, 3"]
     assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3"]
-    assert first["plan"] == [["2 nodes of 2 ranks: 0, 2; 1, 3", "2 nodes of 2 ranks: 0, 1; 2, 3"], 0]
+    assert first["plan"] == [
+        ["2 nodes of 2 ranks: 0, 2; 1, 3", "2 nodes of 2 ranks: 0, 1; 2, 3"],
+        0,
+    ]
     flat, larger = first["plan of others"]
     assert "between nodes of 2 ranks, and here all ranks send each other" in flat
     assert "between nodes of 4 ranks, and here nodes have 2" in larger
@@ -114,8 +126,12 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_between_what_its_codecs_go() -> None:
-    def asked(notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8") -> CompressRequest:
-        plan = ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs={"weight": codec} if codec else {})
+    def asked(
+        notes: dict[str, str], hierarchical: bool | int | None = None, codec: str = "qsgd8"
+    ) -> CompressRequest:
+        plan = ClusterPlan(
+            {"all": Plan.uniform("fp32")}, notes=notes, codecs={"weight": codec} if codec else {}
+        )
         return checked(plan, None, None, False, hierarchical, None, fsdp=False)
 
     for size, row in ((1, False), (4, False), (4, True), (12, True)):

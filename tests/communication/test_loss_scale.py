@@ -20,10 +20,16 @@ run = functools.partial(ranks.results, script="scaled_rank.py")
     ("how", "world", "codecs"),
     tiers.chosen(
         [("parallel", 2, ["1bit*"])],
-        [("parallel", 2, ["1bit*", "1bit", "aqgb12"]), ("parallel", 3, ["1bit*"]), ("sharded", 2, ["1bit*", "aqgb12"])],
+        [
+            ("parallel", 2, ["1bit*", "1bit", "aqgb12"]),
+            ("parallel", 3, ["1bit*"]),
+            ("sharded", 2, ["1bit*", "aqgb12"]),
+        ],
     ),
 )
-def test_steps_that_are_left_out_leave_nothing(how: str, world: int, codecs: list[str], tmp_path: Path) -> None:
+def test_steps_that_are_left_out_leave_nothing(
+    how: str, world: int, codecs: list[str], tmp_path: Path
+) -> None:
     """A training whose scale changes is that of the steps that were taken, without a scaler, to the last bit."""
     for found in run("without", world, tmp_path, how=how, codecs=codecs):
         assert len(found) == 3 * len(codecs)
@@ -49,7 +55,9 @@ def test_what_is_left_goes_on_in_another_scale(tmp_path: Path) -> None:
     steps=st.lists(st.tuples(st.integers(-60, 60), st.booleans(), st.booleans()), max_size=8),
     last=st.integers(-60, 60),
 )
-def test_a_step_that_is_taken_back_leaves_nothing(steps: list[tuple[int, bool, bool]], last: int) -> None:
+def test_a_step_that_is_taken_back_leaves_nothing(
+    steps: list[tuple[int, bool, bool]], last: int
+) -> None:
     """Against what is left in a training whose loss is not scaled; steps are (scale, taken, all of it used)."""
     kept, plain = Residuals(undone=True), torch.zeros(10)
     for power, taken, whole in steps:

@@ -28,5 +28,7 @@ def test_a_process_exits_with_its_own_status(codec: str, ending: str, tmp_path: 
     ended = ranks.run("ending_rank.py", 3, tmp_path, codec=codec, ending=ending)
     logs = "\n".join(rank.log for rank in ended)
     assert [rank.code for rank in ended] == CODES.get(ending, [0, 0, 0]), logs
-    assert all("qsync communication" in rank.result for rank in ended), "the thread whose end this is about"
+    assert all("qsync communication" in rank.result for rank in ended), (
+        "the thread whose end this is about"
+    )
     assert "terminate called" not in logs

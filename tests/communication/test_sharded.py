@@ -26,9 +26,13 @@ def test_codecs_reduce_and_scatter(world: int, codecs: list[str], tmp_path: Path
         for name in codecs:
             one = found[name]
             assert one["equal"] == (name == "fp32"), name
-            assert one["apart"] < {"fp32": 1e-9, "fp16": 1e-3, "bf16": 1e-2, "qsgd16": 1e-4, "qsgd8": 1 / 127}.get(
-                name, 2
-            )
+            assert one["apart"] < {
+                "fp32": 1e-9,
+                "fp16": 1e-3,
+                "bf16": 1e-2,
+                "qsgd16": 1e-4,
+                "qsgd8": 1 / 127,
+            }.get(name, 2)
             assert one["finite"]
             assert one["steps"] == 4
             assert one["buckets"] == 4 * 4, "three blocks and the rest"
@@ -86,11 +90,16 @@ def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
         ("columns", "OptionError", "codes columns of parameters"),
         ("part", "OptionError", "FSDP does not shard a parameter"),
     ):
-        assert [rank[name]["kind"] for rank in alone] == ["RankError", kind, *["RankError"] * (world - 2)], name
+        assert [rank[name]["kind"] for rank in alone] == [
+            "RankError",
+            kind,
+            *["RankError"] * (world - 2),
+        ], name
         assert all(text in rank[name]["text"] for rank in alone), name
         assert all(rank[name]["rank"] == 1 for rank in alone if rank is not alone[1]), name
     assert all(
-        {name: one["text"] for name, one in other.items()} == {name: one["text"] for name, one in first.items()}
+        {name: one["text"] for name, one in other.items()}
+        == {name: one["text"] for name, one in first.items()}
         for other in others
     )
     texts = {name: one["text"] for name, one in first.items()}

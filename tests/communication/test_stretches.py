@@ -12,26 +12,33 @@ from qsync_fx.communication.codecs import Draw, codec_named
 from qsync_fx.communication.point_to_point import HEADER, stretches
 
 CODECS = st.sampled_from(["fp32", "fp16", "qsgd2", "qsgd8", "1bit", "1bit*", "aqgb16"])
-SHAPES = st.lists(st.tuples(CODECS, st.lists(st.integers(0, 60), min_size=1, max_size=3)), min_size=0, max_size=5)
+SHAPES = st.lists(
+    st.tuples(CODECS, st.lists(st.integers(0, 60), min_size=1, max_size=3)), min_size=0, max_size=5
+)
 
 
 @given(SHAPES, st.integers(1, 3), st.data(), st.integers(1, 2000))
 def test_a_message_is_cut_into_all_of_it(
     shapes: list[tuple[str, list[int]]], ranks: int, data: st.DataObject, most: int
 ) -> None:
-    pieces = [piece(str(at), at, shape, codec_named(name), ranks) for at, (name, shape) in enumerate(shapes)]
+    pieces = [
+        piece(str(at), at, shape, codec_named(name), ranks)
+        for at, (name, shape) in enumerate(shapes)
+    ]
     owner = data.draw(st.integers(0, ranks - 1))
     parts = [one.part(owner) for one in pieces]
     found = stretches(pieces, parts, most)
     edges = [0, *(one.wire.stop for one in found)]
     assert [(one.wire.start, one.wire.stop) for one in found] == list(itertools.pairwise(edges))
-    assert edges[-1] == HEADER + sum(one.nbytes(part) for one, part in zip(pieces, parts, strict=True))
+    assert edges[-1] == HEADER + sum(
+        one.nbytes(part) for one, part in zip(pieces, parts, strict=True)
+    )
     assert all(one.wire.stop > one.wire.start for one in found)
     for place, (one, part) in enumerate(zip(pieces, parts, strict=True)):
         runs = [run for stretch in found for run in stretch.runs if run.place == place]
-        assert [value for run in runs for value in range(run.values.start, run.values.stop)] == list(
-            range(part.stop - part.start)
-        )
+        assert [
+            value for run in runs for value in range(run.values.start, run.values.stop)
+        ] == list(range(part.stop - part.start))
         assert all(run.values.start % one.codec.unit == 0 for run in runs)
     for stretch in found:
         sizes = [run.values.stop - run.values.start for run in stretch.runs]
@@ -40,13 +47,17 @@ def test_a_message_is_cut_into_all_of_it(
 
 
 @given(CODECS, st.integers(1, 3000), st.integers(1, 700), st.integers(0, 2**31))
-def test_values_become_the_same_in_however_many_stretches(name: str, n: int, most: int, seed: int) -> None:
+def test_values_become_the_same_in_however_many_stretches(
+    name: str, n: int, most: int, seed: int
+) -> None:
     one = piece("w", 0, [n], codec_named(name), 1)
     values = torch.randn(n, generator=torch.Generator().manual_seed(seed))
     made = []
     for limit in (most, n):
         residual, found = torch.zeros(n) if one.codec.residual else None, torch.empty(n)
-        for run in (run for stretch in stretches([one], [slice(0, n)], limit) for run in stretch.runs):
+        for run in (
+            run for stretch in stretches([one], [slice(0, n)], limit) for run in stretch.runs
+        ):
             wire = torch.empty(run.wire.stop - run.wire.start, dtype=torch.uint8)
             left = None if residual is None else residual[run.values]
             one.codec.encode(values[run.values], wire, Draw(seed, 3, run.values.start), left)

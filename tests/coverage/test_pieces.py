@@ -64,7 +64,9 @@ class Model(nn.Module):
 
 
 def sequential() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(16, 16), nn.ReLU(), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4)
+    )
 
 
 def sequential_block() -> nn.Module:
@@ -89,13 +91,19 @@ def sharded(model: nn.Module) -> nn.Module:
 
 def planned(model: nn.Module) -> dict[str, str]:
     return {
-        str(ran.id): str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"
+        str(ran.id): str(ran.precision)
+        for ran in qsync_fx.plan_coverage(model).operators
+        if ran.kind == "adjustable"
     }
 
 
 def expected(make: Callable[[], nn.Module], plan: Plan) -> dict[str, str]:
     found = qsync_fx.explain(make(), X, options={"plan": plan}).operators
-    return {str(operator.id): str(operator.precision) for operator in found if operator.kind == "adjustable"}
+    return {
+        str(operator.id): str(operator.precision)
+        for operator in found
+        if operator.kind == "adjustable"
+    }
 
 
 def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[str]:
@@ -114,7 +122,9 @@ def every_block(model: nn.Module, **given: Any) -> nn.Module:
 
 
 PLANS = {
-    "model": Plan("bf16", patterns=[("blocks.1", "int8"), ("head", "fp32"), ("stem/linear", "fp32")]),
+    "model": Plan(
+        "bf16", patterns=[("blocks.1", "int8"), ("head", "fp32"), ("stem/linear", "fp32")]
+    ),
     "sequential": Plan("bf16", patterns=[("2", "int8"), ("3/linear", "fp32")]),
 }
 MAKE: dict[str, Callable[[], nn.Module]] = {"model": Model, "sequential": sequential}
@@ -144,8 +154,15 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
         return
     if how == "compile(FSDP2)" and kind == "model":
         # FSDP2's hooks break the graph in the loop over blocks: what stands outside of blocks runs as written, which is FP32 here.
-        assert found == {name: fmt for name, fmt in expected(MAKE[kind], plan).items() if name.startswith("blocks")}
-        assert {module.path for module in qsync_fx.plan_coverage(model).uncovered} == {"stem", "head"}
+        assert found == {
+            name: fmt
+            for name, fmt in expected(MAKE[kind], plan).items()
+            if name.startswith("blocks")
+        }
+        assert {module.path for module in qsync_fx.plan_coverage(model).uncovered} == {
+            "stem",
+            "head",
+        }
     else:
         assert found == expected(MAKE[kind], plan)
     assert told == []
@@ -158,7 +175,11 @@ def test_a_wrapped_model(how: str, kind: str) -> None:
         "ddp_optimizer",
         *(
             pytest.param(mode, marks=tiers.ALL)
-            for mode in ("python_reducer", "no_optimization", "python_reducer_without_compiled_forward")
+            for mode in (
+                "python_reducer",
+                "no_optimization",
+                "python_reducer_without_compiled_forward",
+            )
         ),
     ],
 )
@@ -200,8 +221,12 @@ def test_blocks_follow_the_plan_of_the_whole_model() -> None:
     plan = PLANS["model"]
     model = Model()
     assert train(every_block(model, plan=plan, strict=True), model) == []
-    assert planned(model) == {name: fmt for name, fmt in expected(Model, plan).items() if name.startswith("blocks")}
-    assert {module.path: str(module.cause.why) for module in qsync_fx.plan_coverage(model).uncovered} == {
+    assert planned(model) == {
+        name: fmt for name, fmt in expected(Model, plan).items() if name.startswith("blocks")
+    }
+    assert {
+        module.path: str(module.cause.why) for module in qsync_fx.plan_coverage(model).uncovered
+    } == {
         "stem": "not given",
         "head": "not given",
     }
@@ -214,7 +239,10 @@ def test_blocks_follow_the_plan_of_the_whole_model() -> None:
 
 def test_what_the_plan_names_outside_of_the_blocks_is_told() -> None:
     model = Model()
-    (told,) = train(every_block(model, plan=Plan("bf16", patterns=[("blocks.0", "int8"), ("head", "int8")])), model)
+    (told,) = train(
+        every_block(model, plan=Plan("bf16", patterns=[("blocks.0", "int8"), ("head", "int8")])),
+        model,
+    )
     assert "head (Linear): torch.compile was not given it" in told
     assert "stem" not in told, "a default counts for what is compiled"
 
@@ -231,15 +259,20 @@ def test_blocks_that_say_where_they_stand() -> None:
     alone = Block()
     fast = compiled(alone, plan=plan, root="blocks.1")
     told = train(alone, fast)
-    assert planned(alone) == {name: fmt for name, fmt in wanted.items() if name.startswith("blocks.1")}
-    assert "the pattern 'head' (fp32) names nothing" in told[0], "the rest of the model is not known"
+    assert planned(alone) == {
+        name: fmt for name, fmt in wanted.items() if name.startswith("blocks.1")
+    }
+    assert "the pattern 'head' (fp32) names nothing" in told[0], (
+        "the rest of the model is not known"
+    )
 
 
 def test_a_block_that_says_where_another_stands() -> None:
     model = Model()
     model.blocks[1].compile(backend="qsync", options=options(plan=PLANS["model"], root="blocks.0"))
     with pytest.raises(
-        OptionError, match=r"is compiled as 'blocks\.0', and in Model, which calls it, it is 'blocks\.1'"
+        OptionError,
+        match=r"is compiled as 'blocks\.0', and in Model, which calls it, it is 'blocks\.1'",
     ):
         model(X)
 
@@ -271,7 +304,10 @@ def test_a_model_with_a_wrapper_of_the_users_around_it_follows_its_own_plan() ->
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
     "block",
-    [sequential_block, pytest.param(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), marks=tiers.ALL)],
+    [
+        sequential_block,
+        pytest.param(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), marks=tiers.ALL),
+    ],
 )
 def test_blocks_of_torchs_own_classes(block: Callable[[], nn.Module]) -> None:
     """Dynamo leaves their forward to Python where nothing that it traces calls it: FSDP2's hooks do."""
@@ -280,7 +316,11 @@ def test_blocks_of_torchs_own_classes(block: Callable[[], nn.Module]) -> None:
         model = Model(block)
         plan = Plan("bf16", patterns=[("blocks.2", "int8")])
         assert train(wrap(every_block(model, plan=plan, strict=True)), model) == []
-        wanted = {name: fmt for name, fmt in expected(lambda: Model(block), plan).items() if name.startswith("blocks")}
+        wanted = {
+            name: fmt
+            for name, fmt in expected(lambda: Model(block), plan).items()
+            if name.startswith("blocks")
+        }
         assert planned(model) == wanted
     whole = Model(block)
     fast = compiled(sharded(whole), plan=plan)

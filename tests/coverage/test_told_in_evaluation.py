@@ -52,7 +52,9 @@ def test_a_typo_is_told_where_no_training_step_comes(how: str) -> None:
     run = compiled(model, plan=TYPO)
 
     def call() -> None:
-        with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, torch.enable_grad)():
+        with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(
+            how, torch.enable_grad
+        )():
             run(x)
 
     assert told(call) == [], "other graphs of the model may still show it"
@@ -81,7 +83,9 @@ def test_a_plan_that_fits_is_not_told_of() -> None:
 
     model, x = build(Aided), torch.randn(4, 8)
     run = compiled(
-        model, plan=Plan("fp32", patterns=[("aid", "bf16")], operators={"second/linear": "bf16"}), strict=True
+        model,
+        plan=Plan("fp32", patterns=[("aid", "bf16")], operators={"second/linear": "bf16"}),
+        strict=True,
     )
     model.eval()
     assert told(lambda: run(x), times=3) == []
@@ -142,14 +146,17 @@ def test_layers_that_share_code_and_are_planned_differently_are_told_of() -> Non
     texts = told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(x))
     assert len(texts) == 1
     assert (
-        "code that Dynamo uses for 3 modules alike runs layers.0/matmul in fp32, and so layers.1/matmul too" in texts[0]
+        "code that Dynamo uses for 3 modules alike runs layers.0/matmul in fp32, and so layers.1/matmul too"
+        in texts[0]
     )
     assert "which the plan wants in bf16" in texts[0]
     with pytest.raises(PlanError, match="use the module"):
         compiled(build(lambda: Stack(Layer)), plan=plan, strict=True)(x)
 
 
-@pytest.mark.parametrize("plan", [Plan("bf16"), Plan("fp32", patterns=[("layers.*/matmul", "bf16")])])
+@pytest.mark.parametrize(
+    "plan", [Plan("bf16"), Plan("fp32", patterns=[("layers.*/matmul", "bf16")])]
+)
 def test_one_precision_for_all_is_applied(plan: Plan) -> None:
     assert told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(torch.randn(4, 8))) == []
 

@@ -90,7 +90,9 @@ def test_all_reduces_take_what_was_measured() -> None:
     st.integers(0, 2),
     st.integers(1, 64),
 )
-def test_a_larger_product_never_takes_less(name: str, fmt: str, sides: list[int], side: int, more: int) -> None:
+def test_a_larger_product_never_takes_less(
+    name: str, fmt: str, sides: list[int], side: int, more: int
+) -> None:
     sides = [8 * one for one in sides]
     larger = [one + 8 * more * (at == side) for at, one in enumerate(sides)]
     assert get(name).gemm_seconds(*larger, fmt) >= get(name).gemm_seconds(*sides, fmt) * (1 - 1e-9)
@@ -107,7 +109,13 @@ def test_a_larger_product_never_takes_less(name: str, fmt: str, sides: list[int]
     st.integers(1, 16),
 )
 def test_a_larger_batch_never_takes_less(
-    name: str, fmt: str, product: Any, window: tuple[int, int], stride: int, sizes: tuple[int, ...], more: int
+    name: str,
+    fmt: str,
+    product: Any,
+    window: tuple[int, int],
+    stride: int,
+    sizes: tuple[int, ...],
+    more: int,
 ) -> None:
     """Not with another algorithm either, which libraries take from a batch on."""
     (edge, padding), (n, c, high, k) = window, sizes
@@ -120,7 +128,9 @@ def test_a_larger_batch_never_takes_less(
 
 def test_constants_of_convolutions_are_better_than_nothing(tmp_path: Path) -> None:
     """A file with the constants of 0.1's first days is read as ever, and so is one with none."""
-    text = (Path(devices.__file__).parent / "catalog" / "t4.toml").read_text().partition("# Fitted")[0]
+    text = (
+        (Path(devices.__file__).parent / "catalog" / "t4.toml").read_text().partition("# Fitted")[0]
+    )
     old = """
 [products.fp32]
 source = "x"
@@ -147,7 +157,10 @@ corrections = {m = 0.03929, window = -0.02459, thin = 0.07607, winograd = -0.057
         device = get(tmp_path / f"{name}.toml")
         for product in PRODUCTS:
             for fmt in ("fp32", "fp16"):
-                batches = [device.conv_seconds(n, 64, 56, 56, 64, 3, 3, 1, 1, fmt, product) for n in (1, 8, 15, 16, 64)]
+                batches = [
+                    device.conv_seconds(n, 64, 56, 56, 64, 3, 3, 1, 1, fmt, product)
+                    for n in (1, 8, 15, 16, 64)
+                ]
                 assert batches == sorted(batches)
                 known = T4.conv_seconds(64, 64, 56, 56, 64, 3, 3, 1, 1, fmt, product)
                 assert known / 4 < batches[-1] < known * 4
@@ -157,9 +170,14 @@ corrections = {m = 0.03929, window = -0.02459, thin = 0.07607, winograd = -0.057
 def test_every_device_has_a_finite_time_for_everything(name: str) -> None:
     device = get(name)
     for fmt in FORMATS:
-        assert 0 < device.gemm_seconds(1, 1, 1, fmt) < device.gemm_seconds(4096, 4096, 4096, fmt) < 100
+        assert (
+            0 < device.gemm_seconds(1, 1, 1, fmt) < device.gemm_seconds(4096, 4096, 4096, fmt) < 100
+        )
         for product in PRODUCTS:
-            batches = [device.conv_seconds(n, 64, 28, 28, 64, 3, 3, 1, 1, fmt, product) for n in (16, 32, 64, 128)]
+            batches = [
+                device.conv_seconds(n, 64, 28, 28, 64, 3, 3, 1, 1, fmt, product)
+                for n in (16, 32, 64, 128)
+            ]
             assert batches == sorted(batches)
             assert 0 < device.conv_seconds(1, 1, 5, 7, 3, 5, 7, (2, 1), (0, 3), fmt, product) < 1
         assert device.cast_seconds("fp32", fmt, 10**6) >= 0
@@ -185,7 +203,9 @@ def test_a_format_without_a_unit_takes_what_it_is_simulated_in() -> None:
     assert T4.gemm_seconds(512, 512, 512, "bf16") == T4.gemm_seconds(512, 512, 512, "fp16")
     assert T4.gemm_seconds(512, 512, 512, "fp8") == T4.gemm_seconds(512, 512, 512, "fp32")
     assert V100.gemm_seconds(512, 512, 512, "int8") == V100.gemm_seconds(512, 512, 512, "fp16")
-    assert get("a100").gemm_seconds(512, 512, 512, "fp8") == get("a100").gemm_seconds(512, 512, 512, "bf16")
+    assert get("a100").gemm_seconds(512, 512, 512, "fp8") == get("a100").gemm_seconds(
+        512, 512, 512, "bf16"
+    )
     assert T4.gemm_seconds(512, 512, 512, "int8_grad") == T4.gemm_seconds(512, 512, 512, "int8")
     assert T4.gemm_seconds(512, 512, 512, FORMATS["fp16"]) == T4.gemm_seconds(512, 512, 512, "fp16")
 
@@ -204,10 +224,16 @@ def test_constants_of_its_kin_serve_with_a_devices_own_peaks() -> None:
         (lambda d: d.gemm_seconds(8, 8.0, 8, "fp16"), "n cannot be 8.0"),
         (lambda d: d.gemm_seconds(8, 8, True, "fp16"), "k cannot be True"),
         (lambda d: d.gemm_seconds(8, 8, 8, "fp16", "tt"), "no layout 'tt'"),
-        (lambda d: d.conv_seconds(1, 1, 2, 2, 1, 3, 3, 1, 0, "fp16"), "a window of 3 by 3 does not fit"),
+        (
+            lambda d: d.conv_seconds(1, 1, 2, 2, 1, 3, 3, 1, 0, "fp16"),
+            "a window of 3 by 3 does not fit",
+        ),
         (lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 0, 0, "fp16"), "stride cannot be 0"),
         (lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 1, -1, "fp16"), "padding cannot be -1"),
-        (lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 1, 1, "fp16", "forward"), "no product 'forward'"),
+        (
+            lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 1, 1, "fp16", "forward"),
+            "no product 'forward'",
+        ),
         (lambda d: d.allreduce_seconds(-1, 2), "nbytes cannot be -1"),
         (lambda d: d.allreduce_seconds(math.nan, 2), "nbytes cannot be nan"),
         (lambda d: d.allreduce_seconds(1, 0), "ranks cannot be 0"),
@@ -228,11 +254,15 @@ def test_unknown_formats_and_missing_links_are_named() -> None:
 
 
 @given(st.lists(st.floats(1, 1e9), min_size=2, max_size=8, unique=True), st.floats(1, 1e9))
-def test_lines_between_points_pass_through_them_and_never_fall(sizes: list[float], size: float) -> None:
+def test_lines_between_points_pass_through_them_and_never_fall(
+    sizes: list[float], size: float
+) -> None:
     sizes = sorted(sizes)
     seconds = [1e-6 * (at + 1) for at in range(len(sizes))]
     assert [interpolated(sizes, seconds, at) for at in sizes] == pytest.approx(seconds)
-    assert interpolated(sizes, seconds, size * 1.5) >= interpolated(sizes, seconds, size) * (1 - 1e-9)
+    assert interpolated(sizes, seconds, size * 1.5) >= interpolated(sizes, seconds, size) * (
+        1 - 1e-9
+    )
 
 
 def test_a_device_is_asked_by_way_of_the_package() -> None:

@@ -11,7 +11,12 @@ from qsync_fx.devices.cpu_features import Cpu
 CASES = [
     (True, ("avx2", "avx512", "vnni", "bf16"), "", True),
     (True, ("avx2", "avx512", "vnni", "bf16", "amx"), "", True),
-    (True, ("avx2", "avx512", "vnni"), "", False),  # torch says that it is supported, oneDNN converts
+    (
+        True,
+        ("avx2", "avx512", "vnni"),
+        "",
+        False,
+    ),  # torch says that it is supported, oneDNN converts
     (False, ("avx2",), "", False),
     (True, (), "", True),  # of such a processor only torch knows
     (False, (), "", False),
@@ -22,15 +27,23 @@ CASES = [
 
 @pytest.mark.parametrize(("supported", "features", "narrowed", "native"), CASES)
 def test_the_default_is_bf16_where_there_is_a_unit(
-    monkeypatch: pytest.MonkeyPatch, supported: bool, features: tuple[str, ...], narrowed: str, native: bool
+    monkeypatch: pytest.MonkeyPatch,
+    supported: bool,
+    features: tuple[str, ...],
+    narrowed: str,
+    native: bool,
 ) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False
+    )
     monkeypatch.setattr(cpu_features, "cpu", lambda: Cpu("a processor", features, 1, 1))
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", narrowed)
     assert cpu_features.native_bf16_unit() is native
     format_support.forget()
     try:
-        assert str(format_support.default_precision(torch.device("cpu"))) == ("bf16" if native else "fp32")
+        assert str(format_support.default_precision(torch.device("cpu"))) == (
+            "bf16" if native else "fp32"
+        )
     finally:
         format_support.forget()

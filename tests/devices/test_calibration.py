@@ -15,7 +15,14 @@ RANDOM = np.random.default_rng(0)
 def products(count: int) -> list[Point]:
     sides = 2 ** RANDOM.integers(4, 13, (count, 3))
     return [
-        Point("t4", "fp16", "gemm", (int(m), int(n), int(k)), str(RANDOM.choice(["nn", "tn", "nt"])), 1.0)
+        Point(
+            "t4",
+            "fp16",
+            "gemm",
+            (int(m), int(n), int(k)),
+            str(RANDOM.choice(["nn", "tn", "nt"])),
+            1.0,
+        )
         for m, n, k in sides
     ]
 
@@ -40,7 +47,9 @@ def convolutions(count: int) -> list[Point]:
     ]
 
 
-@pytest.mark.parametrize("points", [products(60), convolutions(60)], ids=["products", "convolutions"])
+@pytest.mark.parametrize(
+    "points", [products(60), convolutions(60)], ids=["products", "convolutions"]
+)
 def test_constants_are_found_again(points: list[Point]) -> None:
     problem = Problem(points, tuple(sorted({point.device for point in points})))
     away = RANDOM.normal(0, 0.7, (len(problem.devices), len(problem.usual())))
@@ -55,7 +64,13 @@ def test_constants_are_found_again(points: list[Point]) -> None:
 
 
 def test_constants_that_a_file_holds_are_those_that_were_found() -> None:
-    found = fit([replace(point, seconds=1e-4 + 1e-6 * at) for at, point in enumerate(products(12))], steps=5)
+    found = fit(
+        [replace(point, seconds=1e-4 + 1e-6 * at) for at, point in enumerate(products(12))], steps=5
+    )
     written = found.of("t4")
     assert written["alignment"] == 8 and set(written["layouts"]) == {"tn", "nt"}
-    assert 0 < written["efficiency"] <= 1.05 and 0 < written["alone"] <= 1 and written["smallest"] in (32, 64, 128)
+    assert (
+        0 < written["efficiency"] <= 1.05
+        and 0 < written["alone"] <= 1
+        and written["smallest"] in (32, 64, 128)
+    )

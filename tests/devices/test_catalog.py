@@ -47,13 +47,17 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", sorted(CATALOG.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_device_of_the_catalog_is_called_as_its_file_and_has_units_for_what_its_capability_has(path: Path) -> None:
+def test_a_device_of_the_catalog_is_called_as_its_file_and_has_units_for_what_its_capability_has(
+    path: Path,
+) -> None:
     device = devices.get(path.stem)
     assert device.name == path.stem
     assert device is devices.get(path)
     assert device.kind == "cpu" or TARGETS[path.stem] == device.capability
     narrow = {encoding(fmt).name for fmt in FORMATS.values() if fmt.bits < 32}
-    since = {name for name in narrow if TARGETS.get(path.stem, (0, 0)) >= CUDA_SINCE.get(name, (99, 0))}
+    since = {
+        name for name in narrow if TARGETS.get(path.stem, (0, 0)) >= CUDA_SINCE.get(name, (99, 0))
+    }
     assert device.kind == "cpu" or device.units.keys() & narrow == since
     assert all(device.unit(fmt).name in device.units for fmt in FORMATS.values())
     assert device.gemm_seconds(512, 512, 512, "int8") > 0
@@ -68,7 +72,9 @@ def test_devices_that_are_calibrated_as_one_another_are_refused(mine: Path) -> N
 
 
 def test_the_gpus_that_a_graph_may_be_looked_at_for_are_those_of_the_catalog() -> None:
-    assert {"v100", "t4", "a100", "a30", "a10", "a40", "l4", "l40s", "h100", "h200", "b200"} == set(TARGETS)
+    assert {"v100", "t4", "a100", "a30", "a10", "a40", "l4", "l40s", "h100", "h200", "b200"} == set(
+        TARGETS
+    )
     assert len(TARGETS) == len(set(TARGETS))
     assert "epyc-9004" in devices.names()
     assert "epyc-9004" not in TARGETS
@@ -85,7 +91,9 @@ def test_a_file_of_the_users_is_a_device_by_name_and_by_path_and_a_target(mine: 
         explanation = qsync_fx.explain(
             Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": target}
         )
-        assert {str(op.precision) for op in explanation.operators if op.kind == "adjustable"} == {"fp16"}
+        assert {str(op.precision) for op in explanation.operators if op.kind == "adjustable"} == {
+            "fp16"
+        }
         assert f"target {target} (compute capability 7.5)" in str(explanation)
     (mine / "slow.toml").write_text(
         T4.replace('name = "t4"', 'name = "slow"').replace("processors = 40", "processors = 8")
@@ -95,7 +103,9 @@ def test_a_file_of_the_users_is_a_device_by_name_and_by_path_and_a_target(mine: 
     assert devices.get("t4").processors == 41
 
 
-def test_the_users_configuration_is_looked_in_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_configuration_is_looked_in_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("platformdirs.user_config_path", lambda *a, **k: tmp_path)
     (tmp_path / "devices").mkdir()
     shutil.copy(CATALOG / "t4.toml", tmp_path / "devices" / "mine.toml")
@@ -119,15 +129,27 @@ def test_what_is_no_device_is_named_with_the_nearest() -> None:
 WRONG = {
     "name = ": ("is not TOML", "t4.toml"),
     'name = "t4"\nname = "t4"': ("is not TOML", "t4.toml"),
-    T4.replace("processors", "procesors"): ("unknown field 'procesors'", "did you mean 'processors'?"),
-    T4.replace("processors = 40", "processors = 0"): ("processors = 0, which is to be above 0", "howto-device"),
+    T4.replace("processors", "procesors"): (
+        "unknown field 'procesors'",
+        "did you mean 'processors'?",
+    ),
+    T4.replace("processors = 40", "processors = 0"): (
+        "processors = 0, which is to be above 0",
+        "howto-device",
+    ),
     T4.replace("processors = 40", "processors = 40.5"): ("a whole number", "processors"),
     T4.replace("processors = 40\n", ""): ("lacks the field 'processors'", "howto-device"),
     T4.replace("capability = [7, 5]\n", ""): ("is a GPU's exactly where", "howto-device"),
     T4.replace("capability = [7, 5]", "capability = [7]"): ("a list of 2", "capability"),
-    T4.replace("capability = [7, 5]", "capability = [75, -1]"): ("capability = [75, -1]", "howto-device"),
+    T4.replace("capability = [7, 5]", "capability = [75, -1]"): (
+        "capability = [75, -1]",
+        "howto-device",
+    ),
     T4.replace("bandwidth = 320e9", "bandwidth = nan"): ("a number", "memory.bandwidth"),
-    T4.replace("bandwidth = 320e9", 'bandwidth = "fast"'): ("has text in place of a number", "memory.bandwidth"),
+    T4.replace("bandwidth = 320e9", 'bandwidth = "fast"'): (
+        "has text in place of a number",
+        "memory.bandwidth",
+    ),
     T4.replace("fraction = 0.65", "fraction = 6.5"): ("fraction = 6.5", "memory"),
     T4.replace("[units.int8]", "[units.int9]"): ("units of 'int9'", "did you mean 'int8'?"),
     T4.replace("[units.fp32]", "[units.tf32]"): ("has no unit for fp32", "howto-device"),
@@ -136,7 +158,10 @@ WRONG = {
         "units.fp32",
     ),
     T4.replace('name = "t4"', 'name = "../t4"'): ("has the name '../t4'", "howto-device"),
-    T4 + '\n[link]\nbandwidth = 0\nlatency = 0\nsource = "x"\n': ("bandwidth = 0.0, which is to be above 0", "link"),
+    T4 + '\n[link]\nbandwidth = 0\nlatency = 0\nsource = "x"\n': (
+        "bandwidth = 0.0, which is to be above 0",
+        "link",
+    ),
     T4 + '\n[[reductions]]\nranks = 3\nbytes = [1, 2]\nseconds = [1]\nsource = "x"\n': (
         "2 sizes and 1 times",
         "reductions[",
@@ -145,14 +170,26 @@ WRONG = {
         "times that fall",
         "reductions[",
     ),
-    T4 + '\n[products.bf16]\nefficiency = 1\nlayouts.tt = 1\nsource = "x"\n': ("a layout 'tt'", "products.bf16"),
-    T4 + '\n[convolutions.bf16.sideways]\nefficiency = 1\nsource = "x"\n': ("a product 'sideways'", "howto-device"),
+    T4 + '\n[products.bf16]\nefficiency = 1\nlayouts.tt = 1\nsource = "x"\n': (
+        "a layout 'tt'",
+        "products.bf16",
+    ),
+    T4 + '\n[convolutions.bf16.sideways]\nefficiency = 1\nsource = "x"\n': (
+        "a product 'sideways'",
+        "howto-device",
+    ),
     T4 + '\n[convolutions.bf16.output]\nefficiency = 1\ncorrections.mm = 1\nsource = "x"\n': (
         "corrects by 'mm'",
         "output",
     ),
-    T4 + '\n[products.bf16]\nefficiency = 1\nalone = 1.5\nsource = "x"\n': ("alone = 1.5", "products.bf16"),
-    T4 + '\n[products.bf16]\nefficiency = 1\ntallest = 1\nsource = "x"\n': ("true or false", "tallest"),
+    T4 + '\n[products.bf16]\nefficiency = 1\nalone = 1.5\nsource = "x"\n': (
+        "alone = 1.5",
+        "products.bf16",
+    ),
+    T4 + '\n[products.bf16]\nefficiency = 1\ntallest = 1\nsource = "x"\n': (
+        "true or false",
+        "tallest",
+    ),
     **{
         T4 + f'\n[convolutions.bf16.output]\nefficiency = 1\n{name} = {value}\nsource = "x"\n': (
             f"{name} = {value}",
@@ -188,7 +225,11 @@ def test_a_file_that_is_no_file_or_too_large_or_no_text_is_refused(mine: Path) -
     (mine / "large.toml").write_text("#" * 2**21)
     (mine / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     (mine / "deep.toml").write_text("a = " + "[" * 5000)
-    for name, what in (("large", "larger than"), ("bytes", "not UTF-8"), ("deep", "nested too deeply|not TOML")):
+    for name, what in (
+        ("large", "larger than"),
+        ("bytes", "not UTF-8"),
+        ("deep", "nested too deeply|not TOML"),
+    ):
         with pytest.raises(DeviceError, match=what):
             devices.get(name)
     with pytest.raises(DeviceError, match="Is a directory"):
@@ -200,9 +241,13 @@ LINES = T4.splitlines()
 
 @given(
     st.integers(0, len(LINES) - 1),
-    st.sampled_from(["", "= 1", "x = -1", "x = 1e999", "[x]", '"', "peak = inf", "bytes = -5", "[memory]"]),
+    st.sampled_from(
+        ["", "= 1", "x = -1", "x = 1e999", "[x]", '"', "peak = inf", "bytes = -5", "[memory]"]
+    ),
 )
-def test_whatever_line_is_replaced_reading_ends_in_a_device_or_says_what_is_wrong(at: int, line: str) -> None:
+def test_whatever_line_is_replaced_reading_ends_in_a_device_or_says_what_is_wrong(
+    at: int, line: str
+) -> None:
     text = "\n".join([*LINES[:at], line, *LINES[at + 1 :]])
     try:
         found: object = DEVICE.decode(text.encode())
@@ -217,7 +262,12 @@ def test_import_of_the_package_reads_no_file_of_a_device() -> None:
         "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
         "import qsync_fx.options; print([name for name in opened if name.endswith('.toml')])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 NAMES = {
@@ -231,11 +281,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_all_products_together_are_the_mean_over_every_time_that_was_measured() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "catalog.json").read_text())["rows"]
-    products, pooled = [row for row in rows if row["product"] in NAMES], [row for row in rows if row["device"] == "all"]
+    products, pooled = (
+        [row for row in rows if row["product"] in NAMES],
+        [row for row in rows if row["device"] == "all"],
+    )
     points = sum(row["points"] for row in products)
     assert [row["points"] for row in pooled] == [points]
     for key in ("held_out_mape", "catalog_mape"):
-        assert pooled[0][key] == pytest.approx(sum(row["points"] * row[key] for row in products) / points)
+        assert pooled[0][key] == pytest.approx(
+            sum(row["points"] * row[key] for row in products) / points
+        )
 
 
 def test_the_page_tells_how_near_the_catalog_comes_as_the_benchmark_found_it() -> None:
@@ -248,7 +303,9 @@ def test_the_page_tells_how_near_the_catalog_comes_as_the_benchmark_found_it() -
         name, fmt = NAMES.get(row["product"], row["product"]), row["precision"] or "fp32"
         keys = "held_out_mape", "held_out_median", "catalog_mape"
         errors = (f"{100 * row[key]:.1f}%" if key in row else "" for key in keys)
-        lines.append("| " + " | ".join([name, row["device"], fmt, str(row["points"]), *errors]) + " |")
+        lines.append(
+            "| " + " | ".join([name, row["device"], fmt, str(row["points"]), *errors]) + " |"
+        )
     page = ROOT / "docs" / "predictor.md"
     text = page.read_text()
     told = re.search(r"(?<=<!-- catalog -->\n\n).*?(?=\n*<!-- end -->)", text, flags=re.DOTALL)

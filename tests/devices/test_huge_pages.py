@@ -17,7 +17,12 @@ GLIBC = ("glibc", "2.36")
     ("policy", "tunables", "library", "said"),
     [
         ("always [madvise] never", "", GLIBC, f"not used: {SWITCH} python ... trains faster"),
-        ("always [madvise] never", "glibc.malloc.hugetlb=1", GLIBC, "used: this process asks for them"),
+        (
+            "always [madvise] never",
+            "glibc.malloc.hugetlb=1",
+            GLIBC,
+            "used: this process asks for them",
+        ),
         (
             "always [madvise] never",
             "glibc.malloc.hugetlb=1:glibc.malloc.hugetlb=0",
@@ -52,7 +57,11 @@ def test_the_switch_has_the_kernel_give_them() -> None:
     )
     said = [
         subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | given, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env=os.environ | given,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         for given in ({}, {name: value})
     ]

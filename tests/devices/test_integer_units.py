@@ -20,13 +20,24 @@ from qsync_fx.formats import precision
     ("native", "exact", "features", "how", "reason"),
     [
         (True, True, ("vnni",), "native", "this CPU has a unit for INT8"),
-        (False, True, ("vnni",), "native", "oneDNN has a unit for INT8 and the native module's path has none"),
+        (
+            False,
+            True,
+            ("vnni",),
+            "native",
+            "oneDNN has a unit for INT8 and the native module's path has none",
+        ),
         (False, True, (), "simulated", "no unit for INT8 is known of this CPU"),
         (False, False, (), "simulated", "it has no VNNI"),
     ],
 )
 def test_exact_sums_are_no_unit(
-    native: bool, exact: bool, features: tuple[str, ...], how: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    native: bool,
+    exact: bool,
+    features: tuple[str, ...],
+    how: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(format_support, "native_integer_unit", lambda: native)
     monkeypatch.setattr(format_support, "cpu_multiplies_integers", lambda: exact)
@@ -49,6 +60,11 @@ def test_paths_are_known_in_capitals() -> None:
     asked = os.environ | {"QSYNC_CPU_ISA": _C.available_isas()[-1].upper()}
     code = "from qsync_fx import _C; print(_C.isa())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=asked, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=asked,
+        timeout=60,
+        check=False,
     )
     assert done.stdout.strip() == _C.available_isas()[-1], done.stderr

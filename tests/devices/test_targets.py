@@ -25,7 +25,13 @@ from qsync_fx.devices import TARGETS, compiles, row_on, support, targeted
 from qsync_fx.errors import DeviceError, OptionError, PassError
 from qsync_fx.graph.cost_dag import precision_dag
 from tests.support import tiers
-from tests.support.models.small_models import Convolutional, Perceptron, build, gradients, relative_error
+from tests.support.models.small_models import (
+    Convolutional,
+    Perceptron,
+    build,
+    gradients,
+    relative_error,
+)
 from tests.support.models.zoo import language, loss_of
 from tests.support.models.zoo_torch import resnet
 
@@ -43,8 +49,12 @@ def on_a(target: str, kernels: bool = True) -> Iterator[None]:
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor takes the CPU for a GPU that has no BF16."""
     monkeypatch.setattr(compile_fx, "is_gpu", lambda device: True)
-    monkeypatch.setattr(type(CpuInterface.get_device_properties()), "name", "a GPU without BF16", raising=False)
-    monkeypatch.setattr(CpuInterface, "is_bf16_supported", staticmethod(lambda including_emulation=False: False))
+    monkeypatch.setattr(
+        type(CpuInterface.get_device_properties()), "name", "a GPU without BF16", raising=False
+    )
+    monkeypatch.setattr(
+        CpuInterface, "is_bf16_supported", staticmethod(lambda including_emulation=False: False)
+    )
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
@@ -63,13 +73,17 @@ def test_what_a_device_makes_of_a_format_is_one_row(target: str) -> None:
 
 
 def test_bf16_is_fp16_there_with_a_reason_and_an_error_where_it_must_be_exact() -> None:
-    explanation = qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4"})
+    explanation = qsync_fx.explain(
+        Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4"}
+    )
     products = [op for op in explanation.operators if op.kind == "adjustable"]
     assert {str(op.precision) for op in products} == {"fp16"}
     assert all("nothing compiles bf16 for compute capability 7.5" in op.reason for op in products)
     with pytest.raises(DeviceError, match="emulate_unsupported=True forbids fp16"):
         qsync_fx.explain(
-            Perceptron(), torch.randn(4, 16), options={"precision": "bf16", "target": "t4", "emulate_unsupported": True}
+            Perceptron(),
+            torch.randn(4, 16),
+            options={"precision": "bf16", "target": "t4", "emulate_unsupported": True},
         )
 
 
@@ -90,12 +104,16 @@ def test_explain_shows_the_graph_of_a_device_that_is_not_there(target: str) -> N
         for state in data.get("states", ())
     ]
     assert (
-        not states or ("bf16" not in {str(state.output) for state in states if str(state.precision) == "int8"}) is old
+        not states
+        or ("bf16" not in {str(state.output) for state in states if str(state.precision) == "int8"})
+        is old
     )
 
 
 def test_compiling_for_another_device_than_the_one_at_hand_is_an_error() -> None:
-    model = torch.compile(Perceptron(), backend="qsync", options={"precision": "int8", "target": "t4"})
+    model = torch.compile(
+        Perceptron(), backend="qsync", options={"precision": "int8", "target": "t4"}
+    )
     with pytest.raises(DeviceError, match=r"runs on cpu, and its target is t4"):
         model(torch.randn(2, 16))
     with pytest.raises(OptionError, match="did you mean"):
@@ -111,14 +129,18 @@ def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
     [
         pytest.param(_perceptron, False, False, id="mlp-torch-unbuilt"),
         pytest.param(_perceptron, True, True, id="mlp-kernels", marks=tiers.ALL),
-        pytest.param(language("BertForMaskedLM"), True, False, id="bert-kernels-unbuilt", marks=tiers.ALL),
+        pytest.param(
+            language("BertForMaskedLM"), True, False, id="bert-kernels-unbuilt", marks=tiers.ALL
+        ),
         pytest.param(language("BertForMaskedLM"), False, True, id="bert-torch", marks=tiers.EVERY),
         pytest.param(resnet, True, True, id="resnet-kernels", marks=tiers.EVERY),
         pytest.param(resnet, False, False, id="resnet-torch-unbuilt", marks=tiers.ALL),
     ],
 )
 @pytest.mark.usefixtures("believing")
-def test_models_train_in_int8_where_inductor_compiles_no_bf16(make: Any, kernels: bool, built: bool) -> None:
+def test_models_train_in_int8_where_inductor_compiles_no_bf16(
+    make: Any, kernels: bool, built: bool
+) -> None:
     """What is not built is compiled as far as to Inductor's text of its kernels, and has no numbers."""
     model, inputs = make()
 
@@ -131,13 +153,19 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(make: Any, kernels
 
     model.train()
     plain = train(torch.compile(model, backend="aot_eager")) if built else None
-    with on_a("t4", kernels), contextlib.nullcontext() if built else without_kernels(), warnings.catch_warnings():
+    with (
+        on_a("t4", kernels),
+        contextlib.nullcontext() if built else without_kernels(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("error")  # Inductor warns of a graph that it skips
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         step = torch.compile(model, backend="qsync", options={"precision": "int8"})
         ours = train(step)
     applied = qsync_fx.plan_coverage(model)
-    ran = [op for op in applied.operators if op.kind == "adjustable" and str(op.precision) == "int8"]
+    ran = [
+        op for op in applied.operators if op.kind == "adjustable" and str(op.precision) == "int8"
+    ]
     assert ran, str(applied)
     assert all(gradient.isfinite().all() for gradient in ours.values())
     assert plain is None or relative_error(ours, plain) < 0.5
@@ -147,7 +175,9 @@ def test_models_train_in_int8_where_inductor_compiles_no_bf16(make: Any, kernels
 @pytest.mark.parametrize("precision", ["int8", "int8_grad", "fp8"])
 @pytest.mark.parametrize("layer", ["linear", "convolution"])
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
-def test_sums_stay_in_the_range_of_fp16(precision: str, layer: str, scaling: str, kernels: bool) -> None:
+def test_sums_stay_in_the_range_of_fp16(
+    precision: str, layer: str, scaling: str, kernels: bool
+) -> None:
     """Sums of 4 products of 127 by 127 are more than FP16 holds; gradients may be smaller and larger than what it holds."""
     torch.manual_seed(0)
     module = nn.Linear(300, 24) if layer == "linear" else nn.Conv2d(33, 24, 3)
@@ -163,7 +193,12 @@ def test_sums_stay_in_the_range_of_fp16(precision: str, layer: str, scaling: str
         y = call(x)
         return (y, *torch.autograd.grad(y, (x, module.weight, module.bias), incoming))
 
-    options = {"precision": precision, "inner_backend": "aot_eager", "rounding": "nearest", "scaling": scaling}
+    options = {
+        "precision": precision,
+        "inner_backend": "aot_eager",
+        "rounding": "nearest",
+        "scaling": scaling,
+    }
     exact, here = train(module), train(torch.compile(module, backend="qsync", options=options))
     torch._dynamo.reset()
     with on_a("t4", kernels):
@@ -177,7 +212,9 @@ def test_sums_stay_in_the_range_of_fp16(precision: str, layer: str, scaling: str
 def test_infinite_gradients_reach_loss_scaling() -> None:
     layer = nn.Linear(16, 8)
     with on_a("t4", kernels=False):
-        step = torch.compile(layer, backend="qsync", options={"precision": "int8", "inner_backend": "aot_eager"})
+        step = torch.compile(
+            layer, backend="qsync", options={"precision": "int8", "inner_backend": "aot_eager"}
+        )
         y = step(torch.randn(4, 16))
         y.backward(torch.full_like(y, float("inf")))
     assert layer.weight.grad is not None and not layer.weight.grad.isfinite().any()
@@ -198,16 +235,24 @@ def test_no_format_that_the_device_does_not_compile_is_put_in() -> None:
         output.args = ((back,),)
 
     with pytest.raises(PassError, match="holds no format that the device does not compile"):
-        qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"passes": [narrow], "target": "t4"})
-    qsync_fx.explain(Perceptron(), torch.randn(4, 16), options={"passes": [narrow], "target": "a100"})
+        qsync_fx.explain(
+            Perceptron(), torch.randn(4, 16), options={"passes": [narrow], "target": "t4"}
+        )
+    qsync_fx.explain(
+        Perceptron(), torch.randn(4, 16), options={"passes": [narrow], "target": "a100"}
+    )
 
 
 @pytest.mark.usefixtures("believing")
 def test_a_graph_that_inductor_skips_is_an_error_with_a_plan_and_a_warning_without() -> None:
     x = torch.randn(4, 16, dtype=torch.bfloat16)
     with on_a("t4"):
-        planned = torch.compile(Perceptron().bfloat16(), backend="qsync", options={"precision": "fp32"})
-        with pytest.raises(DeviceError, match=r"inductor does not compile this graph.*without the plan"):
+        planned = torch.compile(
+            Perceptron().bfloat16(), backend="qsync", options={"precision": "fp32"}
+        )
+        with pytest.raises(
+            DeviceError, match=r"inductor does not compile this graph.*without the plan"
+        ):
             planned(x)
         unplanned = torch.compile(Perceptron().bfloat16(), backend="qsync")
         with pytest.warns(UserWarning, match="it runs uncompiled"):

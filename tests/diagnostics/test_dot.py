@@ -36,7 +36,9 @@ def test_edges_are_those_of_the_dag(tmp_path: Path) -> None:
     assert found == wanted
     assert ("first/linear", "/relu@first") in found
     # Into the body of a checkpointed region and out of it.
-    assert any(b == "second/linear" for _, b in found) and any(a == "second/linear" for a, _ in found)
+    assert any(b == "second/linear" for _, b in found) and any(
+        a == "second/linear" for a, _ in found
+    )
 
 
 def test_what_a_lowering_refuses_is_no_state() -> None:

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import PlanError
-from tests.support.compiling.applied_steps import Mode, Outer, Plain, Scaled, compiled, step, uncovered
+from tests.support.compiling.applied_steps import (
+    Mode,
+    Outer,
+    Plain,
+    Scaled,
+    compiled,
+    step,
+    uncovered,
+)
 
 torch.set_num_threads(1)
 
@@ -39,7 +47,10 @@ def test_a_dispatch_mode() -> None:
 def test_rnns(rnn: Callable[..., nn.Module]) -> None:
     model = Outer(rnn(16, 4, batch_first=True))
     (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(2, 3, 16)))
-    assert "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python (Outer.forward" in told
+    assert (
+        "start (Linear), end (Linear): Dynamo leaves a function that calls an RNN to Python (Outer.forward"
+        in told
+    )
     assert "allow_rnn" in told
     assert uncovered(model) == {"start": "rnn", "inner": "rnn", "end": "rnn"}
 
@@ -73,7 +84,10 @@ def test_disabled() -> None:
     inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[method-assign]
     model = Outer(inner)
     (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
-    assert "inner.first (Linear), inner.second (Linear): torch.compiler.disable stands around it" in told
+    assert (
+        "inner.first (Linear), inner.second (Linear): torch.compiler.disable stands around it"
+        in told
+    )
     assert uncovered(model) == {"inner.first": "disabled", "inner.second": "disabled"}
 
     class Whole(Plain):
@@ -100,7 +114,9 @@ def test_a_forward_that_dynamo_gives_up_on() -> None:
 
     model = Class()
     (told,) = step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
-    assert "Dynamo left the function that calls it to Python: Invalid call to __build_class__" in told
+    assert (
+        "Dynamo left the function that calls it to Python: Invalid call to __build_class__" in told
+    )
     assert uncovered(model) == {"first": "skipped", "second": "skipped"}
 
 
@@ -117,7 +133,11 @@ def test_each_reason_is_given_to_the_modules_it_holds_for() -> None:
 
     model = Two()
     step(model, lambda: compiled(model, precision="bf16")(torch.randn(4, 16)))
-    assert uncovered(model) == {"first.first": "disabled", "first.second": "disabled", "second": "backward hook"}
+    assert uncovered(model) == {
+        "first.first": "disabled",
+        "first.second": "disabled",
+        "second": "backward hook",
+    }
 
 
 def test_the_limit_of_versions() -> None:
@@ -136,8 +156,12 @@ def test_the_limit_of_versions() -> None:
     assert qsync_fx.plan_coverage(model).operators, "what was compiled before runs on"
 
 
-@pytest.mark.parametrize(("root", "named"), [(None, "Linear.forward"), ("body", "Linear.forward of body (Linear)")])
-def test_the_limit_names_the_module_where_torch_puts_a_function_around_it(root: str | None, named: str) -> None:
+@pytest.mark.parametrize(
+    ("root", "named"), [(None, "Linear.forward"), ("body", "Linear.forward of body (Linear)")]
+)
+def test_the_limit_names_the_module_where_torch_puts_a_function_around_it(
+    root: str | None, named: str
+) -> None:
     layer = nn.Linear(16, 16)
     fast = compiled(layer, precision="bf16", **({} if root is None else {"root": root}))
     with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
@@ -186,7 +210,10 @@ class Mixing(Plain):
 def test_a_sparse_tensor() -> None:
     model, x, adjacency = Sparse(), torch.randn(4, 16), torch.eye(4).to_sparse()
     (told,) = step(model, lambda: compiled(model, precision="bf16")(x, adjacency))
-    assert "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor to Python" in told
+    assert (
+        "first (Linear), second (Linear): Dynamo leaves a function that is given a sparse tensor to Python"
+        in told
+    )
     assert "under @torch.compiler.disable" in told
     assert "fullgraph" not in told
     assert uncovered(model) == {"first": "sparse", "second": "sparse"}

@@ -24,7 +24,9 @@ from qsync_fx.formatting import number, short
         (10 * sympy.Symbol("s0"), "10*s0", None),
     ],
 )
-def test_sizes_are_numbers_where_they_are_known(size: object, said: str, known: float | None) -> None:
+def test_sizes_are_numbers_where_they_are_known(
+    size: object, said: str, known: float | None
+) -> None:
     assert short(size) == said
     found = number(size)
     assert found == known and type(found) is type(known)
@@ -43,7 +45,9 @@ def test_operations_of_attention_are_a_number() -> None:
             return F.scaled_dot_product_attention(heads, heads, heads)
 
     found = explain(Attention(), torch.randn(2, 8, 16), options={"precision": "bf16"})
-    attention = next(operator for operator in found.operators if "scaled_dot_product" in str(operator.note.id))
+    attention = next(
+        operator for operator in found.operators if "scaled_dot_product" in str(operator.note.id)
+    )
     operations = operator_as_json(attention)["flops"]
     assert type(operations) is int
     line = next(line for line in str(found).splitlines() if "scaled_dot_product" in line)

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 import qsync_fx
 from qsync_fx import Plan, PlanError
-from tests.support.compiling.applied_steps import Breaking, Mode, Outer, Plain, Scaled, compiled, step, uncovered
+from tests.support.compiling.applied_steps import (
+    Breaking,
+    Mode,
+    Outer,
+    Plain,
+    Scaled,
+    compiled,
+    step,
+    uncovered,
+)
 from tests.support.models.small_models import Perceptron, build
 
 torch.set_num_threads(1)
@@ -34,7 +43,9 @@ def test_every_module_with_what_runs_in_it() -> None:
     plan = Plan("int8", patterns=[("head", "bf16")])
     assert step(model, lambda: compiled(model, plan=plan)(torch.randn(4, 16))) == []
     found = qsync_fx.plan_coverage(model)
-    assert {module.path: [str(ran.precision) for ran in module.operators] for module in found.modules} == {
+    assert {
+        module.path: [str(ran.precision) for ran in module.operators] for module in found.modules
+    } == {
         "layers.0": ["int8"],
         "layers.1": ["bf16"],
         "layers.2": ["bf16"],
@@ -104,7 +115,10 @@ def test_modules_whose_parameters_others_use_are_applied() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding, self.attention = nn.Embedding(20, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+            self.embedding, self.attention = (
+                nn.Embedding(20, 16),
+                nn.MultiheadAttention(16, 2, batch_first=True),
+            )
 
         def forward(self, tokens: Tensor) -> Tensor:
             x = self.embedding(tokens)
@@ -145,7 +159,10 @@ def test_models_of_torchs_own_classes_share_compiled_code() -> None:
 
     def trained(width: int) -> list[str]:
         model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 3))
-        assert step(model, lambda: compiled(model, precision="bf16", strict=True)(torch.randn(4, 16))) == []
+        assert (
+            step(model, lambda: compiled(model, precision="bf16", strict=True)(torch.randn(4, 16)))
+            == []
+        )
         assert qsync_fx.plan_coverage(model).complete
         return [f"{ran.id} {ran.precision}" for ran in qsync_fx.plan_coverage(model).operators]
 
@@ -159,9 +176,11 @@ def test_the_options_of_the_last_compilation_count() -> None:
     model, x = Plain(), torch.randn(4, 16)
     for precision in ("int8", "bf16"):
         compiled(model, precision=precision)(x)
-        assert {str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"} == {
-            precision
-        }
+        assert {
+            str(ran.precision)
+            for ran in qsync_fx.plan_coverage(model).operators
+            if ran.kind == "adjustable"
+        } == {precision}
 
 
 # Reading options.
@@ -176,9 +195,11 @@ def test_a_plan_file_is_read_once(tmp_path: Any) -> None:
     path.unlink()
     for model.scale in (1, 2):
         fast(x)
-        assert {str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"} == {
-            "int8"
-        }
+        assert {
+            str(ran.precision)
+            for ran in qsync_fx.plan_coverage(model).operators
+            if ran.kind == "adjustable"
+        } == {"int8"}
     assert given == {"plan": path, "inner_backend": "eager"}, "the user's dictionary is the user's"
     with pytest.raises(PlanError, match=r"plan\.json"):
         torch.compile(model, backend="qsync", options=given)
@@ -221,9 +242,17 @@ def test_functions_and_trainers() -> None:
             return self.model(x).square().mean()
 
     trainer = Trainer()
-    assert step(trainer.model, lambda: compiled(trainer.loss, precision="bf16", strict=True)(torch.randn(4, 16))) == []
+    assert (
+        step(
+            trainer.model,
+            lambda: compiled(trainer.loss, precision="bf16", strict=True)(torch.randn(4, 16)),
+        )
+        == []
+    )
     assert uncovered(trainer.model) == {}
-    assert [str(ran.precision) for ran in qsync_fx.plan_coverage(trainer.model).operators] == ["bf16"] * 3
+    assert [str(ran.precision) for ran in qsync_fx.plan_coverage(trainer.model).operators] == [
+        "bf16"
+    ] * 3
 
     def run(network: nn.Module, x: Tensor) -> Tensor:
         for _ in range(1):
@@ -231,7 +260,10 @@ def test_functions_and_trainers() -> None:
         return network(x)
 
     plain = Plain()
-    assert step(plain, lambda: compiled(run, precision="bf16", strict=True)(plain, torch.randn(4, 16))) == []
+    assert (
+        step(plain, lambda: compiled(run, precision="bf16", strict=True)(plain, torch.randn(4, 16)))
+        == []
+    )
     assert uncovered(plain) == {}
 
 
@@ -249,7 +281,9 @@ def test_explain_lists_what_is_in_no_graph() -> None:
     assert "remove torch.compiler.disable" in text
     assert uncovered(model)["inner.first"] == "not given", "explaining is not compiling"
     plan = Plan("int8", patterns=[("inner", "fp32")])
-    assert not any(module.lost for module in qsync_fx.explain(model, x, options={"plan": plan}).uncovered)
+    assert not any(
+        module.lost for module in qsync_fx.explain(model, x, options={"plan": plan}).uncovered
+    )
     with pytest.raises(PlanError, match="selects none"):
         qsync_fx.explain(model, x, options={"plan": Plan("int8", patterns=[("inner", "bf16")])})
 
@@ -274,4 +308,6 @@ def test_what_is_used_of_torch_is_there() -> None:
     assert sum(counters["graph_break"].values()) > before
     fast(torch.randn(4, 16))
     torch._dynamo.reset()
-    assert set(uncovered(fast).values()) == {"not met"}, "torch.compiler.reset calls the backend's reset"
+    assert set(uncovered(fast).values()) == {"not met"}, (
+        "torch.compiler.reset calls the backend's reset"
+    )

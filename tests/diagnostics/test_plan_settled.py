@@ -23,13 +23,23 @@ def _fresh() -> None:
 
 
 WRONG = [
-    ({"patterns": [("first/lienar", "int8")]}, "the pattern 'first/lienar' (int8) names nothing", "first/linear"),
-    ({"operators": {"second/linear#1": "int8"}}, "the operator second/linear#1 (int8) names nothing", "second/linear"),
+    (
+        {"patterns": [("first/lienar", "int8")]},
+        "the pattern 'first/lienar' (int8) names nothing",
+        "first/linear",
+    ),
+    (
+        {"operators": {"second/linear#1": "int8"}},
+        "the operator second/linear#1 (int8) names nothing",
+        "second/linear",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "told", "near"), WRONG)
-def test_what_decides_on_nothing_is_known_after_a_step(wrong: dict[str, Any], told: str, near: str) -> None:
+def test_what_decides_on_nothing_is_known_after_a_step(
+    wrong: dict[str, Any], told: str, near: str
+) -> None:
     model, plan = Breaking(), Plan("bf16", **wrong)
     (text,) = step(model, lambda: compiled(model, plan=plan)(torch.randn(4, 16)))
     assert text.startswith("the plan is not applied: 1 entry of the plan decides on nothing")
@@ -62,7 +72,9 @@ def test_strict_raises_it(wrong: dict[str, Any], told: str, near: str) -> None:
     assert near in str(caught.value.do)
 
 
-@pytest.mark.parametrize("entry", [{"patterns": [("frist", "int8")]}, {"operators": {"frist/linear": "int8"}}])
+@pytest.mark.parametrize(
+    "entry", [{"patterns": [("frist", "int8")]}, {"operators": {"frist/linear": "int8"}}]
+)
 def test_a_module_that_does_not_exist_is_known_at_once(entry: dict[str, Any]) -> None:
     """However the graph breaks, and in evaluation as in training."""
     model, plan = Breaking(), Plan("bf16", **entry)
@@ -97,7 +109,10 @@ def test_what_runs_in_its_planned_format_as_written_is_as_planned() -> None:
     plan = Plan("bf16", patterns=[("start", "fp32"), ("end", "fp32"), ("inner", "fp32")])
     assert step(model, lambda: compiled(model, plan=plan, strict=True)(torch.randn(2, 3, 16))) == []
     assert qsync_fx.plan_coverage(model).complete
-    assert step(model, lambda: compiled(model, precision="fp32", strict=True)(torch.randn(2, 3, 16))) == []
+    assert (
+        step(model, lambda: compiled(model, precision="fp32", strict=True)(torch.randn(2, 3, 16)))
+        == []
+    )
 
 
 def test_modules_that_do_not_run_are_listed_and_not_warned_of() -> None:
@@ -107,11 +122,17 @@ def test_modules_that_do_not_run_are_listed_and_not_warned_of() -> None:
             self.spare = nn.Linear(16, 16)
 
     model = Spare()
-    assert step(model, lambda: compiled(model, precision="bf16", strict=True)(torch.randn(4, 16))) == []
+    assert (
+        step(model, lambda: compiled(model, precision="bf16", strict=True)(torch.randn(4, 16)))
+        == []
+    )
     assert uncovered(model) == {"spare": "not called"}
     broken = nn.Sequential(Breaking())
     broken.spare = nn.Identity()
-    assert step(broken, lambda: compiled(broken, precision="bf16", strict=True)(torch.randn(4, 16))) == []
+    assert (
+        step(broken, lambda: compiled(broken, precision="bf16", strict=True)(torch.randn(4, 16)))
+        == []
+    )
 
 
 def test_evaluation_may_have_less_than_training() -> None:
@@ -156,7 +177,13 @@ def test_helpers_are_not_the_whole_model() -> None:
 def test_a_transformer_with_labels_and_a_compiled_optimizer() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=1
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        vocab_size=50,
+        n_positions=16,
+        bos_token_id=1,
+        eos_token_id=1,
     )
     model = transformers.GPT2LMHeadModel(config)
     plan = Plan("bf16", patterns=[("transformer.h.0", "int8")])

@@ -34,7 +34,11 @@ def plans(explanation: Explanation, seed: int) -> list[Plan]:
     ids = [op.id for op in explanation.operators if op.kind == "adjustable"]
     single = Plan(operators={op_id: draw.choice(FORMATS) for op_id in ids})
     module = ids[0].module.partition(".")[0]
-    return [single, Plan.uniform(draw.choice(FORMATS)), Plan("int8", [(module or "**", draw.choice(FORMATS))])]
+    return [
+        single,
+        Plan.uniform(draw.choice(FORMATS)),
+        Plan("int8", [(module or "**", draw.choice(FORMATS))]),
+    ]
 
 
 OWN: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
@@ -50,7 +54,13 @@ def _of_zoo(name: str) -> tuple[tuple[nn.Module, tuple[Any, ...]], dict[str, Any
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=tiers.ALL) for name in ("bert", "resnet", "mixtral", "llama_recomputing")), *OWN],
+    [
+        *(
+            pytest.param(name, marks=tiers.ALL)
+            for name in ("bert", "resnet", "mixtral", "llama_recomputing")
+        ),
+        *OWN,
+    ],
 )
 def test_it_is_what_explaining_afresh_says(name: str) -> None:
     torch.manual_seed(0)
@@ -58,13 +68,18 @@ def test_it_is_what_explaining_afresh_says(name: str) -> None:
     first = qsync_fx.explain(model, *inputs, **named)
     before = said(first), first.graph("lower")
     for plan in plans(first, seed=random.randrange(10**6)):
-        again, fresh = first.replanned(plan), qsync_fx.explain(model, *inputs, **named, options={"plan": plan})
+        again, fresh = (
+            first.replanned(plan),
+            qsync_fx.explain(model, *inputs, **named, options={"plan": plan}),
+        )
         assert said(again) == said(fresh), plan.to_json()
         for step in fresh.passes:
             assert again.graph(step) == fresh.graph(step), (step, plan.to_json())
         assert again.plan() == fresh.plan()
         assert str(again) == str(fresh)
-    assert (said(first), first.graph("lower")) == before, "the explanation that was asked is as it was"
+    assert (said(first), first.graph("lower")) == before, (
+        "the explanation that was asked is as it was"
+    )
 
 
 def test_a_pass_of_the_users_runs_again() -> None:
@@ -75,8 +90,12 @@ def test_a_pass_of_the_users_runs_again() -> None:
                 op.assign("fp32", reason="narrow")
 
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-    first = qsync_fx.explain(model, torch.randn(2, 8), options={"precision": "int8", "passes": [keep_narrow_layers]})
-    found = {str(op.id): str(op.precision) for op in first.replanned(Plan.uniform("bf16")).operators}
+    first = qsync_fx.explain(
+        model, torch.randn(2, 8), options={"precision": "int8", "passes": [keep_narrow_layers]}
+    )
+    found = {
+        str(op.id): str(op.precision) for op in first.replanned(Plan.uniform("bf16")).operators
+    }
     assert found == {"0/linear": "bf16", "1/relu": "bf16", "2/linear": "fp32"}
 
 

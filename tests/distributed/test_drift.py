@@ -41,7 +41,10 @@ def test_what_stays_within_the_tolerance_is_no_drift(paces: list[float]) -> None
     assert run(paces) == []
 
 
-@given(st.lists(st.lists(ANY, max_size=HOW.patience - 1), max_size=20), st.lists(WITHIN, min_size=20, max_size=20))
+@given(
+    st.lists(st.lists(ANY, max_size=HOW.patience - 1), max_size=20),
+    st.lists(WITHIN, min_size=20, max_size=20),
+)
 def test_noise_of_any_size_is_none_where_a_step_in_time_comes_before_patience_ends(
     bursts: list[list[float]], between: list[float]
 ) -> None:
@@ -52,9 +55,18 @@ def test_noise_of_any_size_is_none_where_a_step_in_time_comes_before_patience_en
 @given(st.lists(ANY, max_size=100))
 def test_two_decisions_are_as_far_apart_as_they_must_be(paces: list[float]) -> None:
     steps = run(paces)
-    assert all(after - before >= HOW.cooldown + HOW.patience for before, after in itertools.pairwise(steps))
+    assert all(
+        after - before >= HOW.cooldown + HOW.patience for before, after in itertools.pairwise(steps)
+    )
     # And there is one wherever enough steps in a row lie beyond: the mirror of the tests above.
-    first = next((at for at in range(HOW.patience, len(paces) + 1) if _beyond(paces[at - HOW.patience : at])), None)
+    first = next(
+        (
+            at
+            for at in range(HOW.patience, len(paces) + 1)
+            if _beyond(paces[at - HOW.patience : at])
+        ),
+        None,
+    )
     assert (steps[0] + 1 if steps else None) == first
 
 
@@ -62,7 +74,11 @@ def _beyond(paces: list[float]) -> bool:
     return all(pace > 1.15 for pace in paces) or all(pace < 1 / 1.15 for pace in paces)
 
 
-@given(st.lists(WITHIN, max_size=50), st.floats(1.4, 5), st.lists(st.floats(0.9, 1.1), min_size=8, max_size=50))
+@given(
+    st.lists(WITHIN, max_size=50),
+    st.floats(1.4, 5),
+    st.lists(st.floats(0.9, 1.1), min_size=8, max_size=50),
+)
 def test_a_device_that_has_become_slower_is_seen_after_patience_and_once(
     before: list[float], slowdown: float, noise: list[float]
 ) -> None:
@@ -81,7 +97,9 @@ def test_a_class_is_as_slow_as_its_slowest_rank(ranks: list[tuple[float, str]]) 
     found = drift(everyones, classes) or Drift()
     of = {name: [pace for pace, other in ranks if other == name] for name in classes}
     assert set(found.slower) == {rank for rank, (pace, _) in enumerate(ranks) if pace > 1.15}
-    assert set(found.faster) == {rank for rank, (_, name) in enumerate(ranks) if max(of[name]) < 1 / 1.15}
+    assert set(found.faster) == {
+        rank for rank, (_, name) in enumerate(ranks) if max(of[name]) < 1 / 1.15
+    }
     if found != Drift():
         assert found.paces == {name: max(paces) for name, paces in of.items()}
         assert found.allowed == {name: 1e9 * min(paces) for name, paces in of.items()}
@@ -108,14 +126,18 @@ def test_a_rank_that_has_seen_too_little_states_nothing() -> None:
 
 
 @given(ANY, ANY, ANY, ANY)
-def test_a_plan_is_worth_compiling_for_where_it_wins_time_or_exactness(s: float, v: float, t: float, w: float) -> None:
+def test_a_plan_is_worth_compiling_for_where_it_wins_time_or_exactness(
+    s: float, v: float, t: float, w: float
+) -> None:
     found = wins((s, v), (t, w), True, 0.02)
     assert found == (t < 0.98 * s or (w < 0.98 * v and t <= 1.02 * s))
     assert wins((s, v), (t, w), False, 0.02)
     assert not wins((s, v), (s, v), True, 0.0)
 
 
-@pytest.mark.parametrize("wrong", [{"patience": 0}, {"cooldown": -1}, {"tolerance": -0.1}, {"gain": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"patience": 0}, {"cooldown": -1}, {"tolerance": -0.1}, {"gain": float("nan")}]
+)
 def test_what_cannot_be_is_said(wrong: dict[str, float]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         Hysteresis(**wrong)  # type: ignore[arg-type]

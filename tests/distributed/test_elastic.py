@@ -39,15 +39,44 @@ def machine(device: str) -> Iterator[tuple[forks.Server, dict[str, str]]]:
 
 
 @contextmanager
-def node(folder: Path, port: int, of: tuple[forks.Server, dict[str, str]], host: bool) -> Iterator[None]:
+def node(
+    folder: Path, port: int, of: tuple[forks.Server, dict[str, str]], host: bool
+) -> Iterator[None]:
     """A launcher with one rank; in the end both are killed."""
     server, environment = of
-    command = [environment["PYTHON_EXEC"], "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-    command += ["--max-restarts", "9", "--monitor-interval", "0.2", "--rdzv-id", "elastic", "--rdzv-backend", "c10d"]
+    command = [
+        environment["PYTHON_EXEC"],
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+    ]
+    command += [
+        "--max-restarts",
+        "9",
+        "--monitor-interval",
+        "0.2",
+        "--rdzv-id",
+        "elastic",
+        "--rdzv-backend",
+        "c10d",
+    ]
     conf = f"is_host={int(host)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
-    command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", conf, str(SCRIPT), str(folder), str(STEPS)]
+    command += [
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--rdzv-conf",
+        conf,
+        str(SCRIPT),
+        str(folder),
+        str(STEPS),
+    ]
     with open(folder / f"{environment['DEVICE']}.log", "ab") as log:
-        started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        started = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         yield
     finally:
@@ -57,7 +86,9 @@ def node(folder: Path, port: int, of: tuple[forks.Server, dict[str, str]], host:
 
 def gone(server: forks.Server) -> None:
     """Kills a launcher with its rank, as a machine that is switched off."""
-    while found := subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split():
+    while found := subprocess.run(
+        ["pgrep", "-P", str(server.pid)], capture_output=True, text=True
+    ).stdout.split():
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -69,7 +100,9 @@ def trainings(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
 
 
-def until(folder: Path, seen: Callable[[list[dict[str, Any]]], bool], seconds: float = 280) -> list[dict[str, Any]]:
+def until(
+    folder: Path, seen: Callable[[list[dict[str, Any]]], bool], seconds: float = 280
+) -> list[dict[str, Any]]:
     end = time.monotonic() + seconds
     while not seen(found := trainings(folder)):
         logs = "\n".join(path.read_text()[-3000:] for path in folder.glob("*.log"))
@@ -91,7 +124,10 @@ def test_ranks_that_leave_and_join_have_a_plan_for_the_world_that_is(tmp_path: P
         assert {frozenset(one["ranks"]) for one in both} == {frozenset({"fast", "slow"})}
 
         alone = until(
-            tmp_path, lambda said: any(one["world"] == 1 and one["reached"] > one["done"] + 8 for one in said)
+            tmp_path,
+            lambda said: any(
+                one["world"] == 1 and one["reached"] > one["done"] + 8 for one in said
+            ),
         )
         (left,) = (one for one in alone if one["world"] == 1)
         assert left["ranks"] == ["fast"]
@@ -100,7 +136,10 @@ def test_ranks_that_leave_and_join_have_a_plan_for_the_world_that_is(tmp_path: P
 
         with node(tmp_path, port, slow, host=False):
             again = until(
-                tmp_path, lambda said: sum(one["world"] == 2 and one["done"] > left["done"] for one in said) == 2
+                tmp_path,
+                lambda said: (
+                    sum(one["world"] == 2 and one["done"] > left["done"] for one in said) == 2
+                ),
             )
             found = [one for one in again if one["world"] == 2 and one["done"] > left["done"]]
             assert {frozenset(one["ranks"]) for one in found} == {frozenset({"fast", "slow"})}

@@ -27,7 +27,10 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
         ({"codecs": ["qsgd5"]}, "a plan has no codec 'qsgd5'"),
         ({"max_replans": -1}, "cannot be run in -1 rounds"),
         ({"repeats": 0}, "cannot be measured 0 times"),
-        ({"options": {"inner_backend": "eager"}}, "operators are timed in the code that Inductor writes"),
+        (
+            {"options": {"inner_backend": "eager"}},
+            "operators are timed in the code that Inductor writes",
+        ),
         ({"ronds": 3}, "measure_and_plan has no argument 'ronds'"),
         ({"profile": "profile.json"}, "measure_and_plan has no argument 'profile'"),
         ({"save": "missing/plan.json"}, "cannot be written"),
@@ -38,7 +41,9 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
 def test_wrong_arguments_are_refused_before_a_step(arguments: dict[str, Any], what: str) -> None:
     step = Counted()
     with pytest.raises(QSyncError) as caught:
-        qsync_fx.distributed.measure_and_plan(layer(), step, [BATCH], device_class="cpu", progress=False, **arguments)
+        qsync_fx.distributed.measure_and_plan(
+            layer(), step, [BATCH], device_class="cpu", progress=False, **arguments
+        )
     assert what in str(caught.value)
     assert not step.calls
 
@@ -52,7 +57,11 @@ def test_measure_refuses_an_unknown_method_before_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "what"),
-    [({"codecs": ["qsgd5"]}, "no codec"), ({"margin": -1.0}, "margin"), ({"memory": "all"}, "is no memory")],
+    [
+        ({"codecs": ["qsgd5"]}, "no codec"),
+        ({"margin": -1.0}, "margin"),
+        ({"memory": "all"}, "is no memory"),
+    ],
 )
 def test_find_plan_from_a_profile_without_sensitivity_names_the_wrong_argument(
     arguments: dict[str, Any], what: str

@@ -27,7 +27,9 @@ from tests.support.processes import ranks
 def test_wrong_arguments_of_find_plan_are_refused_on_all_ranks_before_a_step(
     arguments: dict[str, object], failing: list[int], what: str, tmp_path: Path
 ) -> None:
-    ended = ranks.run("guarded_rank.py", 2, tmp_path, name="refused", arguments=arguments, ranks=failing)
+    ended = ranks.run(
+        "guarded_rank.py", 2, tmp_path, name="refused", arguments=arguments, ranks=failing
+    )
     for rank in ended:
         assert what in rank.result["what"], rank.log
         assert rank.result["steps"] == 0
@@ -64,7 +66,9 @@ def test_a_layer_that_other_ranks_alone_reach_is_not_said_to_run_as_written(tmp_
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     for rank in ended:
         assert rank.result["others"]["told"] == [[], [], [], []]
-        assert rank.result["others"]["left"] == ["beside"], "called by nobody, and compiled once it is"
+        assert rank.result["others"]["left"] == ["beside"], (
+            "called by nobody, and compiled once it is"
+        )
         once, again, *later = rank.result["beside"]["told"]
         assert (once, later) == ([], [[], []])
         assert len(again) == 1
@@ -92,13 +96,21 @@ def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
         *(("stop", "has said nothing for", world) for world in (2, 3)),
     ],
 )
-def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, world: int, tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_on_the_others(
+    how: str, what: str, world: int, tmp_path: Path
+) -> None:
     # One that is stopped does not end: nobody waits for it once the others have.
     limit, after = (6, 1) if how == "stop" else (600, 60)
-    *others, odd = ended = ranks.run("guarded_rank.py", world, tmp_path, 120, after, name="fails", how=how, limit=limit)
+    *others, odd = ended = ranks.run(
+        "guarded_rank.py", world, tmp_path, 120, after, name="fails", how=how, limit=limit
+    )
     if how != "plan":
-        (trained,) = {line for rank in ended for line in rank.log.splitlines() if line.startswith("trained ")}
-        assert re.fullmatch(r"trained \w+ by [1-9]\d* operators", trained), "all ranks to the last bit, by graphs"
+        (trained,) = {
+            line for rank in ended for line in rank.log.splitlines() if line.startswith("trained ")
+        }
+        assert re.fullmatch(r"trained \w+ by [1-9]\d* operators", trained), (
+            "all ranks to the last bit, by graphs"
+        )
         assert all(trained in rank.log for rank in ended)
     for rank in others:
         assert f"rank {world - 1} {what}" in rank.log, rank.log + odd.log
@@ -115,7 +127,9 @@ def test_a_rank_that_fails_is_named_on_the_others(how: str, what: str, world: in
 
 @tiers.ALL
 def test_the_ranks_find_the_plan_that_they_train_under(tmp_path: Path) -> None:
-    first, second = ended = ranks.run("guarded_rank.py", 2, tmp_path, name="finding", where=str(tmp_path), seconds=300)
+    first, second = ended = ranks.run(
+        "guarded_rank.py", 2, tmp_path, name="finding", where=str(tmp_path), seconds=300
+    )
     assert [rank.code for rank in ended] == [0, 0], first.log + second.log
     ours, theirs = first.result, second.result
     assert ours["broken"][0] == "RankError"
@@ -148,7 +162,9 @@ def test_a_rank_that_is_killed_while_it_measures_itself_is_named(tmp_path: Path)
 
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limit(world: int, tmp_path: Path) -> None:
+def test_ranks_wait_for_one_that_compiles_or_stands_still_for_less_than_the_limit(
+    world: int, tmp_path: Path
+) -> None:
     ended = ranks.run("guarded_rank.py", world, tmp_path, name="patience", limit=5, slow=8)
     assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log for rank in ended)
     assert len({rank.result["weights"] for rank in ended}) == 1

@@ -56,24 +56,34 @@ def test_what_is_measured_takes_time_for_its_bytes(bandwidth: float) -> None:
     probe = LinkProbe.of(cluster)
     assert probe.seconds == pytest.approx(cluster.all_reduce.seconds([float(probe.nbytes)], 4)[0])
     assert probe.seconds >= 0.01 or probe.nbytes == 2**26
-    assert LinkProbe.noted(probe.notes()) == LinkProbe(probe.nbytes, pytest.approx(probe.seconds, rel=1e-5))
+    assert LinkProbe.noted(probe.notes()) == LinkProbe(
+        probe.nbytes, pytest.approx(probe.seconds, rel=1e-5)
+    )
     assert LinkProbe.of(Cluster({"cpu": ClusterDevice(1)})).notes() == {}
     assert LinkProbe.noted({}) is None
 
 
-def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_decision_it_rests_and_goes_on_from_what_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken = iter([0.1, 0.1, 0.4, 0.4, 0.4, 0.4, 0.1, 0.1])
     monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats, device: next(taken))
     ours = ProbedLinks(LinkProbe(2**20, 0.1).notes(), HOW)
     assert [ours.look() for _ in range(4)] == [None, None, None, pytest.approx(4.0)]
     ours.decided(4.0)
     assert ours.probe == LinkProbe(2**20, pytest.approx(0.4))
-    assert [ours.look() for _ in range(4)] == [None] * 4, "cooldown steps count for nothing, and nothing is measured"
+    assert [ours.look() for _ in range(4)] == [None] * 4, (
+        "cooldown steps count for nothing, and nothing is measured"
+    )
     assert [ours.look() for _ in range(2)] == [None, None], "0.4 s are foreseen now"
     assert [ours.look() for _ in range(2)] == [None, pytest.approx(0.25)]
     ours.decided(20.0)
-    assert ours.probe == LinkProbe(2**16, pytest.approx(0.5)), "8 s in place of 0.4 would hold training up"
-    monkeypatch.setattr(watched, "all_reduce_seconds", lambda nbytes, repeats, device: nbytes / 2**17)
+    assert ours.probe == LinkProbe(2**16, pytest.approx(0.5)), (
+        "8 s in place of 0.4 would hold training up"
+    )
+    monkeypatch.setattr(
+        watched, "all_reduce_seconds", lambda nbytes, repeats, device: nbytes / 2**17
+    )
     assert ours.table() == [(2**power, 2.0 ** (power - 17)) for power in (10, 12, 14, 16)]
     assert ProbedLinks({}, HOW).look() is None
 
@@ -86,7 +96,9 @@ def test_a_change_of_links_is_said_with_numbers() -> None:
         None,
         "the best plan now is the one that is in force",
     )
-    assert "though an all-reduce takes 400 ms where 20 ms were foreseen (20.00 times)" in str(decided)
+    assert "though an all-reduce takes 400 ms where 20 ms were foreseen (20.00 times)" in str(
+        decided
+    )
     assert ReplanReport.from_dict(json.loads(json.dumps(decided.to_dict()))) == decided
 
 
@@ -97,7 +109,10 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
 
         def slows() -> None:
             until = time.monotonic() + 400
-            while sum((tmp_path / f"{rank}.there").exists() for rank in range(2)) < 2 and time.monotonic() < until:
+            while (
+                sum((tmp_path / f"{rank}.there").exists() for rank in range(2)) < 2
+                and time.monotonic() < until
+            ):
                 time.sleep(0.02)
             links.reshape(places, "20mbit")
             (tmp_path / "changed").touch()
@@ -112,7 +127,11 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
         assert first[name] == second[name], name
     assert first["before"] == {}, "over 500 Mbit/s FP32 takes as long as a step may"
     # What was measured before training may have been off, which is a decision, too, and keeps the plan.
-    (decided,) = (found for one in first["replanned"] if (found := ReplanReport.from_dict(one)).after is not None)
+    (decided,) = (
+        found
+        for one in first["replanned"]
+        if (found := ReplanReport.from_dict(one)).after is not None
+    )
     assert decided.step > 10, "not before it has changed"
     (cause,) = decided.causes
     assert cause.change is PlanChange.LINKS
@@ -120,5 +139,7 @@ def test_over_a_link_that_becomes_slow_gradients_go_in_a_codec(links: Any, tmp_p
     assert decided.before and decided.after
     assert decided.after.seconds < 0.2 < decided.before.seconds
     assert set(first["after"].values()) <= {"qsgd8", "qsgd4"} and first["after"]
-    assert all(printed.count("another plan is in force") == 1 for printed in ended.printed), "one announcement a rank"
+    assert all(printed.count("another plan is in force") == 1 for printed in ended.printed), (
+        "one announcement a rank"
+    )
     assert "a plan's qsgd" in first["name"]

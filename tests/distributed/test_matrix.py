@@ -71,7 +71,9 @@ def test_replicas_are_equal_to_the_last_bit(way: str, world: int) -> None:
     assert [rank["precisions"] for rank in found] == [["fp32"], *([["bf16", "int8"]] * (world - 1))]
     # Where no input of a rank takes a branch, nothing of it is compiled there.
     left = 1 if way == "different branches" else 0
-    assert [rank["uncovered"] for rank in found] == [0, *[left] * (world - 1)], "all of the model is compiled"
+    assert [rank["uncovered"] for rank in found] == [0, *[left] * (world - 1)], (
+        "all of the model is compiled"
+    )
     assert len({rank["weights"] for rank in found}) == 1
     assert all(rank["moved"] for rank in found)
     assert all(rank["finite"] == (way != "NaN on one rank") for rank in found)
@@ -84,14 +86,19 @@ def test_a_checkpoint_of_three_ranks_goes_on_on_two_under_other_plans(tmp_path: 
         folder = tmp_path / str(world)
         folder.mkdir()
         ended = ranks.run("matrix_rank.py", world, folder, checkpoint=str(tmp_path / "checkpoint"))
-        assert [rank.code for rank in ended] == [0] * world, "\n".join(rank.log[-3000:] for rank in ended)
+        assert [rank.code for rank in ended] == [0] * world, "\n".join(
+            rank.log[-3000:] for rank in ended
+        )
         results[world] = [rank.result for rank in ended]
     saved = {rank["saved"]["weights"] for rank in results[3]}
     assert len(saved) == 1
     assert {rank["loaded"]["weights"] for rank in results[2]} == saved
     assert len({rank["trained"]["weights"] for rank in results[2]}) == 1
     assert {rank["trained"]["weights"] for rank in results[2]} != saved
-    assert [rank["trained"]["precisions"] for rank in results[2]] == [["bf16", "int8"], ["bf16"]]  # norms have no int8
+    assert [rank["trained"]["precisions"] for rank in results[2]] == [
+        ["bf16", "int8"],
+        ["bf16"],
+    ]  # norms have no int8
     assert [rank["steps"] for rank in results[2]] == [6, 6]
 
 

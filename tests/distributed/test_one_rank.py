@@ -21,7 +21,12 @@ from qsync_fx import ClusterPlan, OptionError, Plan
 from qsync_fx.allocator.plan_result import PredictedCost
 from qsync_fx.distributed import average_by_batch, check_replicas, compress, guard
 from qsync_fx.distributed.consensus.rank_liveness import gone, identity
-from qsync_fx.distributed.consensus.rendezvous import Meeting, at_least, compiles_told, limit_of_group
+from qsync_fx.distributed.consensus.rendezvous import (
+    Meeting,
+    at_least,
+    compiles_told,
+    limit_of_group,
+)
 from qsync_fx.distributed.consensus.store_channel import Channel, Failure, StoreLost
 from qsync_fx.distributed.fleet_plan import under
 from qsync_fx.distributed.replica_check import digests
@@ -53,7 +58,9 @@ def train(model: nn.Module) -> float:
 def test_a_guard_without_other_ranks_does_nothing(group: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    fast = torch.compile(model, backend="qsync", options={"plan": Plan.uniform("fp32"), "inner_backend": "aot_eager"})
+    fast = torch.compile(
+        model, backend="qsync", options={"plan": Plan.uniform("fp32"), "inner_backend": "aot_eager"}
+    )
     assert train(fast) < float(model.weight.new_tensor(10))
     assert not fast._forward_pre_hooks
     check_replicas(model)
@@ -90,7 +97,9 @@ def test_it_is_known_when_a_rank_compiles(group: None) -> None:
 
     options = {"precision": "fp32", "inner_backend": "aot_eager", "passes": [look]}
     with compiles_told(meeting):
-        torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync", options=options)(torch.ones(2, 4))
+        torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="qsync", options=options)(
+            torch.ones(2, 4)
+        )
         assert not meeting.watcher._compiles.is_set()
     assert seen == [True]
 
@@ -157,7 +166,9 @@ def test_one_rank_runs_the_plan_that_it_finds() -> None:
     )
     assert plan.answer is not None and plan.survey is not None
     assert 1 <= len(plan.answer.trials) <= 2 and "cpu ran " in plan.notes["answer"]
-    assert any(run.planned for run in plan.survey.profiles["cpu"].runs), "what was measured is kept for replanning"
+    assert any(run.planned for run in plan.survey.profiles["cpu"].runs), (
+        "what was measured is kept for replanning"
+    )
 
 
 def test_what_cannot_be_is_said() -> None:
@@ -181,7 +192,9 @@ def test_what_cannot_be_is_said() -> None:
         ({"check_every": -1}, "check_every is a number of steps, not -1"),
     ],
 )
-def test_numbers_that_compress_cannot_take_are_refused(group: None, how: dict[str, Any], what: str) -> None:
+def test_numbers_that_compress_cannot_take_are_refused(
+    group: None, how: dict[str, Any], what: str
+) -> None:
     with pytest.raises(OptionError, match=re.escape(what)):
         compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8", **how)
 

@@ -23,7 +23,9 @@ def trained(memory: float, keep: bool, steps: int = 8) -> tuple[PeakCheck, int, 
     """Returns the check of a short training, what is held throughout, and what a step holds beyond, as `measure` measures it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE))
-    fast = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
+    fast = torch.compile(
+        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(64, SIZE)
     check = PeakCheck(fast, "rank 1 (t4)", lambda: [optimizer])
@@ -60,7 +62,9 @@ def test_within_the_limit_nothing_is_said() -> None:
 def test_nothing_is_measured_while_the_user_profiles() -> None:
     with profile(activities=[ProfilerActivity.CPU]):
         model = torch.compile(
-            nn.Linear(4, 4), backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"}
+            nn.Linear(4, 4),
+            backend="qsync",
+            options={"precision": "fp32", "inner_backend": "aot_eager"},
         )
         check = PeakCheck(model, "rank 0", list)
         check.follow(PredictedCost(memory=1.0))

@@ -28,7 +28,9 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
         ours, theirs = first.result[case], second.result[case]
         assert ours["replanned"] == theirs["replanned"], "all ranks are told the same"
         assert ours["weights"] == theirs["weights"], "to the last bit"
-        assert (ours["steps"], theirs["steps"]) == (STEPS, STEPS), "of the optimizer's state, which is kept"
+        assert (ours["steps"], theirs["steps"]) == (STEPS, STEPS), (
+            "of the optimizer's state, which is kept"
+        )
         decided = switched(ours["replanned"])
         assert change in {cause.change for cause in decided.causes if cause.rank == 1}, ours["told"]
         assert decided.step > FROM, "not before it has changed"
@@ -41,7 +43,9 @@ def test_a_device_that_changes_gets_another_plan_once(tmp_path: Path) -> None:
     slower, memory = (switched(first.result[case]["replanned"]) for case in ("slower", "memory"))
     assert slower.before and slower.after and slower.after.seconds < slower.before.seconds
     (tight,) = (cause for cause in memory.causes if cause.rank == 1)
-    peak = float(ClusterPlan.from_json(first.result["memory"]["after"]).classes["slow"].notes["peak"])
+    peak = float(
+        ClusterPlan.from_json(first.result["memory"]["after"]).classes["slow"].notes["peak"]
+    )
     assert peak <= tight.measured < tight.foreseen
 
 
@@ -65,12 +69,17 @@ def test_a_plan_with_codecs_is_found_and_changed(tmp_path: Path) -> None:
 
 def switched(told: list[dict[str, Any]]) -> ReplanReport:
     """Returns the one decision that put another plan in force."""
-    (found,) = (decided for one in told if (decided := ReplanReport.from_dict(one)).after is not None)
+    (found,) = (
+        decided for one in told if (decided := ReplanReport.from_dict(one)).after is not None
+    )
     return found
 
 
 def test_what_was_decided_is_said_with_numbers() -> None:
-    causes = (ReplanCause(1, "t4", PlanChange.SLOWER, 0.01, 0.03), ReplanCause(2, "t4", PlanChange.TIGHT, 4e9, 3e9))
+    causes = (
+        ReplanCause(1, "t4", PlanChange.SLOWER, 0.01, 0.03),
+        ReplanCause(2, "t4", PlanChange.TIGHT, 4e9, 3e9),
+    )
     before, after = (
         ReplanCosts(0.05, 1.0, {"t4": {"fp32": 4}}),
         ReplanCosts(0.03, 2.5, {"t4": {"int8": 3, "fp32": 1}}),
@@ -84,7 +93,9 @@ def test_what_was_decided_is_said_with_numbers() -> None:
         "  the model is compiled once for it, as it is called next",
     ]
     assert ReplanReport.from_dict(decided.to_dict()) == decided
-    kept = ReplanReport(40, causes[:1], before, None, "the best plan now is the one that is in force")
+    kept = ReplanReport(
+        40, causes[:1], before, None, "the best plan now is the one that is in force"
+    )
     assert "the plan is kept after step 40, though rank 1 (t4) computes 30 ms" in str(kept)
     assert ReplanReport.from_dict(kept.to_dict()) == kept
 

@@ -33,15 +33,26 @@ def test_a_trainer_trains_each_rank_under_its_part_of_the_plan(
     pytest.importorskip(needs)
     pytest.importorskip("sklearn")
     environment = forks.shell({**os.environ, **ranks.ENVIRONMENT})
-    command = [environment["PYTHON_EXEC"], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        environment["PYTHON_EXEC"],
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += [str(EXAMPLES / script), *(["--folder", str(tmp_path / "kept")] if folder else [])]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580)
+    ended = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580
+    )
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said[-6000:]
     told = dict(re.findall(r"rank (\d) trained in ([\w, ]+), accuracy", said))
     assert told.keys() == {"0", "1"}, said[-6000:]
     assert told["0"] == "fp32"
     assert set(told["1"].split(", ")) <= {"fp32", "bf16"}
-    assert all(float(share) > 0.85 for share in re.findall(r"accuracy ([\d.]+)", said)), said[-2000:]
+    assert all(float(share) > 0.85 for share in re.findall(r"accuracy ([\d.]+)", said)), said[
+        -2000:
+    ]
     # Both hold the same parameters, to the last bit: the guard compares them, and what they get right is the same.
     assert len(set(re.findall(r"accuracy ([\d.]+)", said))) <= 2

@@ -11,16 +11,22 @@ pytestmark = tiers.ALL
 
 
 def test_ranks_measure_one_another(tmp_path: Path) -> None:
-    first, second = ranks.results("measured", 2, tmp_path, script="cpuless_rank.py", backend="cuda:gloo")
+    first, second = ranks.results(
+        "measured", 2, tmp_path, script="cpuless_rank.py", backend="cuda:gloo"
+    )
     assert "No backend type associated with device type cpu" in first["refused"][0]
     assert all(first["refused"]), "nothing of what was measured could go over the group"
-    assert first["routes"] == [["meta", True], ["meta", True], ["cpu", False]], "what is measured, twice, then seconds"
+    assert first["routes"] == [["meta", True], ["meta", True], ["cpu", False]], (
+        "what is measured, twice, then seconds"
+    )
     assert first["numbers"] == second["numbers"]
     assert "qsgd8" in first["ways"]
 
 
 def test_ranks_find_a_plan_train_under_a_guard_and_plan_anew(tmp_path: Path) -> None:
-    first, second = ranks.results("trained", 2, tmp_path, script="cpuless_rank.py", backend="cuda:gloo")
+    first, second = ranks.results(
+        "trained", 2, tmp_path, script="cpuless_rank.py", backend="cuda:gloo"
+    )
     assert first["plan"] == second["plan"]
     assert first["travelled"] == ["gloo", "gloo"]
     assert first["replanned"] == second["replanned"] >= 1

@@ -69,11 +69,15 @@ def test_both_runs_are_timed_and_their_memory_is_counted(demo: Any) -> None:
             assert max(took["computing"], took["waiting"]) < took["seconds"]
         assert training["steps"] == 2 * (1438 // 56) - 5
     peaks = [found["measured"][which]["peak"][1] for which in ("uniform", "planned")]
-    assert peaks[0] < found["measured"]["uniform"]["peak"][0], "BF16 with a third more images holds less than FP32"
+    assert peaks[0] < found["measured"]["uniform"]["peak"][0], (
+        "BF16 with a third more images holds less than FP32"
+    )
 
 
 @pytest.mark.timeout(900)
-def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memory(tmp_path: Path) -> None:
+def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memory(
+    tmp_path: Path,
+) -> None:
     finished = run("--quick", output=tmp_path, seconds=800)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     plan = ClusterPlan.load(tmp_path / "plan.json")
@@ -88,7 +92,9 @@ def test_ranks_measure_themselves_plan_and_train_under_the_plan_within_its_memor
     found = json.loads((tmp_path / "outcome.json").read_text())
     foreseen, real = found["foreseen"]["planned"], found["measured"]["planned"]
     assert foreseen["variance"] <= found["foreseen"]["uniform"]["variance"]
-    assert real["operators"][1] == Counter(fmt.name for fmt in plan.classes["inference"].operators.values())
+    assert real["operators"][1] == Counter(
+        fmt.name for fmt in plan.classes["inference"].operators.values()
+    )
     assert max(foreseen["peak"][1], real["peak"][1]) <= found["memory"]
     assert "is recovered" in finished.stdout or "are recovered" in finished.stdout
 

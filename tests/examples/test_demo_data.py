@@ -50,7 +50,11 @@ def test_the_digest_sees_a_single_bit(example: Any) -> None:
 
 
 def idx(values: np.ndarray[Any, Any]) -> bytes:
-    return bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+    return (
+        bytes((0, 0, 8, values.ndim))
+        + struct.pack(f">{values.ndim}I", *values.shape)
+        + values.tobytes()
+    )
 
 
 def write(folder: Path, zipped: bool = False, **changed: bytes) -> dict[str, np.ndarray[Any, Any]]:
@@ -108,7 +112,9 @@ def test_damaged_images_are_named_and_never_half_read(
         data.load(str(folder))
 
 
-def test_a_zip_that_is_cut_off_and_labels_of_other_images_are_named(tmp_path: Path, example: Any) -> None:
+def test_a_zip_that_is_cut_off_and_labels_of_other_images_are_named(
+    tmp_path: Path, example: Any
+) -> None:
     data = example("data")
     write(tmp_path, zipped=True)
     path = tmp_path / "t10k-images-idx3-ubyte.gz"

@@ -34,11 +34,19 @@ def test_a_plan_for_another_model_ends_both_ranks_and_is_named(tmp_path: Path) -
     ("option", "value"),
     [
         ("--plan", "cut.json"),
-        *(pytest.param(*case, marks=tiers.ALL) for case in (("--batch", "5000"), ("--output", "a file/out"))),
-        *(pytest.param(*case, marks=tiers.EVERY) for case in (("--data", "nowhere"), ("--inner-backend", "eager"))),
+        *(
+            pytest.param(*case, marks=tiers.ALL)
+            for case in (("--batch", "5000"), ("--output", "a file/out"))
+        ),
+        *(
+            pytest.param(*case, marks=tiers.EVERY)
+            for case in (("--data", "nowhere"), ("--inner-backend", "eager"))
+        ),
     ],
 )
-def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_told_before_a_process_starts(
+    option: str, value: str, tmp_path: Path
+) -> None:
     (tmp_path / "cut.json").write_text('{"format": "qsync')
     (tmp_path / "a file").write_text("")
     given = value if option in ("--batch", "--inner-backend") else str(tmp_path / value)
@@ -52,13 +60,19 @@ def test_wrong_arguments_are_told_before_a_process_starts(option: str, value: st
 
 def test_without_the_package_it_says_what_to_run(tmp_path: Path) -> None:
     finished = run(*DIGITS, output=tmp_path, python=("-S",))
-    assert finished.returncode == 2 and "make setup" in finished.stderr and "Traceback" not in finished.stderr
+    assert (
+        finished.returncode == 2
+        and "make setup" in finished.stderr
+        and "Traceback" not in finished.stderr
+    )
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A demo that would train its smaller network for long, under a plan of both ranks."""
-    ClusterPlan({"training": Plan.uniform("fp32"), "inference": Plan.uniform("int8")}).save(tmp_path / "given.json")
+    ClusterPlan({"training": Plan.uniform("fp32"), "inference": Plan.uniform("int8")}).save(
+        tmp_path / "given.json"
+    )
     arguments = ("--quick", *EAGER, "--plan", str(tmp_path / "given.json"), "--epochs", "5000")
     with started(*arguments, output=tmp_path) as process:
         yield process
@@ -66,8 +80,17 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def started(*arguments: str, output: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), *DIGITS, *arguments, "--output", str(output)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=wide()) as process:
+    command = [
+        sys.executable,
+        str(EXAMPLES / "demo.py"),
+        *DIGITS,
+        *arguments,
+        "--output",
+        str(output),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=wide()
+    ) as process:
         try:
             yield process
         finally:
@@ -78,7 +101,10 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     """The processes of the two ranks, in order."""
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None:
-        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        children = [
+            int(pid)
+            for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ]
         found = [pid for pid in children if b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         if len(found) == 2:
             return sorted(found)

@@ -42,9 +42,18 @@ def ordered(arch: Arch) -> list[TranslationUnit]:
         kinds[config.operation, config.a, config.b, config.a_major, config.b_major].append(config)
     longest = max(map(len, kinds.values()))
     rounds = [kind[at] for at in range(longest) for kind in kinds.values() if at < len(kind)]
-    called = models.kernels_of([*test_wrapper.asked(), *test_gemm.asked(), *test_memory.asked()], arch)
+    called = models.kernels_of(
+        [*test_wrapper.asked(), *test_gemm.asked(), *test_memory.asked()], arch
+    )
     return list(
-        dict.fromkeys([*models.units(arch), *called, *ahead.of_all(arch), *map(kernel_registry.unit_of, rounds)])
+        dict.fromkeys(
+            [
+                *models.units(arch),
+                *called,
+                *ahead.of_all(arch),
+                *map(kernel_registry.unit_of, rounds),
+            ]
+        )
     )
 
 
@@ -66,11 +75,27 @@ def at_most(seconds: float) -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--arch", choices=ARCHITECTURES, default=kit.arch(), help="what to compile for (%(default)s)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once; as cores and memory allow by default")
-    parser.add_argument("--seconds", type=float, default=0.0, help="when to stop; 0: when all is done")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only units whose name holds this")
-    parser.add_argument("--list", action="store_true", help="print the units, in order, and compile nothing")
+    parser.add_argument(
+        "--arch",
+        choices=ARCHITECTURES,
+        default=kit.arch(),
+        help="what to compile for (%(default)s)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="compilers at once; as cores and memory allow by default",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="when to stop; 0: when all is done"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only units whose name holds this"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the units, in order, and compile nothing"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write what was done there")
     options = parser.parse_args()
     wanted = [unit for unit in ordered(options.arch) if options.only in unit.name]
@@ -95,7 +120,9 @@ def main() -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         write_text(options.json, json.dumps(found, indent=1) + "\n")
-    print(f"build_kernels: {len(done)} of {len(wanted)} kernels for {options.arch}, {found['seconds']:.0f} s")
+    print(
+        f"build_kernels: {len(done)} of {len(wanted)} kernels for {options.arch}, {found['seconds']:.0f} s"
+    )
     for name, error in found["failures"].items():
         print(f"{name}: {error}", file=sys.stderr)
     return 1 if failures else 0

@@ -37,7 +37,8 @@ def _all(config: KernelConfig) -> Iterator[ConvProblem]:
     fprop = config.operation == "fprop"
     for window, (n, h, w, c, k) in zip(
         [*WINDOWS, *WINDOWS],
-        [(1, 9, 10, step, step)] * len(WINDOWS) + [(3, 17, 14, 3 * step, _up(160, step))] * len(WINDOWS),
+        [(1, 9, 10, step, step)] * len(WINDOWS)
+        + [(3, 17, 14, 3 * step, _up(160, step))] * len(WINDOWS),
         strict=True,
     ):
         yield ConvProblem(

@@ -63,7 +63,11 @@ def lacks(fmt: str) -> str:
     since = CUDA_SINCE.get(read, (0, 0))
     here = torch.cuda.get_device_capability(DEVICE) if AVAILABLE else since
     compiled_for = known_of(DEVICE).arch if AVAILABLE else None
-    multiplied = {config.a for config in candidates.all_configs(compiled_for)} if compiled_for is not None else set()
+    multiplied = (
+        {config.a for config in candidates.all_configs(compiled_for)}
+        if compiled_for is not None
+        else set()
+    )
     if here >= since or read in multiplied:
         return ""
     return (
@@ -79,7 +83,10 @@ def here(*formats: str) -> tuple[str, ...]:
 
 def each_of(*formats: str) -> list[Any]:
     """Returns formats as parameters of a test, which is skipped, and says why, for those that this GPU has no unit for."""
-    return [pytest.param(fmt, marks=[pytest.mark.skip(reason=why)] if (why := lacks(fmt)) else []) for fmt in formats]
+    return [
+        pytest.param(fmt, marks=[pytest.mark.skip(reason=why)] if (why := lacks(fmt)) else [])
+        for fmt in formats
+    ]
 
 
 def configs(*operations: str) -> list[KernelConfig]:
@@ -94,7 +101,8 @@ def compiled(unit: TranslationUnit) -> bool:
     """Whether a unit's library is kept, here or in a folder of kernels built ahead of time."""
     content = content_key(unit)
     return any(
-        kernel_cache.find(place, content, None) for place in (kernel_cache.root(), *kernel_cache.ahead_of_time())
+        kernel_cache.find(place, content, None)
+        for place in (kernel_cache.root(), *kernel_cache.ahead_of_time())
     )
 
 
@@ -182,16 +190,22 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def scales(config: KernelConfig, rows: int, columns: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def scales(
+    config: KernelConfig, rows: int, columns: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
     """Returns scales for each row and column, where a kernel reads any; such that no sum of INT8 leaves FP16."""
     if config.a_scale == "none":
         return None, None
     unit = 1 / 64 if config.out == "fp16" else 1.0
     a_scale = (torch.rand(rows if config.a_scale == "channel" else (), device=device) + 0.5) * unit
-    return a_scale, (torch.rand(columns if config.b_scale == "channel" else (), device=device) + 0.5) * unit
+    return a_scale, (
+        torch.rand(columns if config.b_scale == "channel" else (), device=device) + 0.5
+    ) * unit
 
 
-def assert_equal(found: Tensor, sums: Tensor, config: KernelConfig, *epilogue: Tensor | None) -> None:
+def assert_equal(
+    found: Tensor, sums: Tensor, config: KernelConfig, *epilogue: Tensor | None
+) -> None:
     """Asserts that a result is its exact sums (FP64, `[..., n]`) with scales and bias, to the last bit.
 
     Args:
@@ -204,7 +218,9 @@ def assert_equal(found: Tensor, sums: Tensor, config: KernelConfig, *epilogue: T
     want = emulation.finish(sums.cpu().float(), a_scale, b_scale, bias, out)
     have = found.cpu()
     wrong = (have != want) & ~(have.isnan() & want.isnan())
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} values: {have[wrong][:4]} for {want[wrong][:4]}"
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} values: {have[wrong][:4]} for {want[wrong][:4]}"
+    )
 
 
 def assert_near(
@@ -228,7 +244,13 @@ def assert_near(
     added = torch.zeros((), dtype=torch.float64, device=sums.device) if bias is None else bias
     want = sums * factor + added
     # k roundings of partial sums (Higham 2002, 3.1), at two units each: tensor cores truncate.
-    relative = FP8_SUMS if config.a.startswith("fp8") else 0.0 if config.a == "int8" else (terms + 1) * 2.0**-22
+    relative = (
+        FP8_SUMS
+        if config.a.startswith("fp8")
+        else 0.0
+        if config.a == "int8"
+        else (terms + 1) * 2.0**-22
+    )
     bound = (relative * magnitudes + 2.0**-126) * factor + 4 * 2.0**-24 * (want.abs() + added.abs())
     bound = bound + torch.finfo(FORMATS[config.out].dtype).eps / 2 * (want.abs() + bound) + 1e-7
     error = (wide(found) - want).abs()
@@ -247,4 +269,8 @@ def convolved(p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
 
 def convolved_size(p: ConvProblem) -> int:
     """Returns how many values the result of a convolution's product has."""
-    return {"fprop": p.n * p.p * p.q * p.k, "dgrad": p.n * p.h * p.w * p.c, "wgrad": p.k * p.r * p.s * p.c}[p.operation]
+    return {
+        "fprop": p.n * p.p * p.q * p.k,
+        "dgrad": p.n * p.h * p.w * p.c,
+        "wgrad": p.k * p.r * p.s * p.c,
+    }[p.operation]

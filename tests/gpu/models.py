@@ -75,7 +75,11 @@ def _resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1], layer_type="basic", num_labels=16
+        embedding_size=32,
+        hidden_sizes=[32, 64, 128, 256],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        num_labels=16,
     )
     return ResNetForImageClassification(config)
 
@@ -86,7 +90,9 @@ def _images() -> Tensor:
 
 def _resnet_loss(output: Any) -> Tensor:
     logits = output.logits.float()
-    return F.cross_entropy(logits, torch.arange(logits.shape[0], device=logits.device) % logits.shape[1])
+    return F.cross_entropy(
+        logits, torch.arange(logits.shape[0], device=logits.device) % logits.shape[1]
+    )
 
 
 CASES = {"bert": Case(_bert, _tokens, _bert_loss), "resnet": Case(_resnet, _images, _resnet_loss)}
@@ -106,8 +112,16 @@ def step(name: str, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
 
 def weight_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Returns the gradients of what layers multiply by: those of norms and biases are sums, which no format changes much."""
-    layers = {name: part.weight for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))}
-    return {name: weight.grad.detach().clone() for name, weight in layers.items() if weight.grad is not None}
+    layers = {
+        name: part.weight
+        for name, part in model.named_modules()
+        if isinstance(part, (nn.Linear, nn.Conv2d))
+    }
+    return {
+        name: weight.grad.detach().clone()
+        for name, weight in layers.items()
+        if weight.grad is not None
+    }
 
 
 def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
@@ -115,14 +129,19 @@ def problems(name: str, precision: str, arch: Arch) -> list[Problem]:
     with assumed(arch, on="cpu"):
         options = {"precision": precision}
         return problems_of(
-            explain(build(name, torch.device("cpu")), CASES[name].inputs(), options=options).lowered_graphs
+            explain(
+                build(name, torch.device("cpu")), CASES[name].inputs(), options=options
+            ).lowered_graphs
         )
 
 
 def units(arch: Arch) -> list[TranslationUnit]:
     """Returns what the tests of models run, to be compiled before them."""
     formats = ("int8", "int8_grad", "fp8", "bf16", "fp16")
-    return kernels_of([p for name in CASES for precision in formats for p in problems(name, precision, arch)], arch)
+    return kernels_of(
+        [p for name in CASES for precision in formats for p in problems(name, precision, arch)],
+        arch,
+    )
 
 
 def kernels_of(asked: Sequence[Problem], arch: Arch) -> list[TranslationUnit]:
@@ -139,18 +158,25 @@ def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
 def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
     """Returns the operators that compute problems which kernels of this architecture serve: a V100 has none for convolutions."""
     served = [problem for problem in asked if _first(problem, arch)]
-    found = {"qsync::gemm" if isinstance(problem, GemmProblem) else "qsync::conv2d_product" for problem in served}
+    found = {
+        "qsync::gemm" if isinstance(problem, GemmProblem) else "qsync::conv2d_product"
+        for problem in served
+    }
     assert found, f"{arch} has no kernel for any of these"
     return found
 
 
-def winning(asked: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None) -> TuningTable:
+def winning(
+    asked: Sequence[Problem], arch: Arch, environment: tuning.Environment | None = None
+) -> TuningTable:
     """Returns a table in which the first kernel wins wherever there is one."""
     choices = {}
     for problem in asked:
         for config in _first(problem, arch):
             bucket = problem.bucket()
-            choices[bucket] = TunedChoice(bucket, config.name, {"torch": 2.0, config.name: 1.0}, rounds=1)
+            choices[bucket] = TunedChoice(
+                bucket, config.name, {"torch": 2.0, config.name: 1.0}, rounds=1
+            )
     return TuningTable(environment or tuning.Environment("", "", "", "", "", 1), choices)
 
 

@@ -32,7 +32,12 @@ def commands(part: str, out: Path, jobs: int | None, seconds: float) -> list[str
     """Returns the command of a part."""
     if part == "kernels":
         many = [] if jobs is None else ["--jobs", str(jobs)]
-        left = ["--seconds", str(max(1.0, seconds - 3 * MERCY)), "--json", str(out / "kernels.json")]
+        left = [
+            "--seconds",
+            str(max(1.0, seconds - 3 * MERCY)),
+            "--json",
+            str(out / "kernels.json"),
+        ]
         return [sys.executable, str(HERE / "build_kernels.py"), *many, *left]
     if part == "sanitize":
         limits = ["--seconds", str(seconds / 2 - MERCY), "--json", str(out / "sanitize.json")]
@@ -40,7 +45,13 @@ def commands(part: str, out: Path, jobs: int | None, seconds: float) -> list[str
     files = (
         ("test_models.py", "test_memory.py")
         if part == "models"
-        else ("test_gemm.py", "test_conv.py", "test_quantizer.py", "test_convert.py", "test_gradients.py")
+        else (
+            "test_gemm.py",
+            "test_conv.py",
+            "test_quantizer.py",
+            "test_convert.py",
+            "test_gradients.py",
+        )
     )
     beside = [] if part == "models" else ["test_wrapper.py"]
     paths = [str(HERE / name) for name in (*files, *beside)]
@@ -58,7 +69,9 @@ def run(part: str, out: Path, jobs: int | None, seconds: float) -> dict[str, Any
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if part != "models":
         environment.setdefault("QSYNC_GPU_COMPILE", "0")
-    process = subprocess.Popen(commands(part, out, jobs, seconds), cwd=ROOT, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        commands(part, out, jobs, seconds), cwd=ROOT, env=environment, start_new_session=True
+    )
     late = False
     try:
         status = process.wait(seconds)
@@ -101,7 +114,11 @@ def counted(report: Path) -> dict[str, int] | None:
         for name in total:
             total[name] += int(suite.get(name, "0"))
     failed = total["failures"] + total["errors"]
-    return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
+    return {
+        "passed": total["tests"] - failed - total["skipped"],
+        "failed": failed,
+        "skipped": total["skipped"],
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -116,13 +133,19 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "arch": kit.arch(),
     }
-    return found | {"gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]}
+    return found | {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, in order (all)")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder for what is found")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, in order (all)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "gpu", help="folder for what is found"
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at once")
     parser.add_argument("--seconds", type=float, default=480.0, help="for each part (%(default)s)")
     options = parser.parse_args()
@@ -131,7 +154,10 @@ def main() -> int:
     from tests.gpu import kit
 
     if reason := kit.missing():
-        print(reason if reason.startswith("no GPU") else f"{reason}: nothing was tested", file=sys.stderr)
+        print(
+            reason if reason.startswith("no GPU") else f"{reason}: nothing was tested",
+            file=sys.stderr,
+        )
         return 1
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -143,7 +169,9 @@ def main() -> int:
         write_text(out / "tests.json", json.dumps(summary, indent=1) + "\n")
     for found in summary["parts"]:
         tests = found.get("tests")
-        counts = "" if tests is None else ", ".join(f"{count} {name}" for name, count in tests.items())
+        counts = (
+            "" if tests is None else ", ".join(f"{count} {name}" for name, count in tests.items())
+        )
         how = "ok" if found["ok"] else "OUT OF TIME" if found["late"] else "FAILED"
         print(f"{found['part']:10} {how:12} {found['seconds']:6.0f} s  {counts}")
     return 0 if all(found["ok"] for found in summary["parts"]) else 1

@@ -86,7 +86,15 @@ def command(tool: str, sanitizer: str, count: int) -> list[str]:
         # torch's own kernels take most of the time, and are not what is looked for.
         for name in ("cutlass", "qsync"):
             options += ["--kernel-name", f"kns={name}"]
-    return [sanitizer, *options, sys.executable, str(Path(__file__)), "--run", "--sample", str(count)]
+    return [
+        sanitizer,
+        *options,
+        sys.executable,
+        str(Path(__file__)),
+        "--run",
+        "--sample",
+        str(count),
+    ]
 
 
 def check(tool: str, sanitizer: str, count: int, seconds: float) -> dict[str, Any]:
@@ -96,7 +104,9 @@ def check(tool: str, sanitizer: str, count: int, seconds: float) -> dict[str, An
     since = time.monotonic()
     line = command(tool, sanitizer, count)
     try:
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            line, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        )
         status, text = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
         status, text = -1, str(error)
@@ -115,8 +125,12 @@ def check(tool: str, sanitizer: str, count: int, seconds: float) -> dict[str, An
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--run", action="store_true", help="run the kernels, under no tool")
-    parser.add_argument("--sample", type=int, default=24, metavar="N", help="how many kernels (%(default)s)")
-    parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
+    parser.add_argument(
+        "--sample", type=int, default=24, metavar="N", help="how many kernels (%(default)s)"
+    )
+    parser.add_argument(
+        "--tool", action="append", choices=("memcheck", "racecheck", "initcheck", "synccheck")
+    )
     parser.add_argument("--seconds", type=float, default=200.0, help="for each tool (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH")
     options = parser.parse_args()
@@ -126,14 +140,21 @@ def main() -> int:
     if options.run:
         print(f"sanitize: {run(options.sample)} kernels ran")
         return 0
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "/usr/local/cuda/bin/compute-sanitizer"
+    )
     if sanitizer is None:
-        print("sanitize: compute-sanitizer is not installed: nothing was looked at", file=sys.stderr)
+        print(
+            "sanitize: compute-sanitizer is not installed: nothing was looked at", file=sys.stderr
+        )
         return 2
     results = []
     for tool in options.tool or ("memcheck", "racecheck"):
         results.append(check(tool, sanitizer, options.sample, options.seconds))
-        print(f"{tool}: {'ok' if results[-1]['ok'] else 'FAILED'} {' '.join(results[-1]['summary'])}", flush=True)
+        print(
+            f"{tool}: {'ok' if results[-1]['ok'] else 'FAILED'} {' '.join(results[-1]['summary'])}",
+            flush=True,
+        )
         print("\n".join(results[-1]["tail"]), file=sys.stderr)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -54,9 +54,15 @@ def lacking(device: str) -> str:
     if torch.version.cuda is None:
         return f"no GPU: torch {torch.__version__} is built without CUDA"
     driver = (
-        "nvidia-smi tells what the driver finds" if shutil.which("nvidia-smi") else "there is no driver (nvidia-smi)"
+        "nvidia-smi tells what the driver finds"
+        if shutil.which("nvidia-smi")
+        else "there is no driver (nvidia-smi)"
     )
-    hidden = f", CUDA_VISIBLE_DEVICES={seen!r}" if (seen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None else ""
+    hidden = (
+        f", CUDA_VISIBLE_DEVICES={seen!r}"
+        if (seen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None
+        else ""
+    )
     return f"no GPU: torch {torch.__version__} for CUDA {torch.version.cuda} finds none; {driver}{hidden}"
 
 
@@ -78,8 +84,18 @@ def install(site: Path) -> None:
         "--upgrade",
     ]
     if wheels := [*(ROOT / WHEELS).glob("*.whl")]:
-        pip += ["--no-index", "--find-links", str(wheels[0].parent), "-c", str(ROOT / "constraints.txt")]
-    headers = [] if importlib.util.find_spec("cutlass_library") else project["optional-dependencies"]["cuda"][:1]
+        pip += [
+            "--no-index",
+            "--find-links",
+            str(wheels[0].parent),
+            "-c",
+            str(ROOT / "constraints.txt"),
+        ]
+    headers = (
+        []
+        if importlib.util.find_spec("cutlass_library")
+        else project["optional-dependencies"]["cuda"][:1]
+    )
     wanted, asked = [*missing, *headers], set[str]()
     while wanted:
         subprocess.run([*pip, "--no-deps", *wanted], check=True)
@@ -105,7 +121,9 @@ def unmet(site: Path) -> list[str]:
             if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
                 continue
             here = importlib.util.find_spec(re.sub(r"\W", "_", needed.name))
-            if here is None and not [*importlib.metadata.distributions(name=needed.name, path=[str(site), *sys.path])]:
+            if here is None and not [
+                *importlib.metadata.distributions(name=needed.name, path=[str(site), *sys.path])
+            ]:
                 found[f"{needed.name}{needed.specifier}"] = None
     return [*found]
 
@@ -184,7 +202,11 @@ HANGS = 150.0
 
 def run(device: Any, out: Path, stages: list[str], seconds: float) -> dict[str, Any]:
     """Runs stages and returns the report, which is written after each of them."""
-    report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "device": str(device), "stages": {}}
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "device": str(device),
+        "stages": {},
+    }
     start = time.monotonic()
     for name in stages:
         since = time.monotonic()
@@ -199,7 +221,11 @@ def run(device: Any, out: Path, stages: list[str], seconds: float) -> dict[str, 
             except SkippedError as why:
                 found = {"status": "skipped", "why": str(why)}
             except Exception as error:  # noqa: BLE001  whatever it is, the other stages run, and it is told
-                found = {"status": "failed", "why": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                found = {
+                    "status": "failed",
+                    "why": f"{type(error).__name__}: {error}",
+                    "trace": traceback.format_exc(),
+                }
             finally:
                 faulthandler.cancel_dump_traceback_later()
         report["stages"][name] = found | {"seconds": round(time.monotonic() - since, 1)}
@@ -224,7 +250,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "smoke")
     parser.add_argument(
-        "--install", action="store_true", help="put qsync_fx and what it lacks into a folder in --out, and use it"
+        "--install",
+        action="store_true",
+        help="put qsync_fx and what it lacks into a folder in --out, and use it",
     )
     parser.add_argument("--device", default="cuda", help="cpu shows that this script runs")
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES))

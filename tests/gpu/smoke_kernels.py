@@ -31,7 +31,11 @@ def kinds(arch: Arch) -> dict[str, KernelConfig]:
         ):
             found.setdefault(f"{config.operation} {config.a}", config)
     order = ("int8", "fp8", "fp16", "bf16", "tf32", "fp32", "fp8_e5m2")
-    return dict(sorted(found.items(), key=lambda item: (item[0].split()[0] != "gemm", order.index(item[1].a))))
+    return dict(
+        sorted(
+            found.items(), key=lambda item: (item[0].split()[0] != "gemm", order.index(item[1].a))
+        )
+    )
 
 
 def each(arch: Arch, device: torch.device) -> dict[str, Any]:
@@ -40,14 +44,24 @@ def each(arch: Arch, device: torch.device) -> dict[str, Any]:
     plain = (
         {}
         if arch == "sm_70"
-        else {"quantize int8": kernel_registry.quantizer(arch, "fp32", "int8"), "copy": kernel_registry.copier(arch)}
+        else {
+            "quantize int8": kernel_registry.quantizer(arch, "fp32", "int8"),
+            "copy": kernel_registry.copier(arch),
+        }
     )
     chosen = dict(
-        list({**plain, **{name: kernel_registry.unit_of(config) for name, config in products.items()}}.items())[:MOST]
+        list(
+            {
+                **plain,
+                **{name: kernel_registry.unit_of(config) for name, config in products.items()},
+            }.items()
+        )[:MOST]
     )
     start = time.monotonic()
     built = compiler.attempt(list(chosen.values()))
-    found: dict[str, Any] = {"compiled": f"{len(built.libraries)} of {len(chosen)} in {time.monotonic() - start:.0f} s"}
+    found: dict[str, Any] = {
+        "compiled": f"{len(built.libraries)} of {len(chosen)} in {time.monotonic() - start:.0f} s"
+    }
     wrong = []
     for name, unit in chosen.items():
         if unit in built.failures:
@@ -90,7 +104,22 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     # The 2.x input gradient has a kernel for strides of 1 and one for others.
     stride = (2, 2) if config.operation == "dgrad" and config.strided else (1, 1)
     problem_ = ConvProblem(
-        config.operation, 4, 14, 14, 64, 128, 3, 3, (1, 1), stride, (1, 1), config.a, config.b, config.out, kind, kind
+        config.operation,
+        4,
+        14,
+        14,
+        64,
+        128,
+        3,
+        3,
+        (1, 1),
+        stride,
+        (1, 1),
+        config.a,
+        config.b,
+        config.out,
+        kind,
+        kind,
     )
     x, weight, y = (4, 64, 14, 14), (128, 64, 3, 3), (4, 128, problem_.p, problem_.q)
     first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[config.operation]

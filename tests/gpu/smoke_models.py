@@ -29,7 +29,9 @@ class Bert(nn.Module):
     def __init__(self, width: int = 256, layers: int = 4, words: int = 1000) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 16)
 
@@ -54,7 +56,9 @@ class Block(nn.Module):
 def resnet(widths: Sequence[int] = (64, 64, 128, 256)) -> nn.Module:
     blocks = [Block(a, b, 1 + (a != b)) for a, b in itertools.pairwise(widths)]
     stem = [nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 16))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 16)
+    )
 
 
 def case(name: str, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
@@ -65,7 +69,10 @@ def case(name: str, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
         model: nn.Module = Bert(64, 1) if small else Bert()
         x = torch.randint(1000, (4, 16) if small else (32, 128))
     else:
-        model, x = resnet((16, 32)) if small else resnet(), torch.randn(2 if small else 64, 3, 32, 32)
+        model, x = (
+            resnet((16, 32)) if small else resnet(),
+            torch.randn(2 if small else 64, 3, 32, 32),
+        )
     return model.to(device).train(), x.to(device), (torch.arange(len(x)) % 16).to(device)
 
 
@@ -84,7 +91,9 @@ def steps(
     losses = []
     for _ in range(count):
         optimizer.zero_grad()
-        context: Any = torch.autocast(x.device.type, torch.float16) if fp16 else contextlib.nullcontext()
+        context: Any = (
+            torch.autocast(x.device.type, torch.float16) if fp16 else contextlib.nullcontext()
+        )
         with context:
             loss = F.cross_entropy(run(x).float(), y)
         scaler.scale(loss).backward()
@@ -105,12 +114,26 @@ def trained(device: torch.device) -> dict[str, Any]:
             torch.compiler.reset()
             print(f"smoke: {name}, {inner}", file=sys.stderr, flush=True)
             model, x, y = case(name, device)
-            compiled = torch.compile(model, backend="qsync", options={"precision": "int8", "inner_backend": inner})
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, _warned() as told:
+            compiled = torch.compile(
+                model, backend="qsync", options={"precision": "int8", "inner_backend": inner}
+            )
+            with (
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+                _warned() as told,
+            ):
                 got = steps(model, compiled, x, y, STEPS, scaled=device.type == "cuda")
-            ran = {event.name for event in profile.events() if event.name in ("qsync::gemm", "qsync::conv2d_product")}
+            ran = {
+                event.name
+                for event in profile.events()
+                if event.name in ("qsync::gemm", "qsync::conv2d_product")
+            }
             worst = max(abs(a - b) for a, b in zip(got, want, strict=True))
-            found[f"{name}, {inner}"] = {"losses": got, "fp32": want, "ours": sorted(ran), "warned": told}
+            found[f"{name}, {inner}"] = {
+                "losses": got,
+                "fp32": want,
+                "ours": sorted(ran),
+                "warned": told,
+            }
             assert worst < 0.1 * max(want), f"{name}, {inner}: losses {got} and FP32's {want}"
             _check_ours(device, name, ran)
     return found
@@ -145,7 +168,9 @@ def timed(device: torch.device) -> dict[str, Any]:
             run: Any = model
             if way.startswith("qsync"):
                 run = torch.compile(
-                    model, backend="qsync", options={"precision": way.split()[1], "inner_backend": inner}
+                    model,
+                    backend="qsync",
+                    options={"precision": way.split()[1], "inner_backend": inner},
                 )
             elif way.endswith("compiled"):
                 run = torch.compile(model, backend=inner)
@@ -157,7 +182,13 @@ def timed(device: torch.device) -> dict[str, Any]:
                 if turn > 1:
                     took[way].append(one)
         found[name] = {
-            way: dict(zip(("wall_ms", "device_ms"), map(_milliseconds, zip(*values, strict=True)), strict=True))
+            way: dict(
+                zip(
+                    ("wall_ms", "device_ms"),
+                    map(_milliseconds, zip(*values, strict=True)),
+                    strict=True,
+                )
+            )
             for way, values in took.items()
         }
     return found

@@ -24,7 +24,10 @@ def operands(p: ConvProblem, draw: object) -> tuple[Tensor, Tensor]:
     """Returns both operands as torch shapes them, their channels last in memory."""
     x, weight, y = (p.n, p.h, p.w, p.c), (p.k, p.r, p.s, p.c), (p.n, p.p, p.q, p.k)
     shapes = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
-    a, b = (draw(fmt, shape, kit.DEVICE).permute(0, 3, 1, 2) for fmt, shape in zip((p.a, p.b), shapes, strict=True))  # type: ignore[operator]
+    a, b = (
+        draw(fmt, shape, kit.DEVICE).permute(0, 3, 1, 2)
+        for fmt, shape in zip((p.a, p.b), shapes, strict=True)
+    )  # type: ignore[operator]
     return a, b
 
 
@@ -42,9 +45,13 @@ def flat(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else t.reshape(-1) if t.dim() else t for t in given)
 
 
-def run(config: KernelConfig, p: ConvProblem, a: Tensor, b: Tensor, given: tuple[Tensor | None, ...]) -> Tensor:
+def run(
+    config: KernelConfig, p: ConvProblem, a: Tensor, b: Tensor, given: tuple[Tensor | None, ...]
+) -> Tensor:
     """Returns the result, channels last. The memory that it will most likely get is NaN before."""
-    poison = torch.full((kit.convolved_size(p),), torch.nan, dtype=kit.FORMATS[config.out].dtype, device=kit.DEVICE)
+    poison = torch.full(
+        (kit.convolved_size(p),), torch.nan, dtype=kit.FORMATS[config.out].dtype, device=kit.DEVICE
+    )
     del poison
     library = kit.library(kernel_registry.unit_of(config))
     return launch.run_conv(library, config, p, p, a, b, *given).permute(0, 2, 3, 1)
@@ -63,15 +70,22 @@ def test_random_data_against_fp64(config: KernelConfig) -> None:
     for p in problems(config):
         a, b = operands(p, kit.random_numbers)
         given = epilogue(p)
-        sums, magnitudes = kit.convolved(p, a, b), kit.convolved(p, kit.wide(a).abs(), kit.wide(b).abs())
-        terms = {"fprop": p.r * p.s * p.c, "dgrad": p.r * p.s * p.k, "wgrad": p.n * p.p * p.q}[p.operation]
+        sums, magnitudes = (
+            kit.convolved(p, a, b),
+            kit.convolved(p, kit.wide(a).abs(), kit.wide(b).abs()),
+        )
+        terms = {"fprop": p.r * p.s * p.c, "dgrad": p.r * p.s * p.k, "wgrad": p.n * p.p * p.q}[
+            p.operation
+        ]
         kit.assert_near(run(config, p, a, b, given), sums, magnitudes, terms, config, *flat(given))
 
 
 @pytest.mark.parametrize("fmt", kit.each_of("int8", "bf16", "fp16", "tf32"))
 @pytest.mark.parametrize("operation", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("channels", [(64, 128), (3, 20)])
-def test_the_operator_takes_any_channels_and_layout(fmt: str, operation: str, channels: tuple[int, int]) -> None:
+def test_the_operator_takes_any_channels_and_layout(
+    fmt: str, operation: str, channels: tuple[int, int]
+) -> None:
     """`qsync::conv2d_product` on tensors with channels first, of odd sizes, one of them starting between two multiples of 16 bytes."""
     (c, k), (h, w) = channels, (13, 10)
     x, weight, y = (5, c, h, w), (k, c, 3, 3), (5, k, 7, 5)

@@ -15,7 +15,17 @@ from qsync_fx.backend.cuda.runtime import launch_utils, layout_convert
 from qsync_fx.backend.operators.convert import FLOATS, TYPES, convert
 from tests.gpu import kit
 
-SHAPES = ((1, 1), (1, 7), (7, 1), (33, 5), (64, 256), (129, 1030), (1000, 777), (3, 100_003), (2048, 4096))
+SHAPES = (
+    (1, 1),
+    (1, 7),
+    (7, 1),
+    (33, 5),
+    (64, 256),
+    (129, 1030),
+    (1000, 777),
+    (3, 100_003),
+    (2048, 4096),
+)
 LAYOUTS = ("rows", "columns", "sliced", "shifted")
 
 
@@ -26,7 +36,10 @@ def _nothing_by_torch() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    for unit in (kernel_registry.copier(kit.arch()), *(kernel_registry.converter(kit.arch(), x) for x in NUMBERS)):
+    for unit in (
+        kernel_registry.copier(kit.arch()),
+        *(kernel_registry.converter(kit.arch(), x) for x in NUMBERS),
+    ):
         kit.library(unit)
 
 
@@ -53,7 +66,9 @@ def lying(t: Tensor, how: str) -> Tensor:
             return t
 
 
-def wanted(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]) -> Tensor:
+def wanted(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]
+) -> Tensor:
     """Returns what plain torch computes, on the same device."""
     straight = x.t() if turned else x
     values = straight if scale is None else straight.float() * scale
@@ -65,41 +80,66 @@ def assert_equal(found: Tensor, want: Tensor) -> None:
     wrong = bits(found) != bits(want)
     if want.is_floating_point():
         wrong &= ~(found.float().isnan() & want.float().isnan())
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} values: {found[wrong][:4]} for {want[wrong][:4]}"
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} values: {found[wrong][:4]} for {want[wrong][:4]}"
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_copies_have_every_bit(dtype: torch.dtype) -> None:
-    for shape, how, turned, more in itertools.product(SHAPES, LAYOUTS, (False, True), ((0, 0), (0, 16), (5, 3))):
+    for shape, how, turned, more in itertools.product(
+        SHAPES, LAYOUTS, (False, True), ((0, 0), (0, 16), (5, 3))
+    ):
         x = lying(drawn(dtype, shape), how)
         inner = shape[::-1] if turned else shape
-        room = inner[0] + more[0], -(-(inner[1] + more[1]) // 16) * 16 if more[1] == 16 else inner[1] + more[1]
+        room = (
+            inner[0] + more[0],
+            -(-(inner[1] + more[1]) // 16) * 16 if more[1] == 16 else inner[1] + more[1],
+        )
         found = convert(x, transposed=turned, shape=room)
-        assert found.is_contiguous() and torch.equal(bits(found), bits(wanted(x, dtype, None, turned, room)))
+        assert found.is_contiguous() and torch.equal(
+            bits(found), bits(wanted(x, dtype, None, turned, room))
+        )
     assert not launch_utils.reasons()
 
 
 @pytest.mark.parametrize("source", TYPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_conversions_are_torchs(source: torch.dtype, dtype: torch.dtype) -> None:
-    scales = [None, *(torch.tensor(value, device=kit.DEVICE) for value in (0.0123, 2.0**-24, 600.0, 1e30))]
+    scales = [
+        None,
+        *(torch.tensor(value, device=kit.DEVICE) for value in (0.0123, 2.0**-24, 600.0, 1e30)),
+    ]
     for shape, how, turned in itertools.product(SHAPES, LAYOUTS, (False, True)):
         x = lying(drawn(source, shape), how)
         inner = shape[::-1] if turned else shape
         room = inner[0] + 1, -(-inner[1] // 16) * 16
         for scale in scales[:: 1 if shape == (129, 1030) else 2]:
-            assert_equal(convert(x, dtype, scale, turned, room), wanted(x, dtype, scale, turned, room))
+            assert_equal(
+                convert(x, dtype, scale, turned, room), wanted(x, dtype, scale, turned, room)
+            )
     assert not launch_utils.reasons()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str
+)
 def test_images(dtype: torch.dtype) -> None:
     for shape in ((1, 3, 7, 9), (4, 24, 7, 9), (2, 3, 33, 65), (3, 130, 1, 1), (5, 1, 4, 4)):
         packed = drawn(dtype, shape)
-        last = packed.view(torch.uint8 if dtype.itemsize == 1 else dtype).contiguous(memory_format=torch.channels_last)
-        for x in (packed, last.view(dtype), drawn(dtype, (shape[0], shape[1] + 2, *shape[2:]))[:, 1:-1]):
+        last = packed.view(torch.uint8 if dtype.itemsize == 1 else dtype).contiguous(
+            memory_format=torch.channels_last
+        )
+        for x in (
+            packed,
+            last.view(dtype),
+            drawn(dtype, (shape[0], shape[1] + 2, *shape[2:]))[:, 1:-1],
+        ):
             for first, second in (x.shape[:2], (x.shape[0] + 1, -(-x.shape[1] // 16) * 16)):
-                found, want = layout_convert.channels_last(x, first, second), padding.channels_last(x, first, second)
+                found, want = (
+                    layout_convert.channels_last(x, first, second),
+                    padding.channels_last(x, first, second),
+                )
                 assert found.stride() == want.stride()
                 assert torch.equal(bits(found.permute(0, 2, 3, 1)), bits(want.permute(0, 2, 3, 1)))
     assert not launch_utils.reasons()

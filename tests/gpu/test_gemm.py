@@ -19,11 +19,15 @@ CONFIGS = kit.configs("gemm")
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 
 
-def operands(config: KernelConfig, m: int, n: int, k: int, draw: object = kit.random_numbers) -> tuple[Tensor, Tensor]:
+def operands(
+    config: KernelConfig, m: int, n: int, k: int, draw: object = kit.random_numbers
+) -> tuple[Tensor, Tensor]:
     return draw(config.a, (m, k), kit.DEVICE), draw(config.b, (k, n), kit.DEVICE)  # type: ignore[operator]
 
 
-def epilogue(config: KernelConfig, m: int, n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def epilogue(
+    config: KernelConfig, m: int, n: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     bias = torch.randn(n, device=kit.DEVICE) if config.bias else None
     return *kit.scales(config, m, n, kit.DEVICE), bias
 
@@ -86,7 +90,9 @@ def test_the_largest_values(config: KernelConfig) -> None:
         k = LARGEST_K["int8"] // config.alignment * config.alignment
         low = torch.full((m, k), -128, dtype=torch.int8, device=kit.DEVICE)
         sums = torch.full((m, n), k * 2.0**14, dtype=torch.float64)
-        kit.assert_equal(kit.gemm(library, config, low, low[:1].t().expand(k, n)), sums, config, None, None, None)
+        kit.assert_equal(
+            kit.gemm(library, config, low, low[:1].t().expand(k, n)), sums, config, None, None, None
+        )
         return
     largest = float(torch.finfo(kit.FORMATS[config.a].dtype).max)
     a = torch.full((m, k), largest, device=kit.DEVICE).to(kit.FORMATS[config.a].dtype)
@@ -105,7 +111,14 @@ def test_the_tuner_s_own_check_of_results_agrees() -> None:
     problem = GemmProblem(256, 512, 384, fmt, fmt, config.out, config.a_major, config.b_major)
     given = event_timer.operands(problem, kit.DEVICE)
     found = launch.run_gemm(
-        kit.library(kernel_registry.unit_of(config)), config, problem, given.a, given.b, None, None, None
+        kit.library(kernel_registry.unit_of(config)),
+        config,
+        problem,
+        given.a,
+        given.b,
+        None,
+        None,
+        None,
     )
     assert event_timer.differs(problem, found, given) == ""
     assert event_timer.differs(problem, found * 1.1, given)
@@ -118,7 +131,10 @@ FORMATS = kit.here("int8", "fp8", "fp16", "bf16", "tf32", "fp32")
 def asked() -> list[GemmProblem]:
     """Returns the problems that the operator is tried with, for their kernels to be compiled before."""
     many = ((m, n, k, fmt) for m, n, k in SIZES for fmt in FORMATS if m * n * k)
-    return [GemmProblem(m, n, k, fmt, fmt, "fp32", "row", "row", "channel", "none", True) for m, n, k, fmt in many]
+    return [
+        GemmProblem(m, n, k, fmt, fmt, "fp32", "row", "row", "channel", "none", True)
+        for m, n, k, fmt in many
+    ]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

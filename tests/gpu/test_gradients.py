@@ -47,8 +47,12 @@ def coded(codec: Codec, x: torch.Tensor, draw: Draw) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["fused", "operators"])
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.name}-{getattr(codec, 'layout', '')}")
-def test_bytes_and_values_are_those_of_the_cpu(codec: Codec, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "codec", CODECS, ids=lambda codec: f"{codec.name}-{getattr(codec, 'layout', '')}"
+)
+def test_bytes_and_values_are_those_of_the_cpu(
+    codec: Codec, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_kernels, "_failed", [] if how == "fused" else ["told so by a test"])
     for n in SIZES:
         for name, x in values(n).items():
@@ -57,15 +61,21 @@ def test_bytes_and_values_are_those_of_the_cpu(codec: Codec, how: str, monkeypat
             skipped = 1 if isinstance(codec, CastCodec) else 0
             both = coded(codec, x, draw)[skipped:], coded(codec, x.to(kit.DEVICE), draw)[skipped:]
             for wanted, made in zip(*both, strict=True):
-                torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name}, {n}")
+                torch.testing.assert_close(
+                    made, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name}, {n}"
+                )
     assert how == "operators" or not torch_kernels._failed, torch_kernels._failed
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda")], ids="-".join)
-def test_gradients_come_to_what_they_do_on_the_cpu(devices: tuple[str, str], tmp_path: Path) -> None:
+def test_gradients_come_to_what_they_do_on_the_cpu(
+    devices: tuple[str, str], tmp_path: Path
+) -> None:
     job: dict[str, Any] = {"script": "compressed_rank.py", "seconds": 120, "forked": False}
     names = ["qsgd8", "qsgd2", "1bit*", "1bit", "bf16", "aqgb16"]
-    expected = ranks.results("placed", 2, tmp_path / "cpu", codecs=names, devices=["cpu", "cpu"], **job)
+    expected = ranks.results(
+        "placed", 2, tmp_path / "cpu", codecs=names, devices=["cpu", "cpu"], **job
+    )
     found = ranks.results("placed", 2, tmp_path / "gpu", codecs=names, devices=list(devices), **job)
     for name in names:
         assert [rank[name] for rank in found] == [rank[name] for rank in expected], name
@@ -74,7 +84,14 @@ def test_gradients_come_to_what_they_do_on_the_cpu(devices: tuple[str, str], tmp
 def test_trainings_on_a_gpu_keep_their_replicas_equal(tmp_path: Path) -> None:
     names = ["fp32", "qsgd8", "1bit*", "aqgb", "duo2"]
     first, second = ranks.results(
-        "trains", 2, tmp_path, script="compressed_rank.py", seconds=150, forked=False, codecs=names, device="cuda"
+        "trains",
+        2,
+        tmp_path,
+        script="compressed_rank.py",
+        seconds=150,
+        forked=False,
+        codecs=names,
+        device="cuda",
     )
     for name in names:
         assert first[name]["weights"] == second[name]["weights"], name

@@ -27,7 +27,11 @@ def stack() -> nn.Module:
 def asked(precision: str = "int8") -> list[Problem]:
     """Returns the problems of these layers, for their kernels to be compiled before."""
     with assumed(kit.arch(), on="cpu"):
-        return problems_of(explain(stack(), torch.randn(BATCH, WIDTH), options={"precision": precision}).lowered_graphs)
+        return problems_of(
+            explain(
+                stack(), torch.randn(BATCH, WIDTH), options={"precision": precision}
+            ).lowered_graphs
+        )
 
 
 def held_and_peak(model: nn.Module, x: Tensor, precision: str) -> tuple[int, int]:
@@ -68,7 +72,10 @@ def test_a_quantized_activation_is_kept_at_one_byte_a_value(tmp_path: Path) -> N
 @pytest.mark.skipif(bool(kit.lacks("bf16")), reason=kit.lacks("bf16"))
 def test_bert_trains_in_less_memory_than_in_bf16() -> None:
     x = torch.randint(500, (64, 256), device=kit.DEVICE)
-    peaks = {name: held_and_peak(models.build("bert", kit.DEVICE), x, name)[1] for name in ("int8", "bf16")}
+    peaks = {
+        name: held_and_peak(models.build("bert", kit.DEVICE), x, name)[1]
+        for name in ("int8", "bf16")
+    }
     assert peaks["int8"] < peaks["bf16"], peaks
 
 
@@ -77,7 +84,10 @@ def test_workspace_and_operands_are_given_back() -> None:
     from qsync_fx.backend.operators.gemm.gemm import gemm
     from qsync_fx.backend.operators.quantize import quantize
 
-    x, seed = torch.randn(1000, 770, device=kit.DEVICE), torch.zeros(1, dtype=torch.int64, device=kit.DEVICE)
+    x, seed = (
+        torch.randn(1000, 770, device=kit.DEVICE),
+        torch.zeros(1, dtype=torch.int64, device=kit.DEVICE),
+    )
 
     def call() -> None:
         q, scale = quantize(x, seed, 0, "int8", "stochastic", ())

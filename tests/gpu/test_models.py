@@ -39,9 +39,13 @@ def _exact_fp32() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = before
 
 
-def compiled(model: nn.Module, precision: str, inner_backend: str = "aot_eager", **options: Any) -> Any:
+def compiled(
+    model: nn.Module, precision: str, inner_backend: str = "aot_eager", **options: Any
+) -> Any:
     return torch.compile(
-        model, backend="qsync", options={"precision": precision, "inner_backend": inner_backend, **options}
+        model,
+        backend="qsync",
+        options={"precision": precision, "inner_backend": inner_backend, **options},
     )
 
 
@@ -67,7 +71,9 @@ def trained(name: str, model: Any, parameters: nn.Module) -> list[float]:
         ("fp8", "inductor"),
     ],
 )
-def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner_backend: str, tmp_path: Path) -> None:
+def test_a_model_trains_by_kernels_as_fp32_does(
+    name: str, precision: str, inner_backend: str, tmp_path: Path
+) -> None:
     if why := kit.lacks(precision):
         pytest.skip(why)
     asked = models.problems(name, precision, kit.arch())
@@ -78,15 +84,22 @@ def test_a_model_trains_by_kernels_as_fp32_does(name: str, precision: str, inner
         models.step(name, exact, x)
         models.step(name, fast, x)
         assert (
-            relative_error(models.weight_gradients(model), models.weight_gradients(exact)) < GRADIENTS[name][precision]
+            relative_error(models.weight_gradients(model), models.weight_gradients(exact))
+            < GRADIENTS[name][precision]
         )
         if precision.startswith("int8"):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as profile:
                 models.step(name, fast, x)
             called = {event.key for event in profile.key_averages()}
-            assert models.operators_with_kernels(asked, kit.arch()) <= called, "no kernel of ours ran"
+            assert models.operators_with_kernels(asked, kit.arch()) <= called, (
+                "no kernel of ours ran"
+            )
         refused = {
-            p: why for p, why in launch_utils.reasons().items() if "its kernel does not" in why or "cannot be st" in why
+            p: why
+            for p, why in launch_utils.reasons().items()
+            if "its kernel does not" in why or "cannot be st" in why
         }
         assert not refused, refused
         for each in (exact, model):
@@ -110,9 +123,16 @@ def test_cpu_and_gpu_agree(name: str, precision: str, tmp_path: Path) -> None:
         for device in (kit.DEVICE, torch.device("cpu")):
             model = models.build(name, device)
             loss = models.step(
-                name, compiled(model, precision, rounding="nearest"), models.CASES[name].inputs().to(device)
+                name,
+                compiled(model, precision, rounding="nearest"),
+                models.CASES[name].inputs().to(device),
             )
-            found.append((float(loss), {key: value.cpu() for key, value in models.weight_gradients(model).items()}))
+            found.append(
+                (
+                    float(loss),
+                    {key: value.cpu() for key, value in models.weight_gradients(model).items()},
+                )
+            )
     (gpu, gpu_gradients), (cpu, cpu_gradients) = found
     assert abs(gpu - cpu) < 0.01 * abs(cpu)
     assert relative_error(gpu_gradients, cpu_gradients) < GRADIENTS[name][precision]
@@ -151,7 +171,11 @@ def test_grad_scaler_in_fp16(scale: float) -> None:
     assert scaler.get_scale() == scale
     plain(x).square().mean().backward()
     wanted = gradients(plain)
-    found = {key: (before[key] - value) / 0.1 for key, value in model.state_dict().items() if key in wanted}
+    found = {
+        key: (before[key] - value) / 0.1
+        for key, value in model.state_dict().items()
+        if key in wanted
+    }
     assert relative_error(found, wanted) < 0.05
 
 
@@ -167,7 +191,9 @@ def _warmed_up(fast: Any, name: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_step_is_captured_in_a_cuda_graph(inner_backend: str, rounding: str, tmp_path: Path) -> None:
+def test_a_step_is_captured_in_a_cuda_graph(
+    inner_backend: str, rounding: str, tmp_path: Path
+) -> None:
     name = "bert"
     with models.kernels_win(models.problems(name, "int8", kit.arch()), kit.arch(), tmp_path):
         model = models.build(name, kit.DEVICE)
@@ -187,7 +213,11 @@ def test_a_step_is_captured_in_a_cuda_graph(inner_backend: str, rounding: str, t
             graph.replay()
             torch.cuda.synchronize()
             found.append((float(loss), gradients(model)))
-        late = [why for why in launch_utils.reasons().values() if "before a CUDA graph was captured" in why]
+        late = [
+            why
+            for why in launch_utils.reasons().values()
+            if "before a CUDA graph was captured" in why
+        ]
         assert not late, late
         model.zero_grad(set_to_none=True)
         wanted = float(models.step(name, fast, x)), gradients(model)
@@ -195,5 +225,7 @@ def test_a_step_is_captured_in_a_cuda_graph(inner_backend: str, rounding: str, t
         assert found[0][0] == pytest.approx(wanted[0], rel=1e-5)
         assert relative_error(found[1][1], wanted[1]) < 1e-3
     else:
-        assert found[0][0] != found[1][0], "every replay rounds alike: its random numbers do not advance"
+        assert found[0][0] != found[1][0], (
+            "every replay rounds alike: its random numbers do not advance"
+        )
         assert found[0][0] == pytest.approx(found[1][0], rel=0.05)

@@ -16,7 +16,17 @@ from tests.gpu import kit
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS = ("int8", "fp8", "fp8_e5m2")
-SHAPES = ((1, 1), (1, 7), (7, 1), (33, 5), (64, 256), (129, 1030), (1000, 777), (3, 100_003), (2048, 4096))
+SHAPES = (
+    (1, 1),
+    (1, 7),
+    (7, 1),
+    (33, 5),
+    (64, 256),
+    (129, 1030),
+    (1000, 777),
+    (3, 100_003),
+    (2048, 4096),
+)
 SEED = 0x0123456789ABCDEF
 
 
@@ -91,7 +101,17 @@ def test_layouts(fmt: str, dtype: torch.dtype) -> None:
 def test_odd_values(fmt: str, dtype: torch.dtype, keep: tuple[int, ...]) -> None:
     """Zeros, the smallest and largest numbers, NaN and infinities, each alone in its row and all at once."""
     info = torch.finfo(dtype)
-    values = [0.0, -0.0, info.tiny, info.smallest_normal / 4, info.max, info.min, torch.inf, -torch.inf, torch.nan]
+    values = [
+        0.0,
+        -0.0,
+        info.tiny,
+        info.smallest_normal / 4,
+        info.max,
+        info.min,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    ]
     x = torch.randn(len(values), 40, device=kit.DEVICE).to(dtype)
     for row, value in enumerate(values):
         x[row, row] = value
@@ -104,7 +124,9 @@ def test_odd_values(fmt: str, dtype: torch.dtype, keep: tuple[int, ...]) -> None
 
 def test_empty() -> None:
     for shape in ((0,), (0, 8), (8, 0)):
-        q, scale = quantize(torch.empty(shape, device=kit.DEVICE), seed(), 0, "int8", "stochastic", ())
+        q, scale = quantize(
+            torch.empty(shape, device=kit.DEVICE), seed(), 0, "int8", "stochastic", ()
+        )
         assert q.shape == shape and scale.item() == 1
 
 
@@ -154,7 +176,8 @@ def test_unbiased(fmt: str) -> None:
 def test_streams_and_seeds_are_told_apart() -> None:
     x = torch.rand(256, 256, device=kit.DEVICE)
     found = [
-        quantize(x, seed(s), stream, "int8", "stochastic", ())[0] for s, stream in ((1, 0), (1, 0), (2, 0), (1, 1))
+        quantize(x, seed(s), stream, "int8", "stochastic", ())[0]
+        for s, stream in ((1, 0), (1, 0), (2, 0), (1, 1))
     ]
     assert torch.equal(found[0], found[1])
     for other in found[2:]:

@@ -53,7 +53,9 @@ def problem(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor |
     return gemm_problem(a, b, scale, None, bias, torch.float32, fmt == "tf32")
 
 
-def assert_right(found: Tensor, fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+def assert_right(
+    found: Tensor, fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None
+) -> None:
     given = [None if t is None else t.cpu() for t in (a, b, scale, bias)]
     want = call(fmt, *given)  # type: ignore[arg-type]
     assert found.is_contiguous()
@@ -75,12 +77,16 @@ def layouts(t: Tensor) -> list[Tensor]:
 def test_operands_as_they_come(fmt: str, size: tuple[int, int, int], tmp_path: Path) -> None:
     a, b, scale, bias = operands(fmt, size)
     ways = pairs(a, b)
-    with models.kernels_win([problem(fmt, *pair, scale, bias) for pair in ways], kit.arch(), tmp_path):
+    with models.kernels_win(
+        [problem(fmt, *pair, scale, bias) for pair in ways], kit.arch(), tmp_path
+    ):
         for pair in ways:
             assert_right(call(fmt, *pair, scale, bias), fmt, *pair, scale, bias)
         assert_right(call(fmt, a, b, None, None), fmt, a, b, None, None)
     # A row of a matrix broadcast to many: its stride is zero.
-    assert_right(call(fmt, a[:1].expand(9, -1), b, None, bias), fmt, a[:1].expand(9, -1), b, None, bias)
+    assert_right(
+        call(fmt, a[:1].expand(9, -1), b, None, bias), fmt, a[:1].expand(9, -1), b, None, bias
+    )
 
 
 def test_kernels_do_compute_where_they_should(tmp_path: Path) -> None:
@@ -112,7 +118,10 @@ def test_a_stream_of_one_s_own(fmt: str, tmp_path: Path) -> None:
 
 
 def test_the_quantizer_on_a_stream_of_one_s_own() -> None:
-    x, seed = torch.randn(512, 512, device=kit.DEVICE), torch.zeros(1, dtype=torch.int64, device=kit.DEVICE)
+    x, seed = (
+        torch.randn(512, 512, device=kit.DEVICE),
+        torch.zeros(1, dtype=torch.int64, device=kit.DEVICE),
+    )
     want, want_scale = quantize(x, seed, 0, "int8", "stochastic", ())
     late, side = torch.zeros_like(x), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -148,7 +157,9 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
     given = operands(WIDE, LATE)
     with models.kernels_win([problem(WIDE, *given)], kit.arch(), tmp_path):
         monkeypatch.setattr(kernel_registry, "_had", {})
-        monkeypatch.setattr(kernel_registry, "prepare", lambda units: pytest.fail("it was compiled"))
+        monkeypatch.setattr(
+            kernel_registry, "prepare", lambda units: pytest.fail("it was compiled")
+        )
         given[0] @ given[1]  # cuBLAS makes its handle before.
         torch.ops.aten.mm.dtype(given[0], given[1], torch.float32)
         torch.cuda.synchronize()
@@ -156,7 +167,9 @@ def test_a_kernel_that_is_not_loaded_is_not_compiled_while_a_graph_is_captured(
         with torch.cuda.graph(graph):
             found = call(WIDE, *given)
         graph.replay()
-        assert torch.allclose(found.cpu(), call(WIDE, *(t.cpu() for t in given)), rtol=1e-5, atol=1e-4)
+        assert torch.allclose(
+            found.cpu(), call(WIDE, *(t.cpu() for t in given)), rtol=1e-5, atol=1e-4
+        )
     assert any("before a CUDA graph was captured" in why for why in launch_utils.reasons().values())
 
 
@@ -166,7 +179,9 @@ def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
     a, b, scale, bias = (t.to("cuda:1") for t in operands(fmt, SIZES[0]))
     with torch.cuda.device(0):
         found = call(fmt, a, b, scale, bias)
-        q, _ = quantize(bias[None], torch.zeros(1, dtype=torch.int64, device="cuda:1"), 0, "int8", "nearest", ())
+        q, _ = quantize(
+            bias[None], torch.zeros(1, dtype=torch.int64, device="cuda:1"), 0, "int8", "nearest", ()
+        )
     assert found.device == q.device == torch.device("cuda:1")
     assert_right(found, fmt, a, b, scale, bias)
 
@@ -174,13 +189,20 @@ def test_tensors_on_a_device_that_is_not_the_current_one(fmt: str) -> None:
 def test_explain_says_what_runs(tmp_path: Path) -> None:
     from qsync_fx.diagnostics import explain
 
-    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)).to(kit.DEVICE)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)
+    ).to(kit.DEVICE)
     x = torch.randn(4096, 4096, device=kit.DEVICE)
     with models.kernels_win([], kit.arch(), tmp_path):
         given = {
-            precision: [op.reason for op in explain(model, x, options={"precision": precision}).operators]
+            precision: [
+                op.reason for op in explain(model, x, options={"precision": precision}).operators
+            ]
             for precision in ("int8", "int8_grad")
         }
     assert any(f"CUTLASS {kit.arch()} kernels for output" in reason for reason in given["int8"])
     # With gradients in INT8 too, both products of the first layer, whose input needs no gradient, are INT8's.
-    assert any(f"CUTLASS {kit.arch()} kernels for output, weight gradient" in reason for reason in given["int8_grad"])
+    assert any(
+        f"CUTLASS {kit.arch()} kernels for output, weight gradient" in reason
+        for reason in given["int8_grad"]
+    )

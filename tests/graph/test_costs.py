@@ -38,7 +38,10 @@ MODELS = ("bert", "gpt2", "resnet", "vit", "mixtral", "llama_recomputing")
 # The algebra.
 
 numbers = st.integers(0, 10**6)
-sizes = st.one_of(numbers, st.builds(lambda a, b: a * SYMBOLS["batch"] + b * SYMBOLS["sequence"], numbers, numbers))
+sizes = st.one_of(
+    numbers,
+    st.builds(lambda a, b: a * SYMBOLS["batch"] + b * SYMBOLS["sequence"], numbers, numbers),
+)
 works = st.builds(Work, sizes, sizes)
 kept = st.sampled_from([("x", "bf16"), ("x", "int8"), ("mask", "extra 0"), ("y", "fp32")])
 
@@ -46,7 +49,9 @@ kept = st.sampled_from([("x", "bf16"), ("x", "int8"), ("mask", "extra 0"), ("y",
 @st.composite
 def costs(draw: st.DrawFn) -> Cost:
     # What one value takes in one format does not depend on who keeps it.
-    amount = {key: 1 + sum(map(ord, key[0] + key[1])) * SYMBOLS["batch"] for key in draw(st.sets(kept))}
+    amount = {
+        key: 1 + sum(map(ord, key[0] + key[1])) * SYMBOLS["batch"] for key in draw(st.sets(kept))
+    }
     return Cost(**{name: draw(works) for name in WORKS}, saved=amount)
 
 
@@ -80,7 +85,9 @@ def test_numbers_take_the_place_of_symbols(cost: Cost, batch: int, sequence: int
 # Of models.
 
 
-def explained(name: str, precision: str, wanted: bool = False) -> tuple[nn.Module, dict[str, Tensor], Explanation]:
+def explained(
+    name: str, precision: str, wanted: bool = False
+) -> tuple[nn.Module, dict[str, Tensor], Explanation]:
     """Explains a model of the zoo; `wanted`: gradients of its inputs are wanted too."""
     torch._dynamo.reset()
     model, inputs = make(ZOO[name])
@@ -120,7 +127,9 @@ class ReadsOtherwise(nn.Module):
 
 @pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16", "int8", "fp8"])
 def test_casts_are_foreseen_where_operands_differ(precision: str) -> None:
-    explanation = qsync_fx.explain(ReadsOtherwise(), torch.randn(4, 8), options={"precision": precision})
+    explanation = qsync_fx.explain(
+        ReadsOtherwise(), torch.randn(4, 8), options={"precision": precision}
+    )
     for part in explanation.graphs:
         assert foreseen(part.graph) == inserted(part.graph)
 
@@ -128,7 +137,10 @@ def test_casts_are_foreseen_where_operands_differ(precision: str) -> None:
 def foreseen(graph: qsync_fx.PrecisionGraph) -> Counter[tuple[str, str]]:
     notes = {op.id: op.note for op in graph.operators()}
     flow = graph.costing.flow
-    found = casts(flow, {site.node: OperandState.of(notes[site.id]) for site in flow.sites if site.id in notes})
+    found = casts(
+        flow,
+        {site.node: OperandState.of(notes[site.id]) for site in flow.sites if site.id in notes},
+    )
     return Counter((str(cast.before), str(cast.after)) for cast in found if not cast.wanted)
 
 
@@ -155,8 +167,14 @@ def test_kept_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> 
     lowered = part.snapshots.graphs["lower"]
     attend_by_products(lowered)
     given = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    arguments = [_real(node, model, lowered.value(node)) for node in lowered.nodes if node.op == "placeholder"]
-    there = {_storage(t) for t in (*given.values(), *(a for a in arguments if isinstance(a, Tensor)))}
+    arguments = [
+        _real(node, model, lowered.value(node))
+        for node in lowered.nodes
+        if node.op == "placeholder"
+    ]
+    there = {
+        _storage(t) for t in (*given.values(), *(a for a in arguments if isinstance(a, Tensor)))
+    }
     found: dict[int, tuple[int, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -164,10 +182,15 @@ def test_kept_bytes_are_those_that_autograd_keeps(name: str, precision: str) -> 
             found[_storage(tensor)] = tensor.untyped_storage().nbytes(), tensor
         return tensor
 
-    with enable_python_dispatcher(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        enable_python_dispatcher(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         lowered.module(*arguments)
     measured = sum(size for size, _ in found.values())
-    assert total(explanation).saved_bytes == pytest.approx(measured, rel=0.015 if precision != "fp32" else 0)
+    assert total(explanation).saved_bytes == pytest.approx(
+        measured, rel=0.015 if precision != "fp32" else 0
+    )
 
 
 class Dropping(nn.Module):
@@ -193,7 +216,9 @@ def test_dropped_attention_keeps_its_weights_where_no_fused_kernel_drops(named: 
     for target, few in (("cpu", False), ("t4", True), ("a100", True)):
         torch._dynamo.reset()
         options = {} if target == "cpu" else {"target": target}
-        saved = total(qsync_fx.explain(Dropping(named).train(), *given, mask, options=options)).saved
+        saved = total(
+            qsync_fx.explain(Dropping(named).train(), *given, mask, options=options)
+        ).saved
         beside = [size for (_, how), size in saved.items() if how.startswith("extra")]
         assert (sum(beside) < weights) is few
         if few:
@@ -202,7 +227,9 @@ def test_dropped_attention_keeps_its_weights_where_no_fused_kernel_drops(named: 
 
 def _real(node: fx.Node, model: nn.Module, value: Any) -> Any:
     """Returns values for an input of a graph: parameters and buffers by their name, else numbers that are valid for both uses."""
-    named = {name.replace(".", "_"): t for name, t in (*model.named_parameters(), *model.named_buffers())}
+    named = {
+        name.replace(".", "_"): t for name, t in (*model.named_parameters(), *model.named_buffers())
+    }
     if node.name in named:
         return named[node.name]
     if not isinstance(value, Tensor):
@@ -221,7 +248,11 @@ def _storage(tensor: Tensor) -> int:
 def test_operations_are_those_that_torch_counts(name: str) -> None:
     model, inputs, explanation = explained(name, "fp32")
     cost = total(explanation)
-    attention = [op.note.cost for op in explanation.operators if op.id.operator == "scaled_dot_product_attention"]
+    attention = [
+        op.note.cost
+        for op in explanation.operators
+        if op.id.operator == "scaled_dot_product_attention"
+    ]
     # torch's counter does not know the fused kernel of the CPU, which computes the scores once more.
     again = sum(part.forward.flops for part in attention if part) // 2
     with sdpa_kernel(SDPBackend.MATH):
@@ -230,7 +261,9 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
         with FlopCounterMode(display=False) as backward:
             loss_of(output).backward()
     assert cost.forward.flops == forward.get_total_flops()
-    assert cost.input_gradient.flops + cost.weight_gradient.flops == backward.get_total_flops() + again
+    assert (
+        cost.input_gradient.flops + cost.weight_gradient.flops == backward.get_total_flops() + again
+    )
 
 
 def test_another_batch_needs_no_new_trace() -> None:
@@ -239,7 +272,11 @@ def test_another_batch_needs_no_new_trace() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.norm, self.head = nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+            self.table, self.norm, self.head = (
+                nn.Embedding(50, 16),
+                nn.LayerNorm(16),
+                nn.Linear(16, 8),
+            )
 
         def forward(self, tokens: Tensor) -> Tensor:
             x = self.norm(self.table(tokens))
@@ -262,9 +299,11 @@ def test_another_batch_needs_no_new_trace() -> None:
             assert op.note.cost is not None
             assert other.note.cost is not None
             there, wanted = op.note.cost.at(batch=batch, sequence=sequence), other.note.cost
-            assert (there.flops, there.bytes, there.saved_bytes) == (wanted.flops, wanted.bytes, wanted.saved_bytes), (
-                op.id
-            )
+            assert (there.flops, there.bytes, there.saved_bytes) == (
+                wanted.flops,
+                wanted.bytes,
+                wanted.saved_bytes,
+            ), op.id
 
 
 def test_nothing_is_saved_for_backward_in_inference_mode() -> None:
@@ -282,7 +321,9 @@ def test_nothing_is_saved_for_backward_in_inference_mode() -> None:
 
     def explain(region: Callable[[], AbstractContextManager[None]]) -> Cost:
         torch._dynamo.reset()
-        return total(qsync_fx.explain(Model(region), torch.randn(4, 16), options={"precision": "fp32"}))
+        return total(
+            qsync_fx.explain(Model(region), torch.randn(4, 16), options={"precision": "fp32"})
+        )
 
     cost = explain(torch.inference_mode)
     assert cost == explain(torch.no_grad)
@@ -307,7 +348,10 @@ def test_the_dag_names_operators_parameters_and_roles() -> None:
     assert roles["weight"][0].endswith("attention.self.query.weight")
     key = query.replace("query", "key")
     shared = {
-        data["tensor"] for at in (query, key) for *_, data in dag.in_edges(at, data=True) if data["role"] == "input"
+        data["tensor"]
+        for at in (query, key)
+        for *_, data in dag.in_edges(at, data=True)
+        if data["role"] == "input"
     }
     assert len(shared) == 1, "query and key read one tensor"
 
@@ -315,10 +359,18 @@ def test_the_dag_names_operators_parameters_and_roles() -> None:
 def test_the_dag_has_states_and_costs_of_every_precision() -> None:
     *_, explanation = explained("bert", "bf16")
     dag = precision_dag(explanation.graphs[0].graph)
-    for data in (d for _, d in dag.nodes(data=True) if d["type"] == "operator" and d["kind"] == Kind.ADJUSTABLE):
+    for data in (
+        d
+        for _, d in dag.nodes(data=True)
+        if d["type"] == "operator" and d["kind"] == Kind.ADJUSTABLE
+    ):
         if data["row"] == "linear":
             assert {"fp32", "tf32", "bf16", "int8", "fp8"} <= set(data["precisions"])
-            saved = {str(state.precision): cost.saved_bytes for state, cost in data["costs"].items()}
-            assert saved["int8"] < saved["bf16"], "one byte a value, and the weight too, against two of the activation"
+            saved = {
+                str(state.precision): cost.saved_bytes for state, cost in data["costs"].items()
+            }
+            assert saved["int8"] < saved["bf16"], (
+                "one byte a value, and the weight too, against two of the activation"
+            )
         else:
             assert "int8" not in data["precisions"]

@@ -49,16 +49,27 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
 @pytest.mark.parametrize("fmt", ["int8", "fp8", "int8_grad"])
 @pytest.mark.parametrize(
-    ("ends", "turned"), [([3, 3, 9, 11], False), ([1, 4, 5, 9], True), ([0, 0, 0, 0], False), ([0, 11, 11, 11], True)]
+    ("ends", "turned"),
+    [([3, 3, 9, 11], False), ([1, 4, 5, 9], True), ([0, 0, 0, 0], False), ([0, 11, 11, 11], True)],
 )
-def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bool, fmt: str, scaling: str) -> None:
+def test_a_grouped_product_is_a_layer_for_each_group(
+    ends: list[int], turned: bool, fmt: str, scaling: str
+) -> None:
     row, gradient, channel = FORMATS[fmt], FORMATS[fmt].gradient, scaling == "channel"
     offs = torch.tensor(ends, dtype=torch.int32)
     # torch traces grouped products in BF16 alone.
-    net, x = Experts(turned).bfloat16(), torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True)
+    net, x = (
+        Experts(turned).bfloat16(),
+        torch.randn(11, 16, dtype=torch.bfloat16, requires_grad=True),
+    )
     found = qsync_fx.explain(net, x, offs, options={"precision": fmt, "scaling": scaling})
     assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
-    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner_backend": "aot_eager"}
+    options = {
+        "precision": fmt,
+        "scaling": scaling,
+        "rounding": "nearest",
+        "inner_backend": "aot_eager",
+    }
     y = torch.compile(net, backend="qsync", options=options)(x, offs)
     g = torch.randn_like(y)
     to_x, to_w = torch.autograd.grad(y, [x, net.w], g)
@@ -66,7 +77,9 @@ def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bo
     wq, w_scale = quantize(net.weight.detach(), SEED, 0, fmt, "nearest", [0, 2] if channel else [0])
     a, b = xq.double(), wq.double()
     wide = None if row.kind == "integer" else torch.bfloat16
-    Product.of(lambda a, b: grouped(a, b, offs), a * x_scale.double(), b * w_scale.double()).assert_met(y, wide)
+    Product.of(
+        lambda a, b: grouped(a, b, offs), a * x_scale.double(), b * w_scale.double()
+    ).assert_met(y, wide)
 
     def rounded(fold: Tensor | None) -> Tensor:
         value = g if fold is None else g * fold.float()
@@ -98,21 +111,33 @@ def test_a_grouped_product_is_a_layer_for_each_group(ends: list[int], turned: bo
 def test_experts_of_a_model_train_in_int8(name: str) -> None:
     import transformers
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-    config = getattr(transformers, f"{name}Config")(**sizes, **heads, num_local_experts=4, max_position_embeddings=32)
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, **heads, num_local_experts=4, max_position_embeddings=32
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     ids = torch.randint(0, 64, (2, 9))
     found = qsync_fx.explain(model, input_ids=ids, labels=ids, options={"precision": "int8"})
     inside = [each for each in adjustable(found) if ".experts/" in each[0]]
-    assert len(inside) == 2 and all(each[1:] == ("int8", "plan: uniform int8") for each in inside), inside
+    assert len(inside) == 2 and all(
+        each[1:] == ("int8", "plan: uniform int8") for each in inside
+    ), inside
     model(input_ids=ids, labels=ids).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     # The router chooses as in FP32, so that experts get the same tokens.
     plan = qsync_fx.Plan("fp32", [("**.experts", "int8")])
-    compiled = torch.compile(model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
+    compiled = torch.compile(
+        model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"}
+    )
     compiled(input_ids=ids, labels=ids).loss.backward()
     for name, p in model.named_parameters():
         if "experts" in name and name in expected:

@@ -41,7 +41,9 @@ def test_no_other_file_names_keys() -> None:
             # One of them is the name of the backend, and of the command, too.
             assert not given & (names - {node_metadata.NOTE.name}), f"{name} names {given}"
             for key in _keys(node):
-                assert key != "custom" and not str(key).startswith("qsync"), f"{name} reads or writes {key!r} of a node"
+                assert key != "custom" and not str(key).startswith("qsync"), (
+                    f"{name} reads or writes {key!r} of a node"
+                )
 
 
 def _keys(node: ast.AST) -> Iterator[object]:
@@ -49,7 +51,9 @@ def _keys(node: ast.AST) -> Iterator[object]:
     match node:
         case ast.Subscript(value=ast.Attribute(attr="meta"), slice=ast.Constant(value=key)):
             yield key
-        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="meta")), args=[ast.Constant(value=key), *_]):
+        case ast.Call(
+            func=ast.Attribute(value=ast.Attribute(attr="meta")), args=[ast.Constant(value=key), *_]
+        ):
             yield key
         case ast.Compare(left=ast.Constant(value=key), comparators=[ast.Attribute(attr="meta")]):
             yield key
@@ -81,7 +85,11 @@ class Block(nn.Module):
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm, self.pool = nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.MaxPool2d(3, 2, 1)
+        self.stem, self.norm, self.pool = (
+            nn.Conv2d(3, 16, 3, 2),
+            nn.BatchNorm2d(16),
+            nn.MaxPool2d(3, 2, 1),
+        )
         self.block = Block(16)
         self.head = nn.Linear(16, 10)
 
@@ -98,23 +106,41 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(2, 16, 2, 16).permute(0, 2, 1, 3) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).view(2, 16, 2, 16).permute(0, 2, 1, 3) for layer in (self.q, self.k, self.v)
+        )
         weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)).div(4.0), dim=-1)
         return self.out(weights.matmul(v).permute(0, 2, 1, 3).reshape(2, 16, 32)).sum()
 
 
 def bert() -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     config = transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **sizes)
     ids = torch.randint(0, 64, (2, 16))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+    given = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.tensor([0, 1]),
+    }
     return transformers.BertForSequenceClassification(config), given
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "n_positions": 16,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     ids = torch.randint(0, 64, (2, 16))
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **sizes)), {
         "input_ids": ids,
@@ -129,14 +155,20 @@ def residual() -> tuple[nn.Module, dict[str, Any]]:
 def bert_base() -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(0, 1000, (2, 128))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+    given = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.tensor([0, 1]),
+    }
     return transformers.BertForSequenceClassification(transformers.BertConfig()), given
 
 
 def resnet50() -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
     images = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.tensor([0, 1])}
-    return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=2)), images
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(num_labels=2)
+    ), images
 
 
 def attention() -> tuple[nn.Module, dict[str, Any]]:
@@ -144,7 +176,9 @@ def attention() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @functools.cache
-def trained(make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str) -> tuple[tuple[fx.Graph, ...], Any]:
+def trained(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str
+) -> tuple[tuple[fx.Graph, ...], Any]:
     """Inductor's graphs of a training step, whose kernels nobody builds, and what explain says of the model."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -160,7 +194,10 @@ def trained(make: Callable[[], tuple[nn.Module, dict[str, Any]]], precision: str
 CASES = [
     (attention, "int8"),
     *(pytest.param(*case, marks=tiers.ALL) for case in ((bert, "int8"), (residual, "bf16"))),
-    *(pytest.param(*case, marks=tiers.EVERY) for case in ((gpt2, "int8"), (bert, "bf16"), (residual, "int8"))),
+    *(
+        pytest.param(*case, marks=tiers.EVERY)
+        for case in ((gpt2, "int8"), (bert, "bf16"), (residual, "int8"))
+    ),
 ]
 # As they are trained: what has but one layer above may meet another in twelve.
 WHOLE = [
@@ -171,7 +208,9 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("make", "precision"), [*CASES, *WHOLE])
-def test_every_node_of_inductors_graphs_is_charged_to_an_operator_of_the_model(make: Any, precision: str) -> None:
+def test_every_node_of_inductors_graphs_is_charged_to_an_operator_of_the_model(
+    make: Any, precision: str
+) -> None:
     graphs, explanation = trained(make, precision)
     known = {str(operator.id) for operator in explanation.operators}
     assert len(graphs) >= 2
@@ -189,7 +228,9 @@ def test_casts_are_marked_as_casts_of_their_owner(make: Any, precision: str) -> 
     wanted, seeds = set(), 0
     for node in explanation.graph_module("lower").graph.nodes:
         cast = node_metadata.CAST.get(node)
-        assert cast is None or ((charge := node_metadata.charged(node)) is not None and charge.part is cast.part)
+        assert cast is None or (
+            (charge := node_metadata.charged(node)) is not None and charge.part is cast.part
+        )
         if cast is not None and cast.part in (Part.QUANTIZE, Part.SEED):
             wanted.add(node_metadata.charged(node))
             seeds += cast.part is Part.SEED
@@ -208,7 +249,9 @@ def test_what_a_pattern_of_inductors_fuses_is_the_products_that_it_ends_in() -> 
     (forward, backward), _ = trained(attention, "int8")
     (fused,) = [n for n in forward.nodes if computes(n) and "scaled_dot_product" in n.name]
     (gradient,) = [n for n in backward.nodes if computes(n) and "scaled_dot_product" in n.name]
-    assert node_metadata.charged(fused) is None, "nothing is left to find: Inductor says itself what it has fused"
+    assert node_metadata.charged(fused) is None, (
+        "nothing is left to find: Inductor says itself what it has fused"
+    )
     assert charges(forward)[fused].owner == "/matmul@v#1"
     assert charges(backward)[gradient].owner.startswith("/")
 
@@ -246,6 +289,10 @@ def test_the_counters_and_statistics_of_a_batch_norm_are_its_own() -> None:
 def test_the_sum_of_two_gradients_is_charged_where_the_value_was_made() -> None:
     (_, backward), _ = trained(residual, "bf16")
     found = charges(backward)
-    sums = [n for n in backward.nodes if n.target is aten.add.Tensor and node_metadata.charged(n) is None]
+    sums = [
+        n
+        for n in backward.nodes
+        if n.target is aten.add.Tensor and node_metadata.charged(n) is None
+    ]
     # What the block reads comes from the pooling.
     assert "pool/max_pool2d" in {found[node].owner for node in sums}

@@ -54,10 +54,15 @@ class Moves(fx.Interpreter):
         result = super().run_node(n)
         if n in node_metadata.NOTE:
             operands = tensors([*args, *kwargs.values()])
-            untouched = all(torch.equal(t.flatten(), was.flatten()) for t, was in zip(operands, before, strict=True))
+            untouched = all(
+                torch.equal(t.flatten(), was.flatten())
+                for t, was in zip(operands, before, strict=True)
+            )
             memory = {t.untyped_storage().data_ptr() for t in operands}
             given = [t.untyped_storage().data_ptr() for t in tensors(result)]
-            self.views[str(node_metadata.NOTE[n].id)] = untouched and all(pointer in memory for pointer in given)
+            self.views[str(node_metadata.NOTE[n].id)] = untouched and all(
+                pointer in memory for pointer in given
+            )
         return result
 
 
@@ -67,7 +72,9 @@ def real(fake: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_an_operator_that_gives_back_its_operands_memory_moves_no_bytes(precision: str) -> None:
-    explanation = qsync_fx.explain(Shapes(), torch.randn(2, 4, 16), options={"precision": precision})
+    explanation = qsync_fx.explain(
+        Shapes(), torch.randn(2, 4, 16), options={"precision": precision}
+    )
     module = explanation.graph_module("annotate_cost")
     inputs = [real(node.meta["val"]) for node in module.graph.nodes if node.op == "placeholder"]
     moves = Moves(module)
@@ -77,9 +84,13 @@ def test_an_operator_that_gives_back_its_operands_memory_moves_no_bytes(precisio
     assert {name for name, cost in costs.items() if cost is not None and cost.bytes == 0} == {
         name for name, view in moves.views.items() if view
     }
-    assert {"/view@first", "/chunk@first", "/expand@first"} <= {name for name, view in moves.views.items() if view}
+    assert {"/view@first", "/chunk@first", "/expand@first"} <= {
+        name for name, view in moves.views.items() if view
+    }
     assert costs["/reshape@first"] is not None
-    assert costs["/reshape@first"].forward.bytes == 2 * 128 * (4 if precision == "fp32" else 2), "this one must copy"
+    assert costs["/reshape@first"].forward.bytes == 2 * 128 * (4 if precision == "fp32" else 2), (
+        "this one must copy"
+    )
     # bf16 to fp32 where there is something to convert.
     assert (costs["/to@first"].bytes == 0) == (precision == "fp32")
 
@@ -87,11 +98,16 @@ def test_an_operator_that_gives_back_its_operands_memory_moves_no_bytes(precisio
 def test_views_of_symbolic_sizes_move_no_bytes() -> None:
     class Heads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return (x.view(x.shape[0], 4, 2, 8).transpose(1, 2).reshape(x.shape[0], 2, 32) + 1).flatten(1)
+            return (
+                x.view(x.shape[0], 4, 2, 8).transpose(1, 2).reshape(x.shape[0], 2, 32) + 1
+            ).flatten(1)
 
     x = torch.randn(3, 4, 16)
     torch._dynamo.mark_dynamic(x, 0)
-    costs = {str(op.id): op.note.cost for op in qsync_fx.explain(Heads(), x, options={"precision": "fp32"}).operators}
+    costs = {
+        str(op.id): op.note.cost
+        for op in qsync_fx.explain(Heads(), x, options={"precision": "fp32"}).operators
+    }
     assert {name: cost.bytes for name, cost in costs.items() if isinstance(cost.bytes, int)} == {
         "/view": 0,
         "/transpose": 0,

@@ -58,7 +58,9 @@ def _of(*views: Callable[[Tensor], Any]) -> Model:
 
 
 MODELS: dict[str, Model] = {
-    "a tensor and its views": _of(lambda y: y, lambda y: y.view(-1), lambda y: y[0], lambda y: y.t()),
+    "a tensor and its views": _of(
+        lambda y: y, lambda y: y.view(-1), lambda y: y[0], lambda y: y.t()
+    ),
     "views alone": _of(lambda y: y.view(-1), lambda y: y[0]),
     "views of views": _of(lambda y: y.t()[1:].unsqueeze(0), lambda y: y.t()[:2]),
     "twice": _of(lambda y: y, lambda y: y),
@@ -66,11 +68,19 @@ MODELS: dict[str, Model] = {
     "unbind": _of(lambda y: y.unbind(0)),
     "split": _of(lambda y: y.split([1, 3])[0], lambda y: y.split([1, 3])[1][1:]),
     "detach": _of(lambda y: y, lambda y: y.detach()),
-    "reshape": _of(lambda y: y, lambda y: y.reshape(-1), lambda y: y.contiguous(), lambda y: y.t().reshape(-1)),
-    "many kinds": _of(lambda y: y.narrow(0, 1, 2), lambda y: y.unflatten(1, (2, 2)), lambda y: y.diagonal()),
+    "reshape": _of(
+        lambda y: y, lambda y: y.reshape(-1), lambda y: y.contiguous(), lambda y: y.t().reshape(-1)
+    ),
+    "many kinds": _of(
+        lambda y: y.narrow(0, 1, 2), lambda y: y.unflatten(1, (2, 2)), lambda y: y.diagonal()
+    ),
     "expand": _of(lambda y: y[:1].expand(3, 4), lambda y: y),
-    "memory by its layout": _of(lambda y: y, lambda y: y.as_strided((2, 2), (4, 1)), lambda y: y.view(torch.int32)),
-    "conversions that change nothing": _of(lambda y: y[0], lambda y: y.float()[1:], lambda y: y.to(y.device).t()),
+    "memory by its layout": _of(
+        lambda y: y, lambda y: y.as_strided((2, 2), (4, 1)), lambda y: y.view(torch.int32)
+    ),
+    "conversions that change nothing": _of(
+        lambda y: y[0], lambda y: y.float()[1:], lambda y: y.to(y.device).t()
+    ),
     "dropout in evaluation": _of(lambda y: y, lambda y: F.dropout(y, 0.5, training=False)),
     "two tensors": lambda x: (product(x), product(product(x))[1:], product(x)[0]),
     "an input": lambda x: (x, x.view(-1), product(x), x),
@@ -104,7 +114,9 @@ def test_a_write_to_an_output_shows_where_it_shows_in_torch(name: str, gradients
     theirs, ours = torch.compile(model, backend="aot_eager"), compiled(model, precision="bf16")
     for at in range(len(model(x))):
         for recorded in (True, False) if gradients else (False,):
-            assert outcome(ours, x, at, recorded) == outcome(theirs, x, at, recorded), f"output {at} written"
+            assert outcome(ours, x, at, recorded) == outcome(theirs, x, at, recorded), (
+                f"output {at} written"
+            )
 
 
 @pytest.mark.parametrize("precision", ["int8", "bf16"])

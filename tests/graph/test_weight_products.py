@@ -53,13 +53,26 @@ CASES = {
     "strided mm": Case(torch.mm, (3, 7), (7, 5), ([1], [0]), strided=True),
     "mv": Case(lambda x, w: torch.mv(w, x), (7,), (5, 7), ([0], [1])),
     "inner": Case(torch.inner, (2, 3, 7), (5, 7), ([2], [1])),
-    "tensordot": Case(lambda x, w: torch.tensordot(x, w, 2), (3, 2, 7), (2, 7, 5), ([1, 2], [0, 1])),
-    "addmm": Case(torch.mm, (3, 7), (7, 5), ([1], [0]), bias=(5,), call=lambda x, w, b: torch.addmm(b, x, w)),
-    "addmv": Case(lambda x, w: w @ x, (7,), (5, 7), ([0], [1]), bias=(5,), call=lambda x, w, b: torch.addmv(b, w, x)),
+    "tensordot": Case(
+        lambda x, w: torch.tensordot(x, w, 2), (3, 2, 7), (2, 7, 5), ([1, 2], [0, 1])
+    ),
+    "addmm": Case(
+        torch.mm, (3, 7), (7, 5), ([1], [0]), bias=(5,), call=lambda x, w, b: torch.addmm(b, x, w)
+    ),
+    "addmv": Case(
+        lambda x, w: w @ x,
+        (7,),
+        (5, 7),
+        ([0], [1]),
+        bias=(5,),
+        call=lambda x, w, b: torch.addmv(b, w, x),
+    ),
     "bmm": Case(torch.bmm, (4, 3, 7), (4, 7, 5), ([2], [1]), ([0], [0], [0])),
     "strided bmm": Case(torch.bmm, (4, 3, 7), (4, 7, 5), ([2], [1]), ([0], [0], [0]), strided=True),
     "bmm of no rows": Case(torch.bmm, (4, 0, 7), (4, 7, 5), ([2], [1]), ([0], [0], [0])),
-    "bmm, w first": Case(lambda x, w: torch.bmm(w, x), (4, 7, 3), (4, 5, 7), ([1], [2]), ([0], [0], [0])),
+    "bmm, w first": Case(
+        lambda x, w: torch.bmm(w, x), (4, 7, 3), (4, 5, 7), ([1], [2]), ([0], [0], [0])
+    ),
     "baddbmm": Case(
         torch.bmm,
         (4, 3, 7),
@@ -69,10 +82,14 @@ CASES = {
         (4, 1, 5),
         lambda x, w, b: torch.baddbmm(b, x, w),
     ),
-    "experts of a batch": Case(lambda x, w: x @ w, (2, 4, 3, 7), (4, 7, 5), ([3], [1]), ([1], [0], [1])),
+    "experts of a batch": Case(
+        lambda x, w: x @ w, (2, 4, 3, 7), (4, 7, 5), ([3], [1]), ([1], [0], [1])
+    ),
     "one x for all experts": Case(lambda x, w: x @ w, (1, 3, 7), (4, 7, 5), ([2], [1])),
     "einsum": Case(lambda x, w: torch.einsum("bld,dh->blh", x, w), (2, 3, 7), (7, 5), ([2], [0])),
-    "einsum into heads": Case(lambda x, w: torch.einsum("ibh,hnd->ibnd", x, w), (3, 2, 7), (7, 2, 5), ([2], [0])),
+    "einsum into heads": Case(
+        lambda x, w: torch.einsum("ibh,hnd->ibnd", x, w), (3, 2, 7), (7, 2, 5), ([2], [0])
+    ),
     "einsum of heads": Case(
         lambda x, w: torch.einsum("ibnd,hnd->ibh", x, w), (3, 2, 2, 5), (7, 2, 5), ([2, 3], [1, 2])
     ),
@@ -83,7 +100,9 @@ CASES = {
         ([3], [1]),
         ([1], [0], [2]),
     ),
-    "einsum, w first": Case(lambda x, w: torch.einsum("oi,bit", w, x), (2, 7, 3), (5, 7), ([1], [1])),
+    "einsum, w first": Case(
+        lambda x, w: torch.einsum("oi,bit", w, x), (2, 7, 3), (5, 7), ([1], [1])
+    ),
 }
 
 
@@ -102,7 +121,11 @@ class Net(nn.Module):
 
 
 def activation(case: Case) -> Tensor:
-    x = torch.randn(tuple(reversed(case.x))).permute(*reversed(range(len(case.x)))) if case.strided else None
+    x = (
+        torch.randn(tuple(reversed(case.x))).permute(*reversed(range(len(case.x))))
+        if case.strided
+        else None
+    )
     return (torch.randn(case.x) if x is None else x).requires_grad_()
 
 
@@ -111,7 +134,9 @@ def others(dims: int, without: Sequence[int]) -> list[int]:
 
 
 def ones(shape: Sequence[int], summed: Sequence[int]) -> Tensor:
-    return torch.ones([1 if at in summed else size for at, size in enumerate(shape)], dtype=torch.float64)
+    return torch.ones(
+        [1 if at in summed else size for at, size in enumerate(shape)], dtype=torch.float64
+    )
 
 
 def to_x(case: Case, g: Tensor, w: Tensor) -> Tensor:
@@ -134,11 +159,18 @@ def test_a_product_with_a_parameter_is_that_of_a_layer(name: str, fmt: str, scal
     if (fmt, scaling) == ("int8", "tensor"):  # the numbers tell the others from BF16
         found = qsync_fx.explain(net, x, options={"precision": fmt})
         assert [each[1:] for each in adjustable(found)] == [(fmt, f"plan: uniform {fmt}")]
-    options = {"precision": fmt, "scaling": scaling, "rounding": "nearest", "inner_backend": "aot_eager"}
+    options = {
+        "precision": fmt,
+        "scaling": scaling,
+        "rounding": "nearest",
+        "inner_backend": "aot_eager",
+    }
     y = torch.compile(net, backend="qsync", options=options)(x)
     g = torch.randn_like(y)
     expected = net(x)
-    assert y.dtype == torch.float32 and y.shape == expected.shape and y.stride() == expected.stride()
+    assert (
+        y.dtype == torch.float32 and y.shape == expected.shape and y.stride() == expected.stride()
+    )
     gradients = torch.autograd.grad(y, [x, *net.parameters()], g)
 
     def operand(t: Tensor, factor: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +215,9 @@ def _varies(case: Case, factor: int) -> bool:
 def test_in_bf16_it_is_torchs_own(name: str) -> None:
     case = CASES[name]
     net, x = Net(case), activation(case)
-    y = torch.compile(net, backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"})(x)
+    y = torch.compile(
+        net, backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"}
+    )(x)
     g = torch.randn_like(y)
     found = [y, *torch.autograd.grad(y, [x, *net.parameters()], g)]
     inputs = [t.detach().bfloat16().requires_grad_() for t in (x, *net.parameters())]

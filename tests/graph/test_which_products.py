@@ -50,10 +50,14 @@ def explained(product: Callable[..., Tensor], x: Tensor, **options: object) -> q
         lambda net, x: x @ net.cube.unbind(0)[1],
         lambda net, x: x.expand(4, 3, 7) @ net.w.expand(4, 7, 5),
         lambda net, x: x @ net.parts[0],
-        lambda net, x: torch.utils.checkpoint.checkpoint(lambda x: x @ net.w, x, use_reentrant=False),
+        lambda net, x: torch.utils.checkpoint.checkpoint(
+            lambda x: x @ net.w, x, use_reentrant=False
+        ),
     ],
 )
-def test_what_only_moves_or_converts_a_parameter_is_a_weight(product: Callable[..., Tensor]) -> None:
+def test_what_only_moves_or_converts_a_parameter_is_a_weight(
+    product: Callable[..., Tensor],
+) -> None:
     found = adjustable(explained(product, torch.randn(3, 7, requires_grad=True)))
     assert [each[1:] for each in found] == [("int8", "plan: uniform int8")]
 
@@ -75,7 +79,9 @@ def test_what_only_moves_or_converts_a_parameter_is_a_weight(product: Callable[.
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_any_other_product_says_what_it_is(product: Callable[..., Tensor], row: str, says: str) -> None:
+def test_any_other_product_says_what_it_is(
+    product: Callable[..., Tensor], row: str, says: str
+) -> None:
     found = explained(product, torch.randn(7, 7, requires_grad=True))
     (operator,) = [op for op in found.operators if op.kind == "adjustable"]
     assert row in operator.row.reason and says in operator.reason
@@ -89,7 +95,11 @@ def test_a_parameter_that_two_products_read_is_quantized_once() -> None:
     net, x = Two(product), torch.randn(3, 7, requires_grad=True)
     found = qsync_fx.explain(net, x, options={"precision": "int8"})
     assert {precision for _, precision, _ in adjustable(found)} == {"int8"}
-    quantized = [node.args[0].name for node in found.graph_module().graph.nodes if "quantize" in str(node.target)]
+    quantized = [
+        node.args[0].name
+        for node in found.graph_module().graph.nodes
+        if "quantize" in str(node.target)
+    ]
     assert quantized.count("w") == 1
     options = {"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"}
     y = torch.compile(net, backend="qsync", options=options)(x)
@@ -118,7 +128,12 @@ def test_plans_reports_and_costs_know_the_weight() -> None:
     cost = operator.note.cost
     assert cost is not None
     # One byte a value of both operands, a product each; the gradient of the weight is one of a parameter.
-    assert cost.forward.flops == cost.weight_gradient.flops == cost.input_gradient.flops == 2 * 3 * 7 * 5
+    assert (
+        cost.forward.flops
+        == cost.weight_gradient.flops
+        == cost.input_gradient.flops
+        == 2 * 3 * 7 * 5
+    )
     assert sorted(cost.saved.values()) == [3 * 7, 7 * 5]
 
 
@@ -129,15 +144,24 @@ def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
     import transformers
 
     sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    llama = {"intermediate_size": 48, "intermediate_size_mlp": 48, "num_key_value_heads": 2, "num_local_experts": 4}
+    llama = {
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 48,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    }
     models = {
         "/bmm": transformers.Llama4ForCausalLM(
-            transformers.Llama4TextConfig(hidden_size=32, head_dim=8, pad_token_id=0, **llama, **sizes)
+            transformers.Llama4TextConfig(
+                hidden_size=32, head_dim=8, pad_token_id=0, **llama, **sizes
+            )
         ),
         "/einsum": transformers.XLNetModel(
             transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=1, n_head=4, d_inner=48)
         ),
-        "/addmm": transformers.GPT2Model(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)),
+        "/addmm": transformers.GPT2Model(
+            transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)
+        ),
     }
     for name, model in models.items():
         found = qsync_fx.explain(model, torch.randint(0, 64, (2, 9)), options={"precision": "int8"})
@@ -146,5 +170,8 @@ def test_what_transformers_multiplies_by_parameters_is_in_int8() -> None:
         assert with_weight and {str(op.precision) for op in with_weight} == {"int8"}, name
         for op in ours:
             # XLNet computes its keys of positions from a parameter alone.
-            others = "a product of two activations", "a product with a buffer, or with what the model computes"
+            others = (
+                "a product of two activations",
+                "a product with a buffer, or with what the model computes",
+            )
             assert op.row.scaled or op.row.reason.startswith(others), op.id

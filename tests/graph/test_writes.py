@@ -85,7 +85,9 @@ class TestWrites:
 
         assert_as_eager(model, whole(4, 4).requires_grad_())
 
-    @pytest.mark.parametrize("convert", [lambda y: y.float(), lambda y: y.to(y.device), lambda y: y.type_as(y)])
+    @pytest.mark.parametrize(
+        "convert", [lambda y: y.float(), lambda y: y.to(y.device), lambda y: y.type_as(y)]
+    )
     def test_to_a_conversion_that_does_not_copy(self, convert: Callable[[Tensor], Tensor]) -> None:
         def model(x: Tensor) -> Any:
             y = product(x)

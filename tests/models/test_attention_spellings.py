@@ -23,7 +23,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _mask(query: Tensor) -> Tensor:
-    return torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return torch.ones(
+        query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device
+    ).tril()
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -39,7 +41,9 @@ ATTENTION: dict[str, Attend] = {
     "causal": lambda q, k, v: attend(q, k, v, is_causal=True),
     "mask": lambda q, k, v: attend(q, k, v, _mask(q)),
     "mask by keyword": lambda q, k, v: attend(q, k, v, attn_mask=_mask(q)),
-    "float mask": lambda q, k, v: attend(q, k, v, attn_mask=torch.zeros(TOKENS, TOKENS).masked_fill(~_mask(q), -1e4)),
+    "float mask": lambda q, k, v: attend(
+        q, k, v, attn_mask=torch.zeros(TOKENS, TOKENS).masked_fill(~_mask(q), -1e4)
+    ),
     "dropout": lambda q, k, v: attend(q, k, v, dropout_p=0.1),
     "contiguous operands": lambda q, k, v: attend(q.contiguous(), k.contiguous(), v.contiguous()),
     "written out": _written_out,
@@ -52,17 +56,23 @@ SPLIT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 MERGE: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous, view": lambda y: y.transpose(1, 2).contiguous().view(y.shape[0], y.shape[2], CHANNELS),
+    "contiguous, view": lambda y: (
+        y.transpose(1, 2).contiguous().view(y.shape[0], y.shape[2], CHANNELS)
+    ),
     "view": lambda y: y.transpose(1, 2).view(y.shape[0], y.shape[2], CHANNELS),
     "reshape": lambda y: y.transpose(1, 2).reshape(y.shape[0], y.shape[2], CHANNELS),
     "permute, clone, view": lambda y: (
-        y.permute(0, 2, 1, 3).clone(memory_format=torch.contiguous_format).view(y.shape[0], y.shape[2], CHANNELS)
+        y.permute(0, 2, 1, 3)
+        .clone(memory_format=torch.contiguous_format)
+        .view(y.shape[0], y.shape[2], CHANNELS)
     ),
     "flatten": lambda y: y.transpose(1, 2).flatten(2),
-    "only if not contiguous": lambda y: (t if (t := y.transpose(1, 2)).is_contiguous() else t.contiguous()).view(
-        y.shape[0], y.shape[2], CHANNELS
+    "only if not contiguous": lambda y: (
+        t if (t := y.transpose(1, 2)).is_contiguous() else t.contiguous()
+    ).view(y.shape[0], y.shape[2], CHANNELS),
+    "as_strided": lambda y: y.as_strided(
+        (y.shape[0], y.shape[2], CHANNELS), (y.shape[2] * CHANNELS, CHANNELS, 1)
     ),
-    "as_strided": lambda y: y.as_strided((y.shape[0], y.shape[2], CHANNELS), (y.shape[2] * CHANNELS, CHANNELS, 1)),
     "by its strides": lambda y: y.as_strided(
         (y.shape[0], y.shape[2], HEADS, WIDTH), (y.stride(0), y.stride(2), y.stride(1), y.stride(3))
     ).flatten(2),
@@ -92,7 +102,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.attention, self.split, self.merge = ATTENTION[attention], SPLIT[split], MERGE[merge]
         self.norm1, self.norm2 = nn.LayerNorm(CHANNELS), nn.LayerNorm(CHANNELS)
-        self.projections, self.out = nn.Linear(CHANNELS, 3 * CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+        self.projections, self.out = (
+            nn.Linear(CHANNELS, 3 * CHANNELS),
+            nn.Linear(CHANNELS, CHANNELS),
+        )
         self.up, self.down = nn.Linear(CHANNELS, 2 * CHANNELS), nn.Linear(2 * CHANNELS, CHANNELS)
         self.head = nn.Linear(CHANNELS, CLASSES)
 
@@ -116,13 +129,21 @@ def cases() -> Iterator[Any]:
     spellings += [("positional", "view", merge) for merge in MERGE]
     spellings += [("positional", split, "contiguous, view") for split in SPLIT]
     spellings += [("causal", "view", merge) for merge in ("view", "as_strided", "rearranged")]
-    spellings += [("written out", "reshape", "only if not contiguous"), ("dropout", "unflatten", "reshape")]
+    spellings += [
+        ("written out", "reshape", "only if not contiguous"),
+        ("dropout", "unflatten", "reshape"),
+    ]
     fast = {("positional", "bf16"), ("keyword", "int8")}
     for attention, split, merge in dict.fromkeys(spellings):
         for precision in ERRORS:
-            quick = (attention, precision) in fast and (split, merge) == ("view", "contiguous, view")
+            quick = (attention, precision) in fast and (split, merge) == (
+                "view",
+                "contiguous, view",
+            )
             name = f"{attention}-{split}-{merge}-{precision}"
-            yield pytest.param(attention, split, merge, precision, id=name, marks=() if quick else tiers.ALL)
+            yield pytest.param(
+                attention, split, merge, precision, id=name, marks=() if quick else tiers.ALL
+            )
 
 
 def gradients(model: nn.Module, call: Any, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +157,9 @@ def gradients(model: nn.Module, call: Any, x: Tensor, labels: Tensor) -> tuple[T
 
 
 @pytest.mark.parametrize(("attention", "split", "merge", "precision"), list(cases()))
-def test_a_transformer_trains_as_in_eager_mode(attention: str, split: str, merge: str, precision: str) -> None:
+def test_a_transformer_trains_as_in_eager_mode(
+    attention: str, split: str, merge: str, precision: str
+) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Transformer(attention, split, merge)

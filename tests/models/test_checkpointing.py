@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import qsync_fx
 from qsync_fx.graph import node_metadata
@@ -34,7 +38,9 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, checkpointed: bool, dropout: float = 0.0, blocks: int = 2, **how: Any) -> None:
+    def __init__(
+        self, checkpointed: bool, dropout: float = 0.0, blocks: int = 2, **how: Any
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
         self.head = nn.Linear(16, 4)
@@ -95,12 +101,17 @@ def test_what_is_kept_for_the_recomputation_is_narrow() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+            self.first, self.second = (
+                nn.Linear(64, 64),
+                nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.second, torch.relu(self.first(x)), use_reentrant=False)
 
-    graph = qsync_fx.explain(Chain(), torch.randn(8, 64), options={"precision": "bf16"}).graphs[0].graph
+    graph = (
+        qsync_fx.explain(Chain(), torch.randn(8, 64), options={"precision": "bf16"}).graphs[0].graph
+    )
     (region,) = (node for node in graph.nodes if node in node_metadata.BODIES)
     kept = next(used for used in region.all_input_nodes if used.name.startswith("relu"))
     assert kept.meta["val"].dtype is torch.bfloat16
@@ -114,7 +125,11 @@ def test_a_region_in_a_region() -> None:
             self.stack, self.checkpointed = Stack(checkpointed, 0.5), checkpointed
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.stack, x, use_reentrant=False) if self.checkpointed else self.stack(x)
+            return (
+                checkpoint(self.stack, x, use_reentrant=False)
+                if self.checkpointed
+                else self.stack(x)
+            )
 
     for precision in ("fp32", "int8"):
         found = _gradients(lambda: Nested(True), precision=precision)
@@ -126,7 +141,9 @@ def test_recomputed_under_inductor() -> None:
     """Inductor may lay a recomputed tensor out, and round between fused operators, otherwise than a saved one: equal but for roundings."""
 
     def inductors(**how: Any) -> dict[str, Tensor]:
-        return _gradients(lambda: Stack(True, 0.5, blocks=1, **how), precision="int8", inner_backend="inductor")
+        return _gradients(
+            lambda: Stack(True, 0.5, blocks=1, **how), precision="int8", inner_backend="inductor"
+        )
 
     first = inductors()
     assert_equal(first, inductors())
@@ -137,7 +154,9 @@ def test_recomputed_under_inductor() -> None:
 
 def test_the_plan_reaches_checkpointed_operators_by_the_same_ids() -> None:
     def precisions(checkpointed: bool) -> dict[str, str]:
-        found = qsync_fx.explain(Stack(checkpointed), torch.randn(8, 16), options={"plan": plan}).operators
+        found = qsync_fx.explain(
+            Stack(checkpointed), torch.randn(8, 16), options={"plan": plan}
+        ).operators
         return {str(op.id): str(op.precision) for op in found if op.kind == "adjustable"}
 
     plan = qsync_fx.Plan.uniform("int8").with_precision("blocks.1.down", "bf16")

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 import qsync_fx
 from tests.support import tiers
-from tests.support.models.small_models import Perceptron, assert_equal, build, compiled, gradients, relative_error
+from tests.support.models.small_models import (
+    Perceptron,
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 Prepare = Callable[[nn.Module], Any]
 
@@ -24,7 +31,9 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-def doubled(module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def doubled(
+    module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     assert all(g.dtype is torch.float32 for g in (*inputs, *outputs))
     return tuple(2 * g for g in inputs)
 
@@ -59,7 +68,11 @@ def full_hooks(model: nn.Module) -> None:
 
 
 def pre_hooks(model: nn.Module) -> None:
-    for module in (model.get_submodule("layers"), model.get_submodule("layers.3"), model.get_submodule("head")):
+    for module in (
+        model.get_submodule("layers"),
+        model.get_submodule("layers.3"),
+        model.get_submodule("head"),
+    ):
         module.register_full_backward_pre_hook(halved)
 
 
@@ -68,7 +81,11 @@ def train(model: nn.Module, call: Any, backward: Any = None) -> dict[str, Tensor
     torch.manual_seed(1)
     x = torch.randn(16, 16, requires_grad=True)
     for _ in range(2):
-        with torch._dynamo.compiled_autograd._enable(backward, dynamic=False) if backward else torch.enable_grad():
+        with (
+            torch._dynamo.compiled_autograd._enable(backward, dynamic=False)
+            if backward
+            else torch.enable_grad()
+        ):
             call(x).square().mean().backward()
     assert x.grad is not None
     return gradients(model) | {"x": x.grad}
@@ -103,7 +120,11 @@ def test_hooks_do_under_compiled_autograd_what_they_do_in_torch(
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
 def test_the_backward_pass_is_that_of_the_plan(inner_backend: str) -> None:
     """Recorded or not: to the bit, with a plan that names operators, which none of the backward graph's are."""
-    plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8").with_precision("layers.0", "fp32")
+    plan = (
+        qsync_fx.Plan.uniform("bf16")
+        .with_precision("head", "int8")
+        .with_precision("layers.0", "fp32")
+    )
     found = []
     for recorded in (False, True):
         torch._dynamo.reset()
@@ -125,7 +146,9 @@ def test_a_backward_pass_in_an_autocast_region_keeps_its_formats() -> None:
         model = build(Perceptron)
         options = {"precision": "fp32", "inner_backend": "aot_eager"}
         call, x = compiled(model, **options), torch.ones(4, 16)
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="qsync", options=options)):
+        with torch._dynamo.compiled_autograd._enable(
+            torch.compile(backend="qsync", options=options)
+        ):
             loss = call(x).square().mean()
             with torch.autocast("cpu", torch.bfloat16, enabled=region):
                 loss.backward()

@@ -23,7 +23,9 @@ def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
     environment = {**os.environ, **ranks.ENVIRONMENT}
     script = ranks.script_of("ddp_rank.py")
     started = [
-        forks.start(script, [str(rank), str(folder), json.dumps(job)], environment, folder / f"{rank}.log")
+        forks.start(
+            script, [str(rank), str(folder), json.dumps(job)], environment, folder / f"{rank}.log"
+        )
         for rank in range(2)
     ]
     try:
@@ -38,13 +40,16 @@ def train(folder: Path, **job: Any) -> list[dict[str, Any]]:
             process.kill()
             process.wait()
     reports = [
-        f"rank {rank}: {code}\n{(folder / f'{rank}.log').read_text()[-3000:]}" for rank, code in enumerate(codes)
+        f"rank {rank}: {code}\n{(folder / f'{rank}.log').read_text()[-3000:]}"
+        for rank, code in enumerate(codes)
     ]
     assert codes == [0, 0], "\n".join(reports)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("breaks", [False, pytest.param(True, marks=tiers.ALL)], ids=["whole", "graph break"])
+@pytest.mark.parametrize(
+    "breaks", [False, pytest.param(True, marks=tiers.ALL)], ids=["whole", "graph break"]
+)
 def test_a_plan_on_each_rank_and_several_buckets(tmp_path: Path, breaks: bool) -> None:
     first, second = ranks = train(tmp_path, plans=["fp32", "mixed"], breaks=breaks)
     for rank in ranks:
@@ -57,7 +62,12 @@ def test_a_plan_on_each_rank_and_several_buckets(tmp_path: Path, breaks: bool) -
     assert [name for name, _ in first["operators"]] == [name for name, _ in second["operators"]]
     assert {precision for _, precision in first["operators"]} == {"fp32"}
     planned = dict(map(tuple, second["operators"]))
-    assert planned["conv/conv2d"] == planned["layers.3/linear"] == planned["layers.3/linear#1"] == "int8"
+    assert (
+        planned["conv/conv2d"]
+        == planned["layers.3/linear"]
+        == planned["layers.3/linear#1"]
+        == "int8"
+    )
     assert planned["layers.1/linear"] == planned["/linear@layers.3"] == "bf16"
     assert first["weights"] == second["weights"], "to the last bit"
     assert first["losses"] != second["losses"], "each rank has its own data"

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx.errors import PrecisionError, QSyncError
 from tests.support import tiers
-from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
+from tests.support.models.small_models import (
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 Run = Callable[[Tensor], Tensor]
 
@@ -102,13 +108,17 @@ def test_bf16_is_as_near_as_autocast(make: type[nn.Module], use: Use) -> None:
 @every_model
 @every_use
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad", "fp8", "tf32"])
-def test_formats_without_a_second_derivative_name_the_operator(make: type[nn.Module], use: Use, fmt: str) -> None:
+def test_formats_without_a_second_derivative_name_the_operator(
+    make: type[nn.Module], use: Use, fmt: str
+) -> None:
     model = build(make)
     with pytest.raises(PrecisionError) as caught:
         use(model, compiled(model, precision=fmt, inner_backend="eager"), inputs(make))
     problem = caught.value
     assert problem.what.startswith(f"there is no second derivative in {fmt}: ")
-    assert problem.where in [f"operator {op.id}, {op.source}: {op.source.code}" for op in operators(model, make, fmt)]
+    assert problem.where in [
+        f"operator {op.id}, {op.source}: {op.source.code}" for op in operators(model, make, fmt)
+    ]
     assert '"eager"' in str(problem.do)
     assert not gradients(model)
 
@@ -121,11 +131,16 @@ def operators(model: nn.Module, make: type[nn.Module], fmt: str) -> Iterator[Any
 @every_use
 def test_a_plan_decides_what_has_a_second_derivative(use: Use) -> None:
     """INT8 where no second derivative goes: behind what it is taken in."""
-    plan = qsync_fx.Plan.uniform("int8").with_precision("conv", "bf16").with_precision("last", "bf16")
+    plan = (
+        qsync_fx.Plan.uniform("int8").with_precision("conv", "bf16").with_precision("last", "bf16")
+    )
     model = build(Convolutional)
     found = use(model, compiled(model, plan=plan, inner_backend="eager"), inputs(Convolutional))
     model = build(Convolutional)
-    assert_equal(found, use(model, compiled(model, precision="bf16", inner_backend="eager"), inputs(Convolutional)))
+    assert_equal(
+        found,
+        use(model, compiled(model, precision="bf16", inner_backend="eager"), inputs(Convolutional)),
+    )
 
 
 def test_a_penalty_is_never_left_out() -> None:
@@ -143,7 +158,9 @@ def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
     """With `allow_unused` torch says nothing of a parameter that the derivative of a gradient does not lead to."""
     model = build(Perceptron)
     run = compiled(model, precision="int8", inner_backend="eager")
-    (first,) = torch.autograd.grad(run(inputs(Perceptron)).sum(), model.first.weight, create_graph=True)
+    (first,) = torch.autograd.grad(
+        run(inputs(Perceptron)).sum(), model.first.weight, create_graph=True
+    )
     with pytest.raises(PrecisionError, match="no second derivative in int8"):
         torch.autograd.grad(first.sum(), model.last.weight, allow_unused=True)
 
@@ -151,7 +168,11 @@ def test_a_hessian_that_may_be_zero_is_refused_all_the_same() -> None:
 @every_use
 @pytest.mark.parametrize(
     ("inner_backend", "fmt"),
-    [("aot_eager", "fp32"), ("aot_eager", "int8"), pytest.param("inductor", "bf16", marks=tiers.ALL)],
+    [
+        ("aot_eager", "fp32"),
+        ("aot_eager", "int8"),
+        pytest.param("inductor", "bf16", marks=tiers.ALL),
+    ],
 )
 def test_compiled_backward_passes_say_what_to_do(use: Use, inner_backend: str, fmt: str) -> None:
     model = build(Perceptron)
@@ -171,7 +192,10 @@ def test_a_graph_that_nobody_differentiates_changes_nothing(inner_backend: str, 
     for create_graph in (False, True):
         torch._dynamo.reset()  # what was compiled for gradients without a graph takes no others
         model = build(Perceptron)
-        run, x = compiled(model, precision=fmt, inner_backend=inner_backend), inputs(Perceptron).requires_grad_()
+        run, x = (
+            compiled(model, precision=fmt, inner_backend=inner_backend),
+            inputs(Perceptron).requires_grad_(),
+        )
         for _ in range(2):
             loss = run(x).square().mean()
             values = torch.autograd.grad(loss, [*model.parameters(), x], create_graph=create_graph)

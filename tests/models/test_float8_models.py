@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync_fx
-from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
+from tests.support.models.small_models import (
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 Forward = Callable[["Storing", Tensor], Tensor]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -58,7 +64,9 @@ def rounded_weight(model: Storing, x: Tensor) -> Tensor:
 
 
 def buffer_and_parameter(model: Storing, x: Tensor) -> Tensor:
-    return model.second(F.linear(model.first(x), model.table.to(x.dtype) * model.scale) + x @ model.stored.float())
+    return model.second(
+        F.linear(model.first(x), model.table.to(x.dtype) * model.scale) + x @ model.stored.float()
+    )
 
 
 def moved_about(model: Storing, x: Tensor) -> Tensor:
@@ -82,7 +90,9 @@ def written_to(model: Storing, x: Tensor) -> Tensor:
 def multiplied(model: Storing, x: Tensor) -> Tensor:
     one = torch.ones(())
     with torch.no_grad():
-        y = torch._scaled_mm(model.first(x).to(E4M3), model.stored.t(), scale_a=one, scale_b=one, out_dtype=x.dtype)
+        y = torch._scaled_mm(
+            model.first(x).to(E4M3), model.stored.t(), scale_a=one, scale_b=one, out_dtype=x.dtype
+        )
     return model.second(model.first(x)) + y
 
 
@@ -106,7 +116,12 @@ def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> dict[str, Tenso
     with torch.no_grad():
         evaluated = call(x)
     assert x.grad is not None
-    values = {"out": out.detach(), "evaluated": evaluated, "x": x.grad, "table": model.state_dict()["table"].float()}
+    values = {
+        "out": out.detach(),
+        "evaluated": evaluated,
+        "x": x.grad,
+        "table": model.state_dict()["table"].float(),
+    }
     return values | gradients(model)
 
 
@@ -147,7 +162,12 @@ def test_autocast_regions_convert_float8_as_autocast_does() -> None:
 
 
 def test_the_report_shows_what_is_stored_in_float8() -> None:
-    explanation = qsync_fx.explain(Storing(there_and_back), torch.randn(4, 16), options={"precision": "int8"})
+    explanation = qsync_fx.explain(
+        Storing(there_and_back), torch.randn(4, 16), options={"precision": "int8"}
+    )
     assert "f8e4m3[4, 16] = aten.to.dtype(%linear" in explanation.graph()
-    assert [str(op.precision) for op in explanation.operators if op.kind == "adjustable"] == ["int8", "int8"]
+    assert [str(op.precision) for op in explanation.operators if op.kind == "adjustable"] == [
+        "int8",
+        "int8",
+    ]
     assert "a conversion that the model itself asks for" in str(explanation)

@@ -30,7 +30,9 @@ def compiled(model: nn.Module, plan: Plan) -> list[dict[str, str]]:
     def collect(graph: qsync_fx.PrecisionGraph) -> None:
         found.append({op.id.module: str(op.precision) for op in graph.operators(kind="adjustable")})
 
-    model.compile(backend="qsync", options={"plan": plan, "inner_backend": "aot_eager", "passes": [collect]})
+    model.compile(
+        backend="qsync", options={"plan": plan, "inner_backend": "aot_eager", "passes": [collect]}
+    )
     return found
 
 
@@ -85,13 +87,19 @@ def test_a_lightning_module_compiled_in_place_is_left_as_it_is(tmp_path: Path) -
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=4)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(8, 8)), batch_size=4
+    )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     for inside in (False, True):
         module = Lit()
         found = compiled(module.network if inside else module, Plan("int8"))
         trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_checkpointing=False, **quiet
+            max_epochs=1,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            enable_checkpointing=False,
+            **quiet,
         )
         trainer.fit(module, loader)
         assert found == ([{"body": "int8", "head": "int8"}] if inside else [])

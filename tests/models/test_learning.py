@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.models.small_models import Convolutional, Perceptron, build, compiled, relative_error
+from tests.support.models.small_models import (
+    Convolutional,
+    Perceptron,
+    build,
+    compiled,
+    relative_error,
+)
 
 torch.set_num_threads(1)
 
@@ -64,11 +70,18 @@ class TestGradScaler:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        taken = any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+        taken = any(
+            not torch.equal(before[name], value) for name, value in model.state_dict().items()
+        )
         return taken, scaler.get_scale()
 
     @pytest.mark.parametrize(
-        "options", [{"precision": "fp16", "emulate_unsupported": True}, {"precision": "int8"}, {"precision": "fp8"}]
+        "options",
+        [
+            {"precision": "fp16", "emulate_unsupported": True},
+            {"precision": "int8"},
+            {"precision": "fp8"},
+        ],
     )
     def test_takes_steps_and_unscales(self, options: dict[str, Any]) -> None:
         model, plain, x = build(Perceptron), build(Perceptron), torch.randn(16, 16)
@@ -87,7 +100,9 @@ class TestGradScaler:
 
     @pytest.mark.parametrize("precision", ["int8", "fp8"])
     @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-    def test_skips_a_step_with_an_input_that_is_not_finite(self, precision: str, bad: float) -> None:
+    def test_skips_a_step_with_an_input_that_is_not_finite(
+        self, precision: str, bad: float
+    ) -> None:
         model, x = build(Perceptron), torch.randn(16, 16)
         x[3, 5] = bad
         fast = compiled(model, precision=precision)

@@ -44,7 +44,12 @@ def parameters(*precisions: str) -> list[Any]:
     turns = ("int8", "bf16", "fp32")
     tier = {0: (), 1: tiers.ALL, 2: tiers.EVERY}
     return [
-        pytest.param(case, precision, id=f"{case.name}-{precision}", marks=tier[(turns.index(precision) - at) % 3])
+        pytest.param(
+            case,
+            precision,
+            id=f"{case.name}-{precision}",
+            marks=tier[(turns.index(precision) - at) % 3],
+        )
         for precision in precisions
         for at, case in enumerate(CASES)
     ]
@@ -64,7 +69,9 @@ def train(model: nn.Module, call: Any, inputs: Inputs) -> tuple[Tensor, Gradient
     torch.manual_seed(1)
     loss = loss_of(call(**inputs))
     loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach(), {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return loss.detach(), {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -91,7 +98,9 @@ def test_fp32_is_torch_to_the_last_bit(case: Case, precision: str) -> None:
         assert torch.equal(loss, their_loss)
         assert_equal(gradients, their_gradients)
     assert_equal(dict(ours.named_buffers()), dict(theirs.named_buffers()))
-    assert graphs() == compiles > 0, "as many compilations in two steps as torch's own backend needs"
+    assert graphs() == compiles > 0, (
+        "as many compilations in two steps as torch's own backend needs"
+    )
 
 
 def assert_equal(found: Gradients, expected: Gradients) -> None:
@@ -126,7 +135,15 @@ class Products(TorchFunctionMode):
     counted = (
         F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
     )  # fmt: skip
-    others = torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.mm, torch.einsum, torch._grouped_mm
+    others = (
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.bmm,
+        torch.mm,
+        torch.einsum,
+        torch._grouped_mm,
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +158,9 @@ class Products(TorchFunctionMode):
 
 
 def is_parameter(value: Any) -> bool:
-    return isinstance(value, Tensor) and isinstance(value if value._base is None else value._base, nn.Parameter)
+    return isinstance(value, Tensor) and isinstance(
+        value if value._base is None else value._base, nn.Parameter
+    )
 
 
 @pytest.mark.parametrize(("case", "precision"), parameters("bf16", "int8"))
@@ -179,7 +198,10 @@ def worst(found: Gradients, exact: Gradients, bound: float) -> float:
     """The largest error of one parameter's gradient in units of `bound`, small gradients taken for a twentieth of all."""
     scale = total(exact)
     errors = {name: (difference(found[name], g), g) for name, g in exact.items() if g is not None}
-    return max(float(d.norm() / (g.norm() + scale / 20)) for d, g in errors.values() if d is not None) / bound
+    return (
+        max(float(d.norm() / (g.norm() + scale / 20)) for d, g in errors.values() if d is not None)
+        / bound
+    )
 
 
 def difference(found: Tensor | None, exact: Tensor | None) -> Tensor | None:
@@ -188,7 +210,9 @@ def difference(found: Tensor | None, exact: Tensor | None) -> Tensor | None:
 
 
 def total(gradients: Gradients) -> float:
-    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values() if g is not None))
+    return math.sqrt(
+        sum(float(g.double().square().sum()) for g in gradients.values() if g is not None)
+    )
 
 
 def assert_planned(notes: Notes, precision: str, called: int) -> None:

@@ -13,7 +13,13 @@ from torch.nn import functional as F
 import qsync_fx
 from qsync_fx.devices import default_precision
 from tests.support import tiers
-from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
+from tests.support.models.small_models import (
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +91,13 @@ MODELS = [(make, dtype) for make in (Attending, Convolving) for dtype in (HALF, 
 def test_what_a_model_holds_stays(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     plain = kept(make, dtype)
     expected = train(plain, torch.compile(plain, backend="aot_eager"))
-    own = [{"precision": "fp16"}] if dtype is HALF else [{"precision": "bf16"}] if dtype is BF16 else []
+    own = (
+        [{"precision": "fp16"}]
+        if dtype is HALF
+        else [{"precision": "bf16"}]
+        if dtype is BF16
+        else []
+    )
     for options in ({}, {"precision": "fp32"}, {"precision": "tf32"}, *own):
         torch._dynamo.reset()
         model = kept(make, dtype)
@@ -99,7 +111,9 @@ def test_each_part_of_a_mixed_model_stays() -> None:
     assert_equal(train(model, compiled(model, precision="fp32")), expected)
     # What is in FP32 takes the default, and nothing else does.
     explanation = qsync_fx.explain(build(Mixed), torch.randn(4, 16, 16))
-    found = {str(op.id): str(op.precision) for op in explanation.operators if op.kind == "adjustable"}
+    found = {
+        str(op.id): str(op.precision) for op in explanation.operators if op.kind == "adjustable"
+    }
     default = default_precision(torch.device("cpu")).name
     assert found == {
         "first/linear": "fp16",
@@ -118,7 +132,9 @@ def test_half_stays_half_whatever_compiles_it(inner_backend: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("make", "dtype"), [(make, dtype) for make, dtype in MODELS if dtype is not FP64])
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(make, dtype) for make, dtype in MODELS if dtype is not FP64]
+)
 def test_a_plan_changes_a_narrow_model(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     """Norms compute in another narrow type than their parameters have, and the statistics move on in theirs."""
     exact = train(model := kept(make, dtype).float(), model)
@@ -131,16 +147,33 @@ def test_a_plan_changes_a_narrow_model(make: Callable[[], nn.Module], dtype: tor
 
 
 def test_a_plan_that_names_a_layer_widens_it() -> None:
-    plan = qsync_fx.Plan.uniform("fp32").with_precision("hidden", "fp32").with_precision("embedding", "fp32")
-    explanation = qsync_fx.explain(kept(Attending, HALF), torch.randn(2, 4, 16), options={"plan": plan})
-    found = {op.id.module: str(op.precision) for op in explanation.operators if op.kind == "adjustable"}
-    assert (found["embedding"], found["hidden"], found["norm"], found["head"]) == ("fp32", "fp32", "fp16", "fp16")
+    plan = (
+        qsync_fx.Plan.uniform("fp32")
+        .with_precision("hidden", "fp32")
+        .with_precision("embedding", "fp32")
+    )
+    explanation = qsync_fx.explain(
+        kept(Attending, HALF), torch.randn(2, 4, 16), options={"plan": plan}
+    )
+    found = {
+        op.id.module: str(op.precision) for op in explanation.operators if op.kind == "adjustable"
+    }
+    assert (found["embedding"], found["hidden"], found["norm"], found["head"]) == (
+        "fp32",
+        "fp32",
+        "fp16",
+        "fp16",
+    )
 
 
 def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
     def reasons(model: nn.Module, **options: Any) -> dict[str, str]:
         explanation = qsync_fx.explain(model, torch.randn(2, 4, 16), options=options)
-        return {op.id.module: f"{op.precision}: {op.reason}" for op in explanation.operators if op.kind == "adjustable"}
+        return {
+            op.id.module: f"{op.precision}: {op.reason}"
+            for op in explanation.operators
+            if op.kind == "adjustable"
+        }
 
     stays = "fp16: the model holds it in fp16, which no default changes"
     assert reasons(kept(Attending, HALF))["head"] == stays
@@ -148,10 +181,18 @@ def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
     assert reasons(kept(Attending, HALF), precision="fp16")["head"] == "fp16: plan: uniform fp16"
     # The products' own format does not do for a norm: it stays in the model's.
     norm = reasons(kept(Attending, HALF), precision="int8")["norm"]
-    assert norm == "fp16: plan: uniform int8; int8 is for products with a weight, layer_norm runs in fp16"
+    assert (
+        norm
+        == "fp16: plan: uniform int8; int8 is for products with a weight, layer_norm runs in fp16"
+    )
     # A plan for an FP32 model: the CPU has no FP16 unit.
-    assert reasons(build(Attending), precision="fp16")["head"].startswith("bf16: plan: uniform fp16; FP16 runs as BF16")
-    assert reasons(build(Attending), precision="fp16", emulate_unsupported=True)["head"] == "fp16: plan: uniform fp16"
+    assert reasons(build(Attending), precision="fp16")["head"].startswith(
+        "bf16: plan: uniform fp16; FP16 runs as BF16"
+    )
+    assert (
+        reasons(build(Attending), precision="fp16", emulate_unsupported=True)["head"]
+        == "fp16: plan: uniform fp16"
+    )
 
 
 def test_an_autocast_region_in_half_is_computed_in_half() -> None:

@@ -19,8 +19,14 @@ SEED = int(os.environ.get("OPINFO_SEED", "0"))
     tiers.chosen([("fp32", 5)], [("fp32", 30), ("bf16", 20)]),
 )
 def test_a_sample_of_operators(precision: str, operators: int) -> None:
-    found = list(opinfo.survey(opinfo.chosen_entries(operators, SEED), samples=1, precision=precision))
-    failures = [f"{o.operator} ({o.form}): {o.result}: {o.detail}" for o in found if o.result in opinfo.FAILURES]
+    found = list(
+        opinfo.survey(opinfo.chosen_entries(operators, SEED), samples=1, precision=precision)
+    )
+    failures = [
+        f"{o.operator} ({o.form}): {o.result}: {o.detail}"
+        for o in found
+        if o.result in opinfo.FAILURES
+    ]
     assert not failures
     counts = Counter(outcome.result for outcome in found)
     compared = counts["equal"] + counts["eager equal"] + counts["close"]

@@ -79,7 +79,14 @@ PROGRAMS = (
     Program(
         "torchvision",
         "VisionTransformer",
-        {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128},
+        {
+            "image_size": 32,
+            "patch_size": 8,
+            "num_layers": 2,
+            "num_heads": 4,
+            "hidden_dim": 64,
+            "mlp_dim": 128,
+        },
         32,
     ),
     Program("timm", "vit_tiny_patch16_224", {"img_size": 64, "depth": 2}, 64),
@@ -108,7 +115,9 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def train(model: nn.Module, call: Callable[[Tensor], Any], size: int) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    model: nn.Module, call: Callable[[Tensor], Any], size: int
+) -> tuple[list[float], dict[str, Tensor]]:
     """Train a few steps; return the loss of each, and the gradients of the first one."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(8, 3, size, size, generator=generator)
@@ -143,7 +152,9 @@ def test_trains_as_eager_does(program: Program, precision: str) -> None:
     exact = program.build()
     losses, expected = train(exact, exact, program.size)
     rounded = program.build()
-    _, in_bf16 = train(rounded, torch.autocast("cpu", torch.bfloat16)(rounded.forward), program.size)
+    _, in_bf16 = train(
+        rounded, torch.autocast("cpu", torch.bfloat16)(rounded.forward), program.size
+    )
     model = program.build()
     compiled = torch.compile(model, backend="qsync", options=OPTIONS[precision])
     with warnings.catch_warnings():

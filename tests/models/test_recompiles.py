@@ -82,7 +82,9 @@ def test_a_dynamic_batch_computes_what_a_static_one_does() -> None:
     dynamic = backend.compile(model, precision="int8", rounding="nearest")
     dynamic(torch.randn(5, 1, 8, 8))
     dynamic(torch.randn(6, 1, 8, 8))
-    model.load_state_dict(build(Convolutional).state_dict())  # the statistics of the batch norm have moved
+    model.load_state_dict(
+        build(Convolutional).state_dict()
+    )  # the statistics of the batch norm have moved
     assert torch.equal(dynamic(x), static)
     assert len(backend.graphs) == 2
 
@@ -122,7 +124,9 @@ def test_other_options_compile_again_and_equal_ones_do_not() -> None:
     assert run(precision="int8", rounding="nearest") == 1
     assert run(precision="int8", rounding="nearest") == 0
     assert run(precision="int8", passes=[qsync_fx.graph_pass(head_in_fp32)]) == 1
-    assert run(precision="int8", passes=[qsync_fx.graph_pass(head_in_fp32)]) == 0, "the same function at the same place"
+    assert run(precision="int8", passes=[qsync_fx.graph_pass(head_in_fp32)]) == 0, (
+        "the same function at the same place"
+    )
 
 
 def test_a_plan_takes_effect_when_the_model_is_compiled_again() -> None:
@@ -138,7 +142,10 @@ def test_two_models_in_one_process() -> None:
     """Two instances of one class share their code, so each must still be planned by itself."""
     x = torch.randn(32, 16)
     first, second = build(Perceptron, 1), build(Perceptron, 2)
-    one, other = compiled(first, precision="fp32"), compiled(second, precision="int8", rounding="nearest")
+    one, other = (
+        compiled(first, precision="fp32"),
+        compiled(second, precision="int8", rounding="nearest"),
+    )
     for _ in range(2):
         assert torch.equal(one(x), first(x))
         error = (other(x) - second(x)).abs().max()
@@ -168,7 +175,10 @@ def test_model_compile() -> None:
     model.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
     assert torch.equal(model(torch.ones(4, 16)), wanted)
     assert list(model.state_dict()) == keys
-    model.compile(backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"})
+    model.compile(
+        backend="qsync",
+        options={"precision": "int8", "rounding": "nearest", "inner_backend": "aot_eager"},
+    )
     found = model(torch.ones(4, 16))
     assert not torch.equal(found, wanted)
     assert torch.allclose(found, wanted, atol=0.1)
@@ -188,7 +198,10 @@ def test_a_plan_that_will_not_be_followed_is_told() -> None:
     """Beyond its limit Dynamo runs the model as written. That is announced, and then an error each time, until the limit is higher."""
     model = build(Scaled)
     fast, x = compiled(model, precision="bf16"), torch.randn(2, 4)
-    with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(record=True) as told:
+    with (
+        torch._dynamo.config.patch(recompile_limit=3),
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         for scale in (1, 2, 3):
             model.scale = scale
@@ -198,9 +211,13 @@ def test_a_plan_that_will_not_be_followed_is_told() -> None:
             assert ["Scaled.forward" in text for text in ours] == [True] * (scale >= 3)
         model.scale = 4
         for _ in range(2):
-            with pytest.raises(PlanError, match=r"has reached torch\._dynamo\.config\.recompile_limit") as caught:
+            with pytest.raises(
+                PlanError, match=r"has reached torch\._dynamo\.config\.recompile_limit"
+            ) as caught:
                 fast(x)
-            assert "Scaled.forward" in str(caught.value.where) and __file__ in str(caught.value.where)
+            assert "Scaled.forward" in str(caught.value.where) and __file__ in str(
+                caught.value.where
+            )
             assert "recompile_limit higher" in str(caught.value.do)
         model.scale = 2
         assert not torch.equal(fast(x), model(x)), "what is compiled still runs"
@@ -216,7 +233,9 @@ def test_the_limit_of_all_versions_is_an_error_too() -> None:
         for model.scale in (1, 2):
             fast(x)
         model.scale = 3
-        with pytest.raises(PlanError, match=r"has reached torch\._dynamo\.config\.accumulated_recompile_limit"):
+        with pytest.raises(
+            PlanError, match=r"has reached torch\._dynamo\.config\.accumulated_recompile_limit"
+        ):
             fast(x)
 
 
@@ -235,7 +254,10 @@ def test_one_plan_too_many_is_an_error() -> None:
 def test_without_a_plan_the_limit_is_said_once() -> None:
     model, x = build(Scaled), torch.randn(2, 4)
     fast = compiled(model)
-    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as told:
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         for scale in (1, 2, 3, 4, 3):
             model.scale = scale
@@ -256,7 +278,10 @@ class Plainly(nn.Module):
 def test_a_function_without_anything_planned_may_run_as_written() -> None:
     model, x = Plainly(), torch.randn(2, 4)
     fast = compiled(model, precision="bf16")
-    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as told:
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        warnings.catch_warnings(record=True) as told,
+    ):
         warnings.simplefilter("always")
         for scale in (1, 2, 3):
             model.scale = scale

@@ -67,7 +67,9 @@ def test_gradients_are_within_the_error_of_the_format(precision: str) -> None:
     ],
     ids=["sgd", "sgd-foreach", "sgd-fused", "adamw-foreach", "adamw-fused"],
 )
-def test_fp32_trains_as_torch_does_with_every_optimizer(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_fp32_trains_as_torch_does_with_every_optimizer(
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+) -> None:
     model, plain = build(Convolutional), build(Convolutional)
     ours = _steps(compiled(model, precision="fp32"), optimizer(model.parameters()))
     theirs = _steps(torch.compile(plain, backend="aot_eager"), optimizer(plain.parameters()))
@@ -77,7 +79,11 @@ def test_fp32_trains_as_torch_does_with_every_optimizer(optimizer: Callable[[Any
 
 @pytest.mark.parametrize(
     ("precision", "inner_backend"),
-    [("int8", "aot_eager"), ("fp8", "aot_eager"), pytest.param("int8", "inductor", marks=tiers.ALL)],
+    [
+        ("int8", "aot_eager"),
+        ("fp8", "aot_eager"),
+        pytest.param("int8", "inductor", marks=tiers.ALL),
+    ],
 )
 def test_manual_seed_reproduces_a_run_to_the_last_bit(precision: str, inner_backend: str) -> None:
     def run(seed: int) -> tuple[list[float], dict[str, Tensor]]:

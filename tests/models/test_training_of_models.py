@@ -95,7 +95,9 @@ def test_tied_weights(precision: str) -> None:
     for network in (compiled(model, precision=precision, rounding="nearest"), plain):
         F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten()).backward()
     assert model.head.weight is model.embedding.weight
-    assert relative_error(gradients(model), gradients(plain)) <= (1e-6 if precision == "fp32" else 0.15)
+    assert relative_error(gradients(model), gradients(plain)) <= (
+        1e-6 if precision == "fp32" else 0.15
+    )
 
 
 def test_frozen_weights_and_inputs_that_need_gradients() -> None:
@@ -126,7 +128,11 @@ def test_graph_breaks(precision: str) -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+            self.first, self.second, self.third = (
+                nn.Linear(16, 16),
+                nn.Linear(16, 16),
+                nn.Linear(16, 10),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.first(x))

@@ -22,7 +22,9 @@ def is_fp32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is torch.float32
 
 
-def converted(call: Call, row: OperatorRow, convert: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+def converted(
+    call: Call, row: OperatorRow, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> Call:
     """Converts what the passes would convert: the operands of an adjustable operator, every input of a dependent one."""
 
     def fresh(value: Any) -> Any:
@@ -38,13 +40,21 @@ def converted(call: Call, row: OperatorRow, convert: Callable[[torch.Tensor], to
     return Call(call.target, args, tree_map(chosen if everything else fresh, call.kwargs))
 
 
-def forward_and_backward(call: Call, row: OperatorRow) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+def forward_and_backward(
+    call: Call, row: OperatorRow
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Returns the outputs of floating point, and the gradients of the tensors that passes convert."""
     torch.manual_seed(0)
     mutable = call.target._schema.is_mutable
     given = tuple(filled(call.target, call.args, call.kwargs).values())
     positions = row.converted(given) if row.kind is Kind.ADJUSTABLE else range(len(call.args))
-    inputs = [v for i in positions if i < len(call.args) for v in tree_leaves(call.args[i]) if _differentiable(v)]
+    inputs = [
+        v
+        for i in positions
+        if i < len(call.args)
+        for v in tree_leaves(call.args[i])
+        if _differentiable(v)
+    ]
     if not mutable:
         for value in inputs:
             value.requires_grad_()
@@ -66,7 +76,9 @@ def _differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def steps_apart(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, least: float) -> float:
+def steps_apart(
+    first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype, least: float
+) -> float:
     """Returns the largest difference of finite values, in steps of the type at the largest value (or at `least`)."""
     first, second = first.detach().float(), second.detach().float()
     finite = second.isfinite()
@@ -120,7 +132,11 @@ def test_narrow_floats_harm_nothing_that_may_take_them(dtype: torch.dtype) -> No
         kinds[row.kind].add(name)
         pairs = [*zip(found[0], expected[0], strict=True), *zip(found[1], expected[1], strict=True)]
         worst = max(
-            (steps_apart(a, b, dtype, float(name in NEAR_ONE)) for a, b in pairs if a is not None and b is not None),
+            (
+                steps_apart(a, b, dtype, float(name in NEAR_ONE))
+                for a, b in pairs
+                if a is not None and b is not None
+            ),
             default=0.0,
         )
         if worst > LOOSE.get(name, STEPS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +26,11 @@ def t(*shape: int) -> torch.Tensor:
 
 @st.composite
 def convolutions(draw: st.DrawFn) -> Call:
-    dimensions, groups, transposed = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
+    dimensions, groups, transposed = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.booleans()),
+    )
     inner, outer = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
     kernel, stride = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     shape = [draw(st.integers(3, 6)) for _ in range(dimensions)]
@@ -39,12 +42,16 @@ def convolutions(draw: st.DrawFn) -> Call:
     )
     strides, zeros, ones = [stride] * dimensions, [0] * dimensions, [1] * dimensions
     if draw(st.booleans()):
-        return Call(aten.convolution.default, (*values, strides, zeros, ones, transposed, zeros, groups), {})
+        return Call(
+            aten.convolution.default, (*values, strides, zeros, ones, transposed, zeros, groups), {}
+        )
     if transposed:
         overload = aten.conv_transpose1d.default if dimensions == 1 else None
         overload = overload or getattr(aten, f"conv_transpose{dimensions}d").input
         return Call(overload, (*values, strides, zeros, zeros, groups), {})
-    return Call(getattr(aten, f"conv{dimensions}d").default, (*values, strides, zeros, ones, groups), {})
+    return Call(
+        getattr(aten, f"conv{dimensions}d").default, (*values, strides, zeros, ones, groups), {}
+    )
 
 
 @st.composite
@@ -93,7 +100,10 @@ def contractions(draw: st.DrawFn) -> Call:
     size = {label: draw(st.integers(2, 5)) for label in "abcdehijklr"}
     hidden = [draw(st.integers(2, 4)) for _ in range(2)]
     terms = equation.partition("->")[0].split(",")
-    shapes = [(hidden if "..." in term else []) + [size[c] for c in term.replace("...", "")] for term in terms]
+    shapes = [
+        (hidden if "..." in term else []) + [size[c] for c in term.replace("...", "")]
+        for term in terms
+    ]
     return Call(aten.einsum.default, (equation, [t(*shape) for shape in shapes]), {})
 
 
@@ -127,11 +137,17 @@ def test_operations_that_torch_does_not_count(b: int, n: int, k: int, m: int) ->
     assert flops(aten.addmv.default, t(n), t(n, k), t(k)) == 2 * n * k
     assert flops(aten.addbmm.default, t(n, m), t(b, n, k), t(b, k, m)) == 2 * b * n * k * m
     assert flops(aten.inner.default, t(), t(n, m)) == 2 * n * m
-    assert flops(aten.bilinear.default, t(b, n), t(b, k), t(m, n, k), None) == 2 * b * m * n * (k + 1)
+    assert flops(aten.bilinear.default, t(b, n), t(b, k), t(m, n, k), None) == 2 * b * m * n * (
+        k + 1
+    )
     assert flops(aten.einsum.default, "i,j->ij", [t(n), t(m)]) == n * m
-    assert flops(aten.einsum.default, "bi,ij,bj->b", [t(b, n), t(n, k), t(b, k)]) == 2 * b * k * (n + 1)
+    assert flops(aten.einsum.default, "bi,ij,bj->b", [t(b, n), t(n, k), t(b, k)]) == 2 * b * k * (
+        n + 1
+    )
     ends = torch.tensor([n, n + b], dtype=torch.int32)
-    assert flops(aten._grouped_mm.default, t(n + b, 16), t(2, 16, 32), ends) == 2 * (n + b) * 16 * 32
+    assert (
+        flops(aten._grouped_mm.default, t(n + b, 16), t(2, 16, 32), ends) == 2 * (n + b) * 16 * 32
+    )
     # The cheapest order is torch's own business; from left to right is never less.
     chain = [t(b, n), t(n, k), t(k, m)]
     assert flops(aten.linalg_multi_dot.default, chain) == 2 * b * n * k + 2 * b * k * m
@@ -146,7 +162,10 @@ def symbolic(call: Call) -> tuple[Call, ShapeEnv]:
     """Returns the call with every size of at least 2 symbolic."""
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
-    convert: Callable[[Any], Any] = lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
+
+    def convert(v: Any) -> Any:
+        return mode.from_tensor(v) if isinstance(v, torch.Tensor) else v
+
     args, kwargs = tree_map(convert, (call.args, call.kwargs))
     return Call(call.target, args, kwargs), environment
 

@@ -27,7 +27,9 @@ def overloads(target: str) -> list[torch._ops.OpOverload]:
     """Returns the overloads that a target stands for and that passes leave to its row's kind."""
     found = packet(target)
     chosen = [target.partition(".")[2]] if "." in target else found.overloads()
-    return [getattr(found, name) for name in chosen if row_for(getattr(found, name)) is ROWS[target]]
+    return [
+        getattr(found, name) for name in chosen if row_for(getattr(found, name)) is ROWS[target]
+    ]
 
 
 OURS = sorted(target for target in ROWS if target.startswith("aten::"))
@@ -70,7 +72,11 @@ def test_adjustable_rows_point_at_tensors(target: str) -> None:
         for position in row.operands:
             # The last operand of a product is a bias or a mask, which some overloads lack.
             if position < len(arguments):
-                assert str(arguments[position].type) in ("Tensor", "Optional[Tensor]", "List[Tensor]"), (
+                assert str(arguments[position].type) in (
+                    "Tensor",
+                    "Optional[Tensor]",
+                    "List[Tensor]",
+                ), (
                     overload,
                     position,
                 )
@@ -158,7 +164,11 @@ class Decoder(nn.Module):
         angles = torch.outer(torch.arange(tokens.shape[1]).float(), torch.arange(8).float())
         first, second = rows.chunk(2, dim=-1)
         turned = torch.cat(
-            [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1
+            [
+                first * angles.cos() - second * angles.sin(),
+                first * angles.sin() + second * angles.cos(),
+            ],
+            -1,
         )
         mask = torch.full((tokens.shape[1], tokens.shape[1]), -torch.inf).triu(1)
         rows = self.norm(self.layer(turned, rows, tgt_mask=mask))
@@ -184,8 +194,16 @@ def test_models_are_made_of_known_operators(
     name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[torch.Tensor, ...]]
 ) -> None:
     model, values = make(), inputs()
-    traced = make_fx(lambda *tensors: model(*tensors), pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
-    targets = [node.target for node in traced.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    traced = make_fx(
+        lambda *tensors: model(*tensors), pre_dispatch=True, _allow_non_fake_inputs=True
+    )(*values)
+    targets = [
+        node.target for node in traced.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    ]
     assert targets
     assert not [str(target) for target in targets if row_for(target) is None]
-    assert any(row_for(target).kind is not Kind.FIXED for target in targets) or "cell" in name or name == "gru"
+    assert (
+        any(row_for(target).kind is not Kind.FIXED for target in targets)
+        or "cell" in name
+        or name == "gru"
+    )

@@ -52,33 +52,72 @@ def more_samples() -> Iterator[Call]:
     weight, per_channel = torch.randn(4, 4, 3, 3), [torch.rand(4) + 0.5 for _ in range(4)]
     window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     yield Call(aten.convolution.default, (image, weight, per_channel[0], *window), {})
-    yield Call(aten._convolution.default, (image, weight, per_channel[0], *window, False, False, True, True), {})
-    yield Call(aten._convolution.deprecated, (image, weight, per_channel[0], *window, False, False, True), {})
+    yield Call(
+        aten._convolution.default,
+        (image, weight, per_channel[0], *window, False, False, True, True),
+        {},
+    )
+    yield Call(
+        aten._convolution.deprecated,
+        (image, weight, per_channel[0], *window, False, False, True),
+        {},
+    )
     yield Call(aten.conv2d.padding, (image, weight, per_channel[0], [1, 1], "same"), {})
-    yield Call(aten.conv1d.padding, (torch.randn(2, 4, 5), weight[..., 0], per_channel[0], [1], "valid"), {})
-    yield Call(aten._native_batch_norm_legit_no_training.default, (image, *per_channel, 0.1, 1e-5), {})
-    yield Call(aten._native_batch_norm_legit.no_stats, (image, *per_channel[:2], True, 0.1, 1e-5), {})
+    yield Call(
+        aten.conv1d.padding,
+        (torch.randn(2, 4, 5), weight[..., 0], per_channel[0], [1], "valid"),
+        {},
+    )
+    yield Call(
+        aten._native_batch_norm_legit_no_training.default, (image, *per_channel, 0.1, 1e-5), {}
+    )
+    yield Call(
+        aten._native_batch_norm_legit.no_stats, (image, *per_channel[:2], True, 0.1, 1e-5), {}
+    )
     yield Call(aten._fused_rms_norm.default, (x, [6], ones(6), 1e-5), {})
     # Fake tensors take it in BF16 alone.
     tokens, experts = torch.randn(12, 8).bfloat16(), torch.randn(2, 8, 16).bfloat16()
-    yield Call(aten._grouped_mm.default, (tokens, experts, torch.tensor([4, 12], dtype=torch.int32)), {})
+    yield Call(
+        aten._grouped_mm.default, (tokens, experts, torch.tensor([4, 12], dtype=torch.int32)), {}
+    )
     yield Call(aten.clip.Tensor, (x, -ones(6), ones(6)), {})
     yield Call(aten.bincount.default, (torch.tensor([0, 1, 1]), torch.rand(3)), {})
-    bag = (torch.randn(5, 3), torch.tensor([0, 2, 4, 1]), torch.tensor([0, 2]), False, 0, False, torch.rand(4))
-    for target in (aten.embedding_bag.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
+    bag = (
+        torch.randn(5, 3),
+        torch.tensor([0, 2, 4, 1]),
+        torch.tensor([0, 2]),
+        False,
+        0,
+        False,
+        torch.rand(4),
+    )
+    for target in (
+        aten.embedding_bag.default,
+        aten._embedding_bag.default,
+        aten._embedding_bag_forward_only.default,
+    ):
         yield Call(target, bag, {})
     classes, places = torch.tensor([1, 0, 3, 2]), torch.randint(0, 4, (2, 5, 5))
     for target in (aten.nll_loss.default, aten.nll_loss_forward.default):
         yield Call(target, (x, classes, torch.rand(6), 1, -100), {})
     for target in (aten.nll_loss2d.default, aten.nll_loss2d_forward.default):
         yield Call(target, (image, places, torch.rand(4), 1, -100), {})
-    state, gates = (torch.randn(4, 3), torch.randn(4, 3)), {"lstm": 12, "gru": 9, "rnn_tanh": 3, "rnn_relu": 3}
+    state, gates = (
+        (torch.randn(4, 3), torch.randn(4, 3)),
+        {"lstm": 12, "gru": 9, "rnn_tanh": 3, "rnn_relu": 3},
+    )
     for name, size in gates.items():
         weights = torch.randn(size, 6), torch.randn(size, 3), torch.randn(size), torch.randn(size)
-        yield Call(getattr(aten, f"{name}_cell").default, (x, state if name == "lstm" else state[0], *weights), {})
+        yield Call(
+            getattr(aten, f"{name}_cell").default,
+            (x, state if name == "lstm" else state[0], *weights),
+            {},
+        )
     yield Call(aten.searchsorted.Scalar, (torch.arange(6.0), 2.5), {"sorter": torch.arange(6)})
     sound = torch.randn(2, 64)
-    yield Call(aten.stft.center, (sound, 16), {"window": torch.hann_window(16), "return_complex": True})
+    yield Call(
+        aten.stft.center, (sound, 16), {"window": torch.hann_window(16), "return_complex": True}
+    )
     spectrum = torch.stft(sound, 16, window=torch.hann_window(16), return_complex=True)
     yield Call(aten.istft.default, (spectrum, 16, None, None, torch.hann_window(16)), {})
 
@@ -98,12 +137,18 @@ def spellings(call: Call) -> Iterator[Call]:
     given, schema = filled(call.target, call.args, call.kwargs), call.target._schema.arguments
     only_by_name = [a.name for a in schema if a.kwarg_only]
 
-    def spelled(values: dict[str, Any], by_name: set[str], left_out: frozenset[str] = frozenset()) -> Call:
+    def spelled(
+        values: dict[str, Any], by_name: set[str], left_out: frozenset[str] = frozenset()
+    ) -> Call:
         names = [a.name for a in schema]
-        first = next((at for at, name in enumerate(names) if name in by_name | left_out), len(names))
+        first = next(
+            (at for at, name in enumerate(names) if name in by_name | left_out), len(names)
+        )
         args = tuple(values[name] for name in names[:first] if name not in only_by_name)
         rest = [name for at, name in enumerate(names) if at >= first or name in only_by_name]
-        return Call(call.target, args, {name: values[name] for name in rest if name not in left_out})
+        return Call(
+            call.target, args, {name: values[name] for name in rest if name not in left_out}
+        )
 
     yield spelled(given, set())
     for name in optional(call.target):
@@ -152,7 +197,11 @@ class Program:
 
         def value(leaf: Any) -> Any:
             # Copies, because statistics are written to.
-            return graph.call_method("clone", (inputs[id(leaf)],)) if isinstance(leaf, torch.Tensor) else leaf
+            return (
+                graph.call_method("clone", (inputs[id(leaf)],))
+                if isinstance(leaf, torch.Tensor)
+                else leaf
+            )
 
         for call in calls:
             args, kwargs = pytree.tree_map(value, (call.args, call.kwargs))
@@ -169,7 +218,9 @@ class Program:
         carrying = [o for o in outputs if o.requires_grad]
         learned = [t for t in marked if t.requires_grad]
         weights = [torch.randn_like(o) for o in carrying]
-        found = torch.autograd.grad(carrying, learned, weights, allow_unused=True) if carrying else ()
+        found = (
+            torch.autograd.grad(carrying, learned, weights, allow_unused=True) if carrying else ()
+        )
         return [*(o.detach() for o in outputs), *found]
 
 
@@ -222,7 +273,9 @@ GROUPS = [
 
 
 @tiers.ALL
-@pytest.mark.parametrize(("precision", "names"), GROUPS, ids=lambda part: part if isinstance(part, str) else part[0])
+@pytest.mark.parametrize(
+    ("precision", "names"), GROUPS, ids=lambda part: part if isinstance(part, str) else part[0]
+)
 def test_optional_operands(precision: str, names: list[str]) -> None:
     every = calls_of(names)
     with torch._dynamo.config.patch(**opinfo.CAPTURE):
@@ -248,13 +301,18 @@ def test_a_pass_may_write_arguments_by_name(precision: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.embedding = torch.nn.Embedding(9, 8)
-            self.conv, self.norm = torch.nn.Conv1d(8, 8, 3, padding=1), torch.nn.LayerNorm(8, bias=False)
+            self.conv, self.norm = (
+                torch.nn.Conv1d(8, 8, 3, padding=1),
+                torch.nn.LayerNorm(8, bias=False),
+            )
             self.attention, self.linear = torch.nn.MultiheadAttention(8, 2), torch.nn.Linear(8, 4)
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.conv(self.embedding(tokens).mT).mT
             x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-            return torch.addmm(self.linear.bias, torch.relu(x).flatten(0, 1), self.linear.weight.t())
+            return torch.addmm(
+                self.linear.bias, torch.relu(x).flatten(0, 1), self.linear.weight.t()
+            )
 
     torch.manual_seed(0)
     model, tokens = Net(), torch.randint(0, 9, (3, 6))

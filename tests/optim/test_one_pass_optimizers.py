@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qsync_fx import _C
-from tests.support.computing.compared_optimizers import PAIRS, assert_alike, every_setting, parameters, steps
+from tests.support.computing.compared_optimizers import (
+    PAIRS,
+    assert_alike,
+    every_setting,
+    parameters,
+    steps,
+)
 
 pytest_plugins = ["tests.support.computing.compared_optimizers"]
 
@@ -45,11 +51,17 @@ def test_what_is_not_finite_spreads_as_in_torch(name: str, how: dict[str, Any]) 
     start = special.repeat_interleave(8)
     gradient = special.repeat(8)
     ours, torchs = PAIRS[name]
-    found, expected = ours(parameters(start), **how), torchs(parameters(start), **how, foreach=False)
+    found, expected = (
+        ours(parameters(start), **how),
+        torchs(parameters(start), **how, foreach=False),
+    )
     for optimizer in (found, expected):
         steps(optimizer, [[gradient], [gradient.flip(0)], [gradient.roll(3)]])
     a, b = found.param_groups[0]["params"][0], expected.param_groups[0]["params"][0]
-    for mine, other in [(a, b), *((found.state[a][key], expected.state[b][key]) for key in found.state[a])]:
+    for mine, other in [
+        (a, b),
+        *((found.state[a][key], expected.state[b][key]) for key in found.state[a]),
+    ]:
         if isinstance(mine, Tensor):
             torch.testing.assert_close(mine.isnan(), other.isnan())
             torch.testing.assert_close(mine.isinf(), other.isinf())
@@ -69,7 +81,13 @@ def test_paths_and_threads_change_no_bit(
         for threads in (1, 2, 5):
             for kernel, run in kernels.items():
 
-                def forced(*args: Any, run: Any = run, isa: str = isa, threads: int = threads, **kwargs: Any) -> None:
+                def forced(
+                    *args: Any,
+                    run: Any = run,
+                    isa: str = isa,
+                    threads: int = threads,
+                    **kwargs: Any,
+                ) -> None:
                     run(*args, **{**kwargs, "isa": isa, "threads": threads})
 
                 monkeypatch.setattr(_C, kernel, forced)
@@ -82,7 +100,12 @@ def test_paths_and_threads_change_no_bit(
 
 
 def states_of(optimizer: Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
 
 
 @every_setting

@@ -17,7 +17,11 @@ def test_layouts(name: str, counted: list[int]) -> None:
     """A layout without gaps is taken as it is, and a gradient is brought into it; the rest is torch's."""
     torch.manual_seed(5)
     image = torch.randn(4, 3, 5, 5)
-    shapes = [image.contiguous(memory_format=torch.channels_last), torch.randn(6, 9).t(), torch.randn(1, 5)]
+    shapes = [
+        image.contiguous(memory_format=torch.channels_last),
+        torch.randn(6, 9).t(),
+        torch.randn(1, 5),
+    ]
     gapped = torch.randn(12, 8)
     ends = []
     for kind in PAIRS[name]:
@@ -28,7 +32,9 @@ def test_layouts(name: str, counted: list[int]) -> None:
             for weight in weights:
                 weight.grad = torch.sin(weight.detach()).contiguous()
             optimizer.step()
-        assert [weight.stride() for weight in weights[:2]] == [shape.stride() for shape in shapes[:2]]
+        assert [weight.stride() for weight in weights[:2]] == [
+            shape.stride() for shape in shapes[:2]
+        ]
         ends.append([weight.detach() for weight in weights])
     assert counted == [3, 3, 3]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-6)
@@ -43,7 +49,11 @@ def test_what_kernels_do_not_take_torch_does(name: str, counted: list[int]) -> N
 
     torch.manual_seed(6)
     values = [torch.randn(9), torch.randn(9, dtype=torch.float64), torch.randn(9).bfloat16()]
-    values += [torch.randn(9, dtype=torch.complex64), torch.randn(9).as_subclass(Own), torch.randn(9)]
+    values += [
+        torch.randn(9, dtype=torch.complex64),
+        torch.randn(9).as_subclass(Own),
+        torch.randn(9),
+    ]
     ends = []
     for kind in PAIRS[name]:
         optimizer = kind([value.clone().requires_grad_() for value in values], lr=0.1)

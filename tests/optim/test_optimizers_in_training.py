@@ -38,7 +38,8 @@ def test_learning_rates_may_be_tensors(name: str, counted: list[int]) -> None:
     torch.manual_seed(3)
     start, gradient = torch.randn(40), torch.randn(40)
     found, expected = (
-        kind(parameters(start), lr=torch.tensor(0.1), weight_decay=0.3, foreach=False) for kind in PAIRS[name]
+        kind(parameters(start), lr=torch.tensor(0.1), weight_decay=0.3, foreach=False)
+        for kind in PAIRS[name]
     )
     for optimizer in (found, expected):
         steps(optimizer, [[gradient]])
@@ -62,7 +63,9 @@ def test_groups_closures_hooks_and_schedules(name: str) -> None:
         optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
         optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
 
-        def closure(optimizer: Optimizer = optimizer, weight: Tensor = weight, bias: Tensor = bias) -> Tensor:
+        def closure(
+            optimizer: Optimizer = optimizer, weight: Tensor = weight, bias: Tensor = bias
+        ) -> Tensor:
             optimizer.zero_grad()
             loss = (weight.sin() @ bias).square().sum()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -107,7 +110,9 @@ def test_a_grad_scaler_skips_and_unscales(name: str, fused: bool | None) -> None
             scaler.update()
         gradient = layer.weight.grad
         assert gradient is not None
-        ends.append((layer.weight.detach(), layer.bias.detach(), gradient, torch.tensor(scaler.get_scale())))
+        ends.append(
+            (layer.weight.detach(), layer.bias.detach(), gradient, torch.tensor(scaler.get_scale()))
+        )
     assert ends[0][0].isfinite().all()
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
@@ -148,7 +153,9 @@ def test_weights_are_cast_where_they_are_read() -> None:
     model.weight.data.neg_()
     model.bias.data.neg_()
     assert model.weight._version == version
-    assert torch.equal(compiled(x), -before), "the same magnitudes, hence the same scales and roundings"
+    assert torch.equal(compiled(x), -before), (
+        "the same magnitudes, hence the same scales and roundings"
+    )
 
 
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=tiers.ALL)])
@@ -158,7 +165,9 @@ def test_a_weight_that_was_changed_is_read_as_it_is(inner_backend: str, evaluate
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 12, bias=False), torch.randn(5, 24)
     compiled = torch.compile(
-        layer, backend="qsync", options={"precision": "int8", "rounding": "nearest", "inner_backend": inner_backend}
+        layer,
+        backend="qsync",
+        options={"precision": "int8", "rounding": "nearest", "inner_backend": inner_backend},
     )
     for name, write in {**COUNTED, **UNCOUNTED}.items():
         with torch.set_grad_enabled(not evaluated):

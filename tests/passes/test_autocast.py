@@ -19,7 +19,14 @@ import qsync_fx
 from qsync_fx import Plan
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.devices import default_precision
-from tests.support.models.small_models import Convolutional, assert_equal, build, compiled, gradients, relative_error
+from tests.support.models.small_models import (
+    Convolutional,
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 torch.set_num_threads(1)
 
@@ -82,7 +89,9 @@ def _torch(model: Any) -> Any:
     return run
 
 
-def _precisions(model: nn.Module, x: Tensor, ambient: torch.dtype | None, **options: Any) -> dict[str, str]:
+def _precisions(
+    model: nn.Module, x: Tensor, ambient: torch.dtype | None, **options: Any
+) -> dict[str, str]:
     with torch.autocast("cpu", dtype=ambient, enabled=ambient is not None):
         found = qsync_fx.explain(model, x, options=options or None).operators
     return {str(op.id): str(op.precision) for op in found if op.kind == "adjustable"}
@@ -90,7 +99,9 @@ def _precisions(model: nn.Module, x: Tensor, ambient: torch.dtype | None, **opti
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("ambient", [torch.bfloat16, torch.float16])
-def test_automatic_precision_computes_what_autocast_does(make: type[nn.Module], ambient: torch.dtype) -> None:
+def test_automatic_precision_computes_what_autocast_does(
+    make: type[nn.Module], ambient: torch.dtype
+) -> None:
     model, plain, x = build(make), build(make), torch.randn(8, 5, 16)
     found = _step(compiled(model, emulate_unsupported=True), x, ambient)
     wanted = _step(_torch(plain), x, ambient)
@@ -113,7 +124,9 @@ def test_a_weight_used_twice_is_cast_once_as_in_eager_mode() -> None:
     assert_equal(gradients(model), gradients(plain))
 
 
-def test_automatic_precision_without_a_region_is_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automatic_precision_without_a_region_is_the_default_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(cpu_kernels.ENOUGH_WORK, 16, 0)  # as of layers that are large enough for it
     found = _precisions(build(Attention), torch.randn(2, 5, 16), None)
     assert set(found.values()) == {default_precision(torch.device("cpu")).name}
@@ -126,7 +139,9 @@ def test_automatic_precision_follows_the_region() -> None:
     assert inside["island/linear"] == "fp32"
     ambient = _precisions(build(Attention), torch.randn(2, 5, 16), torch.bfloat16)
     assert ambient["qkv/linear"] == "bf16"
-    assert ambient["norm/layer_norm"] == "fp32", "autocast leaves it in the format of its input, a sum with x in FP32"
+    assert ambient["norm/layer_norm"] == "fp32", (
+        "autocast leaves it in the format of its input, a sum with x in FP32"
+    )
 
 
 @pytest.mark.parametrize("make", [Attention, Inside], ids=lambda make: make.__name__)
@@ -153,7 +168,9 @@ def _without_regions(model: nn.Module, x: Tensor) -> Tensor:
 def test_an_island_gives_way_to_an_explicit_choice_only() -> None:
     model, x = build(Inside), torch.randn(8, 16)
     uniform = _precisions(model, x, None, precision="int8")
-    assert uniform == {f"{name}/linear": "int8" for name in ("before", "region", "after")} | {"island/linear": "fp32"}
+    assert uniform == {f"{name}/linear": "int8" for name in ("before", "region", "after")} | {
+        "island/linear": "fp32"
+    }
     explicit = _precisions(model, x, None, plan=Plan("int8", patterns=[("island", "bf16")]))
     assert explicit["island/linear"] == "bf16"
 
@@ -174,7 +191,10 @@ def test_narrow_precisions_under_an_ambient_region(precision: str) -> None:
             loss = F.cross_entropy(network(x), y)
         loss.backward()
     model.conv.bias.grad = plain.conv.bias.grad = None
-    assert relative_error(gradients(model), gradients(plain)) < {"bf16": 0.03, "int8": 0.15, "fp8": 0.4}[precision]
+    assert (
+        relative_error(gradients(model), gradients(plain))
+        < {"bf16": 0.03, "int8": 0.15, "fp8": 0.4}[precision]
+    )
 
 
 def test_the_region_outside_is_left_as_it_was() -> None:

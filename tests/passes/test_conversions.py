@@ -24,7 +24,9 @@ def format_after(convert: Callable[[Tensor, Tensor], Tensor], precision: str = "
         y = F.linear(x, weight)
         return convert(y, x) + y
 
-    explanation = qsync_fx.explain(model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": precision})
+    explanation = qsync_fx.explain(
+        model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": precision}
+    )
     return next(str(op.precision) for op in explanation.operators if op.id.operator == "add")
 
 
@@ -59,18 +61,31 @@ def test_a_wish_lasts_where_nobody_can_see_the_memory() -> None:
         y = F.linear(x, weight)
         return y.float() * y[0]
 
-    text = qsync_fx.explain(model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": "bf16"}).graph()
+    text = qsync_fx.explain(
+        model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": "bf16"}
+    ).graph()
     assert "f32[4, 8] = aten.to.dtype(%linear, float32)" in text
 
 
 def test_the_residual_stream_of_gpt2_is_narrow() -> None:
     """Its positions are moved to the device of its tokens before they are added, which begins the stream."""
     config = hf.GPT2Config(
-        vocab_size=67, n_embd=32, n_layer=2, n_head=4, n_positions=16, use_cache=False, bos_token_id=1, eos_token_id=2
+        vocab_size=67,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=16,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     model, ids = hf.GPT2Model(config).train(), torch.arange(16).reshape(2, 8)
     explanation = qsync_fx.explain(model, ids, options={"precision": "bf16"})
     # The activation function adds, too, beside a power that stays in FP32.
-    sums = [op for op in explanation.operators if op.id.operator == "add" and not op.id.module.endswith("act")]
+    sums = [
+        op
+        for op in explanation.operators
+        if op.id.operator == "add" and not op.id.module.endswith("act")
+    ]
     assert len(sums) == 5
     assert {str(op.output) for op in sums} == {"bf16"}

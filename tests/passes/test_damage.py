@@ -186,7 +186,12 @@ AFTER_NORMALIZE = (
     take_arguments_away,
     give_an_argument_of_another_type,
 )
-PLACES = [{"before": "normalize"}, {"after": "assign"}, {"after": "insert_casts"}, {"after": "annotate_cost"}]
+PLACES = [
+    {"before": "normalize"},
+    {"after": "assign"},
+    {"after": "insert_casts"},
+    {"after": "annotate_cost"},
+]
 CASES = [
     pytest.param(damage, place, id=f"{damage.__name__}-{'-'.join(*place.items())}")
     for damages, places in ((ANYWHERE, PLACES), (AFTER_NORMALIZE, PLACES[1:]))
@@ -207,7 +212,9 @@ def run(damage: Damage, place: dict[str, str], inner: str = "eager") -> Tensor:
 
 
 @pytest.mark.parametrize(("damage", "place"), CASES)
-def test_an_error_names_the_pass_that_damages_a_graph(damage: Damage, place: dict[str, str]) -> None:
+def test_an_error_names_the_pass_that_damages_a_graph(
+    damage: Damage, place: dict[str, str]
+) -> None:
     with pytest.raises(PassError) as caught:
         run(damage, place)
     assert "'faulty'" in str(caught.value)

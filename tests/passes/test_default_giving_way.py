@@ -35,7 +35,9 @@ def found(model: nn.Module, *inputs: Tensor, **options: Any) -> dict[str, tuple[
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         explained = qsync_fx.explain(model.train(), *inputs, options=options)
-    return {op.id.module or str(op.id): (str(op.precision), op.reason) for op in explained.operators}
+    return {
+        op.id.module or str(op.id): (str(op.precision), op.reason) for op in explained.operators
+    }
 
 
 def formats(model: nn.Module, *inputs: Tensor, **options: Any) -> dict[str, str]:
@@ -43,15 +45,22 @@ def formats(model: nn.Module, *inputs: Tensor, **options: Any) -> dict[str, str]
 
 
 def perceptron(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, width))
+    return nn.Sequential(
+        nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, width)
+    )
 
 
 def test_a_small_model_is_in_fp32_and_says_why() -> None:
     layers = found(perceptron(16), torch.randn(8, 16))
     assert {fmt for fmt, _ in layers.values()} == {"fp32"}
     default = "no precision was asked for, and this is the device's default"
-    assert layers["0"][1] == f"{default}; 8 x 16 x 16 is too small for bf16 to pay, so it runs in fp32"
-    assert layers["2"][1] == f"{default}; what stands around it is too small for bf16 to pay, so it runs in fp32"
+    assert (
+        layers["0"][1] == f"{default}; 8 x 16 x 16 is too small for bf16 to pay, so it runs in fp32"
+    )
+    assert (
+        layers["2"][1]
+        == f"{default}; what stands around it is too small for bf16 to pay, so it runs in fp32"
+    )
 
 
 def test_a_large_one_is_in_bf16() -> None:
@@ -60,7 +69,12 @@ def test_a_large_one_is_in_bf16() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"precision": "bf16"}, {"plan": qsync_fx.Plan.uniform("bf16")}, {"plan": qsync_fx.Plan("bf16")}]
+    "asked",
+    [
+        {"precision": "bf16"},
+        {"plan": qsync_fx.Plan.uniform("bf16")},
+        {"plan": qsync_fx.Plan("bf16")},
+    ],
 )
 def test_what_is_asked_for_stays(asked: dict[str, Any]) -> None:
     assert set(formats(perceptron(16), torch.randn(8, 16), **asked).values()) == {"bf16"}
@@ -88,13 +102,19 @@ def test_one_row_is_in_fp32_however_large() -> None:
 
 def test_few_rows_of_a_large_weight_are_in_fp32() -> None:
     """Converting the weight takes longer than the product saves, however much work that is; with more rows, or a smaller weight, not."""
-    for rows, width, expected in ((16, 4096, "fp32"), (cpu_kernels.FEW_ROWS, 4096, "bf16"), (16, 2048, "bf16")):
+    for rows, width, expected in (
+        (16, 4096, "fp32"),
+        (cpu_kernels.FEW_ROWS, 4096, "bf16"),
+        (16, 2048, "bf16"),
+    ):
         assert rows * width * width >= cpu_kernels.ENOUGH_WORK[16]
         with torch.device("meta"):
             layer = nn.Linear(width, width, bias=False)
         ((fmt, reason),) = found(layer.to_empty(device="cpu"), torch.empty(rows, width)).values()
         assert fmt == expected, (rows, width)
-        assert (f"{rows} x 4096 x 4096 is few rows for a weight that large" in reason) == (expected == "fp32")
+        assert (f"{rows} x 4096 x 4096 is few rows for a weight that large" in reason) == (
+            expected == "fp32"
+        )
 
 
 def test_convolutions_count_as_products() -> None:
@@ -113,8 +133,16 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm, self.tail = nn.Linear(WIDE, WIDE), nn.LayerNorm(WIDE), nn.Linear(WIDE, WIDE)
-        self.squeeze, self.excite, self.head = nn.Linear(WIDE, 16), nn.Linear(16, WIDE), nn.Linear(WIDE, 16)
+        self.body, self.norm, self.tail = (
+            nn.Linear(WIDE, WIDE),
+            nn.LayerNorm(WIDE),
+            nn.Linear(WIDE, WIDE),
+        )
+        self.squeeze, self.excite, self.head = (
+            nn.Linear(WIDE, 16),
+            nn.Linear(16, WIDE),
+            nn.Linear(WIDE, 16),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         large = self.norm(self.body(x)).relu()
@@ -140,14 +168,23 @@ class Words(nn.Module):
     def __init__(self, width: int, words: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(32, width)
-        self.first, self.parts, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.first, self.parts, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, words)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-        parts = (part.view(*ids.shape, 2, -1).transpose(1, 2) for part in self.parts(self.first(x)).chunk(3, -1))
+        parts = (
+            part.view(*ids.shape, 2, -1).transpose(1, 2)
+            for part in self.parts(self.first(x)).chunk(3, -1)
+        )
         attended = nn.functional.scaled_dot_product_attention(*parts)
-        found: Tensor = self.head(self.last(x + self.out(attended.transpose(1, 2).reshape(x.shape))))
+        found: Tensor = self.head(
+            self.last(x + self.out(attended.transpose(1, 2).reshape(x.shape)))
+        )
         return found
 
 

@@ -15,7 +15,14 @@ from qsync_fx.graph import PrecisionGraph
 from qsync_fx.passes import verifier
 from qsync_fx.passes.cascade import Cascade
 from qsync_fx.passes.normalize import Normalize
-from tests.support.models.small_models import Convolutional, Perceptron, assert_equal, build, compiled, gradients
+from tests.support.models.small_models import (
+    Convolutional,
+    Perceptron,
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+)
 
 
 @pytest.fixture
@@ -58,7 +65,9 @@ def test_the_graph_trains_as_the_model_is_written(as_users_run_it: None, alarm: 
     model = build(Convolutional)
     wanted = trained(model, model, x)
     model = build(Convolutional)
-    with pytest.warns(UserWarning, match=r"breaks the rule \"all is well\".*Please report") as caught:
+    with pytest.warns(
+        UserWarning, match=r"breaks the rule \"all is well\".*Please report"
+    ) as caught:
         found = trained(model, compiled(model, precision="int8"), x)
     assert_equal(found, wanted)
     assert len(caught) == 1
@@ -66,7 +75,9 @@ def test_the_graph_trains_as_the_model_is_written(as_users_run_it: None, alarm: 
 
 
 @pytest.mark.parametrize("alarm", [("cascade", "tanh")], indirect=True)
-def test_the_reasons_say_so_and_ids_stay(as_users_run_it: None, alarm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reasons_say_so_and_ids_stay(
+    as_users_run_it: None, alarm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(4, 16)
     with pytest.warns(UserWarning, match="layers.4/tanh"):
         fallen = qsync_fx.explain(build(Perceptron), x, options={"precision": "int8"})
@@ -126,13 +137,18 @@ def test_a_pass_of_ours_that_crashes_is_no_end_either(
 
     monkeypatch.setattr(step, "__call__", crashes)
     model, x = build(Perceptron), torch.randn(4, 16)
-    with pytest.warns(UserWarning, match=rf"Pass '{step().name}' failed: IndexError.*{step.__name__}|Please report"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"Pass '{step().name}' failed: IndexError.*{step.__name__}|Please report",
+    ):
         assert torch.equal(compiled(model, precision="int8")(x), model(x))
 
 
 @pytest.mark.parametrize("alarm", [("insert_casts", "tanh")], indirect=True)
 class TestWhoIsToBlame:
-    def test_ours_where_an_error_is_wanted(self, alarm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ours_where_an_error_is_wanted(
+        self, alarm: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("QSYNC_VERIFY", "raise")
         with pytest.raises(PassError) as caught:
             qsync_fx.explain(build(Perceptron), torch.randn(4, 16), options={"precision": "int8"})
@@ -141,17 +157,23 @@ class TestWhoIsToBlame:
         assert "please report" in str(caught.value.do)
         assert "layers.4/tanh" in str(caught.value.where)
 
-    def test_ours_where_a_users_pass_has_only_decided(self, as_users_run_it: None, alarm: None) -> None:
+    def test_ours_where_a_users_pass_has_only_decided(
+        self, as_users_run_it: None, alarm: None
+    ) -> None:
         @qsync_fx.graph_pass
         def keep_head(graph: PrecisionGraph) -> None:
             graph.operators("adjustable", "head")[0].assign("fp32", reason="the head stays in FP32")
 
         with pytest.warns(UserWarning, match="Please report"):
             qsync_fx.explain(
-                build(Perceptron), torch.randn(4, 16), options={"precision": "int8", "passes": [keep_head]}
+                build(Perceptron),
+                torch.randn(4, 16),
+                options={"precision": "int8", "passes": [keep_head]},
             )
 
-    def test_both_are_named_where_a_users_pass_has_changed_the_graph(self, as_users_run_it: None, alarm: None) -> None:
+    def test_both_are_named_where_a_users_pass_has_changed_the_graph(
+        self, as_users_run_it: None, alarm: None
+    ) -> None:
         @qsync_fx.graph_pass
         def twice(graph: PrecisionGraph) -> None:
             tanh = next(op.node for op in graph.operators() if op.id.operator == "tanh")
@@ -161,7 +183,11 @@ class TestWhoIsToBlame:
             tanh.replace_all_uses_with(double, delete_user_cb=lambda user: user is not double)
 
         with pytest.raises(PassError) as caught:
-            qsync_fx.explain(build(Perceptron), torch.randn(4, 16), options={"precision": "int8", "passes": [twice]})
+            qsync_fx.explain(
+                build(Perceptron),
+                torch.randn(4, 16),
+                options={"precision": "int8", "passes": [twice]},
+            )
         assert not caught.value.ours
         assert "'twice'" in str(caught.value.do)
         assert "'insert_casts'" in caught.value.what
@@ -173,7 +199,11 @@ class TestWhoIsToBlame:
             graph.operators("adjustable", "head")[0].update(reason="")
 
         with pytest.raises(PassError, match="every decision has a reason") as caught:
-            qsync_fx.explain(build(Perceptron), torch.randn(4, 16), options={"precision": "int8", "passes": [forgets]})
+            qsync_fx.explain(
+                build(Perceptron),
+                torch.randn(4, 16),
+                options={"precision": "int8", "passes": [forgets]},
+            )
         assert str(caught.value.do).startswith("correct the pass 'forgets'")
 
 

@@ -23,9 +23,14 @@ class Encoding(nn.Module):
     def __init__(self, **changes: Any) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, **changes)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(16, 4)
+        self.encoder, self.head = (
+            nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
+            nn.Linear(16, 4),
+        )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, padding: Tensor | None = None
+    ) -> Tensor:
         found: Tensor = self.head(self.encoder(x, mask, padding, is_causal=False))
         return found
 
@@ -93,7 +98,9 @@ class Masked(nn.Module):
     def __init__(self, batch_first: bool, **changes: Any) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 1, **{"enable_nested_tensor": batch_first, **changes})
+        self.encoder = nn.TransformerEncoder(
+            layer, 1, **{"enable_nested_tensor": batch_first, **changes}
+        )
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor, **masks: Any) -> Tensor:
@@ -106,7 +113,9 @@ def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
     padding = torch.zeros(batch, length, dtype=torch.bool)
     padding[0, -1] = True
     mask = nn.Transformer.generate_square_subsequent_mask(length)
-    found: dict[str, Any] = {"mask": mask.isinf() if padded else mask, "is_causal": True} if causal else {}
+    found: dict[str, Any] = (
+        {"mask": mask.isinf() if padded else mask, "is_causal": True} if causal else {}
+    )
     return found | ({"src_key_padding_mask": padding} if padded else {})
 
 
@@ -125,7 +134,11 @@ def masks(batch_first: bool, causal: bool, padded: bool) -> dict[str, Any]:
 )
 def test_masks(batch_first: bool, causal: bool, padded: bool) -> None:
     """What torch.compile makes of padding is torch's affair: it packs nothing, so that padded places hold what eager leaves out."""
-    model, x, given = build(lambda: Masked(batch_first)), torch.randn(3, 5, 16), masks(batch_first, causal, padded)
+    model, x, given = (
+        build(lambda: Masked(batch_first)),
+        torch.randn(3, 5, 16),
+        masks(batch_first, causal, padded),
+    )
     for training in (True, False):
         model.train(training)
         torch._dynamo.reset()

@@ -47,7 +47,9 @@ class Residual(nn.Module):
 @functools.cache
 def explained() -> qsync_fx.Explanation:
     torch.manual_seed(0)
-    plan = qsync_fx.Plan.uniform("int8").with_precision("wide", "fp32").with_precision("right", "bf16")
+    plan = (
+        qsync_fx.Plan.uniform("int8").with_precision("wide", "fp32").with_precision("right", "bf16")
+    )
     inputs = torch.randn(2, 3, 5, 5), torch.zeros(2, 4, dtype=torch.bool), torch.tensor([1, 2])
     return qsync_fx.explain(Residual(), *inputs, options={"plan": plan})
 
@@ -58,7 +60,9 @@ def test_graph_after(name: str) -> None:
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("QSYNC_UPDATE_GOLDEN"):
         path.write_text(text)
-    assert path.exists(), f"no golden text for the pass {name}: run QSYNC_UPDATE_GOLDEN=1 pytest {__file__}"
+    assert path.exists(), (
+        f"no golden text for the pass {name}: run QSYNC_UPDATE_GOLDEN=1 pytest {__file__}"
+    )
     assert text == path.read_text()
 
 

@@ -33,7 +33,9 @@ def _fresh() -> None:
 
 
 def ids(model: Any, *inputs: Any, **options: Any) -> list[str]:
-    return [str(op.id) for op in qsync_fx.explain(model, *inputs, options=options or None).operators]
+    return [
+        str(op.id) for op in qsync_fx.explain(model, *inputs, options=options or None).operators
+    ]
 
 
 def precisions(model: Any, *inputs: Any, **options: Any) -> dict[str, str]:
@@ -66,7 +68,11 @@ def aten_graphs(model: nn.Module, x: Tensor, precision: str) -> tuple[fx.Graph, 
 
 def operators_of(graph: fx.Graph, *names: str) -> set[str]:
     """The operators that ATen nodes of these names belong to; each must belong to one."""
-    nodes = [node for node in graph.nodes if node.op == "call_function" and node.target.__name__.split(".")[0] in names]
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and node.target.__name__.split(".")[0] in names
+    ]
     return {node.meta["custom"]["qsync"] for node in nodes}
 
 
@@ -216,7 +222,9 @@ class Breaking(nn.Module):
         return self.head(torch.tanh(x) @ self.shared.weight)
 
 
-@pytest.mark.parametrize("breaks", [("model",), ("end",), ("model", "end"), ("layer",), ("layer", "model")])
+@pytest.mark.parametrize(
+    "breaks", [("model",), ("end",), ("model", "end"), ("layer",), ("layer", "model")]
+)
 def test_the_same_ids_with_graph_breaks_as_without(breaks: tuple[str, ...]) -> None:
     x = torch.randn(4, 16)
     whole = qsync_fx.explain(Breaking(), x)
@@ -227,7 +235,9 @@ def test_the_same_ids_with_graph_breaks_as_without(breaks: tuple[str, ...]) -> N
     if "layer" in breaks:
         # What follows a module that breaks, and stands in no module itself, goes by the last module that was seen before it.
         outside = {name for name in wanted if name.startswith("/")}
-        assert [name for name in found if not name.startswith("/")] == [name for name in wanted if name not in outside]
+        assert [name for name in found if not name.startswith("/")] == [
+            name for name in wanted if name not in outside
+        ]
         assert len(found) == len(set(found)) == len(wanted)
     else:
         assert found == wanted

@@ -51,7 +51,9 @@ def test_an_operator_has_its_place_wherever_it_was_put_in(after: str, precision:
     plain = Net()
     plain.load_state_dict(model.state_dict())
     torch.manual_seed(1)
-    found = trained(plain, x, torch.compile(plain, backend="qsync", options={**compiled, "passes": [step]}))
+    found = trained(
+        plain, x, torch.compile(plain, backend="qsync", options={**compiled, "passes": [step]})
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -96,9 +98,15 @@ def test_reports_tell_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> N
 def test_what_runs_tells_it() -> None:
     torch.manual_seed(0)
     model = Net()
-    options = {"precision": "bf16", "inner_backend": "aot_eager", "passes": [behind("body/linear", relu)]}
+    options = {
+        "precision": "bf16",
+        "inner_backend": "aot_eager",
+        "passes": [behind("body/linear", relu)],
+    }
     trained(model, torch.randn(2, 8), torch.compile(model, backend="qsync", options=options))
-    (ran,) = (ran for ran in qsync_fx.plan_coverage(model).operators if ran.id.operator == "tap.relu")
+    (ran,) = (
+        ran for ran in qsync_fx.plan_coverage(model).operators if ran.id.operator == "tap.relu"
+    )
     assert ran.reason.startswith("inserted by tap; ")
     assert "inserted by tap" in str(qsync_fx.plan_coverage(model))
 
@@ -106,7 +114,9 @@ def test_what_runs_tells_it() -> None:
 # Operators that a plan decides on.
 
 
-def with_adapter(weight: nn.Parameter, after: str, where: str = "body/linear") -> qsync_fx.GraphPass:
+def with_adapter(
+    weight: nn.Parameter, after: str, where: str = "body/linear"
+) -> qsync_fx.GraphPass:
     def adapter(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
         graph.module.register_parameter("adapter", weight)
         held = graph.graph.get_attr("adapter")
@@ -128,7 +138,9 @@ def with_adapter(weight: nn.Parameter, after: str, where: str = "body/linear") -
         pytest.param("lower", "inductor", marks=tiers.ALL),
     ],
 )
-def test_a_product_with_a_parameter_of_the_passes_own_trains(after: str, inner_backend: str) -> None:
+def test_a_product_with_a_parameter_of_the_passes_own_trains(
+    after: str, inner_backend: str
+) -> None:
     torch.manual_seed(0)
     model, weight, x = Net(), nn.Parameter(torch.randn(8, 8) / 3), torch.randn(4, 8)
     step = with_adapter(weight, after)
@@ -138,7 +150,9 @@ def test_a_product_with_a_parameter_of_the_passes_own_trains(after: str, inner_b
     expected = model.classifier(torch.tanh(y + F.linear(y, weight)))
     gradients = torch.autograd.grad(expected.square().sum(), [weight, model.body.weight])
     run = torch.compile(
-        model, backend="qsync", options={"precision": "fp32", "inner_backend": inner_backend, "passes": [step]}
+        model,
+        backend="qsync",
+        options={"precision": "fp32", "inner_backend": inner_backend, "passes": [step]},
     )
     found, _ = trained(model, x, run)
     torch.testing.assert_close(found, expected.detach())
@@ -175,10 +189,16 @@ def test_another_plan_without_another_trace_decides_alike(after: str) -> None:
     step = with_adapter(nn.Parameter(torch.eye(8)), after)
     explanation = explain(step, behind("classifier/linear", relu, after), precision="bf16")
     plan = Plan("int8")
-    again, afresh = explanation.replanned(plan), explain(step, behind("classifier/linear", relu, after), plan=plan)
+    again, afresh = (
+        explanation.replanned(plan),
+        explain(step, behind("classifier/linear", relu, after), plan=plan),
+    )
 
     def told(found: qsync_fx.Explanation) -> list[tuple[Any, ...]]:
-        return [(op.id, op.kind, op.precision, op.output, op.reason, op.note.cost) for op in found.operators]
+        return [
+            (op.id, op.kind, op.precision, op.output, op.reason, op.note.cost)
+            for op in found.operators
+        ]
 
     assert told(again) == told(afresh)
 
@@ -186,7 +206,9 @@ def test_another_plan_without_another_trace_decides_alike(after: str) -> None:
 def test_costs_know_what_was_put_in_before_casts() -> None:
     weight = nn.Parameter(torch.eye(8))
     for after in ("normalize", "classify", "cascade", "lower"):
-        cost = put_in(explain(with_adapter(weight, after), precision="fp32"))["body/adapter.linear"].note.cost
+        cost = put_in(explain(with_adapter(weight, after), precision="fp32"))[
+            "body/adapter.linear"
+        ].note.cost
         assert cost is not None
         assert cost.forward.flops == 2 * 2 * 8 * 8
 
@@ -211,7 +233,9 @@ def test_in_a_checkpointed_region(after: str) -> None:
     expected = model.top(model.inner.classifier(torch.tanh(y + F.linear(y, weight))))
     (gradient,) = torch.autograd.grad(expected.square().sum(), [weight])
     run = torch.compile(
-        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [step]}
+        model,
+        backend="qsync",
+        options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [step]},
     )
     found, _ = trained(model, x, run)
     torch.testing.assert_close(found, expected.detach())
@@ -227,7 +251,11 @@ def test_in_a_region_of_autocast(after: str) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return super().forward(x).float()
 
-    for options, runs in (({}, "bf16"), ({"precision": "fp32"}, "fp32"), ({"precision": "int8"}, "int8")):
+    for options, runs in (
+        ({}, "bf16"),
+        ({"precision": "fp32"}, "fp32"),
+        ({"precision": "int8"}, "int8"),
+    ):
         step = with_adapter(nn.Parameter(torch.eye(8)), "normalize" if after == "lower" else after)
         product = put_in(explain(step, model=Region(), **options))["body/adapter.linear"]
         assert str(product.precision) == runs, product.reason
@@ -267,6 +295,8 @@ def test_several_results_and_several_graphs() -> None:
     model, x = Broken(), torch.randn(2, 8)
     y = torch.relu(model.second(torch.relu(model.first(x)).roll(4, -1))).roll(4, -1)
     run = torch.compile(
-        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [halves]}
+        model,
+        backend="qsync",
+        options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [halves]},
     )
     torch.testing.assert_close(run(x), y)

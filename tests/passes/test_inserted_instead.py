@@ -83,10 +83,14 @@ def test_a_rewrite_runs_at_any_place(after: str, precision: str) -> None:
     y = model.body(x)
     expected = model.classifier(y * torch.rsqrt(1 + y * y))
     run = torch.compile(
-        model, backend="qsync", options={"precision": precision, "inner_backend": "aot_eager", "passes": [step]}
+        model,
+        backend="qsync",
+        options={"precision": precision, "inner_backend": "aot_eager", "passes": [step]},
     )
     found, grads = trained(model, x, run)
-    torch.testing.assert_close(found, expected.detach(), rtol=0.1, atol=1e-6 if precision == "fp32" else 0.1)
+    torch.testing.assert_close(
+        found, expected.detach(), rtol=0.1, atol=1e-6 if precision == "fp32" else 0.1
+    )
     assert grads.keys() == dict(model.named_parameters()).keys()
 
 

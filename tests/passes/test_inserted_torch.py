@@ -40,21 +40,32 @@ def test_torch_is_spelled_as_the_model_is(how: str, after: str) -> None:
         return graph.graph.call_module("scale", (node,))
 
     step = behind("body/linear", put, after)
-    names = {"function": ["relu"], "method": ["relu"], "lambda": ["relu", "add"], "module": ["mul"]}[how]
+    names = {
+        "function": ["relu"],
+        "method": ["relu"],
+        "lambda": ["relu", "add"],
+        "module": ["mul"],
+    }[how]
     assert list(put_in(explain(step, precision="fp32"))) == [f"body/tap.{name}" for name in names]
     torch.manual_seed(0)
     model, x = Net(), torch.randn(2, 8)
     run = torch.compile(
-        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [step]}
+        model,
+        backend="qsync",
+        options={"precision": "fp32", "inner_backend": "aot_eager", "passes": [step]},
     )
     y = model.body(x)
-    torch.testing.assert_close(run(x), model.classifier(torch.tanh(scale(y) if how == "module" else torch.relu(y))))
+    torch.testing.assert_close(
+        run(x), model.classifier(torch.tanh(scale(y) if how == "module" else torch.relu(y)))
+    )
     run(x).sum().backward()
     assert (scale.factor.grad is not None) is (how == "module")
 
 
 def too_small(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
-    other = next(used for used in graph.nodes if used.op == "placeholder" and "classifier_bias" in used.name)
+    other = next(
+        used for used in graph.nodes if used.op == "placeholder" and "classifier_bias" in used.name
+    )
     return graph.graph.call_function(torch.ops.aten.add.Tensor, (node, other))
 
 

@@ -39,7 +39,9 @@ def test_a_custom_pass_trains() -> None:
     torch.manual_seed(0)
     model = Net()
     compiled = torch.compile(
-        model, backend="qsync", options={"precision": "int8", "inner_backend": "aot_eager", "passes": [keep_head_fp32]}
+        model,
+        backend="qsync",
+        options={"precision": "int8", "inner_backend": "aot_eager", "passes": [keep_head_fp32]},
     )
     compiled(torch.randn(2, 8)).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -56,7 +58,14 @@ def test_custom_passes_run_where_they_say_in_the_order_given() -> None:
     def third(graph: qsync_fx.PrecisionGraph) -> None: ...
 
     names = explain(third, first, second).passes
-    assert names[names.index("cascade") + 1 :] == ["first", "second", "insert_casts", "third", "lower", "annotate_cost"]
+    assert names[names.index("cascade") + 1 :] == [
+        "first",
+        "second",
+        "insert_casts",
+        "third",
+        "lower",
+        "annotate_cost",
+    ]
 
 
 def test_a_pass_has_one_place() -> None:
@@ -82,7 +91,8 @@ def test_a_pass_that_returns_something_is_told_that_it_would_be_lost(returned: s
         return {"a graph": graph, "a module": graph.module, "text": returned}[returned]
 
     with pytest.raises(
-        PassError, match=r"'returns' returned .*, which would be lost: passes change the graph in place"
+        PassError,
+        match=r"'returns' returned .*, which would be lost: passes change the graph in place",
     ):
         explain(returns)
 
@@ -110,14 +120,18 @@ class _Each(_Counts):
     scope = Scope.BODY
 
 
-@pytest.mark.parametrize(("kind", "bodies"), [(_Whole, [False]), (_Each, [False, True]), (_Counts, [False, True])])
+@pytest.mark.parametrize(
+    ("kind", "bodies"), [(_Whole, [False]), (_Each, [False, True]), (_Counts, [False, True])]
+)
 def test_a_pass_is_called_with_what_its_scope_says(kind: type[_Counts], bodies: list[bool]) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
 
     step = kind()
-    qsync_fx.explain(Checkpointed(), torch.randn(2, 8, requires_grad=True), options={"passes": [step]})
+    qsync_fx.explain(
+        Checkpointed(), torch.randn(2, 8, requires_grad=True), options={"passes": [step]}
+    )
     assert step.bodies == bodies
 
 
@@ -138,8 +152,16 @@ def test_what_is_put_in_after_lowering_is_charged_to_an_operator() -> None:
 
     explanation = explain(tap)
     known = {str(operator.id) for operator in explanation.operators}
-    put_in = [node for node in explanation.graph_module("tap").graph.nodes if node.target is torch.ops.aten.neg.default]
-    assert [charge.owner in known for node in put_in if (charge := node_metadata.charged(node)) is not None] == [True]
+    put_in = [
+        node
+        for node in explanation.graph_module("tap").graph.nodes
+        if node.target is torch.ops.aten.neg.default
+    ]
+    assert [
+        charge.owner in known
+        for node in put_in
+        if (charge := node_metadata.charged(node)) is not None
+    ] == [True]
 
 
 def test_every_rule_says_when_it_holds() -> None:

@@ -46,7 +46,10 @@ def process_state() -> dict[str, Any]:
         "forward-mode gradients": torch._C._is_fwd_grad_enabled(),
         "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
         "cache of autocast": torch.is_autocast_cache_enabled(),
-        "nesting of autocast": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+        "nesting of autocast": (
+            torch.autocast_increment_nesting(),
+            torch.autocast_decrement_nesting(),
+        ),
         "functorch levels": torch._C._functorch.get_dynamic_layer_stack_depth(),
         "dual level": forward_ad._current_level,
         "saved-tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),
@@ -62,7 +65,10 @@ def process_state() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "matmul precision": torch.get_float32_matmul_precision(),
-        "torch functions": (torch._C._is_torch_function_enabled(), torch._C._len_torch_function_stack()),
+        "torch functions": (
+            torch._C._is_torch_function_enabled(),
+            torch._C._len_torch_function_stack(),
+        ),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "anomaly detection": torch.is_anomaly_enabled(),
         "random numbers": torch.get_rng_state().tolist(),
@@ -226,7 +232,9 @@ def outcome(function: Function) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     return y.detach(), x.grad, process_state()
 
 
-@pytest.mark.parametrize("inner_backend", ["aot_eager", "eager", pytest.param("inductor", marks=tiers.ALL)])
+@pytest.mark.parametrize(
+    "inner_backend", ["aot_eager", "eager", pytest.param("inductor", marks=tiers.ALL)]
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_state_afterwards_is_that_of_eager_mode(name: str, inner_backend: str) -> None:
     function = FUNCTIONS[name]
@@ -244,7 +252,9 @@ def test_the_state_afterwards_is_that_of_eager_mode(name: str, inner_backend: st
 
 
 def test_checkpointing_works_after_a_compiled_gradient() -> None:
-    torch.compile(grad(sine), backend="qsync", options={"inner_backend": "aot_eager"})(torch.randn(4))
+    torch.compile(grad(sine), backend="qsync", options={"inner_backend": "aot_eager"})(
+        torch.randn(4)
+    )
     x = torch.randn(4, requires_grad=True)
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos())
@@ -255,7 +265,9 @@ def test_the_backend_of_attention_is_the_one_that_the_model_chooses() -> None:
     for inner_backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
         compiled = torch.compile(
-            in_sdpa_kernel, backend="qsync", options={"inner_backend": inner_backend, "precision": "fp32"}
+            in_sdpa_kernel,
+            backend="qsync",
+            options={"inner_backend": inner_backend, "precision": "fp32"},
         )
         assert torch.equal(compiled(x), expected)
 
@@ -287,7 +299,9 @@ def test_calls_with_an_effect_that_no_table_lists_stay_in_the_graph() -> None:
     assert _log == ["enter", "leave"]
 
 
-def test_switches_of_a_body_that_cannot_be_traced_do_not_outlast_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_of_a_body_that_cannot_be_traced_do_not_outlast_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from qsync_fx.passes.tracing import retrace
 
     real, calls = retrace.pieces, itertools.count()
@@ -312,7 +326,10 @@ def test_switches_of_a_body_that_cannot_be_traced_do_not_outlast_it(monkeypatch:
         return y + torch.ones(4)
 
     x = torch.randn(4, requires_grad=True)
-    assert torch.compile(function, backend="qsync", options={"inner_backend": "eager"})(x).dtype is torch.float32
+    assert (
+        torch.compile(function, backend="qsync", options={"inner_backend": "eager"})(x).dtype
+        is torch.float32
+    )
 
 
 @pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
@@ -325,5 +342,7 @@ def test_a_kept_call_is_unpacked_as_dynamo_wrote_it(inner_backend: str) -> None:
         return first * 2 + second
 
     operands = torch.randn(4), torch.randn(4)
-    compiled = torch.compile(function, backend="qsync", options={"inner_backend": inner_backend, "precision": "fp32"})
+    compiled = torch.compile(
+        function, backend="qsync", options={"inner_backend": inner_backend, "precision": "fp32"}
+    )
     torch.testing.assert_close(compiled(*operands), function(*operands))

@@ -15,7 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
-from tests.support.models.small_models import assert_equal, build, compiled, gradients, relative_error
+from tests.support.models.small_models import (
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 Forward = Callable[["Two", Tensor], Tensor]
 
@@ -135,7 +141,11 @@ def detached(model: Two, x: Tensor) -> Tensor:
 
 def own_gradient(model: Two, x: Tensor) -> Tensor:
     y = model.first(x)
-    return y if model.first.weight.grad is None else model.second(y) + model.first.weight.grad.data.mean()
+    return (
+        y
+        if model.first.weight.grad is None
+        else model.second(y) + model.first.weight.grad.data.mean()
+    )
 
 
 CALLS = (
@@ -194,7 +204,10 @@ def test_eager_keeps_what_data_means_for_autograd() -> None:
     for wrapped in (through_data, compiled(through_data, precision="fp32", inner_backend="eager")):
         (found,) = torch.autograd.grad(wrapped(x).sum(), x)
         assert torch.equal(found, 2 * x.detach().exp())
-    for wrapped in (through_detach, compiled(through_detach, precision="fp32", inner_backend="eager")):
+    for wrapped in (
+        through_detach,
+        compiled(through_detach, precision="fp32", inner_backend="eager"),
+    ):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(wrapped(x).sum(), x)
 
@@ -215,4 +228,7 @@ def test_a_function_that_hides_a_value_stays_as_it_is() -> None:
     (kept,) = (op for op in explanation.operators if op.id.operator == "hiding")
     assert "cannot be re-traced" in kept.reason
     assert any("hiding" in text for text in explanation.unknown)
-    assert [str(op.precision) for op in explanation.operators if op.kind == "adjustable"] == ["bf16", "bf16"]
+    assert [str(op.precision) for op in explanation.operators if op.kind == "adjustable"] == [
+        "bf16",
+        "bf16",
+    ]

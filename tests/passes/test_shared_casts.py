@@ -21,7 +21,9 @@ def test_no_cast_outlives_a_write() -> None:
 
     inputs = [torch.randn(4, 8), torch.randn(8, 8), torch.randn(4, 8)]
     text = qsync_fx.explain(model, *inputs, options={"precision": "bf16"}).graph()
-    compiled = torch.compile(model, backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"})
+    compiled = torch.compile(
+        model, backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"}
+    )
     torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=0.05, atol=0.2)
     assert text.count("aten.to.dtype(%clone, bfloat16)") == 2
 
@@ -35,8 +37,13 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
 
-    for precision, cast in (("bf16", "aten.to.dtype(%x, bfloat16)"), ("int8", "qsync.quantize(%x,")):
-        text = qsync_fx.explain(Attention(), torch.randn(2, 4, 8), options={"precision": precision}).graph()
+    for precision, cast in (
+        ("bf16", "aten.to.dtype(%x, bfloat16)"),
+        ("int8", "qsync.quantize(%x,"),
+    ):
+        text = qsync_fx.explain(
+            Attention(), torch.randn(2, 4, 8), options={"precision": precision}
+        ).graph()
         assert text.count(cast) == 1
 
 
@@ -46,14 +53,23 @@ def test_a_write_ends_the_sharing_of_what_it_may_alias_and_no_more() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm, self.beside = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+            self.conv, self.norm, self.beside = (
+                nn.Conv2d(4, 4, 1),
+                nn.BatchNorm2d(4),
+                nn.Conv2d(4, 4, 1),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = torch.relu(x)
             return self.norm(self.conv(x)) + self.beside(x)
 
-    for precision, cast in (("bf16", "aten.to.dtype(%relu, bfloat16)"), ("int8", "qsync.quantize(%relu,")):
-        text = qsync_fx.explain(Block(), torch.randn(2, 4, 3, 3), options={"precision": precision}).graph()
+    for precision, cast in (
+        ("bf16", "aten.to.dtype(%relu, bfloat16)"),
+        ("int8", "qsync.quantize(%relu,"),
+    ):
+        text = qsync_fx.explain(
+            Block(), torch.randn(2, 4, 3, 3), options={"precision": precision}
+        ).graph()
         assert text.count("aten.add_.Tensor") == 1
         assert text.count(cast) == 1
 
@@ -86,6 +102,8 @@ def test_inverse_casts_cancel() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return nn.functional.linear(x, weight)
 
-    explanation = qsync_fx.explain(model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": "fp32"})
+    explanation = qsync_fx.explain(
+        model, torch.randn(4, 8), torch.randn(8, 8), options={"precision": "fp32"}
+    )
     assert "to.dtype(%x" in explanation.graph("autocast")
     assert "bfloat16)" not in explanation.graph("insert_casts").partition("linear")[0]

@@ -34,17 +34,28 @@ class Net(nn.Module):
         super().__init__()
         self.thin, self.wide = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)
         self.step, self.grouped = nn.Conv2d(64, 64, 1, stride=2), nn.Conv2d(64, 64, 3, groups=2)
-        self.large, self.middle, self.small = nn.Linear(1024, 1024), nn.Linear(1024, 16), nn.Linear(1024, 2)
+        self.large, self.middle, self.small = (
+            nn.Linear(1024, 1024),
+            nn.Linear(1024, 16),
+            nn.Linear(1024, 2),
+        )
 
     def forward(self, images: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         large = self.large(rows)
         # A product of two activations has no weight: what computes it is no layer's kernel.
         alike = torch.matmul(rows, large.t())
-        return self.grouped(self.step(self.wide(self.thin(images)))), self.middle(large), self.small(large), alike
+        return (
+            self.grouped(self.step(self.wide(self.thin(images)))),
+            self.middle(large),
+            self.small(large),
+            alike,
+        )
 
 
 @contextmanager
-def counting_as(native: bool, by_onednn: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def counting_as(
+    native: bool, by_onednn: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """On a CPU with a unit for INT8 that the native module has a path for, one that oneDNN has, and one for BF16, or without."""
     for where in (format_support, cpu_kernels, convolution_lowering):
         monkeypatch.setattr(where, "native_integer_unit", lambda: native)
@@ -72,14 +83,21 @@ def layers_of(explanation: qsync_fx.diagnostics.Explanation) -> dict[str, tuple[
     return {op.id.module: (str(op.precision), op.reason) for op in layers}
 
 
-def found(unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, tuple[str, str]]:
+def found(
+    unit: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> dict[str, tuple[str, str]]:
     """The precision and the reason of each layer, on a CPU with a unit for INT8 and BF16 or without."""
     with counting_as(unit, unit, unit, monkeypatch):
         return layers_of(explained(**options))
 
 
 def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ROWS * 1024 * 2 < cpu_kernels.ENOUGH_WORK[16] <= ROWS * 1024 * 16 < cpu_kernels.ENOUGH_WORK[8]
+    assert (
+        ROWS * 1024 * 2
+        < cpu_kernels.ENOUGH_WORK[16]
+        <= ROWS * 1024 * 16
+        < cpu_kernels.ENOUGH_WORK[8]
+    )
     layers = found(True, monkeypatch, precision="int8_grad", skip_unprofitable=True)
     assert {name: fmt for name, (fmt, _) in layers.items()} == {
         **dict.fromkeys(("wide", "large"), "int8_grad"),
@@ -88,7 +106,9 @@ def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> 
     }
     because = f"{ROWS} x 16 x 1024 is too small for int8 to pay, so it runs in bf16"
     assert layers["middle"][1] == f"plan: uniform int8_grad; {because}"
-    assert layers["small"][1].endswith(f"in bf16; {ROWS} x 2 x 1024 is too small for bf16 to pay, so it runs in fp32")
+    assert layers["small"][1].endswith(
+        f"in bf16; {ROWS} x 2 x 1024 is too small for bf16 to pay, so it runs in fp32"
+    )
     assert f"from {cpu_kernels.CHANNELS} on it does, so it runs in bf16" in layers["thin"][1]
     assert "of one value" in layers["step"][1] and "groups" in layers["grouped"][1]
 
@@ -108,7 +128,9 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
             layers_of(explained(precision=precision, skip_unprofitable=True)),
             str(explained(precision=precision)),
         )
-    assert {fmt for fmt, _ in layers.values()} == {"bf16", "fp32"} and layers["large"][0] == layers["wide"][0] == "bf16"
+    assert {fmt for fmt, _ in layers.values()} == {"bf16", "fp32"} and layers["large"][0] == layers[
+        "wide"
+    ][0] == "bf16"
     assert "the native module's path has no unit for int8" in layers["large"][1]
     assert "so that convolutions in it are computed in bf16" in layers["wide"][1]
     assert (
@@ -122,7 +144,9 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
     assert {fmt for name, (fmt, _) in layers.items() if name != "large"} == {"fp32"}
 
 
-def test_what_the_option_would_leave_wider_is_said_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_option_would_leave_wider_is_said_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     line = (
         f"5 operators are in a format that is not faster here, such as thin/conv2d (3 channels are too few for int8 to pay, from "
         f'{cpu_kernels.CHANNELS} on it does); the option "skip_unprofitable" leaves what is so in a wider one'
@@ -133,12 +157,21 @@ def test_what_the_option_would_leave_wider_is_said_without_it(monkeypatch: pytes
         assert line in str(asked.replanned(Plan("int8"))).splitlines()
         for options in ({"skip_unprofitable": True}, {"emulate_unsupported": True}):
             assert "not faster here" not in str(explained(precision="int8", **options))
-        for none in (explained(), explained(precision="fp32"), asked.replanned(Plan("fp32", patterns=[("*", "int8")]))):
+        for none in (
+            explained(),
+            explained(precision="fp32"),
+            asked.replanned(Plan("fp32", patterns=[("*", "int8")])),
+        ):
             assert "not faster here" not in str(none)
         plan = Plan("int8", patterns=[("*", "fp32")], operators={"small/linear": "int8"})
         assert "not faster here" not in str(explained(plan=plan)), "what a plan names is obeyed"
         one = str(
-            explained(plan=Plan("int8", patterns=[(name, "fp32") for name in ("thin", "step", "grouped", "small")]))
+            explained(
+                plan=Plan(
+                    "int8",
+                    patterns=[(name, "fp32") for name in ("thin", "step", "grouped", "small")],
+                )
+            )
         )
     assert (
         "1 operator is in a format that is not faster here: middle/linear (512 x 16 x 1024 is too small for int8 to pay);"
@@ -150,7 +183,9 @@ def test_what_the_option_would_leave_wider_is_said_without_it(monkeypatch: pytes
     assert "not faster here" not in str(held), "what the model holds stays"
 
 
-def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_named_is_obeyed_and_so_is_all_without_the_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = Plan("int8", patterns=[("thin", "int8")], operators={"small/linear": "int8"})
     layers = found(True, monkeypatch, plan=plan, skip_unprofitable=True)
     assert layers["thin"][0] == layers["small"][0] == "int8"
@@ -164,7 +199,9 @@ def test_what_the_model_holds_stays() -> None:
     held = nn.Linear(8, 8).bfloat16()
     with torch.no_grad():
         explained = qsync_fx.explain(
-            held, torch.randn(2, 8).bfloat16(), options={"precision": "int8", "skip_unprofitable": True}
+            held,
+            torch.randn(2, 8).bfloat16(),
+            options={"precision": "int8", "skip_unprofitable": True},
         )
     (layer,) = explained.operators
     assert str(layer.precision) == "bf16"
@@ -178,9 +215,9 @@ def test_it_trains() -> None:
     torch.compile(model, backend="qsync", options=options)(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
-    torch.compile(model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})(
-        x
-    ).sum().backward()
+    torch.compile(
+        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"}
+    )(x).sum().backward()
     for gradient, wanted in zip((p.grad for p in model.parameters()), expected, strict=True):
         assert gradient is not None and wanted is not None and torch.equal(gradient, wanted)
 
@@ -190,7 +227,11 @@ class OnGpu(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.large, self.small, self.named = nn.Linear(256, 256), nn.Linear(256, 32), nn.Linear(256, 32)
+        self.large, self.small, self.named = (
+            nn.Linear(256, 256),
+            nn.Linear(256, 32),
+            nn.Linear(256, 32),
+        )
         self.image, self.groups = nn.Conv2d(32, 64, 3), nn.Conv2d(32, 64, 3, groups=2)
 
     def forward(self, rows: Tensor, images: Tensor) -> tuple[Tensor, ...]:
@@ -209,13 +250,19 @@ def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
     model, inputs = OnGpu(), (torch.randn(256, 256), torch.randn(1, 32, 6, 6))
     how = {"plan": Plan("int8", patterns=[("named", "int8")]), "scaling": scaling}
     found = {
-        (gpu, asked): qsync_fx.explain(model, *inputs, options={**how, "skip_unprofitable": asked, "target": gpu})
+        (gpu, asked): qsync_fx.explain(
+            model, *inputs, options={**how, "skip_unprofitable": asked, "target": gpu}
+        )
         for gpu, asked in (("a100", True), ("a100", False), ("t4", True))
     }
 
     def layers(gpu: str, asked: bool) -> dict[str, tuple[str, str]]:
         explained = found[gpu, asked].operators
-        return {op.id.module: (str(op.precision), op.reason) for op in explained if op.kind == "adjustable"}
+        return {
+            op.id.module: (str(op.precision), op.reason)
+            for op in explained
+            if op.kind == "adjustable"
+        }
 
     def quantized(gpu: str, asked: bool) -> int:
         nodes = found[gpu, asked].graph_module("lower").graph.nodes
@@ -248,17 +295,24 @@ def test_what_was_measured_on_a_gpu_decides_there() -> None:
     # What reads the layer lets it give out BF16.
     model, x = nn.Sequential(nn.Linear(64, 96), nn.ReLU()), torch.randn(32, 64)
     options = {"precision": "int8", "skip_unprofitable": True}
-    (problem, *_) = problems_of(qsync_fx.explain(model, x, options={"precision": "int8"}).lowered_graphs)
+    (problem, *_) = problems_of(
+        qsync_fx.explain(model, x, options={"precision": "int8"}).lowered_graphs
+    )
     kernels = way(problem, "sm_80", known)
     assert not isinstance(kernels, str)
     name = kernels.configs[0].name
     for pays, fmt in ((True, "int8"), (False, "bf16")):
-        choice = TunedChoice(problem.bucket(), name, {"torch": 2.0, name: 1.0}, faster_than_bf16=pays)
+        choice = TunedChoice(
+            problem.bucket(), name, {"torch": 2.0, name: 1.0}, faster_than_bf16=pays
+        )
         table = TuningTable(Environment("", "", "", "", "", 1), {problem.bucket(): choice})
         with assumed("sm_80", table, on="cpu"):
             layer = qsync_fx.explain(model, x, options=options).operators[0]
         assert str(layer.precision) == fmt
-    assert layer.reason == "plan: uniform int8; int8 was measured to be no faster than bf16 here, so it runs in bf16"
+    assert (
+        layer.reason
+        == "plan: uniform int8; int8 was measured to be no faster than bf16 here, so it runs in bf16"
+    )
 
 
 def test_nothing_is_measured_with_it() -> None:
@@ -266,4 +320,10 @@ def test_nothing_is_measured_with_it() -> None:
         return model(x).sum()
 
     with pytest.raises(OptionError, match="measured in every format"):
-        qsync_fx.measure(nn.Linear(8, 8), step, [torch.randn(2, 8)], ["fp32"], options={"skip_unprofitable": True})
+        qsync_fx.measure(
+            nn.Linear(8, 8),
+            step,
+            [torch.randn(2, 8)],
+            ["fp32"],
+            options={"skip_unprofitable": True},
+        )

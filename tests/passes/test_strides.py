@@ -40,7 +40,10 @@ class Calling(nn.Module):
 
     def __init__(self, function: Function, *weights: Tensor) -> None:
         super().__init__()
-        self.function, self.weights = function, nn.ParameterList(nn.Parameter(weight) for weight in weights)
+        self.function, self.weights = (
+            function,
+            nn.ParameterList(nn.Parameter(weight) for weight in weights),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, *self.weights)
@@ -178,7 +181,11 @@ def test_views_behind_what_is_rewritten_read_what_they_read_in_eager_mode(
     model = Calling(function, *weights)
     expected = step(model, model, x)
     result = step(
-        model, torch.compile(model, backend="qsync", options={"precision": fmt, "inner_backend": inner_backend}), x
+        model,
+        torch.compile(
+            model, backend="qsync", options={"precision": fmt, "inner_backend": inner_backend}
+        ),
+        x,
     )
     for one, other in zip(result, expected, strict=True):
         assert one.shape == other.shape
@@ -190,7 +197,9 @@ def layouts(shape: Sequence[int]) -> Iterator[Tensor]:
     yield torch.randn(shape)
     yield torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
     if len(shape) in (4, 5):
-        yield torch.randn(shape).to(memory_format=LAST if len(shape) == 4 else torch.channels_last_3d)
+        yield torch.randn(shape).to(
+            memory_format=LAST if len(shape) == 4 else torch.channels_last_3d
+        )
     yield torch.randn(2 * shape[0], *shape[1:])[::2]
     if len(shape) > 2:
         yield torch.randn(shape[1], shape[0], *shape[2:]).transpose(0, 1)
@@ -209,7 +218,11 @@ LAYERS: dict[str, tuple[tuple[int, ...], Function, list[Tensor]]] = {
     "conv2d to one pixel": ((4, 16, 3, 3), F.conv2d, [weight(24, 16, 3, 3)]),
     "conv2d to one channel": ((4, 16, 6, 6), conv, [weight(1, 16, 3, 3)]),
     "grouped": ((4, 16, 6, 6), lambda x, w: F.conv2d(x, w, groups=4), [weight(24, 4, 3, 3)]),
-    "transposed": ((4, 16, 6, 6), lambda x, w: F.conv_transpose2d(x, w, stride=2), [weight(16, 24, 3, 3)]),
+    "transposed": (
+        (4, 16, 6, 6),
+        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        [weight(16, 24, 3, 3)],
+    ),
     "conv3d": ((2, 8, 4, 4, 4), F.conv3d, [weight(12, 8, 3, 3, 3)]),
 }
 
@@ -218,14 +231,20 @@ LAYERS: dict[str, tuple[tuple[int, ...], Function, list[Tensor]]] = {
 def test_layers_and_their_gradients_have_the_strides_of_torch(name: str) -> None:
     shape, function, weights = LAYERS[name]
     model = Calling(function, *weights)
-    call = torch.compile(model, backend="qsync", options={"precision": "int8", "inner_backend": "eager"}, dynamic=False)
+    call = torch.compile(
+        model,
+        backend="qsync",
+        options={"precision": "int8", "inner_backend": "eager"},
+        dynamic=False,
+    )
     for x in layouts(shape):
         torch._dynamo.reset()
         leaf = x.requires_grad_()
         results = [run(leaf) for run in (model, call)]
         for gradient in layouts(results[0].shape):
             theirs, ours = (
-                torch.autograd.grad(y, [leaf, *model.parameters()], gradient, retain_graph=True) for y in results
+                torch.autograd.grad(y, [leaf, *model.parameters()], gradient, retain_graph=True)
+                for y in results
             )
             for one, other in zip((results[0], *theirs), (results[1], *ours), strict=True):
                 assert strides(one) == strides(other), (x.stride(), gradient.stride())
@@ -238,7 +257,16 @@ def strides(value: Tensor) -> list[int]:
 
 def convolution_gradients(x: Tensor, w: Tensor, stride: int, dtype: torch.dtype) -> tuple[Any, ...]:
     y = F.conv2d(x, w, None, stride, w.shape[-1] // 2, groups=w.shape[0])
-    sizes = None, [stride] * 2, [w.shape[-1] // 2] * 2, [1, 1], False, [0, 0], w.shape[0], [True, True, False]
+    sizes = (
+        None,
+        [stride] * 2,
+        [w.shape[-1] // 2] * 2,
+        [1, 1],
+        False,
+        [0, 0],
+        w.shape[0],
+        [True, True, False],
+    )
     return torch.ones_like(y).to(dtype), x.to(dtype), w.to(dtype), *sizes
 
 
@@ -251,11 +279,20 @@ def test_decompositions_have_the_strides_of_the_operators() -> None:
             y, indices = F.max_pool2d(x, 2, return_indices=True)
             gradient = y.to(memory_format=LAST) if last else y.contiguous()
             window = [2, 2], [2, 2], [0, 0], [1, 1], False
-            calls.append((aten.max_pool2d_with_indices_backward.default, (gradient, x, *window, indices)))
             calls.append(
-                (aten.threshold_backward.default, (x.to(memory_format=LAST if last else torch.preserve_format), x, 0))
+                (aten.max_pool2d_with_indices_backward.default, (gradient, x, *window, indices))
             )
-            for stride, size, dtype in ((2, 3, torch.bfloat16), (1, 7, torch.float32), (2, 7, torch.bfloat16)):
+            calls.append(
+                (
+                    aten.threshold_backward.default,
+                    (x.to(memory_format=LAST if last else torch.preserve_format), x, 0),
+                )
+            )
+            for stride, size, dtype in (
+                (2, 3, torch.bfloat16),
+                (1, 7, torch.float32),
+                (2, 7, torch.bfloat16),
+            ):
                 w = weight(8, 1, size, size)
                 given = convolution_gradients(x, w, stride, dtype)
                 gradient = given[0].to(memory_format=LAST if last else torch.contiguous_format)
@@ -263,14 +300,20 @@ def test_decompositions_have_the_strides_of_the_operators() -> None:
         calls.append((aten.native_dropout.default, (x, 0.5, True)))
     table_rows = torch.randn(3, 5, 8).transpose(0, 1)
     calls.append(
-        (aten.embedding_dense_backward.default, (table_rows, torch.zeros(5, 3, dtype=torch.int64), 4, -1, False))
+        (
+            aten.embedding_dense_backward.default,
+            (table_rows, torch.zeros(5, 3, dtype=torch.int64), 4, -1, False),
+        )
     )
     for operator, given in calls:
         results = [given_back if isinstance(given_back, tuple) else (given_back,) for given_back in
                    (operator(*given), table[operator](*given))]  # fmt: skip
         for one, other in zip(*results, strict=True):
             if one is not None and one.dtype is not torch.bool:
-                assert strides(one) == strides(other), (operator, [t.stride() for t in given if isinstance(t, Tensor)])
+                assert strides(one) == strides(other), (
+                    operator,
+                    [t.stride() for t in given if isinstance(t, Tensor)],
+                )
 
 
 def test_in_order_copies_only_what_has_other_strides() -> None:
@@ -282,7 +325,9 @@ def test_in_order_copies_only_what_has_other_strides() -> None:
     assert torch.equal(copy, x) and copy.stride() == turned.stride()
     one = torch.randn(2, 3, 1, 1)
     wanted = torch.empty(2, 3, 1, 1, memory_format=LAST)
-    assert in_order(one, memory_order(wanted) or ()).stride() == wanted.stride(), "dimensions of size 1, too"
+    assert in_order(one, memory_order(wanted) or ()).stride() == wanted.stride(), (
+        "dimensions of size 1, too"
+    )
 
 
 def test_what_is_not_dense_has_no_order() -> None:

@@ -102,13 +102,21 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("assign", change_silently, "says why"),
         ("cascade", unassign_a_dependent, "dependent operators follow their inputs"),
         ("lower", narrow_an_output, "the graph takes and returns what Dynamo expects"),
-        ("insert_casts", narrow_an_output, "output 0 is torch.float16, and Dynamo expects torch.float32"),
+        (
+            "insert_casts",
+            narrow_an_output,
+            "output 0 is torch.float16, and Dynamo expects torch.float32",
+        ),
         ("normalize", return_one_more, "it returns 2 values, and Dynamo expects 1"),
         ("lower", take_one_more, "it takes 6 inputs, and Dynamo gives it 5"),
         ("insert_casts", leave_a_cast_unread, "every cast is needed"),
         ("insert_casts", double_a_cast, "every cast is needed and none is doubled"),
         ("lower", narrow_a_linear, "operators read operands of their precision"),
-        ("lower", change_strides, r"its result has the strides \(1, \d+\), where the model has \(\d+, 1\)"),
+        (
+            "lower",
+            change_strides,
+            r"its result has the strides \(1, \d+\), where the model has \(\d+, 1\)",
+        ),
     ],
 )
 def test_the_verifier_names_pass_node_and_rule(
@@ -125,7 +133,9 @@ def test_the_verifier_names_pass_node_and_rule(
 def test_no_two_roundings_draw_from_one_stream() -> None:
     @qsync_fx.graph_pass(after="insert_casts")
     def draw_alike(graph: qsync_fx.PrecisionGraph) -> None:
-        first, second, *_ = (node for node in graph.nodes if node_metadata.is_part(node, node_metadata.Part.QUANTIZE))
+        first, second, *_ = (
+            node for node in graph.nodes if node_metadata.is_part(node, node_metadata.Part.QUANTIZE)
+        )
         node_metadata.CAST[second] = dataclasses.replace(
             node_metadata.CAST[second], stream=node_metadata.CAST[first].stream
         )

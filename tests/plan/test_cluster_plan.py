@@ -63,7 +63,11 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
     for field in ("classes", "devices", "ranks", "notes", "codecs"):
         body: dict[str, Any] = {"classes": {"a": {"default": "int8"}}, field: value}
         try:
-            said = str(ClusterPlan.from_json(json.dumps({"format": "qsync-cluster-plan", "version": 1, **body})))
+            said = str(
+                ClusterPlan.from_json(
+                    json.dumps({"format": "qsync-cluster-plan", "version": 1, **body})
+                )
+            )
         except PlanError as error:
             said = str(error)
         assert said
@@ -101,7 +105,9 @@ def test_hostile_text(text: str, what: str, where: str | None, tmp_path: Path) -
 
 
 def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
-    plan = ClusterPlan(PLAN.classes, codecs={"0.weight": "qsgd8", "1.weight": "qsgd8", "1.bias": "fp32"})
+    plan = ClusterPlan(
+        PLAN.classes, codecs={"0.weight": "qsgd8", "1.weight": "qsgd8", "1.bias": "fp32"}
+    )
     assert plan != PLAN
     assert plan.for_class("t4").notes["cluster plan"] != PLAN.for_class("t4").notes["cluster plan"]
     assert plan.for_ranks(["t4"]).codecs == plan.codecs
@@ -153,7 +159,11 @@ def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (PLAN, LocalPlan(0, 2, "Tesla V100-SXM2-16GB"), "v100"),
         (PLAN.for_ranks(["t4", "v100"]), LocalPlan(0, 2, "Tesla V100-SXM2-16GB"), "t4"),
         (PLAN.for_ranks(["t4", "v100"]), LocalPlan(0, 3, "Tesla V100-SXM2-16GB"), "v100"),
-        (ClusterPlan({"slow": T4, "fast": V100}, {"slow": "Tesla T4"}), LocalPlan(None, None, "Tesla T4"), "slow"),
+        (
+            ClusterPlan({"slow": T4, "fast": V100}, {"slow": "Tesla T4"}),
+            LocalPlan(None, None, "Tesla T4"),
+            "slow",
+        ),
         (ClusterPlan({"slow": T4}), LocalPlan(5, 9, "NVIDIA H100 80GB HBM3"), "slow"),
     ],
 )
@@ -174,7 +184,9 @@ def test_which_part(plan: ClusterPlan, process: LocalPlan, expected: str) -> Non
     ],
 )  # fmt: skip
 def test_a_part_that_cannot_be_told(plan: ClusterPlan, process: LocalPlan, where: str) -> None:
-    with pytest.raises(PlanError, match="which part of the plan is this rank's cannot be told") as caught:
+    with pytest.raises(
+        PlanError, match="which part of the plan is this rank's cannot be told"
+    ) as caught:
         plan.for_process(process)
     assert where in (caught.value.where or "")
     assert "device_class" in (caught.value.do or "")
@@ -213,7 +225,9 @@ def test_text_names_ranks_and_classes() -> None:
 
 
 def test_notes_of_several_lines_are_printed_as_they_are() -> None:
-    told = str(ClusterPlan({"t4": T4}, notes={"answer": "30 ms a step\nvariance 2", "from": "a\x1b[2J"}))
+    told = str(
+        ClusterPlan({"t4": T4}, notes={"answer": "30 ms a step\nvariance 2", "from": "a\x1b[2J"})
+    )
     assert "note 'answer'\n  30 ms a step\n  variance 2" in told
     assert "\x1b" not in told
     assert "\x1b" not in str(ClusterPlan({"t4": T4}, notes={"answer": "a\nb\x1b[2J"}))

@@ -15,8 +15,14 @@ from tests.support.planning.drawn_ids import op_ids
 @pytest.mark.parametrize(
     ("op_id", "text"),
     [
-        (OpId("bert.encoder.layer.0.output.dense", "linear"), "bert.encoder.layer.0.output.dense/linear"),
-        (OpId("bert.encoder.layer.0.attention.self", "matmul", 1), "bert.encoder.layer.0.attention.self/matmul#1"),
+        (
+            OpId("bert.encoder.layer.0.output.dense", "linear"),
+            "bert.encoder.layer.0.output.dense/linear",
+        ),
+        (
+            OpId("bert.encoder.layer.0.attention.self", "matmul", 1),
+            "bert.encoder.layer.0.attention.self/matmul#1",
+        ),
         (OpId("", "relu", 0, "layer3.1"), "/relu@layer3.1"),
         (OpId("", "relu", 2, "layer3.1"), "/relu@layer3.1#2"),
         (OpId("", "linear"), "/linear"),
@@ -52,10 +58,45 @@ def test_one_text_an_operator(first: OpId, second: OpId) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "linear", "a.b", "a/", "/", "a/b/c", "a..b/linear", ".a/linear", "a./linear", "a/linear@b"),
-        *("a/linear#", "a/linear#0", "a/linear#01", "a/linear#-1", "a/linear#1.5", "a/linear#x", "a/linear#²"),
-        *("a/linear#1#2", "a/linear#" + "9" * 5000, "/linear@", "/linear@a..b", "/linear@a@b", "/linear#1@a"),
-        *("a*/linear", "a[0]/linear", "a{0}/linear", "a?/linear", "%41/linear", "%2f/linear", "%FF/linear", "%/linear"),
+        *(
+            "",
+            "linear",
+            "a.b",
+            "a/",
+            "/",
+            "a/b/c",
+            "a..b/linear",
+            ".a/linear",
+            "a./linear",
+            "a/linear@b",
+        ),
+        *(
+            "a/linear#",
+            "a/linear#0",
+            "a/linear#01",
+            "a/linear#-1",
+            "a/linear#1.5",
+            "a/linear#x",
+            "a/linear#²",
+        ),
+        *(
+            "a/linear#1#2",
+            "a/linear#" + "9" * 5000,
+            "/linear@",
+            "/linear@a..b",
+            "/linear@a@b",
+            "/linear#1@a",
+        ),
+        *(
+            "a*/linear",
+            "a[0]/linear",
+            "a{0}/linear",
+            "a?/linear",
+            "%41/linear",
+            "%2f/linear",
+            "%FF/linear",
+            "%/linear",
+        ),
         *("a/linear\n", "\ta/linear", "a/\ud800", "\ud800"),
     ],
 )

@@ -25,14 +25,18 @@ MODEL = (QUERY, DENSE, NORM, POOLER, RELU)
 
 def test_uniform() -> None:
     plan = Plan.uniform("int8")
-    assert plan.precision_for(DENSE) == Choice(FORMATS["int8"], "plan: uniform int8", explicit=False)
+    assert plan.precision_for(DENSE) == Choice(
+        FORMATS["int8"], "plan: uniform int8", explicit=False
+    )
     assert plan == Plan(default=FORMATS["int8"])
     assert repr(plan) == "Plan.uniform('int8')"
 
 
 def test_operator_beats_pattern_beats_default() -> None:
     plan = Plan(
-        "int8", [("encoder", "fp16"), ("encoder.layer.*.output", "bf16")], {str(NORM): "fp32", str(RELU): "tf32"}
+        "int8",
+        [("encoder", "fp16"), ("encoder.layer.*.output", "bf16")],
+        {str(NORM): "fp32", str(RELU): "tf32"},
     )
     assert [plan.precision_for(op_id) for op_id in MODEL] == [
         Choice(FORMATS["fp16"], 'plan: pattern "encoder"'),
@@ -57,7 +61,9 @@ def test_what_is_said_last_wins(plan: Plan, op_id: OpId, pattern: str, precision
     by_pattern = plan.with_precision(pattern, precision)
     for known in (op_id, *plan.operators):
         if known.matches(pattern):
-            assert by_pattern.precision_for(known) == Choice(FORMATS[precision], f'plan: pattern "{pattern}"')
+            assert by_pattern.precision_for(known) == Choice(
+                FORMATS[precision], f'plan: pattern "{pattern}"'
+            )
         else:
             assert _chosen(by_pattern, known) == _chosen(plan, known)
     by_id = by_pattern.with_precision(op_id, precision)
@@ -95,7 +101,10 @@ def test_equal_by_content(plan: Plan, random: object) -> None:
     shuffled = Plan(plan.default, plan.patterns, dict(entries), {"made by": "another"})
     assert shuffled == plan
     assert hash(shuffled) == hash(plan)
-    assert shuffled.to_json() == Plan(plan.default, plan.patterns, plan.operators, {"made by": "another"}).to_json()
+    assert (
+        shuffled.to_json()
+        == Plan(plan.default, plan.patterns, plan.operators, {"made by": "another"}).to_json()
+    )
     for op_id in plan.operators:
         assert Plan(plan.default, plan.patterns, {k: v for k, v in entries if k != op_id}) != plan
     if plan.default:
@@ -116,7 +125,10 @@ def test_a_plan_never_changes() -> None:
 
 def test_what_people_read() -> None:
     plan = Plan(
-        "int8", [("encoder.layer.*.output", "bf16")], {QUERY: "bf16", NORM: "fp32", RELU: "fp32"}, {"by": "\x1b[2J"}
+        "int8",
+        [("encoder.layer.*.output", "bf16")],
+        {QUERY: "bf16", NORM: "fp32", RELU: "fp32"},
+        {"by": "\x1b[2J"},
     )
     assert str(plan).splitlines() == [
         "<Plan default='int8' patterns=1 operators=3>",
@@ -140,7 +152,9 @@ def test_what_people_read() -> None:
 
 def test_layers_are_written_in_the_order_of_their_numbers() -> None:
     plan = Plan(operators={OpId(f"layer.{n}", "linear"): "bf16" for n in (10, 2, 1, 0)})
-    assert list(json.loads(plan.to_json())["operators"]) == [f"layer.{n}/linear" for n in (0, 1, 2, 10)]
+    assert list(json.loads(plan.to_json())["operators"]) == [
+        f"layer.{n}/linear" for n in (0, 1, 2, 10)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +199,9 @@ def test_check_passes_plans_of_the_model() -> None:
     Plan.uniform("int8").check(MODEL, complete=True)
     Plan(operators=dict.fromkeys(MODEL, "int8")).check(MODEL, complete=True)
     Plan(operators=dict.fromkeys(MODEL, "int8")).check(MODEL[:2], complete=False)
-    Plan(patterns=[("encoder", "int8"), ("**/linear", "bf16"), ("/relu", "fp32")]).check(MODEL, complete=True)
+    Plan(patterns=[("encoder", "int8"), ("**/linear", "bf16"), ("/relu", "fp32")]).check(
+        MODEL, complete=True
+    )
     Plan("int8", [("encoder.layer.*.output", "bf16"), ("nothing", "fp32")], {"x/y": "fp32"}).check(
         MODEL, complete=False
     )
@@ -201,7 +217,10 @@ def test_check_lists_missing_and_extra() -> None:
     )
     assert error.where is not None
     assert f"missing from the plan: {QUERY}, {DENSE}" in error.where
-    assert "in the plan, not in this model: module.encoder.layer.0.attention.self.query/linear" in error.where
+    assert (
+        "in the plan, not in this model: module.encoder.layer.0.attention.self.query/linear"
+        in error.where
+    )
     assert error.do is not None
     assert "give the plan a default precision" in error.do
     assert f"nearest to '{QUERY}' in the plan: module.{QUERY}" in error.do
@@ -213,7 +232,10 @@ def test_check_lists_ten_and_counts_all() -> None:
     model = [OpId(f"layer.{n}", "linear") for n in range(37)]
     with pytest.raises(PlanError) as caught:
         Plan().check(model, complete=False)
-    assert caught.value.where == f"missing from the plan: {', '.join(map(str, model[:10]))}, ... (37 in all)"
+    assert (
+        caught.value.where
+        == f"missing from the plan: {', '.join(map(str, model[:10]))}, ... (37 in all)"
+    )
 
 
 def test_check_names_operators_that_the_model_does_not_have() -> None:
@@ -241,7 +263,10 @@ def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> N
     plan.check(MODEL, complete=False)
     with pytest.raises(PlanError) as caught:
         plan.check(MODEL, complete=True)
-    assert caught.value.what == f"the pattern {pattern!r} selects none of the 5 operators that a plan decides on"
+    assert (
+        caught.value.what
+        == f"the pattern {pattern!r} selects none of the 5 operators that a plan decides on"
+    )
     assert caught.value.where == "patterns[1] of the plan"
     assert caught.value.do is not None
     assert caught.value.do.startswith(close)
@@ -250,7 +275,11 @@ def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> N
 @pytest.mark.parametrize(
     ("pattern", "idle", "close"),
     [
-        ("encoder.layer.*.{output,outptu}", "encoder.layer.*.outptu", "nearest: encoder.layer.0.output"),
+        (
+            "encoder.layer.*.{output,outptu}",
+            "encoder.layer.*.outptu",
+            "nearest: encoder.layer.0.output",
+        ),
         ("{pooler,encoder}.{dense,layer,nothing}.**", "{pooler,encoder}.nothing.**", ""),
         ("pooler.dense/{linear, lineer}", "pooler.dense/lineer", "nearest: pooler.dense/linear"),
     ],
@@ -258,7 +287,10 @@ def test_check_names_patterns_that_select_nothing(pattern: str, close: str) -> N
 def test_check_names_alternatives_that_select_nothing(pattern: str, idle: str, close: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan("int8", [("encoder", "bf16"), (pattern, "fp32")]).check(MODEL, complete=True)
-    assert caught.value.what == f"the pattern {idle!r} selects none of the 5 operators that a plan decides on"
+    assert (
+        caught.value.what
+        == f"the pattern {idle!r} selects none of the 5 operators that a plan decides on"
+    )
     assert caught.value.where == f"patterns[1] of the plan, {pattern!r}"
     assert caught.value.do is not None
     assert caught.value.do.startswith(close)
@@ -266,14 +298,19 @@ def test_check_names_alternatives_that_select_nothing(pattern: str, idle: str, c
 
 def test_a_range_says_what_may_be_there() -> None:
     """Alternatives are taken one by one: that not every one of these goes with every other is what braces are written for."""
-    Plan("int8", [("encoder.layer.{0..40}", "bf16"), ("{encoder.layer.0,pooler}.{output.dense,dense}", "fp32")]).check(
-        MODEL, complete=True
-    )
+    Plan(
+        "int8",
+        [
+            ("encoder.layer.{0..40}", "bf16"),
+            ("{encoder.layer.0,pooler}.{output.dense,dense}", "fp32"),
+        ],
+    ).check(MODEL, complete=True)
 
 
 def test_check_of_a_large_stranger_ends() -> None:
     plan = Plan(
-        operators={OpId("a" * 150 + f".b{n}", "linear"): "int8" for n in range(20_000)} | {"c" * 10**6 + "/d": "int8"}
+        operators={OpId("a" * 150 + f".b{n}", "linear"): "int8" for n in range(20_000)}
+        | {"c" * 10**6 + "/d": "int8"}
     )
     with pytest.raises(PlanError) as caught:
         plan.check([OpId("a" * 10**5, "linear"), *MODEL], complete=True)

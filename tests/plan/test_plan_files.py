@@ -59,7 +59,9 @@ except PlanError as error:
 def test_a_failed_write_leaves_the_old_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     Plan.uniform("fp32").save(path)
-    done = subprocess.run([sys.executable, "-c", FAILED_WRITE, path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED_WRITE, path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 3, done.stderr
     assert "the plan is not saved: the file cannot be written: File too large" in done.stdout
     assert Plan.load(path) == Plan.uniform("fp32")
@@ -68,7 +70,10 @@ def test_a_failed_write_leaves_the_old_plan(tmp_path: Path) -> None:
 
 def test_a_reader_never_sees_half_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    small, large = Plan.uniform("fp32"), Plan(operators={f"layer.{n}/linear": "int8" for n in range(500)})
+    small, large = (
+        Plan.uniform("fp32"),
+        Plan(operators={f"layer.{n}/linear": "int8" for n in range(500)}),
+    )
     small.save(path)
 
     def write() -> None:
@@ -127,10 +132,14 @@ def test_load_where_no_plan_is(tmp_path: Path) -> None:
             Plan.load(value)  # type: ignore[arg-type]
 
 
-def test_a_file_is_parsed_once_whichever_plan_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_parsed_once_whichever_plan_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parsed: list[object] = []
     loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda *args, **how: (parsed.append(args), loads(*args, **how))[1])
+    monkeypatch.setattr(
+        json, "loads", lambda *args, **how: (parsed.append(args), loads(*args, **how))[1]
+    )
     for plan in (Plan.uniform("int8"), ClusterPlan({"t4": Plan.uniform("int8")})):
         parsed.clear()
         plan.save(tmp_path / "plan.json")

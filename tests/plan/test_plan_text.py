@@ -46,14 +46,26 @@ HEAD = '{"format": "qsync-plan", "version": 1'
         ('{"format": "qsync-plan", "version": 1.0}', "version is the number 1.0", "version"),
         ('{"format": "qsync-plan", "version": true}', "version is true", "version"),
         ('{"format": "qsync-plan", "version": "1"}', "version is text", "version"),
-        ('{"format": "qsync-plan", "version": ' + "9" * 10**5 + "}", "version is a number of 100000 digits", "version"),
+        (
+            '{"format": "qsync-plan", "version": ' + "9" * 10**5 + "}",
+            "version is a number of 100000 digits",
+            "version",
+        ),
         ('{"format": "qsync-plan", "version": 1e999}', "version is the number 1e999", "version"),
         (HEAD + ', "operatos": {}}', "no field 'operatos'", None),
         (HEAD + ', "default": NaN}', "not the number NaN", "default"),
         (HEAD + ', "default": 1e999}', "not the number 1e999", "default"),
         (HEAD + ', "default": "int9"}', "'int9' is not a precision", "default"),
-        (HEAD + ', "default": "int8", "default": "int8"}', "the key 'default' is written twice", None),
-        (HEAD + ', "operators": {"a/b": "int8", "a/b": "fp32"}}', "the key 'a/b' is written twice", "operators"),
+        (
+            HEAD + ', "default": "int8", "default": "int8"}',
+            "the key 'default' is written twice",
+            None,
+        ),
+        (
+            HEAD + ', "operators": {"a/b": "int8", "a/b": "fp32"}}',
+            "the key 'a/b' is written twice",
+            "operators",
+        ),
         (HEAD + ', "notes": {"a": "", "a": ""}}', "the key 'a' is written twice", "notes"),
         (HEAD + ', "operators": {"a/b": 8}}', "text, not the number 8", 'operators["a/b"]'),
         (HEAD + ', "operators": {"a/b": null}}', "text, not null", 'operators["a/b"]'),
@@ -65,7 +77,11 @@ HEAD = '{"format": "qsync-plan", "version": 1'
         ),
         (HEAD + ', "operators": null}', "operators are a mapping, not null", "operators"),
         (HEAD + ', "patterns": null}', "patterns are a list, not null", "patterns"),
-        (HEAD + ', "patterns": [["a", "int8"], ["b", Infinity]]}', "text, not the number Infinity", "patterns[1]"),
+        (
+            HEAD + ', "patterns": [["a", "int8"], ["b", Infinity]]}',
+            "text, not the number Infinity",
+            "patterns[1]",
+        ),
         (HEAD + ', "patterns": [["a", "b", "c"]]}', "this is 3 things", "patterns[0]"),
         (HEAD + ', "patterns": [{"a": "b"}]}', "this is an object", "patterns[0]"),
         (HEAD + ', "notes": {"seed": 1}}', "a note is text", 'notes["seed"], the number 1'),
@@ -123,18 +139,26 @@ def test_arbitrary_text(text: str | bytes) -> None:
     raises_nothing_else(text)
 
 
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), precisions, patterns)
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), precisions, patterns
+)
 values = st.recursive(
-    scalars, lambda v: st.one_of(st.lists(v, max_size=3), st.dictionaries(st.text(max_size=5), v, max_size=3))
+    scalars,
+    lambda v: st.one_of(
+        st.lists(v, max_size=3), st.dictionaries(st.text(max_size=5), v, max_size=3)
+    ),
 )
 almost_plans = st.fixed_dictionaries(
     {"format": st.just("qsync-plan"), "version": st.just(1)},
     optional={
         "default": st.one_of(precisions, values),
         "patterns": st.one_of(
-            st.lists(st.one_of(st.lists(scalars, min_size=2, max_size=2), values), max_size=3), values
+            st.lists(st.one_of(st.lists(scalars, min_size=2, max_size=2), values), max_size=3),
+            values,
         ),
-        "operators": st.one_of(st.dictionaries(st.one_of(op_ids.map(str), st.text()), scalars, max_size=3), values),
+        "operators": st.one_of(
+            st.dictionaries(st.one_of(op_ids.map(str), st.text()), scalars, max_size=3), values
+        ),
         "notes": st.one_of(st.dictionaries(st.text(), st.text(), max_size=3), values),
         "others": values,
     },

@@ -68,7 +68,9 @@ def keep(found: Profile, **changes: Any) -> Path:
 
 
 def trained(model: nn.Module, size: int = 4, **options: Any) -> Any:
-    fast = torch.compile(model, backend="qsync", options={"inner_backend": "eager", **options}, dynamic=None)
+    fast = torch.compile(
+        model, backend="qsync", options={"inner_backend": "eager", **options}, dynamic=None
+    )
     step(fast, size)
     return fast
 
@@ -81,7 +83,9 @@ def step(fast: Any, size: int = 4) -> None:
 
 def formats(model: nn.Module) -> dict[str, str]:
     return {
-        str(ran.id): str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators if ran.kind == "adjustable"
+        str(ran.id): str(ran.precision)
+        for ran in qsync_fx.plan_coverage(model).operators
+        if ran.kind == "adjustable"
     }
 
 
@@ -116,7 +120,9 @@ def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
     assert formats(trained(Pair())) == DEFAULT, "before there is one"
     torch._dynamo.reset()
     file = keep(under_inductor(profile()))
-    assert file.is_relative_to(cache / "profiles") and Profile.load(file.with_name(file.name.replace(".plan", "")))
+    assert file.is_relative_to(cache / "profiles") and Profile.load(
+        file.with_name(file.name.replace(".plan", ""))
+    )
     with Said() as messages:
         fast = trained(Pair())
         step(fast, 3)
@@ -125,7 +131,9 @@ def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
     assert formats(fast) == PLANNED
     found = qsync_fx.plan_coverage(fast)
     assert found.complete and found.unasked[0] in str(found) and found.unasked[0] in said
-    assert {ran.reason for ran in found.operators if ran.kind == "adjustable"} == {"plan of a cached profile"}
+    assert {ran.reason for ran in found.operators if ran.kind == "adjustable"} == {
+        "plan of a cached profile"
+    }
     explanation = qsync_fx.explain(Pair(), torch.randn(4, 16), options={"inner_backend": "eager"})
     assert {str(op.id): str(op.precision) for op in explanation.operators} == PLANNED
 
@@ -134,7 +142,11 @@ def test_what_is_kept_is_the_fastest_plan_within_the_variance_of_bf16() -> None:
     path = qsync_fx.cache_plan(profile())
     kept = KEPT.load(path.with_suffix(".plan.json"))
     answer = qsync_fx.find_plan(profile(), objective="fastest", budget="bf16")
-    assert isinstance(kept, CachedPlan) and kept.operators == answer.plans["cpu"] and kept.within == "bf16"
+    assert (
+        isinstance(kept, CachedPlan)
+        and kept.operators == answer.plans["cpu"]
+        and kept.within == "bf16"
+    )
     assert kept.seconds == answer.judged.seconds <= kept.uniform_seconds
     assert Profile.load(path) == profile()
     assert Profile.load(path).fingerprint == profile().fingerprint is not None
@@ -180,10 +192,14 @@ def test_evaluation_decides_on_nothing() -> None:
         (Pair, 4, {"threads": 64}, "another machine: threads 64, here"),
     ],
 )
-def test_a_stale_profile_is_not_taken_and_said_once(model: Any, size: int, changes: dict[str, Any], why: str) -> None:
+def test_a_stale_profile_is_not_taken_and_said_once(
+    model: Any, size: int, changes: dict[str, Any], why: str
+) -> None:
     keep(under_inductor(profile()), machine=replace(profile().machine, **changes))
     made = model()
-    with pytest.warns(PlanWarning, match=f"(?s)a profile of Pair is in the cache, but.*{why}.*cached_plan=False"):
+    with pytest.warns(
+        PlanWarning, match=f"(?s)a profile of Pair is in the cache, but.*{why}.*cached_plan=False"
+    ):
         fast = trained(made, size)
     assert formats(fast) == DEFAULT and not qsync_fx.plan_coverage(fast).unasked
     step(fast, size + 1)
@@ -199,7 +215,8 @@ def test_of_several_the_one_that_fits_is_taken() -> None:
     found = under_inductor(profile())
     keep(found)
     stale = keep(
-        replace(found, model=replace(found.model, digest="0" * 16)), machine=replace(found.machine, torch="2.0")
+        replace(found, model=replace(found.model, digest="0" * 16)),
+        machine=replace(found.machine, torch="2.0"),
     )
     assert stale.parent == keep(found).parent and len(list(stale.parent.iterdir())) == 4
     assert formats(trained(Pair())) == PLANNED
@@ -242,11 +259,17 @@ def test_each_graph_of_a_model_gets_its_part() -> None:
 @tiers.ALL
 @pytest.mark.parametrize("outside", [True, False])
 def test_data_parallel_models_are_known_by_what_is_inside(tmp_path: Path, outside: bool) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
     try:
         keep(under_inductor(profile()))
         model = Pair()
-        fast = trained(DistributedDataParallel(model)) if outside else DistributedDataParallel(trained(model))
+        fast = (
+            trained(DistributedDataParallel(model))
+            if outside
+            else DistributedDataParallel(trained(model))
+        )
         step(fast)
         assert formats(model) == PLANNED
     finally:
@@ -257,7 +280,9 @@ def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Pat
     with pytest.raises(ProfileError, match="no profile says how much"):
         qsync_fx.cache_plan(quick(layer(), Counted(), repeats=1))
     with pytest.raises(ProfileError, match="another machine"):
-        qsync_fx.cache_plan(replace(profile(), machine=replace(profile().machine, name="elsewhere")))
+        qsync_fx.cache_plan(
+            replace(profile(), machine=replace(profile().machine, name="elsewhere"))
+        )
     with pytest.raises(ProfileError, match="by what its model is known"):
         qsync_fx.cache_plan(replace(profile(), fingerprint=None))
     (cache / "file").write_text("")

@@ -87,7 +87,9 @@ def test_a_uniform_plan_is_the_precision_of_that_name() -> None:
 
 
 def test_without_a_plan_the_device_decides_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cpu_kernels.ENOUGH_WORK, 16, 0)  # as of layers that are large enough for BF16
+    monkeypatch.setitem(
+        cpu_kernels.ENOUGH_WORK, 16, 0
+    )  # as of layers that are large enough for BF16
     model, x = build(Perceptron), torch.randn(4, 16)
     fast = compiled(model)
     wanted = fast(x)
@@ -100,7 +102,10 @@ def many_plans() -> list[Plan]:
     """Twenty plans of a perceptron, each of which computes something else."""
     names = ("fp32", "bf16", "int8", "fp8")
     triples = [(a, b, c) for a in names for b in names for c in names][:20]
-    return [Plan("fp32", patterns=[("layers.0", a), ("layers.3", b), ("head", c)]) for a, b, c in triples]
+    return [
+        Plan("fp32", patterns=[("layers.0", a), ("layers.3", b), ("head", c)])
+        for a, b, c in triples
+    ]
 
 
 @tiers.ALL
@@ -111,9 +116,18 @@ def test_twenty_plans_and_back() -> None:
     assert len(plans) > torch._dynamo.config.recompile_limit
     with torch.no_grad(), torch._dynamo.config.patch(accumulated_recompile_limit=8):
         first = [qsync_fx.switch_plan(fast, plan)(x) for plan in plans]
-        assert len({tuple(y.flatten().tolist()) for y in first}) == len(plans), "every plan is followed"
+        assert len({tuple(y.flatten().tolist()) for y in first}) == len(plans), (
+            "every plan is followed"
+        )
         again: list[Tensor] = []
-        assert compilations(lambda: again.extend(qsync_fx.switch_plan(fast, plan)(x) for plan in reversed(plans))) == 0
+        assert (
+            compilations(
+                lambda: again.extend(
+                    qsync_fx.switch_plan(fast, plan)(x) for plan in reversed(plans)
+                )
+            )
+            == 0
+        )
     assert torch.equal(torch.stack(first), torch.stack(again[::-1]))
 
 
@@ -152,7 +166,9 @@ def test_other_options_stay(tmp_path: Path) -> None:
         options = graph.context.options
         ran.append((options.rounding, options.scaling, options.inner_backend, graph.context.plan))
 
-    fast = compiled(build(Perceptron), precision="int8", rounding="floor", scaling="channel", passes=[note])
+    fast = compiled(
+        build(Perceptron), precision="int8", rounding="floor", scaling="channel", passes=[note]
+    )
     fast(torch.randn(4, 16))
     BF16.save(tmp_path / "plan.json")
     qsync_fx.switch_plan(fast, tmp_path / "plan.json")
@@ -171,7 +187,9 @@ def test_what_torch_compile_was_told_stays() -> None:
     qsync_fx.switch_plan(whole, INT8)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         whole(torch.randn(2))
-    dynamic = torch.compile(build(Perceptron), backend="qsync", dynamic=True, options={"inner_backend": "aot_eager"})
+    dynamic = torch.compile(
+        build(Perceptron), backend="qsync", dynamic=True, options={"inner_backend": "aot_eager"}
+    )
     dynamic(torch.randn(3, 16))
     qsync_fx.switch_plan(dynamic, INT8)
     assert compilations(lambda: [dynamic(torch.randn(n, 16)) for n in (3, 4, 5)]) == 1

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 import qsync_fx
 from qsync_fx import OptionError, Plan
 from tests.support.compiling.switched import FP32, INT8, NOT_FOLLOWED, compilations
-from tests.support.models.small_models import Perceptron, assert_equal, build, compiled, gradients, relative_error
+from tests.support.models.small_models import (
+    Perceptron,
+    assert_equal,
+    build,
+    compiled,
+    gradients,
+    relative_error,
+)
 
 pytestmark = NOT_FOLLOWED
 torch.set_num_threads(1)
@@ -78,7 +85,9 @@ def test_blocks_compiled_one_by_one() -> None:
 
     model = build(Blocks)
     exact = copy.deepcopy(model)
-    model.first.compile(backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})
+    model.first.compile(
+        backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"}
+    )
     model.second = compiled(model.second, precision="fp32")
     assert not rounds(model, exact)
     qsync_fx.switch_plan(model, INT8)
@@ -110,7 +119,9 @@ def test_frames_after_a_graph_break() -> None:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 

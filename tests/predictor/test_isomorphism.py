@@ -23,7 +23,11 @@ torch.set_num_threads(1)
 class Block(nn.Module):
     def __init__(self, width: int, gelu: bool = False) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
         self.act = nn.GELU() if gelu else nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,12 +38,16 @@ class Block(nn.Module):
 def of(*blocks: nn.Module, shape: tuple[int, ...] = (4, 8)) -> ModelGraph:
     torch._dynamo.reset()
     x = torch.randn(*shape, requires_grad=True)
-    return build_model_graph(qsync_fx.explain(nn.Sequential(*blocks), x, options={"precision": "int8"}))
+    return build_model_graph(
+        qsync_fx.explain(nn.Sequential(*blocks), x, options={"precision": "int8"})
+    )
 
 
 def test_equal_blocks_are_found_and_others_are_not() -> None:
     stem = nn.Linear(8, 8)
-    (found,) = isomorphic_blocks(of(stem, Block(8), Block(8, gelu=True), Block(8), nn.Linear(8, 8), Block(8)))
+    (found,) = isomorphic_blocks(
+        of(stem, Block(8), Block(8, gelu=True), Block(8), nn.Linear(8, 8), Block(8))
+    )
     assert found.modules == ("1", "3", "5")
     assert found.tied[0] == ("1.norm/layer_norm", "3.norm/layer_norm", "5.norm/layer_norm")
     assert [len(names) for names in found.operators] == [5, 5, 5]

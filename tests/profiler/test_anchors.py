@@ -23,7 +23,13 @@ def test_a_plan_of_the_profile_takes_what_the_profile_says() -> None:
 
     # Its kernels are all libraries', so that nothing is compiled with a compiler of C++.
     profile = measure(
-        nn.Linear(16, 8, bias=False), step, [torch.ones(4, 16)], ["fp32"], repeats=2, progress=False, sensitivity=None
+        nn.Linear(16, 8, bias=False),
+        step,
+        [torch.ones(4, 16)],
+        ["fp32"],
+        repeats=2,
+        progress=False,
+        sensitivity=None,
     )
     (anchor,) = anchors(profile)
     (run,) = profile.runs

@@ -12,7 +12,9 @@ from qsync_fx.profiler.timing.inductor_lines import Files, InductorKernel, Kerne
 FILE, OTHER = "forward.py", "backward.py"
 
 
-def node(owner: str | None, nbytes: int = 8, quantizes: tuple[str, str, int] | None = None) -> KernelOutput:
+def node(
+    owner: str | None, nbytes: int = 8, quantizes: tuple[str, str, int] | None = None
+) -> KernelOutput:
     return KernelOutput(owner, "aten.op.default", nbytes, quantizes)
 
 
@@ -24,22 +26,30 @@ def fused(*nodes: KernelOutput) -> InductorKernel:
     return InductorKernel("cpp_fused_0", False, nodes)
 
 
-def files(lines: dict[int, InductorKernel], backward: dict[int, InductorKernel] | None = None) -> Files:
+def files(
+    lines: dict[int, InductorKernel], backward: dict[int, InductorKernel] | None = None
+) -> Files:
     return {FILE: lines, OTHER: backward or {}}
 
 
 def test_a_library_call_is_its_operators_own_in_either_pass() -> None:
     known = files({10: library(node("a/linear"))}, {10: library(node("a/linear"))})
     found = attribute({(FILE, 10, False): 3.0, (OTHER, 10, True): 5.0}, known)
-    assert found.operators == {"a/linear": (3.0, 5.0)} and found.nobody == (0, 0) and not found.quantized
+    assert (
+        found.operators == {"a/linear": (3.0, 5.0)}
+        and found.nobody == (0, 0)
+        and not found.quantized
+    )
 
 
 def test_a_fused_kernel_is_shared_out_by_what_its_nodes_move() -> None:
-    kernel = fused(node("a/relu", 30), node("b/layer_norm", 50), node("b/layer_norm", 20), node(None, 900))
-    found = attribute({(FILE, 10, False): 2.0}, files({10: kernel}))
-    assert found.operators["a/relu"][0] == pytest.approx(0.6) and found.operators["b/layer_norm"][0] == pytest.approx(
-        1.4
+    kernel = fused(
+        node("a/relu", 30), node("b/layer_norm", 50), node("b/layer_norm", 20), node(None, 900)
     )
+    found = attribute({(FILE, 10, False): 2.0}, files({10: kernel}))
+    assert found.operators["a/relu"][0] == pytest.approx(0.6) and found.operators["b/layer_norm"][
+        0
+    ] == pytest.approx(1.4)
     only_views = fused(node("a/view", 0), node("b/view", 0))
     assert attribute({(FILE, 10, False): 2.0}, files({10: only_views})).operators == {
         "a/view": (1, 0),
@@ -47,25 +57,36 @@ def test_a_fused_kernel_is_shared_out_by_what_its_nodes_move() -> None:
     }
 
 
-def test_lines_that_call_nothing_belong_to_the_kernel_before_them_and_at_the_start_to_the_one_after() -> None:
+def test_lines_that_call_nothing_belong_to_the_kernel_before_them_and_at_the_start_to_the_one_after() -> (
+    None
+):
     known = files({12: library(node("a/linear")), 15: library(node("b/linear"))})
-    seconds = {(FILE, at, False): taken for at, taken in ((10, 0.25), (12, 1.0), (13, 0.5), (15, 2.0), (16, 4.0))}
+    seconds = {
+        (FILE, at, False): taken
+        for at, taken in ((10, 0.25), (12, 1.0), (13, 0.5), (15, 2.0), (16, 4.0))
+    }
     assert attribute(seconds, known).operators == {"a/linear": (1.75, 0), "b/linear": (6.0, 0)}
 
 
 def test_quantizers_are_told_one_by_one() -> None:
     call = library(node("a/linear", 8, ("fp32", "int8", 64)))
     known = files({10: call, 12: library(node("a/linear"))}, {9: call})
-    found = attribute({(FILE, 10, False): 1.0, (FILE, 12, False): 2.0, (OTHER, 9, True): 4.0}, known)
+    found = attribute(
+        {(FILE, 10, False): 1.0, (FILE, 12, False): 2.0, (OTHER, 9, True): 4.0}, known
+    )
     assert found.operators == {"a/linear": (2.0, 0)}
-    assert [(q.operator, q.before, q.after, q.numel, q.backward, q.seconds) for q in found.quantized] == [
+    assert [
+        (q.operator, q.before, q.after, q.numel, q.backward, q.seconds) for q in found.quantized
+    ] == [
         ("a/linear", "fp32", "int8", 64, False, 1.0),
         ("a/linear", "fp32", "int8", 64, True, 4.0),
     ]
 
 
 def test_a_fused_kernel_that_writes_what_is_quantized_is_no_quantizer() -> None:
-    known = files({10: fused(node("a/linear", 8, ("fp32", "int8", 64))), 12: library(node("a/linear"))})
+    known = files(
+        {10: fused(node("a/linear", 8, ("fp32", "int8", 64))), 12: library(node("a/linear"))}
+    )
     found = attribute({(FILE, 10, False): 1.0, (FILE, 12, False): 2.0}, known)
     assert found.operators == {"a/linear": (3.0, 0)} and not found.quantized
 

@@ -51,7 +51,9 @@ def planned_by_ranks(step: Counted, batches: Any) -> None:
 @pytest.mark.parametrize("function", [measured, sensitivity, planned, planned_by_ranks])
 def test_a_single_batch_is_refused(function: Callable[[Counted, Any], None], batches: Any) -> None:
     step = Counted()
-    with pytest.raises(OptionError, match=r"batches is of type .*, which is one batch or none") as caught:
+    with pytest.raises(
+        OptionError, match=r"batches is of type .*, which is one batch or none"
+    ) as caught:
         function(step, batches)
     assert caught.value.where == "batches" and "[batch]" in (caught.value.do or "")
     assert not step.calls

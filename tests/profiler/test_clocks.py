@@ -50,7 +50,9 @@ class Waiting(Counted):
 
 
 @pytest.mark.usefixtures("threads")
-def test_with_several_threads_waiting_counts_and_operators_still_add_up_to_the_step(tmp_path: Path) -> None:
+def test_with_several_threads_waiting_counts_and_operators_still_add_up_to_the_step(
+    tmp_path: Path,
+) -> None:
     torch.set_num_threads(2)
     path = tmp_path / "two.json"
     profile = quick(layer(), Waiting(), optimizer=None, path=path)

@@ -52,9 +52,15 @@ def test_the_plan_alone_is_measured_and_the_rest_stays(tmp_path: Path) -> None:
 
 def test_what_a_loss_takes_is_known_from_then_on_of_a_profile_of_before() -> None:
     before = quick(layer(), Counted())
-    old, other = replace(before, loss_memory=None), replace(before, loss_memory=LossMemory(held=7, most=9))
+    old, other = (
+        replace(before, loss_memory=None),
+        replace(before, loss_memory=LossMemory(held=7, most=9)),
+    )
     after, kept = (correct(layer(), Counted(), profile, repeats=1) for profile in (old, other))
-    assert after.loss_memory == before.loss_memory is not None and kept.loss_memory == other.loss_memory
+    assert (
+        after.loss_memory == before.loss_memory is not None
+        and kept.loss_memory == other.loss_memory
+    )
 
 
 def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
@@ -65,14 +71,18 @@ def test_of_a_plan_that_is_measured_again_the_latest_run_counts() -> None:
     assert [run.planned for run in again.runs] == [False, True] and len(again.runs[-1].steps) == 1
     uniform = correct(layer(), Counted(), before, plan=Plan.uniform("fp32"))
     assert [run.label for run in uniform.runs][:1] == ["fp32"] and uniform.runs[:1] == before.runs
-    assert [run.planned for run in uniform.runs] == [False, True], "what all profiles have is never thrown away"
+    assert [run.planned for run in uniform.runs] == [False, True], (
+        "what all profiles have is never thrown away"
+    )
 
 
 def test_formats_that_plans_have_brought_stay_known() -> None:
     narrow = correct(layer(), Counted(), quick(layer(), Counted()), repeats=1)
     third = correct(layer(), Counted(), narrow, plan=Plan.uniform("int8"), repeats=1)
     assert set(third.graph.formats) == {"fp32", "bf16", "int8"}
-    assert [qsync_fx.replay(plan, third).seconds > 0 for plan in (NARROW, Plan.uniform("int8"))] == [True, True]
+    assert [
+        qsync_fx.replay(plan, third).seconds > 0 for plan in (NARROW, Plan.uniform("int8"))
+    ] == [True, True]
 
 
 def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_path: Path) -> None:
@@ -84,7 +94,10 @@ def test_what_was_interrupted_goes_on_and_the_profile_is_there_meanwhile(tmp_pat
     assert Profile.load(path) == before
     assert SAMPLES.load(f"{path}.partial").rounds == 2
     rest = Counted()
-    assert len(correct(layer(), rest, **how).runs[-1].steps) == 3 and not Path(f"{path}.partial").exists()
+    assert (
+        len(correct(layer(), rest, **how).runs[-1].steps) == 3
+        and not Path(f"{path}.partial").exists()
+    )
     assert rest.calls == 4 + 2 * (1 + 2 + 3)
 
 
@@ -98,7 +111,9 @@ def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:
     found = replace(before, runs=[replace(first, label="plan", planned=True), first])
     taken = corrected(fast, found).runs[-1]
     assert taken.planned and taken.passes == pytest.approx(first.passes / 2)
-    assert [one.forward for one in taken.operators] == pytest.approx([one.forward / 2 for one in first.operators])
+    assert [one.forward for one in taken.operators] == pytest.approx(
+        [one.forward / 2 for one in first.operators]
+    )
     # What differs by chance stays as it was measured.
     assert corrected(before, found).runs[-1] == found.runs[0]
     # A plan that is the profile's own is as fast as it was: else all others, measured then, would seem faster than it.
@@ -107,10 +122,14 @@ def test_what_the_machine_does_otherwise_now_is_taken_out() -> None:
     slightly = replace(found.runs[0].at_pace(1.03), steps=first.at_pace(1.03).steps * 10)
     many = replace(before, runs=[replace(first, steps=first.steps * 10)])
     assert (
-        corrected(before, replace(found, runs=[replace(slightly, steps=slightly.steps[:1])])).runs[-1].passes
+        corrected(before, replace(found, runs=[replace(slightly, steps=slightly.steps[:1])]))
+        .runs[-1]
+        .passes
         > first.passes
     )
-    assert corrected(many, replace(found, runs=[slightly])).runs[-1].passes == pytest.approx(first.passes)
+    assert corrected(many, replace(found, runs=[slightly])).runs[-1].passes == pytest.approx(
+        first.passes
+    )
 
 
 def test_a_profile_of_something_else_is_refused() -> None:
@@ -125,7 +144,11 @@ def test_a_profile_of_something_else_is_refused() -> None:
     with pytest.raises(ProfileError, match="with no optimizer, and this is with the optimizer SGD"):
         correct(model, Counted(), before, optimizer=torch.optim.SGD(model.parameters()))
     with pytest.raises(ProfileError, match="another machine"):
-        correct(layer(), Counted(), replace(before, machine=replace(before.machine, name="a faster one")))
+        correct(
+            layer(),
+            Counted(),
+            replace(before, machine=replace(before.machine, name="a faster one")),
+        )
     with pytest.raises(OptionError, match="there is none"):
         correct(layer(), Counted(), before, plan=())
     with pytest.raises(OptionError, match="keeps its precisions"):
@@ -149,7 +172,9 @@ def test_the_whole_step_of_a_mixed_plan_is_an_anchor() -> None:
     batch = torch.randn(64, 16), torch.randn(64, 10)
     how = {"repeats": 2, "progress": False, "sensitivity": None}
     before = measure(model, Counted(), [batch], ["fp32", "bf16"], **how)
-    mixed = Plan(operators={"layers.0/linear": "bf16", "layers.3/linear": "fp32", "head/linear": "int8"})
+    mixed = Plan(
+        operators={"layers.0/linear": "bf16", "layers.3/linear": "fp32", "head/linear": "int8"}
+    )
     assert "int8" not in before.graph.formats
     after = measure(model, Counted(), [batch], plan=mixed, profile=before, **how)
     own: MeasuredRun = after.runs[-1]

@@ -27,7 +27,9 @@ def _seconds(words: str) -> float:
 def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: ObservedStep) -> None:
     text = costs(seen, 6, 7)
     assert text.startswith("measuring Linear under 6 plans: 6 compilations and 144 steps, about ")
-    found = re.search(r"about (.+) where torch's caches hold what is compiled, (.+) where not$", text)
+    found = re.search(
+        r"about (.+) where torch's caches hold what is compiled, (.+) where not$", text
+    )
     assert found is not None
     known, new = map(_seconds, found.groups())
     assert 3 * known < new and known < 60
@@ -36,7 +38,9 @@ def test_it_says_what_it_takes_with_what_is_compiled_and_without(seen: ObservedS
 
 def test_steps_of_ranks_that_train_together_are_counted(seen: ObservedStep) -> None:
     assert sending_costs(seen, 1) == ""
-    assert sending_costs(seen, 2).startswith("; then steps of all 2 ranks together under 2 plans, about ")
+    assert sending_costs(seen, 2).startswith(
+        "; then steps of all 2 ranks together under 2 plans, about "
+    )
     assert 15 < planned_seconds(0.001) < 25
     assert planned_seconds(4.0) == 4.0 * 4 * (3 + 5), "four ways, at least five rounds after three"
 
@@ -71,7 +75,16 @@ def test_a_log_says_how_far_a_measurement_is(
 
     monkeypatch.setattr(shown, "_EVERY", 0.0)
     quick(layer(), Counted(), repeats=1, progress=True)
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qsync: measuring: ")]
-    assert "1 of 2" in told[0] and "compiled fp32" in told[0] and " left" in told[0] and "2 of 2" in told[1]
+    told = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("qsync: measuring: ")
+    ]
+    assert (
+        "1 of 2" in told[0]
+        and "compiled fp32" in told[0]
+        and " left" in told[0]
+        and "2 of 2" in told[1]
+    )
     quick(layer(), Counted(), repeats=1, sensitivity="fisher")
     assert capsys.readouterr().err == "", "nor of its sensitivity, where nothing is to be shown"

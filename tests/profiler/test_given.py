@@ -20,7 +20,9 @@ def test_what_makes_an_optimizer_is_given_the_parameters_that_are_trained() -> N
     for made in (torch.optim.SGD, lambda parameters: torch.optim.SGD(parameters, lr=0.5)):
         found = optimizer_of(model, made)
         assert isinstance(found, torch.optim.SGD)
-        assert [id(parameter) for parameter in found.param_groups[0]["params"]] == [id(model[0].weight)]
+        assert [id(parameter) for parameter in found.param_groups[0]["params"]] == [
+            id(model[0].weight)
+        ]
     own = torch.optim.AdamW(model.parameters())
     assert optimizer_of(model, own) is own
     assert optimizer_of(model, None) is None
@@ -32,7 +34,9 @@ def test_what_makes_an_optimizer_is_given_the_parameters_that_are_trained() -> N
 def test_what_is_no_optimizer_is_said(given: Any) -> None:
     with pytest.raises(OptionError, match=r"torch\.optim\.Optimizer, and not of type") as caught:
         optimizer_of(layer(), given)
-    assert caught.value.where == "optimizer" and "SGD(model.parameters(), lr=" in (caught.value.do or "")
+    assert caught.value.where == "optimizer" and "SGD(model.parameters(), lr=" in (
+        caught.value.do or ""
+    )
 
 
 def test_an_optimizer_of_another_model_is_refused_before_the_step_runs() -> None:
@@ -46,7 +50,9 @@ def test_an_optimizer_of_another_model_is_refused_before_the_step_runs() -> None
 
 def test_parameters_beside_the_models_are_said() -> None:
     model, beside = layer(), nn.Parameter(torch.zeros(3))
-    with pytest.warns(UserWarning, match="1 of 2 parameters that SGD updates, 3 numbers, are not the model's"):
+    with pytest.warns(
+        UserWarning, match="1 of 2 parameters that SGD updates, 3 numbers, are not the model's"
+    ):
         optimizer_of(model, torch.optim.SGD([*model.parameters(), beside]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -25,18 +25,24 @@ def state(computes: str, gives: str | None = None) -> OperandState:
     return OperandState(precision(computes), precision(gives or computes))
 
 
-def run(label: str, *operators: tuple[str, str, float], planned: bool = False, outside: float = 0.0) -> MeasuredRun:
+def run(
+    label: str, *operators: tuple[str, str, float], planned: bool = False, outside: float = 0.0
+) -> MeasuredRun:
     measured = [
         MeasuredOperator(f"{at}/linear", computes, gives, seconds, 2 * seconds)
         for at, (computes, gives, seconds) in enumerate(operators)
     ]
     inside = sum(seconds for *_, seconds in operators)
-    return MeasuredRun(label, [(inside + outside, 2 * inside + 2 * outside, 0.25)], 0, measured, planned=planned)
+    return MeasuredRun(
+        label, [(inside + outside, 2 * inside + 2 * outside, 0.25)], 0, measured, planned=planned
+    )
 
 
 def times(*runs: MeasuredRun) -> ProfiledTimes:
     empty = StoredGraph("cpu", [], [], [], [], [], [], [], [], 0)
-    return ProfiledTimes(Profile(this_machine(), Model("Net", "0" * 16, 1), empty, [FP32, BF16], list(runs), "SGD"))
+    return ProfiledTimes(
+        Profile(this_machine(), Model("Net", "0" * 16, 1), empty, [FP32, BF16], list(runs), "SGD")
+    )
 
 
 WIDE = run("fp32", (FP32, FP32, 1.0), (FP32, FP32, 2.0), (FP32, FP32, 3.0), outside=0.1)
@@ -46,7 +52,10 @@ BETWEEN = run("between", (BF16, BF16, 0.6), (FP32, FP32, 2.2), (BF16, BF16, 1.7)
 
 def test_is_what_the_cost_mapper_asks() -> None:
     asked: Times = times(WIDE)
-    assert asked.outside() == Seconds(pytest.approx(0.1), pytest.approx(0.2)) and asked.optimizer() == 0.25
+    assert (
+        asked.outside() == Seconds(pytest.approx(0.1), pytest.approx(0.2))
+        and asked.optimizer() == 0.25
+    )
 
 
 def test_a_state_that_was_measured_has_the_time_that_was_measured() -> None:
@@ -65,11 +74,16 @@ def test_of_runs_with_the_same_state_the_one_with_the_same_neighbours_counts() -
 
 
 def test_beside_no_neighbours_it_takes_less_than_the_least() -> None:
-    asked = times(WIDE, NARROW, BETWEEN, run("odd", (BF16, FP32, 0.4), (FP32, BF16, 1.9), (BF16, BF16, 1.4)))
+    asked = times(
+        WIDE, NARROW, BETWEEN, run("odd", (BF16, FP32, 0.4), (FP32, BF16, 1.9), (BF16, BF16, 1.4))
+    )
     states = [state(*names) for names in itertools.product((FP32, BF16), (FP32, BF16))]
     for at, own in itertools.product(range(3), states):
         least = asked.least(f"{at}/linear", own)
-        found = [asked.operator(f"{at}/linear", own, beside) for beside in itertools.product(states, repeat=4)]
+        found = [
+            asked.operator(f"{at}/linear", own, beside)
+            for beside in itertools.product(states, repeat=4)
+        ]
         assert least.forward <= min(one.forward for one in found)
         assert least.backward <= min(one.backward for one in found)
     assert asked.least("1/linear", state(FP32)) == Seconds(2.0, 4.0)
@@ -77,29 +91,57 @@ def test_beside_no_neighbours_it_takes_less_than_the_least() -> None:
 
 
 def test_nearer_neighbours_count_more() -> None:
-    near = run("near", (BF16, BF16, 1.0), (FP32, FP32, 1.0), (FP32, FP32, 7.0), (FP32, FP32, 1.0), (BF16, BF16, 1.0))
-    far = run("far", (FP32, FP32, 1.0), (BF16, BF16, 1.0), (FP32, FP32, 9.0), (BF16, BF16, 1.0), (FP32, FP32, 1.0))
+    near = run(
+        "near",
+        (BF16, BF16, 1.0),
+        (FP32, FP32, 1.0),
+        (FP32, FP32, 7.0),
+        (FP32, FP32, 1.0),
+        (BF16, BF16, 1.0),
+    )
+    far = run(
+        "far",
+        (FP32, FP32, 1.0),
+        (BF16, BF16, 1.0),
+        (FP32, FP32, 9.0),
+        (BF16, BF16, 1.0),
+        (FP32, FP32, 1.0),
+    )
     wide = state(FP32)
     assert times(near, far).operator("2/linear", wide, [wide] * 4) == Seconds(7.0, 14.0)
 
 
 def test_a_plan_that_was_measured_is_foreseen_as_it_was_measured() -> None:
     """Its passes, whatever other runs say of quantizers and of what is outside; its operators in the proportion that they had."""
-    calls = [Quantized("0/linear", FP32, INT8, 100, False, 0.2), Quantized("0/linear", FP32, INT8, 100, True, 0.1)]
+    calls = [
+        Quantized("0/linear", FP32, INT8, 100, False, 0.2),
+        Quantized("0/linear", FP32, INT8, 100, True, 0.1),
+    ]
     own = replace(
-        run("plan", (BF16, BF16, 0.7), (FP32, FP32, 2.3), (BF16, BF16, 1.9), planned=True, outside=0.4),
+        run(
+            "plan",
+            (BF16, BF16, 0.7),
+            (FP32, FP32, 2.3),
+            (BF16, BF16, 1.9),
+            planned=True,
+            outside=0.4,
+        ),
         quantized=[replace(call, seconds=1.5 * call.seconds) for call in calls],
     )
     asked = times(WIDE, NARROW, replace(BETWEEN, quantized=calls), own)
     states = [state(BF16), state(FP32), state(BF16)]
-    beside = [[states[at + by] if 0 <= at + by < 3 else None for by in (-1, 1, -2, 2)] for at in range(3)]
+    beside = [
+        [states[at + by] if 0 <= at + by < 3 else None for by in (-1, 1, -2, 2)] for at in range(3)
+    ]
     found = [asked.operator(f"{at}/linear", states[at], beside[at]) for at in range(3)]
     quantizing = asked.cast("0/linear", FP32, INT8, 100, True)
     assert sum((*found, quantizing, asked.outside()), Seconds(0.0, 0.0)) == Seconds(
         pytest.approx(own.forward), pytest.approx(own.backward)
     )
     for one, seconds in zip(found, (0.7, 2.3, 1.9), strict=True):
-        assert one.forward / found[0].forward == pytest.approx(seconds / 0.7) and not one.interpolated
+        assert (
+            one.forward / found[0].forward == pytest.approx(seconds / 0.7) and not one.interpolated
+        )
 
 
 @pytest.mark.parametrize(("computes", "gives"), list(itertools.product((FP32, BF16), (FP32, BF16))))
@@ -129,14 +171,25 @@ def test_quantizers_go_with_the_elements_and_other_casts_are_part_of_operators()
     asked = times(replace(WIDE, quantized=calls))
     for before, seconds in ((FP32, 1e-5 + 500e-9), (BF16, 2e-5 + 1000e-9)):
         found = asked.cast("0/linear", before, INT8, 500, True)
-        assert found.forward == pytest.approx(seconds) and found.backward == 0 and not found.interpolated
-    assert asked.cast("0/linear", BF16, INT8, 2000, True).interpolated, "larger than anything that was quantized"
+        assert (
+            found.forward == pytest.approx(seconds)
+            and found.backward == 0
+            and not found.interpolated
+        )
+    assert asked.cast("0/linear", BF16, INT8, 2000, True).interpolated, (
+        "larger than anything that was quantized"
+    )
     assert asked.cast("0/linear", FP32, BF16, 500, True) == Seconds(0.0, 0.0)
 
 
 def test_no_line_through_quantizers_is_negative_anywhere() -> None:
-    calls = [Quantized("0/linear", FP32, INT8, n, False, t) for n, t in ((1000, 1e-6), (2000, 4e-6), (3000, 9e-6))]
+    calls = [
+        Quantized("0/linear", FP32, INT8, n, False, t)
+        for n, t in ((1000, 1e-6), (2000, 4e-6), (3000, 9e-6))
+    ]
     (line,) = fitted([replace(WIDE, quantized=calls)]).values()
     assert line.fixed == 0 and line.each > 0
-    (line,) = fitted([replace(WIDE, quantized=[replace(call, numel=10) for call in calls])]).values()
+    (line,) = fitted(
+        [replace(WIDE, quantized=[replace(call, numel=10) for call in calls])]
+    ).values()
     assert line.seconds(10) == pytest.approx(14e-6 / 3) and line.each == 0

@@ -29,7 +29,9 @@ def compiled(files: WatchedLowering) -> dict[str, int]:
     counters.clear()
     run: Any = torch.compile(layer(), backend="qsync", options={"precision": "bf16"}, dynamic=False)
     run(BATCH[0]).sum().backward()
-    return {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+    return {
+        name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")
+    }
 
 
 def test_what_comes_from_a_cache_is_known_as_it_was_when_it_was_compiled(caches: None) -> None:
@@ -38,7 +40,12 @@ def test_what_comes_from_a_cache_is_known_as_it_was_when_it_was_compiled(caches:
     with watching("a layer") as second:
         assert compiled(second) == {"hit": 2, "miss": 0, "bypass": 0}
     assert first == second and len(first) == 2 and not second.unknown
-    owners = {node.owner for lines in second.values() for kernel in lines.values() for node in kernel.nodes}
+    owners = {
+        node.owner
+        for lines in second.values()
+        for kernel in lines.values()
+        for node in kernel.nodes
+    }
     assert "/linear" in owners
 
 
@@ -74,11 +81,15 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text("pass")
     inductor_lines._beside(str(wrapper), "a layer").mkdir()
-    inductor_lines.keep(str(wrapper), "a layer", {1: inductor_lines.InductorKernel("extern_kernels.mm", True, ())})
+    inductor_lines.keep(
+        str(wrapper), "a layer", {1: inductor_lines.InductorKernel("extern_kernels.mm", True, ())}
+    )
     assert inductor_lines.lines_of(str(wrapper), "a layer") is None
 
 
-def test_what_nobody_watches_is_found_in_caches_too(caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_watches_is_found_in_caches_too(
+    caches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pins the table of decompositions, which torch 2.13 has in its key: where it cannot be pickled no graph is ever found."""
     assert compiled(WatchedLowering())["miss"] == 2
     assert compiled(WatchedLowering()) == {"hit": 2, "miss": 0, "bypass": 0}

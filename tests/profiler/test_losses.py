@@ -22,7 +22,9 @@ LABELS = torch.zeros(ROWS, dtype=torch.long)
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
-def test_what_is_reduced_over_differences_keeps_their_storage(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_what_is_reduced_over_differences_keeps_their_storage(
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     """So torch's kernels do, of which the result is a number."""
     found = loss_memory(lambda result: loss(result, DIFFERENT), torch.ones(ROWS, CLASSES))
     assert SIZE <= found.held <= SIZE + 64
@@ -63,7 +65,9 @@ def found(step: Callable[[Any, Any], Tensor]) -> LossMemory | None:
     model = Named()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     seen = observed(model, TrainingStep(step, BATCH, None, model.zero_grad, clock_for(1)), {})
-    assert "forward" not in vars(model) and all(torch.equal(state[name], v) for name, v in model.state_dict().items())
+    assert "forward" not in vars(model) and all(
+        torch.equal(state[name], v) for name, v in model.state_dict().items()
+    )
     return seen.loss
 
 
@@ -74,7 +78,11 @@ def test_the_loss_of_a_step_is_all_that_it_computes_from_what_the_model_returns(
 
 
 def test_a_step_may_read_its_model_beside_calling_it() -> None:
-    memory = found(lambda model, x: F.cross_entropy(model(x)["result"], LABELS) + model.linear.weight.square().sum())
+    memory = found(
+        lambda model, x: (
+            F.cross_entropy(model(x)["result"], LABELS) + model.linear.weight.square().sum()
+        )
+    )
     assert memory is not None and memory.held <= 64 and memory.most >= 3 * SIZE
 
 

@@ -19,7 +19,9 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer, quick
 from tests.support.tiers import ALL
 
 
-def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(tmp_path: Path) -> None:
+def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(
+    tmp_path: Path,
+) -> None:
     model = layer()
     optimizer = torch.optim.AdamW(model.parameters())
     weight, generator = model.weight.clone(), torch.get_rng_state()
@@ -28,10 +30,17 @@ def test_a_profile_adds_up_and_training_goes_on_as_if_nothing_had_been_measured(
     assert run.label == "fp32" and len(run.steps) == 2 and run.peak_bytes >= 4 * 8 * 4
     (linear,) = run.operators
     assert linear.operator == "/linear" and (linear.precision, linear.output) == ("fp32", "fp32")
-    assert linear.forward > 0 and linear.backward > 0, "a product forward, one for the weight's gradient"
-    assert linear.forward + run.outside[0] >= run.forward and linear.backward + run.outside[1] >= run.backward
+    assert linear.forward > 0 and linear.backward > 0, (
+        "a product forward, one for the weight's gradient"
+    )
+    assert (
+        linear.forward + run.outside[0] >= run.forward
+        and linear.backward + run.outside[1] >= run.backward
+    )
     assert profile.optimizer == "AdamW" and profile.optimizer_seconds > 0
-    assert profile.loss_memory is not None and profile.loss_memory.held == 4 * 4 * 8, "the storage behind mse_loss"
+    assert profile.loss_memory is not None and profile.loss_memory.held == 4 * 4 * 8, (
+        "the storage behind mse_loss"
+    )
     assert Profile.load(tmp_path / "layer.json") == profile
     assert [file.name for file in tmp_path.iterdir()] == ["layer.json"]
     assert torch.equal(model.weight, weight) and torch.equal(torch.get_rng_state(), generator)
@@ -48,7 +57,9 @@ def test_a_plan_may_ask_for_formats_that_are_not_measured_beside_it() -> None:
     assert found > 0
 
 
-def test_the_sensitivity_of_operators_is_part_of_a_profile_that_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sensitivity_of_operators_is_part_of_a_profile_that_asks_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     batches = iter([(torch.randn(4, 16), torch.randn(4, 8)) for _ in range(3)])
     step = Counted()
     profile = measure(layer(), step, batches, ["fp32"], repeats=1, sensitivity="fisher")
@@ -62,7 +73,9 @@ def test_dynamo_compiles_the_model_as_often_afterwards_as_before() -> None:
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
             quick(model, Counted(), repeats=1)
-        compiled = torch.compile(model, backend="qsync", options={"inner_backend": "eager", "precision": "fp32"})
+        compiled = torch.compile(
+            model, backend="qsync", options={"inner_backend": "eager", "precision": "fp32"}
+        )
         compiled(BATCH[0])
     assert qsync_fx.plan_coverage(compiled).complete
     assert [str(ran.id) for ran in qsync_fx.plan_coverage(compiled).operators] == ["/linear"]
@@ -79,7 +92,9 @@ def test_an_interrupted_measurement_goes_on_from_there(tmp_path: Path) -> None:
     assert kept.rounds == 2
     rest = Counted()
     profile = quick(layer(), rest, repeats=3, path=path)
-    assert whole.calls - rest.calls == 2 * 3, "two of three rounds, of three steps each, are not run again"
+    assert whole.calls - rest.calls == 2 * 3, (
+        "two of three rounds, of three steps each, are not run again"
+    )
     assert len(profile.runs[0].steps) == 3 and not partial.exists()
 
 
@@ -137,7 +152,9 @@ def test_a_step_that_differentiates_its_loss_is_told_that_it_is_not_to() -> None
     weight = model.weight.clone()
     with pytest.raises(ProfileError, match=r"the step calls backward\(\) itself") as caught:
         quick(model, trains, optimizer=optimizer)
-    assert caught.value.where == "step" and "return the loss, without backward()" in (caught.value.do or "")
+    assert caught.value.where == "step" and "return the loss, without backward()" in (
+        caught.value.do or ""
+    )
     assert torch.equal(model.weight, weight) and model.weight.grad is None
     quick(model, Counted(), optimizer=optimizer, repeats=1)
 
@@ -159,7 +176,9 @@ def test_it_says_beforehand_what_it_will_cost(capsys: pytest.CaptureFixture[str]
 def test_the_lines_of_inductors_wrappers_are_known_by_the_node_that_they_compute() -> None:
     """Pins what is used of Inductor: the numbers above lines, the nodes that they stand for, where wrappers are loaded."""
     with watching() as files:
-        compiled = torch.compile(layer(), backend="qsync", options={"precision": "fp32"}, dynamic=False)
+        compiled = torch.compile(
+            layer(), backend="qsync", options={"precision": "fp32"}, dynamic=False
+        )
         compiled(BATCH[0]).sum().backward()
     kernels = [kernel for lines in files.values() for kernel in lines.values()]
     assert len(files) == 2, "a forward and a backward pass"
@@ -177,7 +196,14 @@ def perceptron() -> Profile:
     plan = qsync_fx.Plan.uniform("bf16").with_precision("head", "int8")
     batch = torch.randn(64, 16), torch.randn(64, 10)
     return measure(
-        model, Counted(), [batch], ["fp32", "bf16", "int8"], plan=plan, repeats=2, progress=False, sensitivity=None
+        model,
+        Counted(),
+        [batch],
+        ["fp32", "bf16", "int8"],
+        plan=plan,
+        repeats=2,
+        progress=False,
+        sensitivity=None,
     )
 
 
@@ -193,10 +219,18 @@ def test_every_plan_shows_other_states(perceptron: Profile) -> None:
 
 
 @ALL
-def test_the_time_of_a_pass_is_that_of_its_operators_and_what_is_outside(perceptron: Profile) -> None:
+def test_the_time_of_a_pass_is_that_of_its_operators_and_what_is_outside(
+    perceptron: Profile,
+) -> None:
     for run in perceptron.runs:
         every = [m.operator for m in run.operators]
-        assert {"layers.0/linear", "layers.1/relu", "layers.3/linear", "layers.4/tanh", "head/linear"} <= set(every)
+        assert {
+            "layers.0/linear",
+            "layers.1/relu",
+            "layers.3/linear",
+            "layers.4/tanh",
+            "head/linear",
+        } <= set(every)
         idle = {m.operator for m in run.operators if not (m.forward > 0 and m.backward > 0)}
         assert idle <= {"layers.2/dropout"}, "with a probability of zero it computes nothing"
 

@@ -32,7 +32,9 @@ def step(model: Any, batch: Any) -> torch.Tensor:
 def model() -> nn.Module:
     torch.manual_seed(0)
     between = nn.Sequential(nn.Flatten(), nn.GELU())
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), between, nn.Linear(1024, 512))
+    return nn.Sequential(
+        nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), between, nn.Linear(1024, 512)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,13 @@ def profile() -> Profile:
     ids=str,
 )
 def test_a_step_takes_what_the_devices_own_times_say(profile: Profile, plan: Plan) -> None:
-    graph = build_model_graph(explain(model(), BATCH, options={"target": "t4"}), ["fp32", "fp16", "int8"])
+    graph = build_model_graph(
+        explain(model(), BATCH, options={"target": "t4"}), ["fp32", "fp16", "int8"]
+    )
     foreseen = states(graph, plan)
-    own, profiled = (scheduled(foreseen, times).seconds for times in (DeviceTimes(T4, graph), profile.times()))
+    own, profiled = (
+        scheduled(foreseen, times).seconds for times in (DeviceTimes(T4, graph), profile.times())
+    )
     assert profiled == pytest.approx(own, rel=0.1)
 
 
@@ -67,17 +73,25 @@ def test_it_says_that_it_was_reckoned_and_for_what(profile: Profile, tmp_path: P
     assert profile.machine.name == "NVIDIA T4, reckoned"
     assert profile.optimizer == "AdamW"
     assert profile.loss_memory is not None and profile.loss_memory.most >= 2 * 4 * 64 * 512
-    assert not profile.model.conditions, "what it was reckoned for is the machine, and not a condition of its times"
-    assert profile.optimizer_seconds == T4.memory_seconds(28 * sum(p.numel() for p in model().parameters()))
+    assert not profile.model.conditions, (
+        "what it was reckoned for is the machine, and not a condition of its times"
+    )
+    assert profile.optimizer_seconds == T4.memory_seconds(
+        28 * sum(p.numel() for p in model().parameters())
+    )
     assert [one.ranks for one in profile.collectives] == [8]
-    int8, fp32 = (next(run for run in profile.runs if run.label == label) for label in ("int8", "fp32"))
+    int8, fp32 = (
+        next(run for run in profile.runs if run.label == label) for label in ("int8", "fp32")
+    )
     assert int8.peak_bytes > 0 < fp32.peak_bytes
     assert int8.forward < fp32.forward
     profile.save(tmp_path / "t4.json")
     with pytest.raises(ProfileError, match="measured on another machine"):
         Profile.load(tmp_path / "t4.json")
     assert Profile.load(tmp_path / "t4.json", any_machine=True) == profile
-    assert "flatten" not in str(profile) and "1 operator more: no time, and nothing kept" in str(profile)
+    assert "flatten" not in str(profile) and "1 operator more: no time, and nothing kept" in str(
+        profile
+    )
     assert "e-1" not in str(profile), "what rounding leaves of nothing is nothing"
 
 
@@ -88,7 +102,14 @@ def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
         timeline = qsync_fx.replay(Plan.uniform(run.label), profile)
         assert run.peak_bytes == timeline.peak_bytes["t4"] - 4 * 3 * state - 4 * BATCH.numel()
     one = measure(
-        net, step, [BATCH], ["fp32"], repeats=1, optimizer=torch.optim.AdamW, sensitivity=None, progress=False
+        net,
+        step,
+        [BATCH],
+        ["fp32"],
+        repeats=1,
+        optimizer=torch.optim.AdamW,
+        sensitivity=None,
+        progress=False,
     )
     assert one.runs[0].peak_bytes == pytest.approx(profile.runs[0].peak_bytes, rel=0.02)
     for found in (one, profile):
@@ -96,7 +117,12 @@ def test_a_step_holds_what_one_that_is_measured_holds(profile: Profile) -> None:
 
 
 def test_a_file_of_ones_own_has_profiles_too(tmp_path: Path) -> None:
-    text = Path(T4.path).read_text().replace('name = "t4"', 'name = "half"').replace("peak = 65e12", "peak = 32.5e12")
+    text = (
+        Path(T4.path)
+        .read_text()
+        .replace('name = "t4"', 'name = "half"')
+        .replace("peak = 65e12", "peak = 32.5e12")
+    )
     (tmp_path / "half.toml").write_text(text)
     half = qsync_fx.catalog_profile(tmp_path / "half.toml", model(), step, BATCH, ["fp16"])
     whole = qsync_fx.catalog_profile(T4, model(), step, BATCH, ["fp16"])
@@ -138,4 +164,6 @@ def test_sizes_that_dynamo_has_seen_before_do_not_matter() -> None:
 
 def test_a_step_that_does_not_call_its_model_is_an_error() -> None:
     with pytest.raises(ProfileError, match="did not call the model"):
-        qsync_fx.catalog_profile(T4, model(), lambda net, batch: torch.zeros(1, requires_grad=True).sum(), BATCH)
+        qsync_fx.catalog_profile(
+            T4, model(), lambda net, batch: torch.zeros(1, requires_grad=True).sum(), BATCH
+        )

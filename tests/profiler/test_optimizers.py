@@ -35,7 +35,9 @@ def test_it_is_what_the_optimizer_takes(make: Make) -> None:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    held = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.numel() > 1)
+    held = sum(
+        v.nbytes for state in optimizer.state.values() for v in state.values() if v.numel() > 1
+    )
     found = optimizer_memory(optimizer)
     assert found.state_bytes(numels) == held
     assert found.step_bytes(numels) == pytest.approx(measured_peak(optimizer.step), abs=1024)

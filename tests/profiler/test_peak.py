@@ -43,7 +43,9 @@ def test_what_the_step_before_left_behind_is_not_part_of_it() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_training_step_holds_gradients_and_what_is_saved_but_no_state_that_was_there_before(momentum: float) -> None:
+def test_a_training_step_holds_gradients_and_what_is_saved_but_no_state_that_was_there_before(
+    momentum: float,
+) -> None:
     layer = nn.Linear(64, 32, bias=False)
     x = torch.randn(16, 64)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=momentum)

@@ -52,7 +52,9 @@ def taken() -> Profile:
         ["fp32", "bf16"],
         runs,
         optimizer="AdamW",
-        collectives=[Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)], 0.9, copies=1e-10, buffers=8e-4)],
+        collectives=[
+            Collective("gloo", 2, [(1024, 1e-4), (1048576, 2e-3)], 0.9, copies=1e-10, buffers=8e-4)
+        ],
         sensitivity=Sensitivity("second_order", "Net", {"fc/linear": {"bf16": 0.125}}, steps=50),
         codecs=[CodecSpeed("qsgd8", 11e9, 19e9), CodecSpeed("fp32", 10e9, 12e9)],
         loss_memory=LossMemory(held=1024, most=4096),
@@ -67,11 +69,17 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 def test_a_notebook_shows_one_line() -> None:
     said = repr(taken())
-    assert said.startswith("Profile(Net of ") and "operators, " in said and said.endswith(" ms in fp32)")
+    assert (
+        said.startswith("Profile(Net of ")
+        and "operators, " in said
+        and said.endswith(" ms in fp32)")
+    )
     assert len(said) < 150 and "\n" not in said
 
 
-def test_a_file_of_before_losses_were_asked_is_read_as_of_one_that_is_not_known(tmp_path: Path) -> None:
+def test_a_file_of_before_losses_were_asked_is_read_as_of_one_that_is_not_known(
+    tmp_path: Path,
+) -> None:
     tree: Any = PROFILE.plain(taken())
     del tree["loss_memory"]
     (tmp_path / "net.json").write_text(json.dumps(tree))
@@ -93,11 +101,16 @@ def test_a_file_of_before_copies_and_buffers_were_measured_is_read_as_one_that_d
 
 def test_a_profile_says_what_gradients_that_are_sent_take() -> None:
     said = str(taken())
-    assert "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 ms" in said
+    assert (
+        "of which 90% are the processor's; into buckets and out of them at 10GB/s; buffers in 0.8 ms"
+        in said
+    )
 
 
 @pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=100_000, most=500_000)])
-def test_peaks_of_replays_and_plans_are_those_of_the_loss_that_a_profile_knows(loss: LossMemory | None) -> None:
+def test_peaks_of_replays_and_plans_are_those_of_the_loss_that_a_profile_knows(
+    loss: LossMemory | None,
+) -> None:
     profile = replace(taken(), optimizer_memory=SGD, loss_memory=loss)
     plan = qsync_fx.Plan.uniform("fp32")
     (found,) = qsync_fx.replay(plan, profile).peak_bytes.values()
@@ -105,7 +118,9 @@ def test_peaks_of_replays_and_plans_are_those_of_the_loss_that_a_profile_knows(l
     chosen = qsync_fx.find_plan(profile, objective="fastest", budget=1e9, memory=1e9)
     (figures,) = chosen.judged.classes.values()
     (asked,) = chosen.plans.values()
-    assert figures.peak_bytes == most_bytes(states(profile.graph, asked), TrainingMemory(SGD, loss=loss))
+    assert figures.peak_bytes == most_bytes(
+        states(profile.graph, asked), TrainingMemory(SGD, loss=loss)
+    )
 
 
 def test_a_loaded_profile_is_replayed_without_the_model(tmp_path: Path) -> None:

@@ -22,9 +22,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_log_has_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_has_a_line_now_and_then(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     with shown.progress("measuring", 6) as advance:
-        for part, seconds, left in (("a", 10, None), ("b", 10, None), ("c", 10, 200.0), ("d", 4, 5.0), ("e", 1, 3.0)):
+        for part, seconds, left in (
+            ("a", 10, None),
+            ("b", 10, None),
+            ("c", 10, 200.0),
+            ("d", 4, 5.0),
+            ("e", 1, 3.0),
+        ):
             clock[0] += seconds
             advance(part, left)
         clock[0] += 20
@@ -68,7 +76,11 @@ with progress("measuring [m]", 3) as advance:
                 said += part
     os.close(ours)
     assert process.returncode == 0
-    assert b"measuring [m]" in said and b"compiled [b], about 1.5 minutes left" in said and b"2/3" in said
+    assert (
+        b"measuring [m]" in said
+        and b"compiled [b], about 1.5 minutes left" in said
+        and b"2/3" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,18 @@ def test_kernels_take_what_the_device_says_where_it_has_no_time_to_wait() -> Non
     device = Clockwork()
     found = stepped(device, StepSeconds(18.0, 18.0, 0.0))
     assert {line: taken for line, taken in found.items() if taken} == {
-        (line, backward): seconds for backward in (False, True) for line, seconds in ((4, 3.0), (6, 2.0), (9, 1.0))
+        (line, backward): seconds
+        for backward in (False, True)
+        for line, seconds in ((4, 3.0), (6, 2.0), (9, 1.0))
     }
     assert device.held == 3
 
 
 def test_what_the_device_waits_for_is_shared_out_by_what_python_is_at() -> None:
     found = stepped(Clockwork(), StepSeconds(18.0, 28.0, 0.0))
-    assert sum(taken for (_, backward), taken in found.items() if not backward) == pytest.approx(6.0)
+    assert sum(taken for (_, backward), taken in found.items() if not backward) == pytest.approx(
+        6.0
+    )
     assert sum(taken for (_, backward), taken in found.items() if backward) == pytest.approx(16.0)
     # The line that sleeps has no kernel, and nearly all of the waiting.
     assert found[5, True] > 9.0
@@ -101,15 +105,24 @@ def test_a_step_of_inductor_is_shared_out_among_its_operators() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 8))
     training = TrainingStep(
-        lambda model, x: model(x).square().mean(), torch.randn(512, 256), None, model.zero_grad, time.perf_counter
+        lambda model, x: model(x).square().mean(),
+        torch.randn(512, 256),
+        None,
+        model.zero_grad,
+        time.perf_counter,
     )
     with compiling() as compile_under, watching() as files:
         compiled = compile_under(model, {"precision": "bf16"}, training)
         whole = training.run(compiled)
-        with timing_kernels(files, Processor()) as queued, torch.autograd.set_multithreading_enabled(False):
-            TrainingStep(training.step, training.batch, None, training.zero, queued.clock).run(compiled, queued)
+        with (
+            timing_kernels(files, Processor()) as queued,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            TrainingStep(training.step, training.batch, None, training.zero, queued.clock).run(
+                compiled, queued
+            )
     found = attribute(queued.seconds(whole), files)
-    assert {"0", "1", "2", "3"} <= {name.split(".")[0].split("/")[0] for name in found.operators} or len(
-        found.operators
-    ) == 4
+    assert {"0", "1", "2", "3"} <= {
+        name.split(".")[0].split("/")[0] for name in found.operators
+    } or len(found.operators) == 4
     assert all(forward > 0 and backward > 0 for forward, backward in found.operators.values())

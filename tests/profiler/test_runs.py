@@ -13,12 +13,19 @@ from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun, leve
 
 def run(label: str, seconds: float, longer: list[float]) -> MeasuredRun:
     """A run whose steps took so many times as long as they would undisturbed, and its operator two thirds of the typical one."""
-    steps = [(0.25 * seconds * factor, 0.75 * seconds * factor, 0.1 * seconds * factor) for factor in longer]
+    steps = [
+        (0.25 * seconds * factor, 0.75 * seconds * factor, 0.1 * seconds * factor)
+        for factor in longer
+    ]
     typical = statistics.median(longer) * seconds
-    return MeasuredRun(label, steps, 0, [MeasuredOperator("fc/linear", "fp32", "fp32", typical / 6, typical / 2)])
+    return MeasuredRun(
+        label, steps, 0, [MeasuredOperator("fc/linear", "fp32", "fp32", typical / 6, typical / 2)]
+    )
 
 
-def test_one_plan_that_was_disturbed_more_than_others_is_put_as_if_it_had_been_as_they_were() -> None:
+def test_one_plan_that_was_disturbed_more_than_others_is_put_as_if_it_had_been_as_they_were() -> (
+    None
+):
     quiet = [1.0, 1.0, 1.01, 1.0, 1.02, 1.01, 1.0, 1.01]
     disturbed = [1.0, 1.3, 1.5, 1.0, 1.2, 1.4, 1.0, 1.3]
     before = [run("a", 1.0, quiet), run("b", 2.0, disturbed), run("c", 3.0, quiet)]
@@ -37,7 +44,11 @@ def test_what_steps_take_by_chance_is_nearer_to_what_they_take() -> None:
     chance, by_median, by_level = random.Random(7), [], []
     for _ in range(200):
         runs = [
-            run(str(at), 1.0, [1 + chance.expovariate(4.0) * (chance.random() < 0.6) for _ in range(15)])
+            run(
+                str(at),
+                1.0,
+                [1 + chance.expovariate(4.0) * (chance.random() < 0.6) for _ in range(15)],
+            )
             for at in range(6)
         ]
         for found, errors in ((runs, by_median), (levelled(runs), by_level)):
@@ -51,7 +62,9 @@ def test_what_steps_take_by_chance_is_nearer_to_what_they_take() -> None:
     seconds=st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=6),
     longer=st.lists(st.floats(1.0, 4.0), min_size=1, max_size=9),
 )
-def test_plans_that_were_disturbed_alike_stay_as_they_are(seconds: list[float], longer: list[float]) -> None:
+def test_plans_that_were_disturbed_alike_stay_as_they_are(
+    seconds: list[float], longer: list[float]
+) -> None:
     runs = [run(str(at), each, longer) for at, each in enumerate(seconds)]
     for before, now in zip(runs, levelled(runs), strict=True):
         assert now.passes == pytest.approx(before.passes, rel=1e-9)

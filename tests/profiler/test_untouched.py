@@ -37,10 +37,14 @@ def test_nothing_is_left_of_training(name: str, trained: bool) -> None:
         train(model, optimizer)
     model(torch.randn(4, 1, 8, 8)).sum().backward()
     model.norm.eval()
-    values = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    values = {
+        name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()
+    }
     gradients = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
     modes = [module.training for module in model.modules()]
-    state = {p: {key: (v, v.clone()) for key, v in kept.items()} for p, kept in optimizer.state.items()}
+    state = {
+        p: {key: (v, v.clone()) for key, v in kept.items()} for p, kept in optimizer.state.items()
+    }
     groups = [dict(group) for group in optimizer.param_groups]
     generators = (
         torch.get_rng_state(),
@@ -67,7 +71,9 @@ def test_nothing_is_left_of_training(name: str, trained: bool) -> None:
     assert [dict(group) for group in optimizer.param_groups] == groups
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert rounding_stream.state_dict() == generators[1]
-    assert random.getstate() == generators[2] and numpy.random.get_state()[1].tolist() == generators[3]
+    assert (
+        random.getstate() == generators[2] and numpy.random.get_state()[1].tolist() == generators[3]
+    )
 
 
 def test_all_is_put_back_after_an_error() -> None:

@@ -19,10 +19,14 @@ def backward() -> tuple[fx.Graph, dict[str, fx.Node]]:
     graph = fx.Graph()
     incoming = graph.placeholder("incoming")
     found = {"gate": graph.call_function(aten.threshold_backward.default, (incoming, incoming, 0))}
-    found["both"] = graph.call_function(aten.convolution_backward.default, (found["gate"], incoming, incoming))
+    found["both"] = graph.call_function(
+        aten.convolution_backward.default, (found["gate"], incoming, incoming)
+    )
     found["of_input"] = graph.call_function(operator.getitem, (found["both"], 0))
     found["narrow"] = graph.call_function(aten._to_copy.default, (found["of_input"],))
-    found["second"] = graph.call_function(aten.convolution_backward.default, (found["narrow"], incoming, incoming))
+    found["second"] = graph.call_function(
+        aten.convolution_backward.default, (found["narrow"], incoming, incoming)
+    )
     return graph, found
 
 
@@ -51,12 +55,16 @@ def test_the_gradients_of_a_convolution_are_one_call_of_its_own() -> None:
     """Pins what is used of Inductor: a call with two results is told with all nodes that its operands are made of, itself the last."""
     model = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3), nn.ReLU())
     with watching() as files:
-        compiled = torch.compile(model, backend="qsync", options={"precision": "fp32"}, dynamic=False)
+        compiled = torch.compile(
+            model, backend="qsync", options={"precision": "fp32"}, dynamic=False
+        )
         compiled(torch.randn(2, 3, 8, 8, requires_grad=True)).square().sum().backward()
     kernels = [kernel for lines in files.values() for kernel in lines.values()]
     calls = [kernel for kernel in kernels if kernel.library]
     assert ["convolution" in node.target for call in calls for node in call.nodes] == [True, True]
-    assert {node.owner for call in calls for node in call.nodes if node.owner is not None} == {"1/conv2d"}
+    assert {node.owner for call in calls for node in call.nodes if node.owner is not None} == {
+        "1/conv2d"
+    }
     for kernel in kernels:
         turns = ["convolution" in node.target for node in kernel.nodes]
         assert kernel.library or all(turns) or not any(turns), kernel.name

@@ -22,7 +22,9 @@ def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
     """Runs the training that is killed by torchrun, which starts it again once; returns what each rank wrote."""
     folder.mkdir()
     # Ranks of torch 2.13 that are restarted find the addresses of those before them in the store that they share with torchrun.
-    environment = forks.shell({**os.environ, **ENVIRONMENT}) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = forks.shell({**os.environ, **ENVIRONMENT}) | {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+    }
     python = environment["PYTHON_EXEC"]
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with subprocess.Popen(
@@ -44,10 +46,14 @@ def restarted(ranks: int, folder: Path) -> list[dict[str, Any]]:
 @tiers.ALL
 def test_the_noise_of_the_averaged_gradient_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
     ranks = run("variance", 4, tmp_path / "variance")
-    assert len({rank["generator"] for rank in ranks}) == 1, "torch's generators are where one seed leaves them"
+    assert len({rank["generator"] for rank in ranks}) == 1, (
+        "torch's generators are where one seed leaves them"
+    )
     found = {int(n): value for n, value in ranks[0]["variance"].items()}
     assert found[1] > 0
-    assert all(rank["variance"]["4"] == found[4] for rank in ranks), "all ranks hold the same average"
+    assert all(rank["variance"]["4"] == found[4] for rank in ranks), (
+        "all ranks hold the same average"
+    )
     for n in (2, 4):
         assert found[n] * n / found[1] == pytest.approx(1, rel=0.15)
 

@@ -36,8 +36,12 @@ def _through_a_file(state: Tensor) -> Tensor:
     return loaded
 
 
-@pytest.mark.parametrize("kept", [lambda state: state, copy.deepcopy, _through_a_file], ids=["itself", "copy", "file"])
-def test_a_state_that_is_set_back_brings_the_rounding_back(kept: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "kept", [lambda state: state, copy.deepcopy, _through_a_file], ids=["itself", "copy", "file"]
+)
+def test_a_state_that_is_set_back_brings_the_rounding_back(
+    kept: Callable[[Tensor], Tensor],
+) -> None:
     step = started()
     manual_seed(3)
     step()
@@ -98,7 +102,9 @@ def test_a_state_by_way_of_json_goes_on_as_the_run_did() -> None:
 
 
 @pytest.mark.parametrize("loaded_first", [True, False])
-def test_it_does_not_matter_whether_torch_s_state_is_set_before_or_after(loaded_first: bool) -> None:
+def test_it_does_not_matter_whether_torch_s_state_is_set_before_or_after(
+    loaded_first: bool,
+) -> None:
     step = started()
     manual_seed(3)
     step()
@@ -124,7 +130,15 @@ def test_seeding_after_a_state_was_set_wins() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [None, [1], {}, {"seed": 1}, {"seed": 1, "draws": -1}, {"seed": 1.5, "draws": 1}, {"seed": 1, "draws": True}],
+    [
+        None,
+        [1],
+        {},
+        {"seed": 1},
+        {"seed": 1, "draws": -1},
+        {"seed": 1.5, "draws": 1},
+        {"seed": 1, "draws": True},
+    ],
 )
 def test_what_is_no_state_is_refused_and_changes_nothing(wrong: Any) -> None:
     before = qsync_fx.rounding_stream.state_dict()

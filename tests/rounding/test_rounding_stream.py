@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from torch import Tensor, manual_seed, nn  # manual_seed by name, before anything of qsync_fx watches it
+from torch import (
+    Tensor,
+    manual_seed,
+    nn,
+)  # manual_seed by name, before anything of qsync_fx watches it
 
 import qsync_fx
 from qsync_fx.rounding import number
@@ -77,8 +81,12 @@ def test_dropout_drops_what_fp32_drops() -> None:
 # Seeds.
 
 
-@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)])
-def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(inner_backend: str) -> None:
+@pytest.mark.parametrize(
+    "inner_backend", ["eager", "aot_eager", pytest.param("inductor", marks=tiers.ALL)]
+)
+def test_the_same_seed_twice_gives_the_same_run_though_nothing_else_drew(
+    inner_backend: str,
+) -> None:
     step = started(inner_backend=inner_backend)
     runs = []
     for _ in range(2):
@@ -164,7 +172,11 @@ def test_evaluation_nearest_and_fp32_draw_nothing() -> None:
     model = build(Perceptron)
     x = torch.randn(4, 16)
     before = _draws()
-    for options in ({"precision": "fp32"}, {"precision": "bf16"}, {"precision": "int8", "rounding": "nearest"}):
+    for options in (
+        {"precision": "fp32"},
+        {"precision": "bf16"},
+        {"precision": "int8", "rounding": "nearest"},
+    ):
         compiled(model, **options)(x).sum().backward()
     with torch.no_grad():
         compiled(model, precision="int8")(x)
@@ -207,7 +219,9 @@ def test_every_graph_of_a_step_draws_its_own() -> None:
     ("inner_backend", "budget"),
     [("aot_eager", 0.1), ("aot_eager", 0.5), pytest.param("inductor", 0.5, marks=tiers.ALL)],
 )
-def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(inner_backend: str, budget: float) -> None:
+def test_what_a_memory_budget_recomputes_is_rounded_as_it_was(
+    inner_backend: str, budget: float
+) -> None:
     step = started(inner_backend=inner_backend)
     manual_seed(3)
     kept = step()

@@ -41,7 +41,10 @@ class Transposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Module()
-        self.layer.weight, self.layer.bias = nn.Parameter(torch.randn(4, 9)), nn.Parameter(torch.randn(4))
+        self.layer.weight, self.layer.bias = (
+            nn.Parameter(torch.randn(4, 9)),
+            nn.Parameter(torch.randn(4)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.layer.bias, x, self.layer.weight.t())
@@ -53,7 +56,10 @@ class Written(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Module()
-        self.layer.weight, self.layer.bias = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(4))
+        self.layer.weight, self.layer.bias = (
+            nn.Parameter(torch.randn(9, 4)),
+            nn.Parameter(torch.randn(4)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.layer.weight + self.layer.bias
@@ -86,7 +92,9 @@ def values(t: Tensor, fmt: str) -> Tensor:
     return q.double() * scale.double()
 
 
-def draws(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor, gradient: Tensor) -> Iterator[list[Tensor]]:
+def draws(
+    run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor, gradient: Tensor
+) -> Iterator[list[Tensor]]:
     for _ in range(DRAWS):
         yield list(torch.autograd.grad(run(x), (x, layer.weight, layer.bias), gradient))
 
@@ -109,7 +117,9 @@ def under_inductor(make: type[nn.Module], fmt: str) -> Any:
         *(under_inductor(make, fmt) for fmt in ("bf16", "int8") for make in LAYERS),
     ],
 )
-def test_gradients_are_right_on_average(make: type[nn.Module], fmt: str, inner_backend: str) -> None:
+def test_gradients_are_right_on_average(
+    make: type[nn.Module], fmt: str, inner_backend: str
+) -> None:
     """Of a layer whose input is FP32, and so its gradient: what is rounded is what comes in, and the product is not rounded at all."""
     model = build(make)
     x, layer = torch.randn(LAYERS[make], requires_grad=True), model.layer
@@ -125,13 +135,21 @@ def test_gradients_are_right_on_average(make: type[nn.Module], fmt: str, inner_b
     exact = torch.autograd.grad(exact_layer(operands[0]), leaves, gradient.double())
     for rounding in ("stochastic", "nearest"):
         torch._dynamo.reset()
-        run = compiled(model, precision=fmt, inner_backend=inner_backend, **{**HOW, "gradient_rounding": rounding})
+        run = compiled(
+            model,
+            precision=fmt,
+            inner_backend=inner_backend,
+            **{**HOW, "gradient_rounding": rounding},
+        )
         found = [
-            greatest_z(d, e) for d, e in zip(zip(*draws(run, layer, x, gradient), strict=True), exact, strict=True)
+            greatest_z(d, e)
+            for d, e in zip(zip(*draws(run, layer, x, gradient), strict=True), exact, strict=True)
         ]
         # Where the output is FP32, as that of INT8 here, the gradient of a bias is summed before anything is rounded.
         checked = found if fmt == "bf16" and make is not Written else found[:2]
-        assert max(found) < LARGEST_Z if rounding == "stochastic" else min(checked) > 3 * LARGEST_Z, (rounding, found)
+        assert (
+            max(found) < LARGEST_Z if rounding == "stochastic" else min(checked) > 3 * LARGEST_Z
+        ), (rounding, found)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "int8"])
@@ -146,9 +164,14 @@ def test_a_gradient_that_stays_in_bf16_is_rounded_from_its_sum_in_fp32(fmt: str)
     for rounding in ("stochastic", "nearest"):
         torch._dynamo.reset()
         run = compiled(
-            lambda x: model(x), precision=fmt, inner_backend="eager", **{**HOW, "gradient_rounding": rounding}
+            lambda x: model(x),
+            precision=fmt,
+            inner_backend="eager",
+            **{**HOW, "gradient_rounding": rounding},
         )
-        found = greatest_z((torch.autograd.grad(run(x), first.weight, gradient)[0] for _ in range(DRAWS)), exact)
+        found = greatest_z(
+            (torch.autograd.grad(run(x), first.weight, gradient)[0] for _ in range(DRAWS)), exact
+        )
         assert found < LARGEST_Z if rounding == "stochastic" else found > 3 * LARGEST_Z
 
 
@@ -174,19 +197,25 @@ def test_rounding_to_torchs_own_types(fmt: str, dtype: torch.dtype) -> None:
     assert torch.equal(nearest.view(torch.int16)[:-2], x.to(dtype).view(torch.int16)[:-2])
     assert nearest[-2].isnan()
     below, above = round_to(x, SEED, 0, fmt, "floor"), -round_to(-x, SEED, 0, fmt, "floor")
-    drawn = torch.stack([round_to(x, torch.tensor([seed]), 0, fmt, "stochastic") for seed in range(DRAWS)])
+    drawn = torch.stack(
+        [round_to(x, torch.tensor([seed]), 0, fmt, "stochastic") for seed in range(DRAWS)]
+    )
     assert ((drawn == below) | (drawn == above) | x.isnan()).all()
     rounded = (below != above) & below.isfinite() & above.isfinite()
     assert greatest_z((d[rounded] for d in drawn), x[rounded].double()) < LARGEST_Z
     in_torch = reference.round_to(x, SEED, 3, gridded_format(fmt, x), "stochastic")
-    assert torch.equal(round_to(x, SEED, 3, fmt, "stochastic").nan_to_num(1, 2, 3), in_torch.nan_to_num(1, 2, 3))
+    assert torch.equal(
+        round_to(x, SEED, 3, fmt, "stochastic").nan_to_num(1, 2, 3), in_torch.nan_to_num(1, 2, 3)
+    )
 
 
 def test_an_operator_of_a_package_asks_for_it() -> None:
     gradient = torch.randn(64, 64)
     folds = {"activation": None}
     to_nearest, _ = round_gradients(gradient, folds, SEED, 0, "int8", "stochastic")["activation"]  # type: ignore[arg-type]
-    drawn, _ = round_gradients(gradient, folds, SEED, 0, "int8", "nearest", gradients="stochastic")["activation"]  # type: ignore[arg-type]
+    drawn, _ = round_gradients(gradient, folds, SEED, 0, "int8", "nearest", gradients="stochastic")[
+        "activation"
+    ]  # type: ignore[arg-type]
     assert torch.equal(to_nearest, gradient.bfloat16())
     assert not torch.equal(drawn, to_nearest)
     assert (drawn - gradient).abs().max() <= 2**-7 * gradient.abs().max()

@@ -40,7 +40,9 @@ from tests.support.models.small_models import (
         *(pytest.param(fmt, "inductor", marks=tiers.EVERY) for fmt in ("bf16", "int8", "fp8")),
     ],
 )
-def test_the_forward_pass_is_the_same_and_gradients_are_as_near(fmt: str, inner_backend: str) -> None:
+def test_the_forward_pass_is_the_same_and_gradients_are_as_near(
+    fmt: str, inner_backend: str
+) -> None:
     found = {}
     for rounding in ("nearest", "stochastic"):
         torch._dynamo.reset()
@@ -102,18 +104,25 @@ def test_checkpointed_regions_round_as_without(fmt: str) -> None:
     class Model(nn.Module):
         def __init__(self, checkpointed: bool) -> None:
             super().__init__()
-            self.body, self.checkpointed = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), checkpointed
+            self.body, self.checkpointed = (
+                nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+                checkpointed,
+            )
             self.head = nn.Linear(16, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            body = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+            body = (
+                checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+            )
             return self.head(x + body)
 
     found = []
     for checkpointed in (False, True):
         model = build(lambda here=checkpointed: Model(here))
         torch.manual_seed(5)
-        compiled(model, precision=fmt, gradient_rounding="stochastic")(torch.randn(8, 16)).square().mean().backward()
+        compiled(model, precision=fmt, gradient_rounding="stochastic")(
+            torch.randn(8, 16)
+        ).square().mean().backward()
         found.append(gradients(model))
     assert_equal(*found)
 
@@ -150,14 +159,17 @@ def test_what_stays_rounded_to_the_nearest_says_so() -> None:
 
     options = {"precision": "bf16", "gradient_rounding": "stochastic"}
     found = {
-        op.id.operator: op.reason for op in qsync_fx.explain(Scores(), torch.randn(2, 5, 16), options=options).operators
+        op.id.operator: op.reason
+        for op in qsync_fx.explain(Scores(), torch.randn(2, 5, 16), options=options).operators
     }
     assert "nearest" not in found["linear"]
     assert "its gradients are rounded to the nearest value" in found["matmul"]
 
 
 def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+    )
     plan = qsync_fx.Plan.uniform("bf16").with_precision("2", "int8")
     options: dict[str, Any] = {"plan": plan, "gradient_rounding": "stochastic"}
     found = qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options=options)
@@ -172,17 +184,28 @@ def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
     assert any(stream < GRADIENTS for stream in streams)
     assert any(GRADIENTS <= stream < RESULT for stream in streams)
     # What the backward pass of an operator adds to its own stream leads to no other's.
-    drawn = [stream + place + more for stream in streams for place in (0, *BACKWARD.values()) for more in (0, RESULT)]
+    drawn = [
+        stream + place + more
+        for stream in streams
+        for place in (0, *BACKWARD.values())
+        for more in (0, RESULT)
+    ]
     assert len(set(drawn)) == len(drawn)
     assert max(drawn) < 2**32
 
     @qsync_fx.graph_pass(after="stochastic_gradients")
     def draw_alike(graph: qsync_fx.PrecisionGraph) -> None:
-        first, second, *_ = (op for op in graph.operators("adjustable") if op.note.stream is not None)
+        first, second, *_ = (
+            op for op in graph.operators("adjustable") if op.note.stream is not None
+        )
         second.update(stream=first.note.stream)
 
     with pytest.raises(PassError, match="each rounding draws from a stream of its own"):
-        qsync_fx.explain(model, torch.randn(4, 16, requires_grad=True), options={**options, "passes": [draw_alike]})
+        qsync_fx.explain(
+            model,
+            torch.randn(4, 16, requires_grad=True),
+            options={**options, "passes": [draw_alike]},
+        )
 
 
 def test_a_graph_that_runs_out_of_streams_is_told() -> None:

@@ -45,7 +45,9 @@ def linear(fmt: str, rounding: str, channel: bool) -> Run:
         a = operand(x, fmt, rounding, [0] if channel else [], 0, seed)
         b = operand(weight, fmt, rounding, [0] if channel else [], 1, seed)
         how = fmt, rounding, torch.float32
-        y: Tensor = torch.ops.qsync.linear.default(x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how)
+        y: Tensor = torch.ops.qsync.linear.default(
+            x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how
+        )
         return y
 
     return run
@@ -56,7 +58,9 @@ def convolution(fmt: str, rounding: str, channel: bool) -> Run:
         a = operand(x, fmt, rounding, [0] if channel else [], 0, seed)
         b = operand(weight, fmt, rounding, [0] if channel else [], 1, seed)
         how = [2], [1], [1], False, [0], 1, [0, 1, 2], fmt, rounding, torch.float32
-        y: Tensor = torch.ops.qsync.convolution.default(x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how)
+        y: Tensor = torch.ops.qsync.convolution.default(
+            x, weight, None, a.q, a.scale, b.q, b.scale, seed, 2, *how
+        )
         return y
 
     return run
@@ -66,14 +70,22 @@ def strided(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv1d(x, weight, None, 2, 1)
 
 
-LAYERS = {"linear": (linear, F.linear, (6, 9), (4, 9)), "convolution": (convolution, strided, (3, 4, 7), (5, 4, 3))}
+LAYERS = {
+    "linear": (linear, F.linear, (6, 9), (4, 9)),
+    "convolution": (convolution, strided, (3, 4, 7), (5, 4, 3)),
+}
 
 
-def results(layer: str, fmt: str, rounding: str, channel: bool) -> list[tuple[list[Tensor], Tensor, Tensor]]:
+def results(
+    layer: str, fmt: str, rounding: str, channel: bool
+) -> list[tuple[list[Tensor], Tensor, Tensor]]:
     """Returns for output and both gradients: one for each seed, what they are in FP64, and what carriers may add."""
     make, plain, shape, weight_shape = LAYERS[layer]
     torch.manual_seed(0)
-    x, weight = torch.randn(shape, requires_grad=True), torch.randn(weight_shape, requires_grad=True)
+    x, weight = (
+        torch.randn(shape, requires_grad=True),
+        torch.randn(weight_shape, requires_grad=True),
+    )
     run = make(fmt, rounding, channel)
     # Exact in BF16.
     gradient = torch.randn(plain(x, weight).shape).bfloat16().float()
@@ -82,14 +94,22 @@ def results(layer: str, fmt: str, rounding: str, channel: bool) -> list[tuple[li
     magnitude = all_of(plain, x.double().abs(), weight.double().abs(), gradient.double().abs())
     row = FORMATS[fmt]
     one = unit(row.carrier.dtype)
-    allowed = [one * (m if channel and row.gradient.plain else e.abs()) for m, e in zip(magnitude, exact, strict=True)]
+    allowed = [
+        one * (m if channel and row.gradient.plain else e.abs())
+        for m, e in zip(magnitude, exact, strict=True)
+    ]
     # The output is FP32 here, and so is what it is computed in.
     allowed[0] = torch.zeros_like(exact[0])
     found = [all_of(functools.partial(run, seed=seed), x, weight, gradient) for seed in seeds()]
-    return [(list(draws), e, a) for draws, e, a in zip(zip(*found, strict=True), exact, allowed, strict=True)]
+    return [
+        (list(draws), e, a)
+        for draws, e, a in zip(zip(*found, strict=True), exact, allowed, strict=True)
+    ]
 
 
-def all_of(layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
+def all_of(
+    layer: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, gradient: Tensor
+) -> list[Tensor]:
     y = layer(x, weight)
     return [y.detach(), *torch.autograd.grad(y, (x, weight), gradient)]
 
@@ -114,7 +134,9 @@ def test_gradients_that_are_exact_in_the_carrier_have_no_bias_left() -> None:
     # Products of levels with 1 and -1, two or three of them: whole numbers that BF16 holds, and FP8 times E5M2 has seven bits.
     x, weight = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5, requires_grad=True)
     gradient = torch.tensor([[1.0, -1.0], [1.0, 0.0]])
-    exact = torch.autograd.grad(F.linear(x.double(), weight.double()), (x, weight), gradient.double())
+    exact = torch.autograd.grad(
+        F.linear(x.double(), weight.double()), (x, weight), gradient.double()
+    )
     run = linear("int8", "stochastic", False)
     draws = [torch.autograd.grad(run(x, weight, seed), (x, weight), gradient) for seed in seeds()]
     for found, expected in zip(zip(*draws, strict=True), exact, strict=True):

@@ -26,7 +26,9 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError(28, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, OSError(28, "No space left on device")]
+)
 def test_what_was_there_stays_and_nothing_else_does(
     step: str, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,13 +51,20 @@ def test_text_that_no_file_can_hold(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_the_folder_reaches_the_disk_after_the_name_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_reaches_the_disk_after_the_name_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without that a loss of power may leave a file that was reported as written under no name."""
     synced: list[tuple[bool, list[str]]] = []
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), sorted(p.suffix for p in tmp_path.iterdir())))
+        synced.append(
+            (
+                stat.S_ISDIR(os.fstat(descriptor).st_mode),
+                sorted(p.suffix for p in tmp_path.iterdir()),
+            )
+        )
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -110,7 +119,9 @@ def test_a_file_that_cannot_keep_its_owner_is_not_replaced() -> None:
         os.seteuid(65534)
         try:
             for attempt in (lambda: check_writable(path), lambda: write_text(path, "text")):
-                with pytest.raises(QSyncError, match="cannot keep its owner, user 0 and group 0") as caught:
+                with pytest.raises(
+                    QSyncError, match="cannot keep its owner, user 0 and group 0"
+                ) as caught:
                     attempt()
                 assert caught.value.where == str(path)
         finally:

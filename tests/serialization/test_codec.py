@@ -13,7 +13,13 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from qsync_fx.backend.cuda.kernel_build.library import MANIFEST, Manifest, Resources
-from qsync_fx.backend.cuda.tuning import RECORDING, TABLE, TunedChoice, choice_as_json, problem_as_json
+from qsync_fx.backend.cuda.tuning import (
+    RECORDING,
+    TABLE,
+    TunedChoice,
+    choice_as_json,
+    problem_as_json,
+)
 from qsync_fx.errors import QSyncError
 from qsync_fx.plan import Plan
 from qsync_fx.plan.plan_file import PLAN
@@ -90,30 +96,85 @@ def test_what_is_written_is_read(drawing: Drawing) -> None:
 
 def test_what_has_a_default_may_be_missing() -> None:
     head = {"format": "a drawing", "version": 3}
-    body = {"shapes": [{"kind": "box", "size": [1, 2]}], "colours": {}, "layers": {}, "visible": False}
+    body = {
+        "shapes": [{"kind": "box", "size": [1, 2]}],
+        "colours": {},
+        "layers": {},
+        "visible": False,
+    }
     assert DRAWING.decode(json.dumps(head | body)) == Drawing([Box((1, 2))], {}, {}, False)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "what", "where"),
     [
-        (("version",), 4, "the drawing has version 4, and this qsync_fx reads version 3", "version"),
+        (
+            ("version",),
+            4,
+            "the drawing has version 4, and this qsync_fx reads version 3",
+            "version",
+        ),
         (("version",), 3.0, "the drawing's version is the number 3.0", "version"),
         (("shape",), 1, "a drawing has no field 'shape'", None),
         (("shapes",), "ab", "the drawing has text in place of a list", "shapes"),
         (("shapes",), {"0": 1}, "the drawing has an object in place of a list", "shapes"),
         (("shapes", 0), None, "the drawing has null in place of an object", "shapes[0]"),
-        (("shapes", 0, "kind"), "cone", "the drawing has text in place of 'circle' or 'box'", "shapes[0].kind"),
-        (("shapes", 0, "radius"), "1", "the drawing has text in place of a number", "shapes[0].radius"),
-        (("shapes", 0, "radius"), True, "the drawing has true in place of a number", "shapes[0].radius"),
-        (("shapes", 0, "radius"), math.inf, "has the number Infinity in place of a number", "shapes[0].radius"),
+        (
+            ("shapes", 0, "kind"),
+            "cone",
+            "the drawing has text in place of 'circle' or 'box'",
+            "shapes[0].kind",
+        ),
+        (
+            ("shapes", 0, "radius"),
+            "1",
+            "the drawing has text in place of a number",
+            "shapes[0].radius",
+        ),
+        (
+            ("shapes", 0, "radius"),
+            True,
+            "the drawing has true in place of a number",
+            "shapes[0].radius",
+        ),
+        (
+            ("shapes", 0, "radius"),
+            math.inf,
+            "has the number Infinity in place of a number",
+            "shapes[0].radius",
+        ),
         (("shapes", 0, "radius"), -1, "a circle has no negative radius", "shapes[0]"),
         (("shapes", 0, "r"), 1, "the drawing has an unknown field 'r'", "shapes[0]"),
-        (("shapes", 1, "size"), [1], "the drawing has a list in place of a list of 2", "shapes[1].size"),
-        (("shapes", 1, "size", 1), 2.0, "has the number 2.0 in place of a whole number", "shapes[1].size[1]"),
-        (("shapes", 1, "name"), 7, "the drawing has the number 7 in place of text", "shapes[1].name"),
-        (("colours", "a/b"), "blue", "the drawing has text in place of 'red' or 'green'", 'colours["a/b"]'),
-        (("layers", "one", 0), 10**50, "has a number of 51 digits in place of a whole number", "layers.one[0]"),
+        (
+            ("shapes", 1, "size"),
+            [1],
+            "the drawing has a list in place of a list of 2",
+            "shapes[1].size",
+        ),
+        (
+            ("shapes", 1, "size", 1),
+            2.0,
+            "has the number 2.0 in place of a whole number",
+            "shapes[1].size[1]",
+        ),
+        (
+            ("shapes", 1, "name"),
+            7,
+            "the drawing has the number 7 in place of text",
+            "shapes[1].name",
+        ),
+        (
+            ("colours", "a/b"),
+            "blue",
+            "the drawing has text in place of 'red' or 'green'",
+            'colours["a/b"]',
+        ),
+        (
+            ("layers", "one", 0),
+            10**50,
+            "has a number of 51 digits in place of a whole number",
+            "layers.one[0]",
+        ),
         (("visible",), 1, "the drawing has the number 1 in place of true or false", "visible"),
         (("zoom",), True, "the drawing has true in place of 1 or 2", "zoom"),
         (("zoom",), 1.0, "the drawing has the number 1.0 in place of 1 or 2", "zoom"),
@@ -147,9 +208,25 @@ def test_the_first_of_many_wrong_values_ends_the_reading() -> None:
 
 
 CHOICE = TunedChoice(INT8, "torch", {"torch": 0.5}, {"other": "why"}, True)
-MADE = Manifest("0" * 64, "1" * 64, "small", "sm_90a", "2" * 64, 1, "", Resources(1, 2, 3, 4), "", 1.5, 2.5, "nvcc")
+MADE = Manifest(
+    "0" * 64,
+    "1" * 64,
+    "small",
+    "sm_90a",
+    "2" * 64,
+    1,
+    "",
+    Resources(1, 2, 3, 4),
+    "",
+    1.5,
+    2.5,
+    "nvcc",
+)
 FILES: dict[str, tuple[Schema[Any], Any]] = {
-    "plan": (PLAN, json.loads(Plan("int8", [("a", "bf16")], {"b/linear": "fp32"}, {"by": "me"}).to_json())),
+    "plan": (
+        PLAN,
+        json.loads(Plan("int8", [("a", "bf16")], {"b/linear": "fp32"}, {"by": "me"}).to_json()),
+    ),
     "manifest": (MANIFEST, json.loads(MADE.text())),
     "tuning table": (
         TABLE,
@@ -157,7 +234,10 @@ FILES: dict[str, tuple[Schema[Any], Any]] = {
             "format": "qsync tuning table",
             "version": 1,
             "environment": vars(HERE),
-            "choices": [choice_as_json(CHOICE), choice_as_json(TunedChoice(CONV, "torch", {"torch": 2.0}))],
+            "choices": [
+                choice_as_json(CHOICE),
+                choice_as_json(TunedChoice(CONV, "torch", {"torch": 2.0})),
+            ],
         },
     ),
     "recording": (
@@ -167,7 +247,10 @@ FILES: dict[str, tuple[Schema[Any], Any]] = {
             "version": 1,
             "environment": vars(HERE),
             "arch": "sm_80",
-            "timings": [{"problem": problem_as_json(problem), "seconds": {"torch": [1.0]}} for problem in (BF16, CONV)],
+            "timings": [
+                {"problem": problem_as_json(problem), "seconds": {"torch": [1.0]}}
+                for problem in (BF16, CONV)
+            ],
         },
     ),
     "drawing": (DRAWING, DRAWING.plain(SAMPLE)),
@@ -176,7 +259,9 @@ FILES: dict[str, tuple[Schema[Any], Any]] = {
 
 def places(tree: object) -> Iterator[tuple[Any, Any]]:
     """Yields each object and list in a tree with each of its keys."""
-    keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    keys = (
+        list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    )
     for key in keys:
         yield tree, key
         yield from places(tree[key])  # type: ignore[index]
@@ -201,7 +286,9 @@ def test_every_value_of_another_type_and_every_other_field_is_refused(name: str)
                 tried += 1
         holder[key] = kept
         if isinstance(holder, dict):
-            twice = json.dumps(tree).replace(f"{json.dumps(key)}: ", f"{json.dumps(key)}: 1, {json.dumps(key)}: ", 1)
+            twice = json.dumps(tree).replace(
+                f"{json.dumps(key)}: ", f"{json.dumps(key)}: 1, {json.dumps(key)}: ", 1
+            )
             with pytest.raises(schema.error):
                 schema.decode(twice)
     assert json.dumps(tree) == text and tried >= 4

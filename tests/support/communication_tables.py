@@ -21,7 +21,9 @@ def codec_accuracy() -> str:
         ),
         "seeds": lambda row: str(len(row["each"])),
     }
-    sizes = dict.fromkeys(f"{row['task']}: {row['size']}" for row in rows_of("codec_accuracy") if "size" in row)
+    sizes = dict.fromkeys(
+        f"{row['task']}: {row['size']}" for row in rows_of("codec_accuracy") if "size" in row
+    )
     return "\n".join([table_of("codec_accuracy", columns), "", *(f"{size}." for size in sizes)])
 
 
@@ -33,7 +35,9 @@ def aqgb_fig3() -> str:
         "paper": lambda row: "" if row["paper"] is None else f"{row['paper']:.0%}",
         "to 0.68 s": lambda row: f"{percent(row['overlap_last'])} ({percent(row['rule_last'])})",
         "all delivered at": lambda row: f"{row['end']:.3f} s",
-        "ratios": lambda row: "" if row["way"] == "fp32" else ", ".join(f"{one:.2f}" for one in row["ratios"]),
+        "ratios": lambda row: (
+            "" if row["way"] == "fp32" else ", ".join(f"{one:.2f}" for one in row["ratios"])
+        ),
     }
     return table_of("aqgb_fig3", columns)
 
@@ -67,7 +71,9 @@ def gradient_codecs() -> str:
 
 
 def slow_links() -> str:
-    plain = {row["link"]: row["seconds to aim"] for row in rows_of("slow_links") if row["way"] == "fp32"}
+    plain = {
+        row["link"]: row["seconds to aim"] for row in rows_of("slow_links") if row["way"] == "fp32"
+    }
     columns: dict[str, Callable[[Row], str]] = {
         "link": lambda row: row["link"],
         "gradients": lambda row: f"`{row['way']}`",
@@ -79,4 +85,7 @@ def slow_links() -> str:
     return table_of("slow_links", columns)
 
 
-TABLES = {made.__name__: made for made in (codec_accuracy, aqgb_fig3, slow_links, gradient_codecs, gpu_codecs)}
+TABLES = {
+    made.__name__: made
+    for made in (codec_accuracy, aqgb_fig3, slow_links, gradient_codecs, gpu_codecs)
+}

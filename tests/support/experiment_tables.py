@@ -133,7 +133,9 @@ def ddp_accuracy() -> str:
         "pairs": lambda row: str(row.get("pairs", "")),
         "off in the mean": lambda row: f"{row['mean_%']:.1f}%",
         "at worst": lambda row: f"{row['worst_%']:.1f}%",
-        "in the mean, with its sign": lambda row: f"{row['bias_%']:+.1f}%" if "bias_%" in row else "",
+        "in the mean, with its sign": lambda row: (
+            f"{row['bias_%']:+.1f}%" if "bias_%" in row else ""
+        ),
     }
     return table_of("ddp_accuracy", columns)
 
@@ -143,7 +145,9 @@ def replay_accuracy() -> str:
     by_way = {(row["case"], row["way"]): row for row in rows_of("replay_accuracy")}
 
     def off(way: str) -> Callable[[Row], str]:
-        return lambda row: "{passes_mean_%:.1f}%, {passes_worst_%:.1f}%".format(**by_way[row["case"], way])
+        return lambda row: "{passes_mean_%:.1f}%, {passes_worst_%:.1f}%".format(
+            **by_way[row["case"], way]
+        )
 
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row["case"],
@@ -188,12 +192,12 @@ TABLES = {
 }
 
 
-def table_of(name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool) -> str:
+def table_of(
+    name: str, columns: Mapping[str, Callable[[Row], str]], shown: Callable[[Row], bool] = bool
+) -> str:
     found = json.loads((RESULTS / f"{name}.json").read_text())
     machine = found["machine"]
-    where = (
-        f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, {machine['kernels']} kernels"
-    )
+    where = f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, {machine['kernels']} kernels"
     date, torch = found["date"][:10], found["versions"]["torch"]
     rows = ([cell(row) for cell in columns.values()] for row in found["rows"] if shown(row))
     return f"{where}, torch {torch}, {date}, `benchmarks/results/{name}.json`:\n\n{markdown(list(columns), rows)}"
@@ -229,7 +233,10 @@ def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
     def more(row: Row) -> str:
         if row["way"] == "uniform":
             return ""
-        points = [100 * (one - other) for one, other in zip(row["each"], uniform[_cluster(row)], strict=True)]
+        points = [
+            100 * (one - other)
+            for one, other in zip(row["each"], uniform[_cluster(row)], strict=True)
+        ]
         error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else 0.0
         return f"{statistics.fmean(points):+.2f} ± {error:.2f}"
 
@@ -238,10 +245,14 @@ def _ways(name: str) -> Mapping[str, Callable[[Row], str]]:
         "": lambda row: row["way"],
         "accuracy": accuracy_of,
         "points more than uniform": more,
-        "steps/s": lambda row: "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}",
+        "steps/s": lambda row: (
+            "" if row["steps_per_second"] is None else f"{row['steps_per_second']:.4g}"
+        ),
         "variance": lambda row: f"{row['variance']:.3g}",
         "memory of the T4": lambda row: (
-            f"{row['peak_mb']:.1f}" + ("" if row["allowed_mb"] is None else f" of {row['allowed_mb']:.1f}") + " MB"
+            f"{row['peak_mb']:.1f}"
+            + ("" if row["allowed_mb"] is None else f" of {row['allowed_mb']:.1f}")
+            + " MB"
         ),
         "T4": _operators,
         "batches": lambda row: " + ".join(map(str, row["batches"])),

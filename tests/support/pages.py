@@ -90,7 +90,9 @@ def patched(text: str, diff: str) -> str:
 
 def package(page: str) -> dict[str, str]:
     """Returns the files of the package that a page shows, by path; none where it shows none."""
-    return {block.values["package"]: block.text for block in blocks(page) if "package" in block.values}
+    return {
+        block.values["package"]: block.text for block in blocks(page) if "package" in block.values
+    }
 
 
 def install(page: str, site: Path) -> None:
@@ -106,7 +108,10 @@ def install(page: str, site: Path) -> None:
             f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
         )
         groups = project["entry-points"].items()
-        lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups]
+        lines = [
+            f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items())
+            for group, entries in groups
+        ]
         (info / "entry_points.txt").write_text("\n".join(lines))
 
 
@@ -118,7 +123,9 @@ def with_outputs(page: str, outputs: list[str]) -> str:
         if block.runs:
             last = next(printed)
         elif block.is_output:
-            assert last.strip(), f"the block before this output printed nothing:\n{page[: block.start][-300:]}"
+            assert last.strip(), (
+                f"the block before this output printed nothing:\n{page[: block.start][-300:]}"
+            )
             parts += [page[at : block.start], last.strip("\n") + "\n"]
             at = block.end
     return "".join([*parts, page[at:]])
@@ -142,7 +149,9 @@ def run(page: Path) -> list[str]:
     outputs = []
     for number, block in enumerate(block for block in blocks(page.read_text()) if block.runs):
         if block.language == "bash":
-            done = subprocess.run(["bash", "-euc", block.text], stdout=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(
+                ["bash", "-euc", block.text], stdout=subprocess.PIPE, text=True, check=False
+            )
             assert done.returncode == 0, f"status {done.returncode}:\n{block.text}\n{done.stdout}"
             outputs.append(done.stdout)
             continue

@@ -36,11 +36,18 @@ _chosen = "fast"
 
 def chosen(fast: Sequence[T], everything: Sequence[T], every: Sequence[T] | None = None) -> list[T]:
     """Returns what the tier of this run takes, for what a file prepares at once for all of its tests."""
-    return list({"fast": fast, "all": everything, "every": everything if every is None else every}[_chosen])
+    return list(
+        {"fast": fast, "all": everything, "every": everything if every is None else every}[_chosen]
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=TIERS, default="fast", help="how much is tested; see tests/support/tiers.py")
+    parser.addoption(
+        "--tier",
+        choices=TIERS,
+        default="fast",
+        help="how much is tested; see tests/support/tiers.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,13 +56,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if _chosen == "fast":
         settings.register_profile("fast", settings(), max_examples=EXAMPLES)
         settings.load_profile("fast")
-    config.addinivalue_line("markers", "tier(name): runs in this tier and wider ones alone; see tests/support/tiers.py")
+    config.addinivalue_line(
+        "markers", "tier(name): runs in this tier and wider ones alone; see tests/support/tiers.py"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if any("::" in argument for argument in config.args):
         return
-    runs = [item for item in items if all(_runs(mark.args[0]) for mark in item.iter_markers("tier"))]
+    runs = [
+        item for item in items if all(_runs(mark.args[0]) for mark in item.iter_markers("tier"))
+    ]
     if _chosen == "fast" and not any(argument.endswith(".py") for argument in config.args):
         runs = _one_of_each(runs)
     chosen = set(runs)
@@ -73,7 +84,11 @@ def _long_ones_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         files.setdefault(item.path, []).append(item)
 
     def length(found: Sequence[pytest.Item]) -> tuple[float, int]:
-        limits = [mark.args[0] for item in found if (mark := item.get_closest_marker("timeout")) is not None]
+        limits = [
+            mark.args[0]
+            for item in found
+            if (mark := item.get_closest_marker("timeout")) is not None
+        ]
         return max(limits, default=0.0), len(found)
 
     return [item for found in sorted(files.values(), key=length, reverse=True) for item in found]

@@ -12,7 +12,15 @@ import pytest
 import qsync_fx
 from qsync_fx import Cluster, ClusterPlan, Plan, ProfileError
 from qsync_fx.cli import main
-from qsync_fx.communication.codec_cost_model import COPY, Rate, Rates, coded, of_copy, slowest, uniform
+from qsync_fx.communication.codec_cost_model import (
+    COPY,
+    Rate,
+    Rates,
+    coded,
+    of_copy,
+    slowest,
+    uniform,
+)
 from qsync_fx.communication.codecs import NAMES, codec_named
 from qsync_fx.communication.point_to_point import HEADER
 from qsync_fx.predictor.cost_mapper import CostMapper
@@ -65,16 +73,27 @@ def test_a_bucket_takes_what_the_model_of_communication_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("busy", "coding", "taken"), [(0.5, 0.9, 0.9), (0.5, None, 0.5), (1.5, None, 1.0), (0.0, 1.0, 1.0)]
+    ("busy", "coding", "taken"),
+    [(0.5, 0.9, 0.9), (0.5, None, 0.5), (1.5, None, 1.0), (0.0, 1.0, 1.0)],
 )
-def test_what_codes_computes_later_whatever_travels_meanwhile(busy: float, coding: float | None, taken: float) -> None:
+def test_what_codes_computes_later_whatever_travels_meanwhile(
+    busy: float, coding: float | None, taken: float
+) -> None:
     how = coded([Parameter("a", 10_000)], {"a": "qsgd8"}, 2, RATES)
-    buckets = [SimulatedBucket(("a",), 40_000, how.nbytes, how), SimulatedBucket(("b",), 4_000, 4_000)]
+    buckets = [
+        SimulatedBucket(("a",), 40_000, how.nbytes, how),
+        SimulatedBucket(("b",), 4_000, 4_000),
+    ]
     for slowdown in (1.0, 2.0):
-        fleet = Cluster({"all": ClusterDevice(2, slowdown=slowdown)}, Network(1e8, 1e-5, busy=busy, coding=coding))
+        fleet = Cluster(
+            {"all": ClusterDevice(2, slowdown=slowdown)},
+            Network(1e8, 1e-5, busy=busy, coding=coding),
+        )
         seconds = travel(fleet, buckets)
         first, plain = beside_computing(fleet, buckets, seconds)
-        assert first == pytest.approx(busy * (float(seconds[0]) - how.seconds) + taken * how.seconds / slowdown)
+        assert first == pytest.approx(
+            busy * (float(seconds[0]) - how.seconds) + taken * how.seconds / slowdown
+        )
         assert plain == pytest.approx(busy * float(seconds[1]))
     alone = Cluster({"all": ClusterDevice(1)})
     assert beside_computing(alone, buckets, [1.0, 1.0]) == [0.0, 0.0]
@@ -95,13 +114,19 @@ def test_a_large_bucket_travels_while_it_is_coded() -> None:
 
 def test_rates_that_are_reckoned_are_what_the_benchmark_found() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "gradient_codecs.json").read_text())
-    rows = {row["codec"]: row for row in found["rows"] if row["isa"] == "avx512" and row["codec"] in NAMES}
+    rows = {
+        row["codec"]: row
+        for row in found["rows"]
+        if row["isa"] == "avx512" and row["codec"] in NAMES
+    }
     reckoned = of_copy(1.0, "given").by_codec
     assert set(reckoned) == set(NAMES) == {*rows, "1bit", "aqgb"}
     for name, row in rows.items():
         measured = [row["encode_to_copy"], row["decode_to_copy"]]
         within = 0.13 if name in ("fp16", "bf16") else 0.00501  # of both conversions it is the mean
-        assert [reckoned[name].encode, reckoned[name].decode] == pytest.approx(measured, abs=within), name
+        assert [reckoned[name].encode, reckoned[name].decode] == pytest.approx(
+            measured, abs=within
+        ), name
     assert reckoned["aqgb"] == reckoned["aqgb32"]
 
 
@@ -115,7 +140,9 @@ def test_a_codec_that_is_gathered_is_sent_to_all() -> None:
         assert found.seconds == pytest.approx(4e5 / rate.encode + ranks * 4e5 / rate.decode)
         alpha = 1e-5 / (2 * (ranks - 1))
         expected = (ranks - 1) * (alpha + (level.nbytes(100_000) + HEADER) / 1e8)
-        assert fleet.all_reduce.seconds([found.nbytes], ranks, found.phases)[0] == pytest.approx(expected)
+        assert fleet.all_reduce.seconds([found.nbytes], ranks, found.phases)[0] == pytest.approx(
+            expected
+        )
     with pytest.raises(ProfileError, match="follows from the link"):
         coded(parameters, {"a": "aqgb"}, 2, rates)
 
@@ -132,7 +159,11 @@ def test_a_plan_with_codecs_is_replayed_as_it_will_run() -> None:
         assert (compressed.seconds < without.seconds) == (fleet is slow)
         rates = of_copy(COPY, "")
         for bucket in compressed.played.buckets:
-            sized = [parameter for parameter in MLP.graph.parameters if parameter.path in bucket.parameters]
+            sized = [
+                parameter
+                for parameter in MLP.graph.parameters
+                if parameter.path in bucket.parameters
+            ]
             expected = coded(sized, weights, 4, rates)
             assert bucket.coded == expected
             assert bucket.travelling == expected.nbytes
@@ -140,7 +171,9 @@ def test_a_plan_with_codecs_is_replayed_as_it_will_run() -> None:
         for one, seconds in zip(compressed.played.buckets, taken.tolist(), strict=True):
             assert one.coded is not None
             assert one.coded.stretches == 1
-            assert seconds == pytest.approx(fleet.all_reduce.seconds([one.travelling], 4)[0] + one.coded.seconds)
+            assert seconds == pytest.approx(
+                fleet.all_reduce.seconds([one.travelling], 4)[0] + one.coded.seconds
+            )
         assert "in qsgd8" in str(compressed)
 
 
@@ -165,9 +198,13 @@ def test_rates_that_were_measured_are_taken_and_slowed_with_the_device() -> None
     for fleet, times in ((cluster(1e6), 1.0), (slow, 2.0)):
         found = rates(fleet, {"all": Known(MLP.graph, MLP.drawn, speeds)})
         assert found.source == "measured on all"
-        assert found.by_codec == {one.codec: Rate(one.encode / times, one.decode / times) for one in speeds}
+        assert found.by_codec == {
+            one.codec: Rate(one.encode / times, one.decode / times) for one in speeds
+        }
         reckoned = rates(fleet, {"all": MLP})
-        assert reckoned.of("qsgd8").encode == pytest.approx(of_copy(COPY, "").of("qsgd8").encode / times)
+        assert reckoned.of("qsgd8").encode == pytest.approx(
+            of_copy(COPY, "").of("qsgd8").encode / times
+        )
     plan = ClusterPlan({"all": Plan.uniform("fp32")}, codecs=dict.fromkeys(PATHS, "qsgd8"))
     ends = []
     for scale in (1.0, 1e-3):
@@ -199,7 +236,9 @@ def test_which_codec_pays_and_until_where() -> None:
     rates = of_copy(1e9, "given")
     without, found = paying(schedule, cluster(1e4), ["qsgd8", "qsgd4"], rates)
     assert best(without, found).codec == "qsgd4"
-    assert without.sent == pytest.approx(1.5 * sum(4 * parameter.numel for parameter in MLP.graph.parameters))
+    assert without.sent == pytest.approx(
+        1.5 * sum(4 * parameter.numel for parameter in MLP.graph.parameters)
+    )
     assert without.coding == 0
     for one in found:
         assert one.seconds < without.seconds
@@ -208,7 +247,9 @@ def test_which_codec_pays_and_until_where() -> None:
         assert one.until is not None and one.until > 1e4
         for times, wins in ((0.99, True), (1.01, False)):
             there, (again,) = paying(schedule, cluster(one.until * times), [one.codec], rates)
-            assert again.seconds < there.seconds, "it is shorter all the same, by less than it is worth"
+            assert again.seconds < there.seconds, (
+                "it is shorter all the same, by less than it is worth"
+            )
             assert (best(there, [again]) is again) == wins
     without, found = paying(schedule, cluster(1e15), ["qsgd8", "qsgd4"], rates)
     assert best(without, found) is without

@@ -30,7 +30,9 @@ def step(model: Any, batch: Any) -> torch.Tensor:
 def reckoned(device: str, momentum: float | None = 0.9) -> Profile:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
-    optimizer = None if momentum is None else torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    optimizer = (
+        None if momentum is None else torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    )
     return qsync_fx.catalog_profile(device, model, step, torch.randn(64, 512), FORMATS, optimizer)
 
 
@@ -52,7 +54,9 @@ def fleet(folder: Path, *tables: str) -> Path:
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
-def test_a_device_by_its_name_is_the_one_whose_profile_is_given(momentum: float | None, tmp_path: Path) -> None:
+def test_a_device_by_its_name_is_the_one_whose_profile_is_given(
+    momentum: float | None, tmp_path: Path
+) -> None:
     given = reckoned("t4", momentum)
     cluster = fleet(tmp_path, "[devices.given]", "[devices.named]\ndevice = 't4'")
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"given": given}, cluster=cluster)
@@ -99,11 +103,16 @@ def test_a_device_on_which_other_formats_run_takes_a_profile_and_that_is_said_so
     said = str(caught.value)
     assert caught.value.where == "devices.named"
     assert 'qsync_fx.catalog_profile("t4", model, step, batch).save("t4.json")' in said
-    assert "qsync measure MODULE:CALLABLE --device t4 --output t4.json" in said and "--profile named=t4.json" in said
+    assert (
+        "qsync measure MODULE:CALLABLE --device t4 --output t4.json" in said
+        and "--profile named=t4.json" in said
+    )
     assert "target" not in said and "catalog" not in said
 
 
-def test_a_file_of_another_machine_is_not_taken_for_one_of_this(here: Profile, tmp_path: Path) -> None:
+def test_a_file_of_another_machine_is_not_taken_for_one_of_this(
+    here: Profile, tmp_path: Path
+) -> None:
     own, other = tmp_path / "own.json", tmp_path / "other.json"
     here.save(own)
     replace(here, machine=replace(here.machine, name="a faster one")).save(other)
@@ -111,13 +120,19 @@ def test_a_file_of_another_machine_is_not_taken_for_one_of_this(here: Profile, t
     seconds = qsync_fx.replay(plan, own).seconds
     with pytest.raises(ProfileError, match="a faster one") as caught:
         qsync_fx.replay(plan, str(other))
-    assert "other.json" in (caught.value.where or "") and "any_machine=True" in (caught.value.do or "")
+    assert "other.json" in (caught.value.where or "") and "any_machine=True" in (
+        caught.value.do or ""
+    )
     assert qsync_fx.replay(plan, other, any_machine=True).seconds == seconds
     # What has a name is of a fleet, and what was loaded has been asked for.
     assert qsync_fx.replay(plan, {"there": other}).seconds == seconds
-    assert qsync_fx.replay(plan, other, cluster=fleet(tmp_path, "[devices.there]")).seconds == seconds
+    assert (
+        qsync_fx.replay(plan, other, cluster=fleet(tmp_path, "[devices.there]")).seconds == seconds
+    )
     assert qsync_fx.replay(plan, Profile.load(other, any_machine=True)).seconds == seconds
-    assert load_device_profiles(other, None)[1].keys() == {"cpu"}, "find_plan looks for a plan ahead of time"
+    assert load_device_profiles(other, None)[1].keys() == {"cpu"}, (
+        "find_plan looks for a plan ahead of time"
+    )
 
 
 def test_what_is_reckoned_is_taken_for_no_measurement(t4: Profile, tmp_path: Path) -> None:
@@ -132,6 +147,11 @@ def test_a_batch_that_no_tensor_of_the_profiles_model_has_is_told(
     found = Cluster({"slow": ClusterDevice(count=2, batch=batch)}, Network(bandwidth=1e9))
     load_device_profiles({"slow": t4}, found)
     said = [str(one.message) for one in recwarn if "cluster says batch" in str(one.message)]
-    assert bool(said) == told, "512 is a size of it, though not the first: nothing tells which size is the batch"
-    assert all(text.startswith("devices.slow: the cluster says batch = 32, and no tensor of the") for text in said)
+    assert bool(said) == told, (
+        "512 is a size of it, though not the first: nothing tells which size is the batch"
+    )
+    assert all(
+        text.startswith("devices.slow: the cluster says batch = 32, and no tensor of the")
+        for text in said
+    )
     assert all("first sizes are 64, 512, 1024" in text for text in said)

@@ -26,10 +26,19 @@ LATENCIES = st.floats(0, 1e-2)
 
 
 def cluster(nodes: NodeGroup, ranks: int = 8, bandwidth: float = 1e8) -> Cluster:
-    return Cluster({"all": ClusterDevice(ranks)}, Network(bandwidth, 1e-5), Buckets(1, 1), nodes=nodes)
+    return Cluster(
+        {"all": ClusterDevice(ranks)}, Network(bandwidth, 1e-5), Buckets(1, 1), nodes=nodes
+    )
 
 
-@given(sizes=SIZES, ranks=st.integers(1, 64), across=SPEEDS, inside=SPEEDS, latency=LATENCIES, phases=st.integers(1, 2))
+@given(
+    sizes=SIZES,
+    ranks=st.integers(1, 64),
+    across=SPEEDS,
+    inside=SPEEDS,
+    latency=LATENCIES,
+    phases=st.integers(1, 2),
+)
 def test_nodes_of_one_rank_are_the_ring(
     sizes: list[float], ranks: int, across: float, inside: float, latency: float, phases: int
 ) -> None:
@@ -40,17 +49,27 @@ def test_nodes_of_one_rank_are_the_ring(
     assert np.array_equal(Levels(table, flat, 1).seconds(sizes, ranks), table.seconds(sizes, ranks))
 
 
-@given(sizes=SIZES, nodes=st.integers(1, 16), size=st.integers(1, 16), across=SPEEDS, latency=LATENCIES)
+@given(
+    sizes=SIZES, nodes=st.integers(1, 16), size=st.integers(1, 16), across=SPEEDS, latency=LATENCIES
+)
 def test_where_nothing_takes_time_inside_nodes_are_the_ranks_of_a_ring(
     sizes: list[float], nodes: int, size: int, across: float, latency: float
 ) -> None:
     flat = CollectiveLink(across, latency)
     levels = Levels(flat, CollectiveLink(math.inf), size)
     for phases in (1, 2):
-        assert np.array_equal(levels.seconds(sizes, nodes * size, phases), flat.seconds(sizes, nodes, phases))
+        assert np.array_equal(
+            levels.seconds(sizes, nodes * size, phases), flat.seconds(sizes, nodes, phases)
+        )
 
 
-@given(nodes=st.integers(1, 16), size=st.integers(2, 16), across=SPEEDS, inside=SPEEDS, latency=LATENCIES)
+@given(
+    nodes=st.integers(1, 16),
+    size=st.integers(2, 16),
+    across=SPEEDS,
+    inside=SPEEDS,
+    latency=LATENCIES,
+)
 def test_two_levels_take_what_their_messages_do(
     nodes: int, size: int, across: float, inside: float, latency: float
 ) -> None:
@@ -59,7 +78,9 @@ def test_two_levels_take_what_their_messages_do(
     part = nbytes / size
     within = 2 * (size - 1) * part / inside + latency
     between = size * 2 * (nodes - 1) * (part / nodes) / across + 1e-5 if nodes > 1 else 0.0
-    found = Levels(CollectiveLink(across, 1e-5), CollectiveLink(inside, latency), size).seconds([nbytes], nodes * size)
+    found = Levels(CollectiveLink(across, 1e-5), CollectiveLink(inside, latency), size).seconds(
+        [nbytes], nodes * size
+    )
     assert found[0] == pytest.approx(within + between)
 
 
@@ -93,7 +114,9 @@ def test_a_bucket_is_coded_between_nodes_and_goes_in_fp32_inside(ranks: int, siz
     assert found.nbytes == given + HEADER * size * (1 if nodes == 2 else nodes)
     assert found.inside == (44_000 + HEADER * size if size > 1 else 0)
     encoded, decoded = (0, 0) if nodes == 1 else (1, 2) if nodes == 2 else (1 + 1 / nodes, 2)
-    seconds = (40_000 * (encoded / 2e9 + decoded / 4e9) + 4_000 * (encoded / 1e9 + decoded / 2e9)) / size
+    seconds = (
+        40_000 * (encoded / 2e9 + decoded / 4e9) + 4_000 * (encoded / 1e9 + decoded / 2e9)
+    ) / size
     copying = 44_000 * ((1 + 1 / size) / 1e9 + (2 - 1 / size) / 2e9) if size > 1 else 0
     assert (found.seconds, found.inside_seconds) == (pytest.approx(seconds), pytest.approx(copying))
     fleet = cluster(NodeGroup(size, 1e9 if size > 1 else None, 1e-6), ranks)
@@ -105,7 +128,9 @@ def test_a_bucket_is_coded_between_nodes_and_goes_in_fp32_inside(ranks: int, siz
     assert travel(fleet, [bucket])[0] == pytest.approx(taken)
 
 
-def test_a_large_bucket_travels_between_nodes_while_it_is_coded_and_inside_before_and_behind() -> None:
+def test_a_large_bucket_travels_between_nodes_while_it_is_coded_and_inside_before_and_behind() -> (
+    None
+):
     numel = 16 * 2**20
     for ranks, size, cuts in ((4, 2, 8), (8, 4, 4), (8, 2, 2)):
         found = coded([Parameter("a", numel)], {"a": "qsgd8"}, ranks, RATES, size=size)
@@ -117,7 +142,9 @@ def test_a_large_bucket_travels_between_nodes_while_it_is_coded_and_inside_befor
             between = across / bandwidth + 1e-5 * found.phases / 2
             longer, shorter = sorted((between, found.seconds), reverse=True)
             (taken,) = travel(fleet, [bucket])
-            assert taken == pytest.approx(longer + shorter / cuts + inside / 1e9 + 1e-6 + found.inside_seconds)
+            assert taken == pytest.approx(
+                longer + shorter / cuts + inside / 1e9 + 1e-6 + found.inside_seconds
+            )
 
 
 def test_links_inside_nodes_let_codecs_pay_less() -> None:

@@ -35,7 +35,8 @@ class Known:
 
 MLP = Known(graph_of("mlp"), DrawnTimes())
 FLEET = Cluster(
-    {"fast": ClusterDevice(count=2, batch=4), "slow": ClusterDevice(slowdown=3.0, batch=4)}, Network(1e6, 1e-5)
+    {"fast": ClusterDevice(count=2, batch=4), "slow": ClusterDevice(slowdown=3.0, batch=4)},
+    Network(1e6, 1e-5),
 )
 
 
@@ -48,7 +49,9 @@ def test_one_device() -> None:
     totals = mapper.totals
     operators = timeline.by_operator()
     assert sum(one.forward for one in operators) == pytest.approx(totals.forward)
-    assert sum(one.casts for one in operators) == pytest.approx(totals.casts + totals.casts_backward + totals.unpacking)
+    assert sum(one.casts for one in operators) == pytest.approx(
+        totals.casts + totals.casts_backward + totals.unpacking
+    )
     assert timeline.waiting == {"cpu": 0}
 
 
@@ -57,7 +60,9 @@ def test_a_profile_says_how_fast_gradients_are_copied() -> None:
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
     fleet = qsync_fx.replay(plans, {"fast": MLP, "slow": copying}, cluster=FLEET).played.cluster
     assert [device.copies for device in fleet.devices.values()] == [None, 5e-7]
-    said = replace(FLEET, devices={name: replace(one, copies=0.0) for name, one in FLEET.devices.items()})
+    said = replace(
+        FLEET, devices={name: replace(one, copies=0.0) for name, one in FLEET.devices.items()}
+    )
     quick = qsync_fx.replay(plans, copying, cluster=said)
     assert quick.seconds == qsync_fx.replay(plans, MLP, cluster=FLEET).seconds
 
@@ -75,9 +80,14 @@ def test_ranks_wait_for_buffers_where_the_links_are_those_of_the_profile() -> No
     left = replace(MLP, collectives=[Collective("gloo", 3, [(1024, 1e-3)])])
     plans = dict.fromkeys(FLEET.devices, Plan.uniform("fp32"))
     unknown = replace(FLEET, network=None)
-    longer, shorter = (qsync_fx.replay(plans, known, cluster=unknown).seconds for known in (sent, left))
+    longer, shorter = (
+        qsync_fx.replay(plans, known, cluster=unknown).seconds for known in (sent, left)
+    )
     assert longer == pytest.approx(shorter + 0.25)
-    assert qsync_fx.replay(plans, sent, cluster=FLEET).seconds == qsync_fx.replay(plans, left, cluster=FLEET).seconds
+    assert (
+        qsync_fx.replay(plans, sent, cluster=FLEET).seconds
+        == qsync_fx.replay(plans, left, cluster=FLEET).seconds
+    )
 
 
 def test_a_device_is_as_slow_as_it_was_beside_the_others_where_its_profile_says_so() -> None:
@@ -98,7 +108,10 @@ def test_a_fleet_with_a_plan_for_each() -> None:
     fast = CostMapper(MLP.graph, MLP.drawn, plans["fast"]).seconds
     assert timeline.seconds > max(slow, fast)
     assert timeline.throughput == pytest.approx(12 / timeline.seconds)
-    assert qsync_fx.replay(plans, {"fast": MLP, "slow": MLP}, cluster=FLEET).seconds == timeline.seconds
+    assert (
+        qsync_fx.replay(plans, {"fast": MLP, "slow": MLP}, cluster=FLEET).seconds
+        == timeline.seconds
+    )
 
 
 def test_gradients_of_whole_graphs_come_out_together() -> None:
@@ -119,7 +132,9 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     path.write_text("[devices.here]\ncount = 4")
     with pytest.raises(ProfileError, match="says of the link of 'here' no bandwidth"):
         qsync_fx.replay(Plan.uniform("fp32"), MLP, cluster=path)
-    known = Known(MLP.graph, MLP.drawn, [Collective("gloo", 4, [(8, 0.25), (1024, 0.5), (2**30, 1e3)], 0.25)])
+    known = Known(
+        MLP.graph, MLP.drawn, [Collective("gloo", 4, [(8, 0.25), (1024, 0.5), (2**30, 1e3)], 0.25)]
+    )
     timeline = qsync_fx.replay(Plan.uniform("fp32"), known, cluster=path)
     (bucket,) = timeline.played.buckets
     taken = float(timeline.played.step.arrived[0] - timeline.played.step.sent[0])
@@ -127,21 +142,29 @@ def test_a_cluster_from_a_file_and_links_from_a_profile(tmp_path: Path) -> None:
     assert timeline.played.cluster.network == Network(
         all_reduce=[(8, 0.25), (1024, 0.5), (2**30, 1e3)], ranks=4, busy=0.25
     )
-    assert taken == pytest.approx(float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0]))
+    assert taken == pytest.approx(
+        float(timeline.played.cluster.all_reduce.seconds([bucket.nbytes], 4)[0])
+    )
 
 
 def test_devices_of_the_catalog(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512)
+    )
     explained = qsync_fx.explain(model, torch.randn(256, 512), options={"target": "t4"})
     reckoned = DeviceTimes(qsync_fx.devices.get("t4"), build_model_graph(explained))
     path = tmp_path / "cluster.toml"
-    path.write_text("[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = 1e10")
+    path.write_text(
+        "[devices.here]\n[devices.there]\ndevice = 't4'\nslowdown = 2.0\n[network]\nbandwidth = 1e10"
+    )
     timeline = qsync_fx.replay(Plan.uniform("fp16"), {"here": reckoned}, cluster=path)
     alone = qsync_fx.replay(Plan.uniform("fp16"), reckoned)
     assert timeline.seconds > 2 * alone.seconds > 0
     assert timeline.waiting["here"] > 0
     with pytest.raises(ProfileError, match="nothing says which model 'there' trains"):
-        qsync_fx.replay(Plan.uniform("fp16"), {}, cluster=Cluster({"there": ClusterDevice(device="t4")}))
+        qsync_fx.replay(
+            Plan.uniform("fp16"), {}, cluster=Cluster({"there": ClusterDevice(device="t4")})
+        )
     with pytest.raises(ProfileError, match="the model was explained for cpu"):
         qsync_fx.replay(Plan.uniform("fp32"), {"here": MLP}, cluster=path)
 
@@ -149,7 +172,13 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "profile", "cluster", "error", "says"),
     [
-        ({"a": Plan(), "b": Plan()}, MLP, None, ProfileError, "2 plans and 1 profiles, and no cluster"),
+        (
+            {"a": Plan(), "b": Plan()},
+            MLP,
+            None,
+            ProfileError,
+            "2 plans and 1 profiles, and no cluster",
+        ),
         (Plan(), {}, None, ProfileError, "nothing says how long operators take"),
         ({"fast": Plan()}, MLP, FLEET, ProfileError, "there is none for the devices 'slow'"),
         ({"fast": Plan(), "slwo": Plan()}, MLP, FLEET, ProfileError, "did you mean 'slow'"),
@@ -176,7 +205,9 @@ def test_a_plan_is_given_as_the_path_of_its_file_too(tmp_path: Path) -> None:
     both = qsync_fx.replay({"fast": Plan.uniform("fp32"), "slow": str(path)}, MLP, cluster=FLEET)
     assert (
         both.seconds
-        == qsync_fx.replay({"fast": Plan.uniform("fp32"), "slow": Plan.uniform("int8")}, MLP, cluster=FLEET).seconds
+        == qsync_fx.replay(
+            {"fast": Plan.uniform("fp32"), "slow": Plan.uniform("int8")}, MLP, cluster=FLEET
+        ).seconds
     )
 
 

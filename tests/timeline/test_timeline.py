@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replayer.cluster import Buckets, Cluster, ClusterDevice, Compression, Network
+from qsync_fx.predictor.replayer.cluster import (
+    Buckets,
+    Cluster,
+    ClusterDevice,
+    Compression,
+    Network,
+)
 from qsync_fx.predictor.replayer.cluster_step import simulate
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.timeline.timeline import Timeline
@@ -38,18 +44,25 @@ def schedule(seconds: float, seed: int = 0) -> Schedule:
 
 FAST, SLOW = schedule(1e-3), schedule(2e-3, seed=1)
 CLUSTER = Cluster(
-    {"fast": ClusterDevice(count=3, batch=32, memory=1e9), "slow": ClusterDevice(batch=16, delay=1e-4)},
+    {
+        "fast": ClusterDevice(count=3, batch=32, memory=1e9),
+        "slow": ClusterDevice(batch=16, delay=1e-4),
+    },
     Network(bandwidth=1e9, latency=1e-5),
     Buckets(2**20, 2**21),
 )
 
 
-def timeline(schedules: Mapping[str, Schedule] | None = None, cluster: Cluster = CLUSTER, **more: Any) -> Timeline:
+def timeline(
+    schedules: Mapping[str, Schedule] | None = None, cluster: Cluster = CLUSTER, **more: Any
+) -> Timeline:
     return Timeline(simulate(schedules or {"fast": FAST, "slow": SLOW}, cluster, **more))
 
 
 def test_a_notebook_shows_one_line() -> None:
-    assert repr(timeline()) == f"Timeline({1e3 * timeline().seconds:.4g} ms a step on 3 fast, 1 slow)"
+    assert (
+        repr(timeline()) == f"Timeline({1e3 * timeline().seconds:.4g} ms a step on 3 fast, 1 slow)"
+    )
 
 
 def test_one_device_does_what_its_schedule_says() -> None:
@@ -73,7 +86,9 @@ def test_the_fast_wait_for_the_slow() -> None:
 
 
 @pytest.mark.parametrize("copies", [None, 2e-11])
-@pytest.mark.parametrize("network", [{}, {"slows_compute": 0.2, "slows_transfer": 0.3}, {"busy": 0.5}])
+@pytest.mark.parametrize(
+    "network", [{}, {"slows_compute": 0.2, "slows_transfer": 0.3}, {"busy": 0.5}]
+)
 def test_a_step_adds_up_on_each_device(network: dict[str, float], copies: float | None) -> None:
     devices = {name: replace(device, copies=copies) for name, device in CLUSTER.devices.items()}
     cluster = Cluster(devices, Network(1e9, 1e-5, **network), CLUSTER.buckets)  # type: ignore[arg-type]
@@ -93,7 +108,9 @@ def test_what_sends_computes_later() -> None:
     """Where a device spends all of the time that buckets travel on them, it is as if nothing travelled beside computing."""
     one = {"here": ClusterDevice(count=2)}
     steps = {
-        busy: timeline({"here": SLOW}, Cluster(one, Network(1e9, 1e-5, busy=busy), CLUSTER.buckets)).seconds
+        busy: timeline(
+            {"here": SLOW}, Cluster(one, Network(1e9, 1e-5, busy=busy), CLUSTER.buckets)
+        ).seconds
         for busy in (0.0, 0.5, 1.0)
     }
     fleet = timeline({"here": SLOW}, Cluster(one, Network(1e9, 1e-5), CLUSTER.buckets))
@@ -105,7 +122,9 @@ def test_what_sends_computes_later() -> None:
 def test_gradients_are_copied_into_buckets_and_out_of_them() -> None:
     devices = {"fast": ClusterDevice(count=3), "slow": ClusterDevice(slowdown=2.0, copies=1e-10)}
     without = timeline(
-        cluster=Cluster(devices | {"slow": ClusterDevice(slowdown=2.0)}, CLUSTER.network, CLUSTER.buckets)
+        cluster=Cluster(
+            devices | {"slow": ClusterDevice(slowdown=2.0)}, CLUSTER.network, CLUSTER.buckets
+        )
     )
     fleet = timeline(cluster=Cluster(devices, CLUSTER.network, CLUSTER.buckets))
     nbytes = sum(bucket.nbytes for bucket in fleet.played.buckets)
@@ -122,13 +141,20 @@ def test_operators_come_with_their_parts() -> None:
     assert all(a.seconds >= b.seconds for a, b in pairwise(fleet))
     found = next(one for one in fleet if (one.device, one.operator) == ("fast", "3/linear"))
     assert found.casts == pytest.approx(2e-4)
-    assert found.forward == next(e.seconds for e in FAST.forward if (e.operator, e.part) == ("3/linear", Part.FORWARD))
+    assert found.forward == next(
+        e.seconds for e in FAST.forward if (e.operator, e.part) == ("3/linear", Part.FORWARD)
+    )
     assert next(one for one in fleet if one.operator == "").other == pytest.approx(2e-4)
 
 
 def test_compression_sends_less_and_takes_time() -> None:
     plain, packed = timeline(), timeline(compression=[None, *[Compression(0.25, 1e-5, 1e-12)] * 3])
-    assert [bucket.travelling / bucket.nbytes for bucket in packed.played.buckets] == [1, 0.25, 0.25, 0.25]
+    assert [bucket.travelling / bucket.nbytes for bucket in packed.played.buckets] == [
+        1,
+        0.25,
+        0.25,
+        0.25,
+    ]
     extra = 3 * 1e-5 + 5 * 2**20 * 1e-12
     other = {one.device: one.other for one in packed.by_operator() if one.operator == ""}
     assert other == pytest.approx({"fast": 1e-4 + extra, "slow": 2e-4 + extra})
@@ -147,7 +173,13 @@ def test_a_straggler_and_a_slow_host() -> None:
 
 
 def test_schedules_must_be_of_one_model_and_of_the_cluster() -> None:
-    other = Schedule(SLOW.forward, SLOW.backward, 0, (*SLOW.parameters[:-1], Parameter("5.weight", 7)), SLOW.ready)
+    other = Schedule(
+        SLOW.forward,
+        SLOW.backward,
+        0,
+        (*SLOW.parameters[:-1], Parameter("5.weight", 7)),
+        SLOW.ready,
+    )
     with pytest.raises(ProfileError, match="'fast' and 'slow' train different parameters: '5"):
         timeline({"fast": FAST, "slow": other})
     with pytest.raises(ProfileError, match="the cluster has no devices 'slwo'") as caught:
@@ -178,12 +210,20 @@ def test_perfetto_gets_what_the_format_asks_for(tmp_path: Path) -> None:
     events = trace["traceEvents"]
     tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in events:
-        assert {"ph", "name", "pid", "tid"} <= event.keys() and isinstance(event["pid"], int) and event["pid"] > 0
+        assert (
+            {"ph", "name", "pid", "tid"} <= event.keys()
+            and isinstance(event["pid"], int)
+            and event["pid"] > 0
+        )
         if event["ph"] == "X":
             assert event["dur"] >= 0 and event["ts"] >= 0
             tracks.setdefault((event["pid"], event["tid"]), []).append(event)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {(pid, tid): name for pid in (1, 2) for tid, name in ((1, "computation"), (2, "communication"))}
+    assert names == {
+        (pid, tid): name
+        for pid in (1, 2)
+        for tid, name in ((1, "computation"), (2, "communication"))
+    }
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert processes == ["fast (3 devices)", "slow"]
     assert tracks.keys() == names.keys()
@@ -198,7 +238,9 @@ def test_perfetto_gets_what_the_format_asks_for(tmp_path: Path) -> None:
             arrows.setdefault(event["id"], []).append(event)
             slices = tracks[event["pid"], event["tid"]]
             assert any(one["ts"] - 1e-6 <= event["ts"] < one["ts"] + one["dur"] for one in slices)
-    assert len(arrows) == 8 and all([one["ph"] for one in pair] == ["s", "f"] for pair in arrows.values())
+    assert len(arrows) == 8 and all(
+        [one["ph"] for one in pair] == ["s", "f"] for pair in arrows.values()
+    )
 
 
 def test_perfetto_says_where_it_cannot_write(tmp_path: Path) -> None:

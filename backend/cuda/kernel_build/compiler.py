@@ -28,7 +28,11 @@ class Built:
 
 
 def build(
-    units: Sequence[TranslationUnit], *, progress: bool = True, jobs: int | None = None, folder: Path | None = None
+    units: Sequence[TranslationUnit],
+    *,
+    progress: bool = True,
+    jobs: int | None = None,
+    folder: Path | None = None,
 ) -> dict[TranslationUnit, Path]:
     """Returns the library of each unit, and compiles those that are not in the cache.
 
@@ -67,7 +71,11 @@ def attempt(
 
 
 def _attempt(
-    contents: dict[TranslationUnit, str], progress: bool, jobs: int | None, folder: Path | None, compiling: bool
+    contents: dict[TranslationUnit, str],
+    progress: bool,
+    jobs: int | None,
+    folder: Path | None,
+    compiling: bool,
 ) -> Built:
     built = Built({}, {})
     elsewhere = [] if folder else kernel_cache.ahead_of_time()
@@ -91,7 +99,9 @@ def _attempt(
                 todo += _kept(built, part, arch, templates, place)
     if not compiling:
         for item in todo:
-            built.failures[item.unit] = KernelError("it has not been compiled", where=item.unit.name)
+            built.failures[item.unit] = KernelError(
+                "it has not been compiled", where=item.unit.name
+            )
     elif todo:
         kernel_cache.sweep(place)
         compile_units(todo, place, budget.jobs(jobs), progress, functools.partial(_take, built))
@@ -99,14 +109,22 @@ def _attempt(
 
 
 def _kept(
-    built: Built, missing: dict[TranslationUnit, str], arch: Arch | None, templates: bool, place: Path
+    built: Built,
+    missing: dict[TranslationUnit, str],
+    arch: Arch | None,
+    templates: bool,
+    place: Path,
 ) -> list[Todo]:
     """Takes from the cache what the tools that compile for `arch`, or for all but sm_70, have made; returns what they are to make."""
     try:
         tools = toolchain(arch, templates)
     except ToolchainError as error:
         for unit, content in missing.items():
-            entry = kernel_cache.find(kernel_cache.prepare(place), content, None) if place.is_dir() else None
+            entry = (
+                kernel_cache.find(kernel_cache.prepare(place), content, None)
+                if place.is_dir()
+                else None
+            )
             _take(built, unit, entry or error)
         return []
     kernel_cache.prepare(place)

@@ -69,11 +69,15 @@ def jobs(value: int | None = None) -> int:
     """
     if value is not None:
         if value < 1:
-            raise OptionError(f"{value} compilers cannot run at once", where="jobs", do="give a number from 1")
+            raise OptionError(
+                f"{value} compilers cannot run at once", where="jobs", do="give a number from 1"
+            )
         return value
     if (number := environment.count("QSYNC_BUILD_JOBS")) is not None:
         return number
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, cores // processes())
 
 
@@ -89,7 +93,9 @@ def available_memory() -> int:
 
 
 def _machine() -> int | None:
-    result = re.search(r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), flags=re.MULTILINE)
+    result = re.search(
+        r"^MemAvailable:\s+(\d+) kB", _text(Path("/proc/meminfo")), flags=re.MULTILINE
+    )
     return int(result[1]) * 1024 if result else None
 
 
@@ -145,7 +151,14 @@ def command(unit: TranslationUnit, tools: Toolchain) -> list[str]:
     code = f"[sm_{number},compute_{number}]" if unit.arch in FORWARD else f"sm_{number}"
     includes = [f"-I{folder}" for folder in (TEMPLATES, *tools.cutlass.folders)]
     target = f"-gencode=arch=compute_{number},code={code}"
-    head = [str(tools.nvcc.path), "-ccbin", str(tools.host.path), *FLAGS, target, *_runtime(tools.nvcc.path)]
+    head = [
+        str(tools.nvcc.path),
+        "-ccbin",
+        str(tools.host.path),
+        *FLAGS,
+        target,
+        *_runtime(tools.nvcc.path),
+    ]
     return [*head, *includes, "-o", f"{unit.name}.so", f"{unit.name}.cu"]
 
 
@@ -165,7 +178,9 @@ def _runtime(compiler: Path) -> list[str]:
     """Returns how to link CUDA's runtime, one for all libraries and torch. Pip wheels hold it under its full name only."""
     folders = library_folders(compiler)
     if not any((folder / "libcudart.so").exists() for folder in folders):
-        for library in (path for folder in folders for path in sorted(folder.glob("libcudart.so.*"))):
+        for library in (
+            path for folder in folders for path in sorted(folder.glob("libcudart.so.*"))
+        ):
             return ["-cudart", "none", f"-Xlinker={library}"]
     return ["-cudart", "shared"]
 
@@ -173,7 +188,11 @@ def _runtime(compiler: Path) -> list[str]:
 def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Popen[bytes]:
     """Starts nvcc on a unit in the folder `work`, where its output goes to the file `log`; raises `KernelError` where that fails."""
     if not re.fullmatch(r"[A-Za-z0-9_]{1,200}", unit.name):
-        raise KernelError("this name of a unit makes no file name", where=unit.name, do="use letters, digits and _")
+        raise KernelError(
+            "this name of a unit makes no file name",
+            where=unit.name,
+            do="use letters, digits and _",
+        )
     arguments = command(unit, tools)
     try:
         (work / f"{unit.name}.cu").write_text(unit.source, encoding="utf-8")
@@ -191,11 +210,15 @@ def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Pop
             )
     except OSError as error:
         raise KernelError(
-            f"compiling cannot start: {error}", where=shlex.join(arguments), do="check that the disk has space"
+            f"compiling cannot start: {error}",
+            where=shlex.join(arguments),
+            do="check that the disk has space",
         ) from error
 
 
-def failure(unit: TranslationUnit, work: Path, status: int, tools: Toolchain, saved: Path) -> ToolchainError:
+def failure(
+    unit: TranslationUnit, work: Path, status: int, tools: Toolchain, saved: Path
+) -> ToolchainError:
     """Returns the error for a compiler that has ended with `status`; source and output move from `work` to the folder `kept`."""
     report = (work / "log").read_text(encoding="utf-8", errors="replace")
     with contextlib.suppress(OSError):
@@ -295,11 +318,19 @@ class _Bar:
 
     def _start(self) -> tuple[Progress, TaskID]:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
         from rich.table import Column
 
         subject = TextColumn(
-            "{task.fields[running]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+            "{task.fields[running]}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis"),
         )
         columns = (
             TextColumn("compiling CUDA kernels"),
@@ -325,7 +356,10 @@ class _Lines:
         passed = time.monotonic() - self._since
         if passed >= _PATIENCE and done != self._said:
             now = f", now {', '.join(running)}" if running else ""
-            print(f"qsync: compiling CUDA kernels: {done} of {self._total} after {passed:.0f} s{now}", file=sys.stderr)
+            print(
+                f"qsync: compiling CUDA kernels: {done} of {self._total} after {passed:.0f} s{now}",
+                file=sys.stderr,
+            )
             self._said = done
 
 
@@ -400,7 +434,9 @@ def compile_units(
                 except KernelError as error:
                     ended(job.unit, error)
                     _finish(job, running)
-            for job in [job for job in running if job.process is not None and job.process.poll() is not None]:
+            for job in [
+                job for job in running if job.process is not None and job.process.poll() is not None
+            ]:
                 try:
                     ended(job.unit, _stored(job, place))
                 except KernelError as error:

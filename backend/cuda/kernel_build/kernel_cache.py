@@ -68,7 +68,9 @@ def included(source: str) -> dict[str, str]:
     result: dict[str, str] = {}
     todo = [source]
     while todo:
-        for name in re.findall(r'^\s*#\s*include\s*["<]([\w./-]+)[">]', todo.pop(), flags=re.MULTILINE):
+        for name in re.findall(
+            r'^\s*#\s*include\s*["<]([\w./-]+)[">]', todo.pop(), flags=re.MULTILINE
+        ):
             header = TEMPLATES / name
             if name not in result and header.is_file():
                 text = header.read_text(encoding="utf-8")
@@ -295,7 +297,9 @@ def entries(folder: Path) -> Iterator[CacheEntry | Path]:
     """Yields the entries of a folder, oldest key first; for one that `find` would not return, its path."""
     if not folder.is_dir():
         return
-    for content in sorted(path for path in folder.iterdir() if len(path.name) == 64 and path.is_dir()):
+    for content in sorted(
+        path for path in folder.iterdir() if len(path.name) == 64 and path.is_dir()
+    ):
         for path in sorted(content.iterdir()):
             yield read(path) or path
 

@@ -179,4 +179,6 @@ def prepare(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
 
 def _of_this_kernel(had: Library | QSyncError) -> bool:
     """Whether a failure is one of this kernel, where another one might do, and not one of the machine."""
-    return isinstance(had, RefusedKernelError) or (isinstance(had, ToolchainError) and had.of_the_source)
+    return isinstance(had, RefusedKernelError) or (
+        isinstance(had, ToolchainError) and had.of_the_source
+    )

@@ -75,7 +75,10 @@ class ConvArguments(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("a", "b", "d", "a_scale", "b_scale", "bias")),
         *((name, _I32) for name in ("n", "h", "w", "c", "k", "r", "s", "p", "q")),
-        *((name, _I32) for name in ("pad_h", "pad_w", "stride_h", "stride_w", "dilation_h", "dilation_w")),
+        *(
+            (name, _I32)
+            for name in ("pad_h", "pad_w", "stride_h", "stride_w", "dilation_h", "dilation_w")
+        ),
         ("b_scale_per_channel", _I32),
         ("split", _I32),
         ("device", _I32),
@@ -115,7 +118,16 @@ class ConvertArguments(ctypes.Structure):
         *((name, _P) for name in ("x", "y", "scale")),
         *(
             (name, _I64)
-            for name in ("batches", "rows", "columns", "ldx", "batch_stride", "y_batches", "y_rows", "y_columns")
+            for name in (
+                "batches",
+                "rows",
+                "columns",
+                "ldx",
+                "batch_stride",
+                "y_batches",
+                "y_rows",
+                "y_columns",
+            )
         ),
         *((name, _I32) for name in ("x_type", "y_type", "turned")),
         ("device", _I32),
@@ -209,7 +221,10 @@ def _manifest(result: Manifest) -> str | None:
 
 
 def _beyond(numbers: Mapping[str, float]) -> str | None:
-    return next((f"{name} cannot be {value}" for name, value in numbers.items() if not 0 <= value < _LIMIT), None)
+    return next(
+        (f"{name} cannot be {value}" for name, value in numbers.items() if not 0 <= value < _LIMIT),
+        None,
+    )
 
 
 _CHECKS: Final[Mapping[Any, Check]] = {Resources: _resources, Manifest: _manifest}
@@ -388,7 +403,11 @@ def _private(path: Path) -> ctypes.CDLL:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), f"a copy of {path.name} in memory")
     # The loader takes equal names for one library, and descriptors are numbered anew: each copy gets a name of its own.
-    with open(descriptor, "wb") as copy, open(path, "rb") as file, tempfile.TemporaryDirectory() as folder:
+    with (
+        open(descriptor, "wb") as copy,
+        open(path, "rb") as file,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         shutil.copyfileobj(file, copy)
         copy.flush()
         name = Path(folder) / path.name

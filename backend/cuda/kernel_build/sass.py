@@ -41,7 +41,10 @@ def volta_instructions(path: Path) -> Counter[str]:
 
 
 def _named(code: bytes) -> list[str]:
-    result = (int.from_bytes(code[index : index + 2], "little") & 0xFFF for index in range(0, len(code), _WIDTH))
+    result = (
+        int.from_bytes(code[index : index + 2], "little") & 0xFFF
+        for index in range(0, len(code), _WIDTH)
+    )
     return [OPCODES[opcode] for opcode in result if opcode in OPCODES]
 
 
@@ -85,7 +88,11 @@ def resources(report: str) -> Resources:
 def complaint(report: str) -> str:
     """Returns why kernels with this report of `ptxas -v` must not be used, or ""."""
     if "Potential Performance Loss" in report or "instructions are serialized" in report:
-        (line, *_) = [line for line in report.splitlines() if "Performance Loss" in line or "serialized" in line]
+        (line, *_) = [
+            line
+            for line in report.splitlines()
+            if "Performance Loss" in line or "serialized" in line
+        ]
         code = re.search(r"\(?(C75\d\d)\)?", line)
         return f"ptxas serializes its matrix products ({code[1] if code else 'no code'})"
     used = resources(report)
@@ -121,9 +128,13 @@ def listing(code: Path) -> str:
     if program is None:
         return ""
     nvdisasm = toolchain.tool("nvdisasm", program.parent)
-    variables = environment.child_environment(**({"NVDISASM_PATH": str(nvdisasm.parent)} if nvdisasm else {}))
+    variables = environment.child_environment(
+        **({"NVDISASM_PATH": str(nvdisasm.parent)} if nvdisasm else {})
+    )
     command = [str(program), "-sass", str(code)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=variables, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=variables, check=False
+    )
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -132,4 +143,6 @@ def named(listed: str) -> Counter[str]:
     return Counter(_INSTRUCTION.findall(listed))
 
 
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][A-Z0-9_.]*)", flags=re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][A-Z0-9_.]*)", flags=re.MULTILINE
+)

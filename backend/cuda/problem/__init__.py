@@ -6,6 +6,13 @@ means.
 
 from __future__ import annotations
 
-from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProblem, GemmProblem, Major, Problem, Scale
+from qsync_fx.backend.cuda.problem.problem import (
+    ConvOperation,
+    ConvProblem,
+    GemmProblem,
+    Major,
+    Problem,
+    Scale,
+)
 
 __all__ = ["ConvOperation", "ConvProblem", "GemmProblem", "Major", "Problem", "Scale"]

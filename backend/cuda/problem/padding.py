@@ -41,11 +41,19 @@ def filled(problem: Problem) -> Problem:
         # Both kinds of channels lie last in two of the three tensors.
         step = VECTOR // min(type_of(fmt).itemsize for fmt in (problem.a, problem.b, problem.out))
         return replace(problem, c=_up(problem.c, step), k=_up(problem.k, step))
-    inner_a, inner_b = "k" if problem.a_major == "row" else "m", "k" if problem.b_major == "column" else "n"
+    inner_a, inner_b = (
+        "k" if problem.a_major == "row" else "m",
+        "k" if problem.b_major == "column" else "n",
+    )
     steps = {"m": 1, "n": VECTOR // type_of(problem.out).itemsize, "k": 1}
     for name, fmt in ((inner_a, problem.a), (inner_b, problem.b)):
         steps[name] = max(steps[name], VECTOR // type_of(fmt).itemsize)
-    return replace(problem, m=_up(problem.m, steps["m"]), n=_up(problem.n, steps["n"]), k=_up(problem.k, steps["k"]))
+    return replace(
+        problem,
+        m=_up(problem.m, steps["m"]),
+        n=_up(problem.n, steps["n"]),
+        k=_up(problem.k, steps["k"]),
+    )
 
 
 def _up(size: int, step: int) -> int:
@@ -56,7 +64,9 @@ def pays(problem: Problem, used: Problem) -> bool:
     """Whether a kernel may take `problem` as `taken`: it moves no more bytes than torch would, for at most twice the work."""
     if problem == used:
         return True
-    return moved(problem, used) <= moved_by_torch(problem) and used.flops <= MOST_WORK * problem.flops
+    return (
+        moved(problem, used) <= moved_by_torch(problem) and used.flops <= MOST_WORK * problem.flops
+    )
 
 
 def moved(problem: Problem, used: Problem) -> int:
@@ -65,7 +75,9 @@ def moved(problem: Problem, used: Problem) -> int:
     A copy reads what there is and writes what is taken, zeros too, in one pass, turned or not (see `converting`).
     """
     total = 0
-    for before, after, copy in zip(_operands(problem), _operands(used), copied(problem, used), strict=True):
+    for before, after, copy in zip(
+        _operands(problem), _operands(used), copied(problem, used), strict=True
+    ):
         total += before + 2 * after if copy else after
     before, after = _output(problem), _output(used)
     return total + after + (0 if before == after else 2 * before)
@@ -76,7 +88,9 @@ def copied(problem: Problem, used: Problem) -> tuple[bool, bool]:
     if isinstance(problem, GemmProblem) and isinstance(used, GemmProblem):
         a = (problem.m, problem.k, problem.a_major) != (used.m, used.k, used.a_major)
         return a, (problem.k, problem.n, problem.b_major) != (used.k, used.n, used.b_major)
-    first, second = (size != other for size, other in zip(_operands(problem), _operands(used), strict=True))
+    first, second = (
+        size != other for size, other in zip(_operands(problem), _operands(used), strict=True)
+    )
     return first, second
 
 
@@ -88,7 +102,9 @@ def moved_by_torch(problem: Problem) -> int:
     # The FP32 product is written, and read again by what applies scales and bias.
     total = size if bare else size // out * 8 + size
     layout = _along_k(problem)
-    for bytes_, fmt, along_k in zip(_operands(problem), (problem.a, problem.b), layout, strict=True):
+    for bytes_, fmt, along_k in zip(
+        _operands(problem), (problem.a, problem.b), layout, strict=True
+    ):
         if type_of(fmt).itemsize > 1:
             total += bytes_
         elif not _has_unit(problem):
@@ -161,9 +177,9 @@ def channels_last(t: Tensor, first: int, second: int) -> Tensor:
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     # All formats here have zero as all bits zero; not every torch fills FP8.
-    return torch.zeros(shape[0], *shape[1:-1], shape[-1] * like.itemsize, dtype=torch.uint8, device=like.device).view(
-        like.dtype
-    )
+    return torch.zeros(
+        shape[0], *shape[1:-1], shape[-1] * like.itemsize, dtype=torch.uint8, device=like.device
+    ).view(like.dtype)
 
 
 def filled_vector(t: Tensor, size: int) -> Tensor:

@@ -87,11 +87,15 @@ class ConvProblem:
 
     @property
     def p(self) -> int:
-        return (self.h + 2 * self.padding[0] - self.dilation[0] * (self.r - 1) - 1) // self.stride[0] + 1
+        return (self.h + 2 * self.padding[0] - self.dilation[0] * (self.r - 1) - 1) // self.stride[
+            0
+        ] + 1
 
     @property
     def q(self) -> int:
-        return (self.w + 2 * self.padding[1] - self.dilation[1] * (self.s - 1) - 1) // self.stride[1] + 1
+        return (self.w + 2 * self.padding[1] - self.dilation[1] * (self.s - 1) - 1) // self.stride[
+            1
+        ] + 1
 
     @property
     def flops(self) -> int:

@@ -12,7 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProblem, GemmProblem, Major, Scale
+from qsync_fx.backend.cuda.problem.problem import (
+    ConvOperation,
+    ConvProblem,
+    GemmProblem,
+    Major,
+    Scale,
+)
 from qsync_fx.formats import FORMATS
 
 LARGEST_SIZE: Final = 2**31 - 1

@@ -40,7 +40,11 @@ def gemm(
     bare = a_scale is None and b_scale is None and bias is None
     if bare and a.dtype == b.dtype == out_dtype and a.device.type == "cuda" and a.shape[1]:
         return a @ b
-    total, scales = _sum(a, b, (a_scale, b_scale), integers) if a.shape[1] else (_zeros(a, b), (a_scale, b_scale))
+    total, scales = (
+        _sum(a, b, (a_scale, b_scale), integers)
+        if a.shape[1]
+        else (_zeros(a, b), (a_scale, b_scale))
+    )
     return epilogue(total, *scales, bias, out_dtype)
 
 
@@ -101,7 +105,14 @@ def _narrow_sum(a: Tensor, b: Tensor) -> Tensor:
 
 def takes_integers(m: int, n: int, k: int) -> bool:
     """Whether cuBLAS multiplies INT8 matrices of these sizes (`torch._int_mm`), and INT32 holds every sum."""
-    return m > 16 and n % 8 == 0 and k % 8 == 0 and k > 0 and n > 0 and k * FORMATS["int8"].max ** 2 < 2**31
+    return (
+        m > 16
+        and n % 8 == 0
+        and k % 8 == 0
+        and k > 0
+        and n > 0
+        and k * FORMATS["int8"].max ** 2 < 2**31
+    )
 
 
 def takes_fp8(a: Tensor, b: Tensor) -> bool:
@@ -162,7 +173,11 @@ def _conv_type(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> torch.dty
 
 
 def convolve(
-    a: Tensor, b: Tensor, size: Sequence[int], geometry: tuple[Sequence[int], ...], operation: ConvOperation
+    a: Tensor,
+    b: Tensor,
+    size: Sequence[int],
+    geometry: tuple[Sequence[int], ...],
+    operation: ConvOperation,
 ) -> Tensor:
     """Returns the product alone, in the operands' type; `geometry` is stride, padding and dilation."""
     settings = (*map(list, geometry), False, [0, 0], 1)

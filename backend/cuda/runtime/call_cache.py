@@ -23,11 +23,21 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.codegen import QUANTIZER_FORMATS, ROUNDINGS, X_TYPES
-from qsync_fx.backend.cuda.kernel_build.library import ConvArguments, GemmArguments, Library, QuantizeArguments
+from qsync_fx.backend.cuda.kernel_build.library import (
+    ConvArguments,
+    GemmArguments,
+    Library,
+    QuantizeArguments,
+)
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import padding
 from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Major, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import aligned, format_name, leading, type_of
+from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+    aligned,
+    format_name,
+    leading,
+    type_of,
+)
 from qsync_fx.backend.cuda.runtime import launch_utils, layout_convert
 from qsync_fx.backend.cuda.runtime.device_state import WHEN_FORGOTTEN
 from qsync_fx.backend.numerics import reference
@@ -75,17 +85,31 @@ class _KernelSite:
     _steps: tuple[int, ...]  # its strides
     _rows: int  # values of a scale of the first operand that is no single number; of columns, those of the second one's and of the bias
     _columns: int
-    _first: Copy | None  # makes of the first operand what the kernel reads; None where it does as it lies
+    _first: (
+        Copy | None
+    )  # makes of the first operand what the kernel reads; None where it does as it lies
     _second: Copy | None
     _part: Copy | None  # what is returned of what the kernel writes; None for all, as it lies
-    _fresh: Callable[[], GemmArguments | ConvArguments]  # gives a copy of all arguments but pointers
+    _fresh: Callable[
+        [], GemmArguments | ConvArguments
+    ]  # gives a copy of all arguments but pointers
 
     def __init__(self, library: Library, problem: Problem, out: str, a: Tensor) -> None:
-        self.library, self.problem, self._device, self._type = library, problem, a.device, type_of(out)
+        self.library, self.problem, self._device, self._type = (
+            library,
+            problem,
+            a.device,
+            type_of(out),
+        )
         self._size: int | None = None
 
     def __call__(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        b_scale: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         """Computes the product; raises `KernelError` where the kernel does not take the operands, or cannot be started."""
         if launch_utils.elsewhere(self._device):
@@ -94,7 +118,12 @@ class _KernelSite:
         return self._queued(a, b, a_scale, b_scale, bias)
 
     def _queued(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        b_scale: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         if self._first is not None:
             a = self._first(a)
@@ -125,7 +154,13 @@ class GemmSite(_KernelSite):
     """A kernel for matrices that lie alike."""
 
     def __init__(
-        self, library: Library, config: KernelConfig, problem: GemmProblem, used: GemmProblem, a: Tensor, b: Tensor
+        self,
+        library: Library,
+        config: KernelConfig,
+        problem: GemmProblem,
+        used: GemmProblem,
+        a: Tensor,
+        b: Tensor,
     ) -> None:
         """
         Args:
@@ -137,11 +172,17 @@ class GemmSite(_KernelSite):
         m, n, k = used.m, used.n, used.k
         a_copied = tuple(a.shape) != (m, k) or not aligned(a, used.a_major, config.alignment)
         b_copied = tuple(b.shape) != (k, n) or not aligned(b, used.b_major, config.alignment)
-        self._first = (lambda t: layout_convert.laid_out(t, m, k, used.a_major)) if a_copied else None
-        self._second = (lambda t: layout_convert.laid_out(t, k, n, used.b_major)) if b_copied else None
+        self._first = (
+            (lambda t: layout_convert.laid_out(t, m, k, used.a_major)) if a_copied else None
+        )
+        self._second = (
+            (lambda t: layout_convert.laid_out(t, k, n, used.b_major)) if b_copied else None
+        )
         self._whole, self._steps, self._rows, self._columns = (m, n), (n, 1), m, n
         rows, columns = int(a.shape[0]), int(b.shape[1])
-        self._part = None if (m, n) == (rows, columns) else lambda d: d[:rows, :columns].contiguous()
+        self._part = (
+            None if (m, n) == (rows, columns) else lambda d: d[:rows, :columns].contiguous()
+        )
         arguments = GemmArguments(
             lda=_leading(a, (m, k), used.a_major, a_copied), ldb=_leading(b, (k, n), used.b_major, b_copied), ldd=n,
             m=m, n=n, k=k, a_scale_per_row=used.a_scale == "channel", b_scale_per_column=used.b_scale == "channel",
@@ -154,7 +195,13 @@ class ConvSite(_KernelSite):
     """A kernel for images and filters that lie alike; as `GemmSite`."""
 
     def __init__(
-        self, library: Library, config: KernelConfig, problem: ConvProblem, used: ConvProblem, a: Tensor, b: Tensor
+        self,
+        library: Library,
+        config: KernelConfig,
+        problem: ConvProblem,
+        used: ConvProblem,
+        a: Tensor,
+        b: Tensor,
     ) -> None:
         super().__init__(library, problem, used.out, a)
         p, t = problem, used
@@ -165,14 +212,26 @@ class ConvSite(_KernelSite):
             "dgrad": ((p.n, p.h, p.w, p.c), (t.n, t.h, t.w, t.c)),
             "wgrad": ((p.k, p.r, p.s, p.c), (t.k, t.r, t.s, t.c)),
         }[p.operation]
-        self._first = None if _lies_last(a, *first) else lambda image: layout_convert.channels_last(image, *first)
-        self._second = None if _lies_last(b, *second) else lambda image: layout_convert.channels_last(image, *second)
+        self._first = (
+            None
+            if _lies_last(a, *first)
+            else lambda image: layout_convert.channels_last(image, *first)
+        )
+        self._second = (
+            None
+            if _lies_last(b, *second)
+            else lambda image: layout_convert.channels_last(image, *second)
+        )
         # The first operand has one scale, whatever its rows.
         self._rows, self._columns = 1, t.k
         n, h, w, c = full
         self._whole, self._steps = (n, c, h, w), (h * w * c, 1, w * c, c)
         self._part = None if full == shape else lambda d: _cut(d, shape[0], shape[3])
-        (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = t.padding, t.stride, t.dilation
+        (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = (
+            t.padding,
+            t.stride,
+            t.dilation,
+        )
         arguments = ConvArguments(
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
             pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h, dilation_w=dilation_w,
@@ -206,7 +265,10 @@ def _lies_last(t: Tensor, first: int, second: int) -> bool:
     """Whether a tensor has these sizes, and its channels last, without gaps."""
     n, c, h, w = t.shape
     packed = (h * w * c, 1, w * c, c)
-    lies = all(size == 1 or have == want for size, have, want in zip(t.shape, t.stride(), packed, strict=True))
+    lies = all(
+        size == 1 or have == want
+        for size, have, want in zip(t.shape, t.stride(), packed, strict=True)
+    )
     return (n, c) == (first, second) and lies and t.data_ptr() % padding.VECTOR == 0
 
 
@@ -227,7 +289,9 @@ class QuantizerSite:
     """A kernel that quantizes tensors that lie alike, and what a call does with them."""
 
     _size: int | None  # bytes of its workspace, once it was asked
-    _read: torch.dtype | None  # what is copied to first, as the result lies; None where the kernel reads it as it lies
+    _read: (
+        torch.dtype | None
+    )  # what is copied to first, as the result lies; None where the kernel reads it as it lies
 
     def __init__(
         self,
@@ -258,7 +322,9 @@ class QuantizerSite:
         )  # fmt: skip
         self._fresh = partial(QuantizeArguments.from_buffer_copy, arguments)
 
-    def __call__(self, x: Tensor, seed: Tensor, stream: int, transposed: bool) -> tuple[Tensor, ...]:
+    def __call__(
+        self, x: Tensor, seed: Tensor, stream: int, transposed: bool
+    ) -> tuple[Tensor, ...]:
         """Returns `(q, scale)`, or `(q, transpose, scale)`; raises `KernelError` where the kernel refuses or cannot be started."""
         q = self._empty()
         if not transposed:
@@ -270,14 +336,18 @@ class QuantizerSite:
         shape, strides, dtype = self._q
         return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
 
-    def fill(self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int) -> Tensor:
+    def fill(
+        self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int
+    ) -> Tensor:
         """Fills `q`, and `turned` with its transpose if given, and returns the scales; raises as a call does."""
         if launch_utils.elsewhere(self._device):
             with torch.cuda.device(self._device):
                 return self._filled(x, q, transposed, seed, stream)
         return self._filled(x, q, transposed, seed, stream)
 
-    def _filled(self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int) -> Tensor:
+    def _filled(
+        self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int
+    ) -> Tensor:
         # Copies keep their names, so that they live until the kernel is queued.
         if self._read is not None:
             shape, strides, _ = self._q
@@ -285,7 +355,12 @@ class QuantizerSite:
         scale = torch.empty(self._scale, dtype=torch.float32, device=self._device)
         seed = seed.to(self._device)
         inputs = self._fresh()
-        inputs.x, inputs.q, inputs.scale, inputs.seed = x.data_ptr(), q.data_ptr(), scale.data_ptr(), seed.data_ptr()
+        inputs.x, inputs.q, inputs.scale, inputs.seed = (
+            x.data_ptr(),
+            q.data_ptr(),
+            scale.data_ptr(),
+            seed.data_ptr(),
+        )
         inputs.stream = stream & 0xFFFFFFFF
         if transposed is not None:
             inputs.qt = transposed.data_ptr()

@@ -54,11 +54,15 @@ class DeviceState:
     mend: str | None = None
 
 
-_assumed: ContextVar[tuple[str, DeviceState] | None] = ContextVar("qsync_assumed_device", default=None)
+_assumed: ContextVar[tuple[str, DeviceState] | None] = ContextVar(
+    "qsync_assumed_device", default=None
+)
 
 
 @contextlib.contextmanager
-def assumed(arch: Arch | None, table: TuningTable | None = None, on: str = "cuda") -> Iterator[None]:
+def assumed(
+    arch: Arch | None, table: TuningTable | None = None, on: str = "cuda"
+) -> Iterator[None]:
     """Lets all devices of type `on` count as ones of `arch`, which kernels can be had for; with None, as ones that have none."""
     reason = "" if arch is not None else "no kernels are assumed"
     token = _assumed.set((on, DeviceState(arch, reason, table)))
@@ -101,7 +105,11 @@ def loaded_decision(problem: Problem, device: torch.device) -> KernelDecision:
 
 def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     """Returns the candidates that serve a problem and are loaded."""
-    return tuple(config for config in known(problem, arch) if kernel_registry.loaded(kernel_registry.unit_of(config)))
+    return tuple(
+        config
+        for config in known(problem, arch)
+        if kernel_registry.loaded(kernel_registry.unit_of(config))
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,12 +120,21 @@ def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDec
     if result.lacks is None:
         made = decide(problem, result.arch, result.table, usable(result.multiprocessors))
         why = next(
-            (f for c in known(problem, result.arch) if (f := kernel_registry.failure(kernel_registry.unit_of(c)))), None
+            (
+                f
+                for c in known(problem, result.arch)
+                if (f := kernel_registry.failure(kernel_registry.unit_of(c)))
+            ),
+            None,
         )
         return made if made.config is not None or why is None else replace(made, reason=why.what)
     made = decide(problem, result.arch, result.table, stored)
     # With a compiler there might be a kernel.
-    return replace(made, reason=result.lacks) if made.config is None and not stored(problem, result.arch) else made
+    return (
+        replace(made, reason=result.lacks)
+        if made.config is None and not stored(problem, result.arch)
+        else made
+    )
 
 
 def usable(multiprocessors: int | None) -> Candidates:
@@ -128,7 +145,11 @@ def usable(multiprocessors: int | None) -> Candidates:
 
     def result(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
         every = candidates(problem, arch, multiprocessors)
-        left = tuple(config for config in every if not kernel_registry.refused(kernel_registry.unit_of(config)))
+        left = tuple(
+            config
+            for config in every
+            if not kernel_registry.refused(kernel_registry.unit_of(config))
+        )
         return left if len(every) - len(left) < MOST_REFUSED else ()
 
     return result
@@ -146,7 +167,11 @@ def _forget_decisions() -> None:
 
 def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     """Returns the candidates that serve a problem and have been compiled, here or ahead of time."""
-    return tuple(config for config in known(problem, arch) if kernel_registry.stored(kernel_registry.unit_of(config)))
+    return tuple(
+        config
+        for config in known(problem, arch)
+        if kernel_registry.stored(kernel_registry.unit_of(config))
+    )
 
 
 def forget() -> None:
@@ -163,14 +188,18 @@ def _known(index: int) -> DeviceState:
         return DeviceState(None, f"there is no device cuda:{index} here", None)
     capability = torch.cuda.get_device_capability(index)
     properties = torch.cuda.get_device_properties(index)
-    arch = kernel_config.target(capability, getattr(properties, "shared_memory_per_block_optin", None))
+    arch = kernel_config.target(
+        capability, getattr(properties, "shared_memory_per_block_optin", None)
+    )
     if arch is None:
         return DeviceState(None, _no_kernels(capability), None)
     plain, full = _missing(arch, templates=False), _missing(arch)
     if plain is not None and not _kept(arch):
         return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
     lacks, mend = (None, None) if full is None else (full.what, full.do)
-    return DeviceState(arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend)
+    return DeviceState(
+        arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend
+    )
 
 
 def _no_kernels(capability: tuple[int, int]) -> str:
@@ -195,13 +224,17 @@ def unobtainable(arch: Arch) -> str:
 def _kept(arch: Arch) -> bool:
     """Whether kernels for an architecture have been compiled, here or ahead of time."""
     with contextlib.suppress(QSyncError):
-        return any(_holds(folder, arch) for folder in [*kernel_cache.ahead_of_time(), kernel_cache.root()])
+        return any(
+            _holds(folder, arch) for folder in [*kernel_cache.ahead_of_time(), kernel_cache.root()]
+        )
     return False
 
 
 def _holds(folder: Path, arch: Arch) -> bool:
     return any(
-        isinstance(entry, kernel_cache.CacheEntry) and entry.manifest.arch == arch and not entry.manifest.refused
+        isinstance(entry, kernel_cache.CacheEntry)
+        and entry.manifest.arch == arch
+        and not entry.manifest.refused
         for entry in kernel_cache.entries(folder)
     )
 
@@ -224,7 +257,9 @@ def environment(device: torch.device) -> Environment:
     """Returns what timings on a CUDA device depend on."""
     version = toolchain.dotted(_cutlass())
     name = torch.cuda.get_device_name(device)
-    return Environment(name, _driver(), torch.version.cuda or "", torch.__version__, version, library.VERSION)
+    return Environment(
+        name, _driver(), torch.version.cuda or "", torch.__version__, version, library.VERSION
+    )
 
 
 def _cutlass() -> tuple[int, ...]:
@@ -260,7 +295,11 @@ def _kernels(device: torch.device) -> Kernels:
 def _multiplied(arch: Arch) -> frozenset[str]:
     """Returns the formats that there are kernels for on an architecture."""
     size = 4096
-    tried = {name: GemmProblem(size, size, size, name, name, "fp32") for name, row in FORMATS.items() if row.bits <= 32}
+    tried = {
+        name: GemmProblem(size, size, size, name, name, "fp32")
+        for name, row in FORMATS.items()
+        if row.bits <= 32
+    }
     return frozenset(name for name, problem in tried.items() if known(problem, arch))
 
 

@@ -43,7 +43,9 @@ class TimedOperands:
     bias: Tensor | None
 
 
-def operands(problem: Problem, device: torch.device, generator: torch.Generator | None = None) -> TimedOperands:
+def operands(
+    problem: Problem, device: torch.device, generator: torch.Generator | None = None
+) -> TimedOperands:
     """Returns random operands of a problem. Never zeros: a GPU that multiplies zeros draws less power and clocks higher."""
 
     def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -54,7 +56,9 @@ def operands(problem: Problem, device: torch.device, generator: torch.Generator 
     def positive(kind: str, shape: tuple[int, ...]) -> Tensor | None:
         if kind == "none":
             return None
-        return torch.rand(shape if kind == "channel" else (), device=device, generator=generator) + 0.5
+        return (
+            torch.rand(shape if kind == "channel" else (), device=device, generator=generator) + 0.5
+        )
 
     a_type, b_type = type_of(problem.a), type_of(problem.b)
     if isinstance(problem, GemmProblem):
@@ -113,7 +117,9 @@ def _conv(problem: ConvProblem, value: TimedOperands) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         # Conversions are part of it: there are no convolutions of one byte.
-        return reference_result.convolve(value.a.to(narrow), value.b.to(narrow), size, geometry, problem.operation)
+        return reference_result.convolve(
+            value.a.to(narrow), value.b.to(narrow), size, geometry, problem.operation
+        )
 
     return run
 
@@ -211,7 +217,9 @@ class EventTimer:
             return float(start.elapsed_time(end)) / 1e3 / launches
 
 
-def call_of(config: KernelConfig, problem: Problem, used: Problem, value: TimedOperands) -> Callable[[], Tensor]:
+def call_of(
+    config: KernelConfig, problem: Problem, used: Problem, value: TimedOperands
+) -> Callable[[], Tensor]:
     """Returns a call of a kernel on some operands, without what decides and checks; its library is compiled here.
 
     Args:

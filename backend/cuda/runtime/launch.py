@@ -22,7 +22,12 @@ from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProblem, reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem, too_large
+from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+    ConvWindow,
+    conv_problem,
+    gemm_problem,
+    too_large,
+)
 from qsync_fx.backend.cuda.runtime import call_cache, launch_utils
 from qsync_fx.backend.cuda.runtime.call_cache import ByTorch, ConvSite, GemmSite
 from qsync_fx.backend.cuda.runtime.device_state import decision, loaded_decision
@@ -53,7 +58,9 @@ def gemm(
     if site is None:
         if check is not None:
             check(a, b, a_scale, b_scale, bias, out_dtype, tf32)
-        site = call_cache.cached_call.keep(key, _gemm_site(a, b, a_scale, b_scale, bias, out_dtype, tf32))
+        site = call_cache.cached_call.keep(
+            key, _gemm_site(a, b, a_scale, b_scale, bias, out_dtype, tf32)
+        )
     if isinstance(site, GemmSite):
         try:
             return site(a, b, a_scale, b_scale, bias)
@@ -116,9 +123,24 @@ def conv2d_product(
     site = call_cache.cached_call.get(key)
     if site is None:
         if check is not None:
-            check(a, b, a_scale, b_scale, bias, size, stride, padding, dilation, operation, out_dtype, tf32)
+            check(
+                a,
+                b,
+                a_scale,
+                b_scale,
+                bias,
+                size,
+                stride,
+                padding,
+                dilation,
+                operation,
+                out_dtype,
+                tf32,
+            )
         window = ConvWindow(_pair(stride), _pair(padding), _pair(dilation))
-        result = _conv_site(a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32)
+        result = _conv_site(
+            a, b, a_scale, b_scale, bias, _pair(size), window, operation, out_dtype, tf32
+        )
         site = call_cache.cached_call.keep(key, result)
     if isinstance(site, ConvSite):
         try:
@@ -166,7 +188,9 @@ def _conv_too_large(p: ConvProblem) -> bool:
     return too_large(p.n * p.h * p.w * p.c, p.n * p.p * p.q * p.k, p.k * p.r * p.s * p.c)
 
 
-def _chosen(problem: GemmProblem | ConvProblem, device: torch.device) -> tuple[Library | None, KernelDecision]:
+def _chosen(
+    problem: GemmProblem | ConvProblem, device: torch.device
+) -> tuple[Library | None, KernelDecision]:
     """Returns what computes a problem that is called now, and its library; none, with a reason kept, where torch is to compute.
 
     Sizes and layouts may be others than those that a graph was compiled with. What was decided for these then has no library yet, and
@@ -178,7 +202,9 @@ def _chosen(problem: GemmProblem | ConvProblem, device: torch.device) -> tuple[L
         return None, result
     library = launch_utils.library(kernel_registry.unit_of(result.config), device, shown(problem))
     if library is None and (other := loaded_decision(problem, device)).config is not None:
-        return launch_utils.library(kernel_registry.unit_of(other.config), device, shown(problem)), other
+        return launch_utils.library(
+            kernel_registry.unit_of(other.config), device, shown(problem)
+        ), other
     return library, result
 
 

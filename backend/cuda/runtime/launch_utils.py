@@ -54,14 +54,20 @@ def forget() -> None:
 def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library | None:
     """Returns the library of a unit; None, with a reason kept for what is `shown`, where torch is to compute."""
     captures = capturing(device)
-    may_read = not captures and (not unit.templates or kernel_registry.compiles_late() or kernel_registry.stored(unit))
+    may_read = not captures and (
+        not unit.templates or kernel_registry.compiles_late() or kernel_registry.stored(unit)
+    )
     try:
         result = kernel_registry.library(unit, wait=may_read)
     except QSyncError as error:
         note(shown, error.what)
         return None
     if result is None:
-        when = "a CUDA graph was captured" if captures else "training began, and no step waits for a compiler"
+        when = (
+            "a CUDA graph was captured"
+            if captures
+            else "training began, and no step waits for a compiler"
+        )
         note(shown, f"its kernel was not loaded before {when}")
     return result
 
@@ -80,7 +86,9 @@ def asked(library: Library, arguments: Arguments) -> int:
     """Returns how many bytes of memory a kernel needs for arguments; raises `KernelError` where it does not take them."""
     why = library.can_implement(arguments)
     if why is not None:
-        raise KernelError(f"its kernel does not take these operands: {why}", where=library.unit.name)
+        raise KernelError(
+            f"its kernel does not take these operands: {why}", where=library.unit.name
+        )
     return library.workspace(arguments)
 
 

@@ -71,7 +71,9 @@ def lines_of_images(t: Tensor) -> StridedLines | None:
 
 def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
     """Returns a copy of a matrix; see `padding.laid_out`."""
-    straight, shape = (matrix, (rows, columns)) if method == "row" else (matrix.t(), (columns, rows))
+    straight, shape = (
+        (matrix, (rows, columns)) if method == "row" else (matrix.t(), (columns, rows))
+    )
     result = _copied(straight, lines_of(straight), (1, *shape))
     if result is None:
         return padding.laid_out(matrix, rows, columns, method)
@@ -120,13 +122,19 @@ def _copied(
         return None
 
 
-def _why_not(device: torch.device, kinds: tuple[str, str] | None, lines: StridedLines | None) -> str:
+def _why_not(
+    device: torch.device, kinds: tuple[str, str] | None, lines: StridedLines | None
+) -> str:
     result = known_of(device)
     if result.arch is None:
         return result.reason
     if lines is None:
         return NEITHER
-    return "there is no kernel for these types" if kinds is None else f"{result.arch} has no kernel that copies"
+    return (
+        "there is no kernel for these types"
+        if kinds is None
+        else f"{result.arch} has no kernel that copies"
+    )
 
 
 def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str, str] | None:
@@ -140,7 +148,11 @@ def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str
 
 def unit_of(arch: Arch, kinds: tuple[str, str]) -> TranslationUnit:
     """Returns what is compiled to make one kind of elements into the other."""
-    return kernel_registry.copier(arch) if kinds[0].startswith("bits") else kernel_registry.converter(arch, kinds[0])
+    return (
+        kernel_registry.copier(arch)
+        if kinds[0].startswith("bits")
+        else kernel_registry.converter(arch, kinds[0])
+    )
 
 
 def run(

@@ -59,7 +59,13 @@ def quantize_transposed(
 
 
 def again(
-    x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int] = (), transposed: bool = False
+    x: Tensor,
+    seed: Tensor,
+    stream: int,
+    fmt: str,
+    rounding: str,
+    keep: Sequence[int] = (),
+    transposed: bool = False,
 ) -> tuple[Tensor, ...] | None:
     """Returns what the kernel gives that has quantized tensors that lie like `x` so before; None where none has, or it fails now."""
     key = _key(x, fmt, rounding, keep, transposed)
@@ -74,7 +80,9 @@ def again(
         return None
 
 
-def _key(x: Tensor, fmt: str, rounding: str, keep: Sequence[int], transposed: bool) -> tuple[object, ...]:
+def _key(
+    x: Tensor, fmt: str, rounding: str, keep: Sequence[int], transposed: bool
+) -> tuple[object, ...]:
     return (
         kernel_registry.refusals(),
         x.device,
@@ -90,7 +98,13 @@ def _key(x: Tensor, fmt: str, rounding: str, keep: Sequence[int], transposed: bo
 
 
 def _by_kernel(
-    x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int], transposed: bool
+    x: Tensor,
+    seed: Tensor,
+    stream: int,
+    row: Precision,
+    rounding: Rounding,
+    keep: Sequence[int],
+    transposed: bool,
 ) -> tuple[Tensor, ...] | None:
     """Returns what a kernel gives; None, with a reason kept, where none computes it."""
     result = again(x, seed, stream, row.name, rounding, keep, transposed)
@@ -104,7 +118,9 @@ def _by_kernel(
         return None
     groups = Groups(int(q.shape[0]), int(q.shape[1]), 0) if transposed else groups_of(q, keep)
     if groups is None:
-        launch_utils.note(f"{_shown(x)} -> {row}", "the values of a group do not lie in rows or columns of memory")
+        launch_utils.note(
+            f"{_shown(x)} -> {row}", "the values of a group do not lie in rows or columns of memory"
+        )
         return None
     site = QuantizerSite(library, x, q, row, rounding, keep, groups)
     try:
@@ -164,7 +180,11 @@ def _shown(x: Tensor) -> str:
 
 def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
     """Returns how the groups of a tensor without gaps lie in its memory; None where they are neither rows nor columns of it."""
-    saved = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1] if q.dim() else []
+    saved = (
+        [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
+        if q.dim()
+        else []
+    )
     order = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
     total, number = q.numel(), math.prod(q.shape[dim] for dim in saved)
     if not total:
@@ -195,12 +215,12 @@ def run(
     Raises:
         KernelError: the kernel does not take these arguments, or cannot be started.
     """
-    return QuantizerSite(library, x, q, row, rounding, keep, groups).fill(x, q, transposed, seed, stream)
+    return QuantizerSite(library, x, q, row, rounding, keep, groups).fill(
+        x, q, transposed, seed, stream
+    )
 
 
-QUANTIZING: Final = (
-    "values are quantized by code that the compiler fuses, which draws eight times as often as a kernel of ours"
-)
+QUANTIZING: Final = "values are quantized by code that the compiler fuses, which draws eight times as often as a kernel of ours"
 ONE_BY_ONE: Final = (
     "but to FP8 operator by operator, in some two hundred launches a tensor, since the compiler converts to no floats of one byte for "
     "compute capability {capability}"
@@ -229,12 +249,18 @@ def told(device: torch.device) -> str:
 
 def costs(result: DeviceState, device: torch.device) -> str:
     """Returns what it costs that something is missing, a sentence without its full stop."""
-    carriers = {str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"}
+    carriers = {
+        str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"
+    }
     products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))
     if result.arch is not None and result.compiles:
         return f"Only products are missing, and no kernel that was compiled elsewhere: {products}"
     both = f"{products}; {_quantizing(device)}"
-    return both if result.arch is None else f"There are those that were compiled before, and no others: else {both}"
+    return (
+        both
+        if result.arch is None
+        else f"There are those that were compiled before, and no others: else {both}"
+    )
 
 
 def _quantizing(device: torch.device) -> str:

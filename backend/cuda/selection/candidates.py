@@ -42,7 +42,9 @@ _ADDED: Final[dict[str, KernelConfig]] = {}
 """What users added, by name. Kernels are of the process, as operators are: every model that is compiled in it may use them."""
 
 
-def candidates(problem: Problem, arch: Arch, multiprocessors: int | None = None) -> tuple[KernelConfig, ...]:
+def candidates(
+    problem: Problem, arch: Arch, multiprocessors: int | None = None
+) -> tuple[KernelConfig, ...]:
     """Returns the kernels for a problem, the best general one first, those of users last; none where nothing serves it.
 
     Args:
@@ -57,7 +59,11 @@ def candidates(problem: Problem, arch: Arch, multiprocessors: int | None = None)
         if isinstance(problem, ConvProblem)
         else gemm_candidates(problem, arch, multiprocessors or MULTIPROCESSORS[arch])
     )
-    users = (config for config in _ADDED.values() if config.arch == arch and select.serves(config, problem) is None)
+    users = (
+        config
+        for config in _ADDED.values()
+        if config.arch == arch and select.serves(config, problem) is None
+    )
     return tuple(dict.fromkeys((*owned, *users)))
 
 
@@ -96,7 +102,8 @@ def remove(config: KernelConfig) -> None:
 def _known(arch: str) -> None:
     if arch not in ARCHITECTURES:
         raise OptionError(
-            f"{arch!r} is no architecture that there are kernels for", do=nearest(str(arch), ARCHITECTURES)
+            f"{arch!r} is no architecture that there are kernels for",
+            do=nearest(str(arch), ARCHITECTURES),
         )
 
 
@@ -104,7 +111,10 @@ def of_all(arch: Arch) -> list[TranslationUnit]:
     """Returns the first candidate for each product, pair of formats and layout, all quantizers, and all that copies and converts."""
     first: dict[tuple[object, ...], KernelConfig] = {}
     for config in all_configs(arch):
-        first.setdefault((config.operation, config.a, config.b, config.out, config.a_major, config.b_major), config)
+        first.setdefault(
+            (config.operation, config.a, config.b, config.out, config.a_major, config.b_major),
+            config,
+        )
     products = map(kernel_registry.unit_of, first.values())
     return [
         *products,
@@ -114,7 +124,9 @@ def of_all(arch: Arch) -> list[TranslationUnit]:
     ]
 
 
-def of_problems(problems: Iterable[Problem], arch: Arch, every_candidate: bool) -> list[TranslationUnit]:
+def of_problems(
+    problems: Iterable[Problem], arch: Arch, every_candidate: bool
+) -> list[TranslationUnit]:
     """Returns what computes these problems, the quantizers of their formats, and what copies operands that lie otherwise.
 
     Args:

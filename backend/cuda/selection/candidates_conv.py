@@ -181,7 +181,9 @@ def _parts(fmt: str) -> tuple[_Tile, ...]:
 def _of_tile(tile: _Tile, fmt: str, out: str, arch: Arch) -> dict[str, object]:
     size, simt = size_of(fmt), fmt == "fp32"
     k = tile.depth // size
-    named = KernelConfig("fprop", arch, fmt, fmt, out, (tile.m, tile.n, k), unit="simt" if simt else "tensor")
+    named = KernelConfig(
+        "fprop", arch, fmt, fmt, out, (tile.m, tile.n, k), unit="simt" if simt else "tensor"
+    )
     turing = arch == "sm_75"
     return {
         "tile": (tile.m, tile.n, k),

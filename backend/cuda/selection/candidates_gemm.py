@@ -145,7 +145,9 @@ _HOPPER_FP8: Final = (
 
 def gemm_candidates(problem: GemmProblem, arch: Arch, multiprocessors: int) -> list[KernelConfig]:
     """Returns the kernels for a problem, the best general one first; those whose tiles suit its size badly last. All serve it."""
-    result = [config for config in _configs(problem, arch) if select.serves(config, problem) is None]
+    result = [
+        config for config in _configs(problem, arch) if select.serves(config, problem) is None
+    ]
     return sorted(result, key=lambda config: _misfit(config, problem, multiprocessors))
 
 
@@ -154,9 +156,19 @@ def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
 
     The whole product of choices is not compiled ahead: outputs do not change which registers a main loop takes.
     """
-    layouts: tuple[tuple[Major, Major], ...] = (("row", "column"), ("row", "row"), ("column", "row"))
+    layouts: tuple[tuple[Major, Major], ...] = (
+        ("row", "column"),
+        ("row", "row"),
+        ("column", "row"),
+    )
     for a, b in OPERANDS:
-        out = "fp32" if a in ("fp32", "tf32") else "fp16" if arch in ("sm_70", "sm_75") or a == "fp16" else "bf16"
+        out = (
+            "fp32"
+            if a in ("fp32", "tf32")
+            else "fp16"
+            if arch in ("sm_70", "sm_75") or a == "fp16"
+            else "bf16"
+        )
         scale: Literal["none", "channel"] = "channel" if FORMATS[a].scaled else "none"
         plain = GemmProblem(1, 1, 1, a, b, out, a_scale=scale, b_scale=scale)
         for a_major, b_major in layouts:
@@ -187,7 +199,10 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
         # The products of a backward pass have none, and are the ones in other layouts.
         bias=problem.bias or k_major,
     )
-    made = [_config3(kind, tile) if isinstance(tile, _Tile3) else _config2(kind, tile) for tile in _tiles(kind)]
+    made = [
+        _config3(kind, tile) if isinstance(tile, _Tile3) else _config2(kind, tile)
+        for tile in _tiles(kind)
+    ]
     return [config for config in made if not candidates.problems(config)]
 
 
@@ -199,7 +214,9 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
         return _TURING
     loose = () if size_of(kind.a) == 1 else (_LOOSE,)
     # See the rule "tf32 across k".
-    if kind.arch == "sm_90a" and (kind.a != "tf32" or (kind.a_major, kind.b_major) == ("row", "column")):
+    if kind.arch == "sm_90a" and (
+        kind.a != "tf32" or (kind.a_major, kind.b_major) == ("row", "column")
+    ):
         return (*(_HOPPER_FP8 if fp8 else _HOPPER), *loose)
     return _ADA_FP8 if fp8 else (*_AMPERE, *loose)
 

@@ -15,7 +15,13 @@ from qsync_fx.backend.cuda.codegen import conv_on_hopper
 from qsync_fx.backend.cuda.kernel_config import OPERANDS, KernelConfig, size_of
 from qsync_fx.backend.cuda.problem import ConvOperation
 from qsync_fx.backend.cuda.selection import constraints_shared as shared
-from qsync_fx.backend.cuda.selection.constraints_shared import WARP, ConfigRule, in_flight, registers, shared_memory
+from qsync_fx.backend.cuda.selection.constraints_shared import (
+    WARP,
+    ConfigRule,
+    in_flight,
+    registers,
+    shared_memory,
+)
 
 _EPILOGUE: Final = 32 * 1024  # of shared memory at sm_90a, for stores
 _BESIDE_PIXELS: Final = 176
@@ -78,7 +84,10 @@ _BOTH: Final = (
     ),
     ConfigRule(
         "parts",
-        lambda c: c.order == "split_k" and (c.operation != "wgrad" or c.out != "fp32" or conv_on_hopper(c)),
+        lambda c: (
+            c.order == "split_k"
+            and (c.operation != "wgrad" or c.out != "fp32" or conv_on_hopper(c))
+        ),
         "only weight gradients in FP32, by multistage or pipelined kernels, are sums of parts",
     ),
 )
@@ -91,7 +100,8 @@ _CUTLASS_2: Final = (
             c.unit == "tensor"
             and c.operation != "fprop"
             and (
-                c.tile[1] * size_of(c.b) % 128 != 0 or (c.operation == "wgrad" and c.tile[0] * size_of(c.a) % 128 != 0)
+                c.tile[1] * size_of(c.b) % 128 != 0
+                or (c.operation == "wgrad" and c.tile[0] * size_of(c.a) % 128 != 0)
             )
         ),
         "operands of gradients that lie across the sum have rows of 128 bytes in a tile",
@@ -104,21 +114,32 @@ _CUTLASS_2: Final = (
     registers(_sums),
     ConfigRule(
         "in flight",
-        lambda c: c.schedule == "pipelined" and c.operation != "wgrad" and in_flight(c) + _sums(c) > _BESIDE_PIXELS,
+        lambda c: (
+            c.schedule == "pipelined"
+            and c.operation != "wgrad"
+            and in_flight(c) + _sums(c) > _BESIDE_PIXELS
+        ),
         "what a pipelined kernel has loaded waits in registers, beside the sums of a warp tile",
     ),
     ConfigRule(
-        "order", lambda c: c.order not in ("identity", "split_k"), "tiles are in the order identity, or split_k"
+        "order",
+        lambda c: c.order not in ("identity", "split_k"),
+        "tiles are in the order identity, or split_k",
     ),
     ConfigRule(
         "strided sums",
-        lambda c: c.operation == "dgrad" and c.strided and c.unit == "tensor" and _sums(c) > _FEW_SUMS,
+        lambda c: (
+            c.operation == "dgrad" and c.strided and c.unit == "tensor" and _sums(c) > _FEW_SUMS
+        ),
         "strided gradients step through pixels: beside that a thread has room for 64 sums",
     ),
     ConfigRule(
         "deep sums",
         lambda c: (
-            c.arch == "sm_90a" and c.operation == "wgrad" and c.tile[2] * size_of(c.a) > 64 and _sums(c) > _FEW_SUMS
+            c.arch == "sm_90a"
+            and c.operation == "wgrad"
+            and c.tile[2] * size_of(c.a) > 64
+            and _sums(c) > _FEW_SUMS
         ),
         "weight gradients at sm_90a with more than 64 sums a thread have 64 bytes along the sum in a tile",
     ),
@@ -133,7 +154,9 @@ _CUTLASS_3: Final = (
     *shared.CUTLASS_3,
     ConfigRule("hopper", lambda c: c.arch != "sm_90a", "warp_specialized is a schedule of sm_90a"),
     ConfigRule(
-        "tf32", lambda c: c.a == "tf32" and c.operation != "fprop", "wgmma takes TF32 only contiguous along the sum"
+        "tf32",
+        lambda c: c.a == "tf32" and c.operation != "fprop",
+        "wgmma takes TF32 only contiguous along the sum",
     ),
     ConfigRule(
         "stride",
@@ -142,14 +165,22 @@ _CUTLASS_3: Final = (
     ),
     ConfigRule(
         "cluster",
-        lambda c: c.cluster is None or not all(size in (1, 2) for size in c.cluster) or c.cluster[2] != 1,
+        lambda c: (
+            c.cluster is None or not all(size in (1, 2) for size in c.cluster) or c.cluster[2] != 1
+        ),
         "a cluster has 1 or 2 threadblocks in m and n",
     ),
     ConfigRule("tile m", lambda c: c.tile[0] not in (64, 128), "m of the tile is 64 or 128"),
-    ConfigRule("tile n", lambda c: c.tile[1] not in (64, 128, 256), "n of the tile is 64, 128 or 256"),
-    ConfigRule("registers", lambda c: _sums(c) > 128, "the sums of a tile fit into registers: 128 a thread"),
     ConfigRule(
-        "order", lambda c: c.order != "identity" or c.swizzle != 1, "tiles are in the order identity, with swizzle 1"
+        "tile n", lambda c: c.tile[1] not in (64, 128, 256), "n of the tile is 64, 128 or 256"
+    ),
+    ConfigRule(
+        "registers", lambda c: _sums(c) > 128, "the sums of a tile fit into registers: 128 a thread"
+    ),
+    ConfigRule(
+        "order",
+        lambda c: c.order != "identity" or c.swizzle != 1,
+        "tiles are in the order identity, with swizzle 1",
     ),
     shared_memory(lambda _: _EPILOGUE),
 )
@@ -161,5 +192,7 @@ def broken(config: KernelConfig) -> list[ConfigRule]:
     """Returns the rules that a convolution's configuration breaks. Where plain ones are, the others are not asked."""
     plain = [rule for rule in _PLAIN if rule.broken(config)]
     return plain or [
-        rule for rule in (*_BOTH, *(_CUTLASS_3 if conv_on_hopper(config) else _CUTLASS_2)) if rule.broken(config)
+        rule
+        for rule in (*_BOTH, *(_CUTLASS_3 if conv_on_hopper(config) else _CUTLASS_2))
+        if rule.broken(config)
     ]

@@ -11,7 +11,12 @@ from qsync_fx.backend.cuda.codegen import gemm_on_hopper
 from qsync_fx.backend.cuda.kernel_config import OPERANDS, KernelConfig, size_of
 from qsync_fx.backend.cuda.problem import Major
 from qsync_fx.backend.cuda.selection import constraints_shared as shared
-from qsync_fx.backend.cuda.selection.constraints_shared import WARP, ConfigRule, registers, shared_memory
+from qsync_fx.backend.cuda.selection.constraints_shared import (
+    WARP,
+    ConfigRule,
+    registers,
+    shared_memory,
+)
 
 _FP8: Final = ("fp8", "fp8_e5m2")
 
@@ -20,7 +25,9 @@ def _sums(c: KernelConfig) -> int:
     """Accumulators a thread. FP8 ones are moved to a second set every few instructions, unless the unit's own accuracy is enough."""
     sets = 2 if c.a in _FP8 and not c.schedule.endswith("_fast") else 1
     if gemm_on_hopper(c):
-        return sets * c.tile[0] * c.tile[1] // (256 if c.schedule.startswith("cooperative") else 128)
+        return (
+            sets * c.tile[0] * c.tile[1] // (256 if c.schedule.startswith("cooperative") else 128)
+        )
     assert c.warp is not None
     return sets * c.warp[0] * c.warp[1] // WARP
 
@@ -36,14 +43,18 @@ def _k_major(c: KernelConfig) -> bool:
 
 _PLAIN: Final = (
     *shared.PLAIN,
-    ConfigRule("operation", lambda c: c.operation != "gemm", "the operation is gemm, fprop, dgrad or wgrad"),
+    ConfigRule(
+        "operation", lambda c: c.operation != "gemm", "the operation is gemm, fprop, dgrad or wgrad"
+    ),
     ConfigRule(
         "operands",
         lambda c: (c.a, c.b) not in OPERANDS,
         "there are kernels for " + ", ".join(f"{a} x {b}" for a, b in OPERANDS),
     ),
     ConfigRule(
-        "layouts", lambda c: not {c.a_major, c.b_major} <= set(get_args(Major)), "operands lie by rows or by columns"
+        "layouts",
+        lambda c: not {c.a_major, c.b_major} <= set(get_args(Major)),
+        "operands lie by rows or by columns",
     ),
     ConfigRule(
         "scales",
@@ -88,7 +99,9 @@ _CUTLASS_2: Final = (
     registers(_sums),
     ConfigRule(
         "order",
-        lambda c: c.order not in ("identity", "stream_k") or (c.order == "stream_k" and c.swizzle != 1),
+        lambda c: (
+            c.order not in ("identity", "stream_k") or (c.order == "stream_k" and c.swizzle != 1)
+        ),
         "tiles are in the order identity, or stream_k, which has no swizzle",
     ),
     ConfigRule(
@@ -110,7 +123,9 @@ _CUTLASS_2: Final = (
 
 _CUTLASS_3: Final = (
     *shared.CUTLASS_3,
-    ConfigRule("hopper", lambda c: c.arch != "sm_90a", "cooperative and pingpong are schedules of sm_90a"),
+    ConfigRule(
+        "hopper", lambda c: c.arch != "sm_90a", "cooperative and pingpong are schedules of sm_90a"
+    ),
     ConfigRule(
         "cluster",
         lambda c: (
@@ -123,10 +138,16 @@ _CUTLASS_3: Final = (
     ),
     ConfigRule(
         "tile m",
-        lambda c: c.tile[0] not in ((128, 256) if c.schedule.startswith("cooperative") else (64, 128)),
+        lambda c: (
+            c.tile[0] not in ((128, 256) if c.schedule.startswith("cooperative") else (64, 128))
+        ),
         "two groups of warps share a cooperative tile, m 128 or 256; one has a pingpong tile, m 64 or 128",
     ),
-    ConfigRule("tile n", lambda c: c.tile[1] not in (32, 64, 128, 256), "n of the tile is 32, 64, 128 or 256"),
+    ConfigRule(
+        "tile n",
+        lambda c: c.tile[1] not in (32, 64, 128, 256),
+        "n of the tile is 32, 64, 128 or 256",
+    ),
     ConfigRule(
         "registers",
         lambda c: _sums(c) > 128,
@@ -156,5 +177,7 @@ def broken(config: KernelConfig) -> list[ConfigRule]:
     """Returns the rules that a GEMM's configuration breaks. Where plain ones are, the others are not asked."""
     plain = [rule for rule in _PLAIN if rule.broken(config)]
     return plain or [
-        rule for rule in (*_BOTH, *(_CUTLASS_3 if gemm_on_hopper(config) else _CUTLASS_2)) if rule.broken(config)
+        rule
+        for rule in (*_BOTH, *(_CUTLASS_3 if gemm_on_hopper(config) else _CUTLASS_2))
+        if rule.broken(config)
     ]

@@ -25,7 +25,9 @@ from qsync_fx.backend.cuda.kernel_config import (
 
 WARP: Final = 32
 _REGISTERS: Final = 65536
-_ADDRESSES: Final = 96  # registers that addresses, masks, operands and scales take beside the sums, measured
+_ADDRESSES: Final = (
+    96  # registers that addresses, masks, operands and scales take beside the sums, measured
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,11 @@ def _warps(c: KernelConfig) -> int:
 
 def _divides(c: KernelConfig) -> bool:
     """Later rules divide by what this one grants: it is false for shapes that do not fit into each other."""
-    return c.warp is not None and c.tile[0] % c.warp[0] == c.tile[1] % c.warp[1] == 0 and c.tile[2] == c.warp[2]
+    return (
+        c.warp is not None
+        and c.tile[0] % c.warp[0] == c.tile[1] % c.warp[1] == 0
+        and c.tile[2] == c.warp[2]
+    )
 
 
 def _stage_bytes(c: KernelConfig) -> int:
@@ -88,10 +94,21 @@ def shared_memory(epilogue: Callable[[KernelConfig], int]) -> ConfigRule:
 
 
 PLAIN: Final = (
-    ConfigRule("arch", lambda c: c.arch not in ARCHITECTURES, f"the architecture is one of {', '.join(ARCHITECTURES)}"),
+    ConfigRule(
+        "arch",
+        lambda c: c.arch not in ARCHITECTURES,
+        f"the architecture is one of {', '.join(ARCHITECTURES)}",
+    ),
     ConfigRule(
         "shapes",
-        lambda c: not all(map(_positive, (c.tile, *(x for x in (c.warp, c.instruction, c.cluster) if x is not None)))),
+        lambda c: (
+            not all(
+                map(
+                    _positive,
+                    (c.tile, *(x for x in (c.warp, c.instruction, c.cluster) if x is not None)),
+                )
+            )
+        ),
         "tile, warp, instruction and cluster are three sizes from 1 to 1024",
     ),
     ConfigRule("output", lambda c: c.out not in OUTPUTS, "the output is fp32, fp16 or bf16"),
@@ -101,7 +118,11 @@ PLAIN: Final = (
         lambda c: c.alignment not in (1, 2, 4, 8, 16) or c.out_alignment not in (1, 2, 4, 8),
         "alignments are powers of two, up to 16 (operands) and 8 (output)",
     ),
-    ConfigRule("stages", lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16, "there are up to 16 stages"),
+    ConfigRule(
+        "stages",
+        lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16,
+        "there are up to 16 stages",
+    ),
 )
 """What the other rules take for granted."""
 
@@ -131,7 +152,9 @@ CUTLASS_2: Final = (
         "a kernel below wgmma names warp and instruction, and no cluster",
     ),
     ConfigRule(
-        "warp divides tile", lambda c: not _divides(c), "the warp tile divides the tile in m and n, and has its k"
+        "warp divides tile",
+        lambda c: not _divides(c),
+        "the warp tile divides the tile in m and n, and has its k",
     ),
     ConfigRule(
         "instruction",
@@ -144,7 +167,8 @@ CUTLASS_2: Final = (
             c.warp is not None
             and c.instruction is not None
             and (
-                any(w % i for w, i in zip(c.warp, c.instruction, strict=True)) or c.warp[2] // c.instruction[2] % 2 != 0
+                any(w % i for w, i in zip(c.warp, c.instruction, strict=True))
+                or c.warp[2] // c.instruction[2] % 2 != 0
             )
         ),
         "the warp tile is a multiple of the instruction, an even one in k: loads of one half hide behind the other",
@@ -158,11 +182,19 @@ CUTLASS_2: Final = (
         "simt tile",
         lambda c: (
             c.unit == "simt"
-            and (c.tile[2] * size_of(c.a) != 32 or c.alignment * size_of(c.a) != 4 or c.out_alignment != 1)
+            and (
+                c.tile[2] * size_of(c.a) != 32
+                or c.alignment * size_of(c.a) != 4
+                or c.out_alignment != 1
+            )
         ),
         "tiles of ordinary units have 32 bytes along k, and alignments of 4 bytes, and of one value for the output",
     ),
-    ConfigRule("warps", lambda c: _divides(c) and not 1 <= _warps(c) <= 16, "a threadblock has 1 to 16 warps"),
+    ConfigRule(
+        "warps",
+        lambda c: _divides(c) and not 1 <= _warps(c) <= 16,
+        "a threadblock has 1 to 16 warps",
+    ),
     ConfigRule(
         "loads",
         lambda c: (
@@ -196,7 +228,9 @@ CUTLASS_3: Final = (
         "the schedule says warp and instruction",
     ),
     ConfigRule(
-        "tile k", lambda c: c.tile[2] * size_of(c.a) != 128, "a tile has 128 bytes along k, the widest swizzle of TMA"
+        "tile k",
+        lambda c: c.tile[2] * size_of(c.a) != 128,
+        "a tile has 128 bytes along k, the widest swizzle of TMA",
     ),
     ConfigRule(
         "TMA",
@@ -204,6 +238,8 @@ CUTLASS_3: Final = (
         "TMA moves 16 aligned bytes: alignments are 16 bytes",
     ),
     ConfigRule(
-        "stages of the pipeline", lambda c: c.stages == 1, "a pipeline has two stages or more; 0 takes as many as fit"
+        "stages of the pipeline",
+        lambda c: c.stages == 1,
+        "a pipeline has two stages or more; 0 takes as many as fit",
     ),
 )

@@ -26,7 +26,9 @@ from qsync_fx.backend.cuda.tuning import NARROW, TunedChoice, TuningTable, work
 _LARGEST: Final = (1 << 31) - 1
 _ACROSS: Final = (1 << 16) - 1  # threadblocks that a grid has in its second dimension
 _BYTES: Final = 2**31  # a tensor of a convolution has fewer: offsets are of 32 bits
-_CORNER: Final = 127  # TMA tells how far a filter reaches beyond an image in eight bits, with a sign
+_CORNER: Final = (
+    127  # TMA tells how far a filter reaches beyond an image in eight bits, with a sign
+)
 _FILTER: Final = 32  # CUTLASS 2.x keeps a bit for each row and column of the filter
 
 
@@ -35,10 +37,18 @@ def serves(config: KernelConfig, problem: Problem) -> str | None:
     if isinstance(problem, ConvProblem):
         if config.operation != problem.operation:
             return f"it computes {config.operation}, not {problem.operation}"
-        return _unsuited(config, problem) or _conv_unfit(config, problem) or _conv_misaligned(config, problem)
+        return (
+            _unsuited(config, problem)
+            or _conv_unfit(config, problem)
+            or _conv_misaligned(config, problem)
+        )
     if config.operation != "gemm":
         return f"it computes a convolution ({config.operation})"
-    return _unsuited(config, problem) or _gemm_misplaced(config, problem) or _gemm_misaligned(config, problem)
+    return (
+        _unsuited(config, problem)
+        or _gemm_misplaced(config, problem)
+        or _gemm_misaligned(config, problem)
+    )
 
 
 def _unsuited(config: KernelConfig, problem: Problem) -> str | None:
@@ -80,7 +90,9 @@ def _gemm_misaligned(config: KernelConfig, problem: GemmProblem) -> str | None:
 
 
 def _conv_unfit(config: KernelConfig, problem: ConvProblem) -> str | None:
-    if problem.a_scale == "channel" or (problem.b_scale == "channel" and problem.operation != "fprop"):
+    if problem.a_scale == "channel" or (
+        problem.b_scale == "channel" and problem.operation != "fprop"
+    ):
         return "scales that vary along the sum, or along pixels, cannot be applied after it"
     positive = (problem.n, problem.h, problem.w, problem.c, problem.k, problem.r, problem.s)
     if min(*positive, *problem.stride, *problem.dilation) < 1 or min(problem.padding) < 0:
@@ -92,7 +104,10 @@ def _conv_unfit(config: KernelConfig, problem: ConvProblem) -> str | None:
         return f"it serves {'strided' if config.strided else 'unit'} strides alone"
     if problem.operation == "dgrad" and strided and problem.dilation != (1, 1):
         return "input gradients of convolutions both strided and dilated are not provided"
-    reach = [dilation * (size - 1) for dilation, size in zip(problem.dilation, (problem.r, problem.s), strict=True)]
+    reach = [
+        dilation * (size - 1)
+        for dilation, size in zip(problem.dilation, (problem.r, problem.s), strict=True)
+    ]
     if codegen.conv_on_hopper(config):
         if max(*reach, *problem.padding) > _CORNER:
             return f"TMA reaches {_CORNER} pixels beyond an image"
@@ -114,11 +129,15 @@ def _conv_misaligned(config: KernelConfig, problem: ConvProblem) -> str | None:
     x = problem.n * problem.h * problem.w * problem.c
     weight = problem.k * problem.r * problem.s * problem.c
     y = problem.n * problem.p * problem.q * problem.k
-    a, b, d = {"fprop": (x, weight, y), "dgrad": (y, weight, x), "wgrad": (y, x, weight)}[problem.operation]
+    a, b, d = {"fprop": (x, weight, y), "dgrad": (y, weight, x), "wgrad": (y, x, weight)}[
+        problem.operation
+    ]
     # Sums of convolutions with 16-bit results are staged as FP32, and CUTLASS counts the result as such.
     if max(a * size_of(config.a), b * size_of(config.b), 4 * d) >= _BYTES:
         return "a tensor has 2 GiB or more (of a result, counted as FP32)"
-    columns = {"fprop": problem.k, "dgrad": problem.c, "wgrad": problem.r * problem.s * problem.c}[problem.operation]
+    columns = {"fprop": problem.k, "dgrad": problem.c, "wgrad": problem.r * problem.s * problem.c}[
+        problem.operation
+    ]
     if -(-columns // config.tile[1]) > _ACROSS:
         return f"the result has more than {_ACROSS} tiles of {config.tile[1]} columns"
     return None
@@ -159,7 +178,10 @@ class DispatchPath:
 
 
 def decide(
-    problem: Problem, arch: Arch, table: TuningTable | None = None, candidates: Candidates | None = None
+    problem: Problem,
+    arch: Arch,
+    table: TuningTable | None = None,
+    candidates: Candidates | None = None,
 ) -> KernelDecision:
     """Decides for one problem.
 
@@ -172,7 +194,9 @@ def decide(
     if isinstance(result, str):
         return _torch(problem, result)
     choice = table.choice(problem) if table is not None else None
-    return _untuned(problem, arch, result) if choice is None else _tuned(problem, arch, result, choice)
+    return (
+        _untuned(problem, arch, result) if choice is None else _tuned(problem, arch, result, choice)
+    )
 
 
 def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | str:
@@ -184,7 +208,9 @@ def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | 
             return DispatchPath(used, configs)
         dear = dear or bool(configs)
     if dear:
-        message = "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
+        message = (
+            "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
+        )
         return f"{message} for a kernel costs more than it gains"
     formats = problem.a if problem.a == problem.b else f"{problem.a} and {problem.b}"
     return f"{arch} has no kernel for this product of {formats}"
@@ -201,15 +227,23 @@ def _torch(problem: Problem, reason: str, integers: bool = True) -> KernelDecisi
     return KernelDecision(None, problem, reason, integers)
 
 
-def _kernel(problem: Problem, result: DispatchPath, config: KernelConfig, reason: str) -> KernelDecision:
+def _kernel(
+    problem: Problem, result: DispatchPath, config: KernelConfig, reason: str
+) -> KernelDecision:
     if result.taken != problem:
         reason += ", its operands copied"
     return KernelDecision(config, result.taken, reason)
 
 
-def _tuned(problem: Problem, arch: Arch, result: DispatchPath, choice: TunedChoice) -> KernelDecision:
+def _tuned(
+    problem: Problem, arch: Arch, result: DispatchPath, choice: TunedChoice
+) -> KernelDecision:
     if choice.faster_than_bf16 is False:
-        return _torch(problem, f"{problem.a} was measured to be no faster than {wide(arch)} here", integers=False)
+        return _torch(
+            problem,
+            f"{problem.a} was measured to be no faster than {wide(arch)} here",
+            integers=False,
+        )
     if choice.name == "torch":
         return _torch(problem, "torch was measured to be as fast")
     for config in result.configs:
@@ -217,7 +251,8 @@ def _tuned(problem: Problem, arch: Arch, result: DispatchPath, choice: TunedChoi
             return _kernel(problem, result, config, "tuned")
     # The one that was chosen is gone, or does not take this very size: the next best of those that are there.
     left = sorted(
-        (config for config in result.configs if config.name in choice.seconds), key=lambda c: choice.seconds[c.name]
+        (config for config in result.configs if config.name in choice.seconds),
+        key=lambda c: choice.seconds[c.name],
     )
     torch_takes = choice.seconds.get("torch", float("inf"))
     if left and choice.seconds[left[0].name] < torch_takes:
@@ -238,5 +273,7 @@ def _untuned(problem: Problem, arch: Arch, result: DispatchPath) -> KernelDecisi
     if m * n * k >= ENOUGH_WORK and min(m, n, k) >= NARROWEST:
         return _kernel(problem, result, first, "not tuned")
     return _torch(
-        problem, f"{m} x {n} x {k} is too small for {problem.a} to pay where nothing was tuned", integers=False
+        problem,
+        f"{m} x {n} x {k} is too small for {problem.a} to pay where nothing was tuned",
+        integers=False,
     )

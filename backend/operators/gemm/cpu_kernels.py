@@ -77,9 +77,7 @@ def without_unit(device: torch.device) -> str | None:
     wider = default_precision(device)
     if native_integer_unit() or wider is FP32:
         return None
-    return (
-        f"the native module's path has no unit for int8, and by oneDNN's it is about as fast as by the one for {wider}"
-    )
+    return f"the native module's path has no unit for int8, and by oneDNN's it is about as fast as by the one for {wider}"
 
 
 def gemm_too_small(m: int, n: int, k: int, fmt: Precision) -> str | None:
@@ -192,7 +190,11 @@ def length(a: Tensor, b: Tensor, operation: ConvOperation) -> int:
     """Returns how many products a sum of `qsync::conv2d_product` has."""
     if operation == "fprop":
         return math.prod(b.shape[1:])
-    return b.shape[0] * math.prod(b.shape[2:]) if operation == "dgrad" else a.shape[0] * math.prod(a.shape[2:])
+    return (
+        b.shape[0] * math.prod(b.shape[2:])
+        if operation == "dgrad"
+        else a.shape[0] * math.prod(a.shape[2:])
+    )
 
 
 def multiplies_conv(a: Tensor, b: Tensor, stride: Sequence[int], operation: ConvOperation) -> bool:
@@ -202,7 +204,9 @@ def multiplies_conv(a: Tensor, b: Tensor, stride: Sequence[int], operation: Conv
     return (operation != "dgrad" or list(stride) == [1, 1]) and length(a, b, operation) <= LONGEST
 
 
-def pays(a: Tensor, b: Tensor, like: Tensor, stride: Sequence[int], operation: ConvOperation) -> bool:
+def pays(
+    a: Tensor, b: Tensor, like: Tensor, stride: Sequence[int], operation: ConvOperation
+) -> bool:
     """Whether it does so faster than oneDNN in BF16 (docs/kernels.md, "On the CPU"): what it gathers is used for many channels.
 
     Args:
@@ -212,7 +216,10 @@ def pays(a: Tensor, b: Tensor, like: Tensor, stride: Sequence[int], operation: C
     if not (multiplies_conv(a, b, stride, operation) and lies):
         return False
     channels = (a.shape[1], b.shape[1]) if operation == "wgrad" else b.shape[:2]
-    return conv_too_small((*channels, *(b if operation == "dgrad" else like).shape[2:]), stride) is None
+    return (
+        conv_too_small((*channels, *(b if operation == "dgrad" else like).shape[2:]), stride)
+        is None
+    )
 
 
 def conv_too_small(weight: Sequence[int], stride: Sequence[int]) -> str | None:
@@ -221,7 +228,9 @@ def conv_too_small(weight: Sequence[int], stride: Sequence[int]) -> str | None:
     if min(outputs, inputs) < CHANNELS:
         return f"{min(outputs, inputs)} channels are too few for int8 to pay, from {CHANNELS} on it does"
     if math.prod(size) == 1 and list(stride) != [1, 1]:
-        return "a kernel of one value that moves by more leaves too little to compute for int8 to pay"
+        return (
+            "a kernel of one value that moves by more leaves too little to compute for int8 to pay"
+        )
     return None
 
 
@@ -239,13 +248,21 @@ def conv2d_product(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Computes `qsync::conv2d_product` of operands that `multiplies` takes and that hold values."""
-    settings: dict[str, Any] = {"kernel": tuple(size), "stride": tuple(stride), "padding": tuple(padding)}
+    settings: dict[str, Any] = {
+        "kernel": tuple(size),
+        "stride": tuple(stride),
+        "padding": tuple(padding),
+    }
     settings |= {"dilation": tuple(dilation), "out": tuple(a.shape[2:])}
     epilogue = Epilogue(a_scale, b_scale, bias, out_dtype)
     if operation == "wgrad":
         # Rows of the result are taps, its columns the channels of the output, which a weight has first.
         result = _multiplied(b, _pixels(a), epilogue, settings, taps=True)
-        return _turned(result, 1, *result.shape).view(a.shape[1], *size, b.shape[1]).permute(0, 3, 1, 2)
+        return (
+            _turned(result, 1, *result.shape)
+            .view(a.shape[1], *size, b.shape[1])
+            .permute(0, 3, 1, 2)
+        )
     b = _channels_last(b)
     if operation == "fprop":
         windows = zip(a.shape[2:], size, stride, padding, dilation, strict=True)
@@ -265,13 +282,25 @@ def _channels_last(weight: Tensor) -> Tensor:
     if weight.is_contiguous(memory_format=torch.channels_last) or not weight.is_contiguous():
         return weight.contiguous(memory_format=torch.channels_last)
     (outputs, inputs), size = weight.shape[:2], weight.shape[2:]
-    return _turned(weight, outputs, inputs, math.prod(size)).view(outputs, *size, inputs).permute(0, 3, 1, 2)
+    return (
+        _turned(weight, outputs, inputs, math.prod(size))
+        .view(outputs, *size, inputs)
+        .permute(0, 3, 1, 2)
+    )
 
 
 def _turned(t: Tensor, count: int, rows: int, columns: int) -> Tensor:
     """Returns `count` matrices that lie one behind the other, each turned: torch's copy takes three times as long."""
     result = torch.empty((count, columns, rows), dtype=t.dtype, device="cpu")
-    _C.turn(t.data_ptr(), result.data_ptr(), count, rows, columns, t.dtype.itemsize, torch.get_num_threads())
+    _C.turn(
+        t.data_ptr(),
+        result.data_ptr(),
+        count,
+        rows,
+        columns,
+        t.dtype.itemsize,
+        torch.get_num_threads(),
+    )
     return result
 
 
@@ -280,12 +309,18 @@ def _pixels(t: Tensor) -> Tensor:
     return t.permute(0, 2, 3, 1).reshape(-1, t.shape[1])
 
 
-def _multiplied(images: Tensor, b: Tensor, epilogue: Epilogue, settings: dict[str, Any], taps: bool) -> Tensor:
+def _multiplied(
+    images: Tensor, b: Tensor, epilogue: Epilogue, settings: dict[str, Any], taps: bool
+) -> Tensor:
     """Returns the product of the windows of images, or of their transpose, with a matrix."""
     count, channels = images.shape[:2]
     rows = math.prod(settings["kernel"]) * channels if taps else count * math.prod(settings["out"])
     last = images.contiguous(memory_format=torch.channels_last)
-    last = last if last.stride(1) == 1 else last.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
+    last = (
+        last
+        if last.stride(1) == 1
+        else last.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
+    )
     size, n = tuple(images.shape[2:]), b.shape[1]
 
     def multiply(to: int, **rest: Any) -> None:

@@ -85,7 +85,9 @@ def product(
     if silent(a.device):
         if not (cpu_kernels.multiplies(a, b) and native_integer_unit()):
             return None
-        return gemm(a, b, a_scale, b_scale, bias, out_dtype=_out(out_dtype), transposed=transposed).to(out_dtype)
+        return gemm(
+            a, b, a_scale, b_scale, bias, out_dtype=_out(out_dtype), transposed=transposed
+        ).to(out_dtype)
     b = _second(b, transposed)
     problem = _problem(outline(a), outline(b, b_dtype), a_scale, b_scale, bias, out_dtype, row)
     if problem is None or not _by_kernel(problem, a.device):
@@ -107,11 +109,15 @@ def integers_pay(
     """Whether torch, where it computes this product, is to multiply integers as such and not in the carrier, as far as is known."""
     if silent(a.device) or _asked.get() is not None:
         return True
-    problem = _problem(outline(a), outline(_second(b, transposed)), a_scale, b_scale, bias, out_dtype, row)
+    problem = _problem(
+        outline(a), outline(_second(b, transposed)), a_scale, b_scale, bias, out_dtype, row
+    )
     return problem is None or decision(problem, a.device).integers
 
 
-def wants_turned(gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype, row: Precision) -> bool:
+def wants_turned(
+    gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype, row: Precision
+) -> bool:
     """Whether the weight gradient is a kernel's that reads the rounded gradient by columns, which the quantizer may write beside it.
 
     Args:
@@ -145,7 +151,13 @@ def _problem(
     row: Precision,
 ) -> GemmProblem | None:
     """Returns the problem of a product; None where nothing but torch computes it, whatever the device."""
-    if a is None or b is None or len(a.shape) != 2 or not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
+    if (
+        a is None
+        or b is None
+        or len(a.shape) != 2
+        or not multiplies(a.dtype, b.dtype)
+        or 0 in (*a.shape, *b.shape)
+    ):
         return None
     result = gemm_problem(a, b, a_scale, b_scale, bias, _out(out_dtype), _gridded(row))
     return None if too_large(result.m, result.n, result.k) else result
@@ -171,10 +183,19 @@ def convolved(
         geometry: arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups.
     """
     stride, padding, dilation, transposed, _, groups = geometry
-    if transposed or groups != 1 or a.dim() not in (3, 4) or (a_scale is not None and a_scale.dim()):
+    if (
+        transposed
+        or groups != 1
+        or a.dim() not in (3, 4)
+        or (a_scale is not None and a_scale.dim())
+    ):
         return None
     if silent(a.device):
-        if not (a.dim() == 4 and native_integer_unit() and cpu_kernels.pays(a, b, like, stride, operation)):
+        if not (
+            a.dim() == 4
+            and native_integer_unit()
+            and cpu_kernels.pays(a, b, like, stride, operation)
+        ):
             return None
         on = like.shape[2:], stride, padding, dilation, operation, _out(out_dtype)
         return conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
@@ -185,7 +206,12 @@ def convolved(
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
         b_scale = b_scale if b_scale is None or b_scale.dim() == 0 else b_scale.unsqueeze(2)
     first, second, sizes = outline(a), outline(b, b_dtype), outline(like)
-    if first is None or second is None or sizes is None or not multiplies(first.dtype, second.dtype):
+    if (
+        first is None
+        or second is None
+        or sizes is None
+        or not multiplies(first.dtype, second.dtype)
+    ):
         return None
     if 0 in (*first.shape, *second.shape, *sizes.shape):
         return None
@@ -194,7 +220,9 @@ def convolved(
         return None
     window, out, tf32 = ConvWindow(*numbers), _out(out_dtype), _gridded(row)  # type: ignore[arg-type]
     size = sizes.shape[2], sizes.shape[3]
-    problem = conv_problem(first, second, a_scale, b_scale, bias, size, window, operation, out, tf32)
+    problem = conv_problem(
+        first, second, a_scale, b_scale, bias, size, window, operation, out, tf32
+    )
     if min(problem.p, problem.q) < 1 or not _by_kernel(problem, a.device):
         return None
     second_operand = b if b_dtype is None else b.to(b_dtype)
@@ -224,7 +252,11 @@ def _by_kernel(problem: Problem, device: torch.device) -> bool:
         requested.append(problem)
         return False
     result = decision(problem, device)
-    failed = None if result.config is None else kernel_registry.failure(kernel_registry.unit_of(result.config))
+    failed = (
+        None
+        if result.config is None
+        else kernel_registry.failure(kernel_registry.unit_of(result.config))
+    )
     if result.config is not None and failed is None:
         return True
     launch_utils.note(shown(problem), result.reason if failed is None else failed.what)

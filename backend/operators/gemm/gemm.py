@@ -54,7 +54,9 @@ def gemm(
     Raises:
         PrecisionError: types that no product takes.
     """
-    result: Tensor = torch.ops.qsync.gemm.default(a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed)
+    result: Tensor = torch.ops.qsync.gemm.default(
+        a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed
+    )
     return result
 
 
@@ -69,7 +71,9 @@ def check_types(a: Tensor, b: Tensor, out_dtype: torch.dtype, where: str) -> Non
     """Raises `PrecisionError` unless products take operands and output of these types."""
     if not multiplies(a.dtype, b.dtype):
         raise PrecisionError(
-            f"{a.dtype} and {b.dtype} cannot be multiplied", where=where, do="convert one operand to the other's type"
+            f"{a.dtype} and {b.dtype} cannot be multiplied",
+            where=where,
+            do="convert one operand to the other's type",
         )
     if out_dtype not in OUTPUTS:
         raise PrecisionError(
@@ -88,7 +92,10 @@ def check_scale(scale: Tensor | None, shape: tuple[object, ...], name: str, wher
     if scale.dim():
         require(scale.dim() == len(shape), lambda: f"{where}: {name} has {scale.dim()} dimensions")
         for have, want in zip(scale.shape, shape, strict=True):
-            require(have == want, lambda: f"{where}: {name} has the shape {list(scale.shape)}, not {list(shape)}")
+            require(
+                have == want,
+                lambda: f"{where}: {name} has the shape {list(scale.shape)}, not {list(shape)}",
+            )
 
 
 def _check(
@@ -111,7 +118,9 @@ def _check(
     rows, length = a.shape
     columns, inner = b.shape if transposed else reversed(b.shape)
     if (fits := length == inner) is not True:
-        require(fits, lambda: f"{where}: {list(a.shape)} and {[inner, columns]} cannot be multiplied")
+        require(
+            fits, lambda: f"{where}: {list(a.shape)} and {[inner, columns]} cannot be multiplied"
+        )
     if a_scale is not None:
         check_scale(a_scale, (rows, 1), "a_scale", where)
     if b_scale is not None:

@@ -20,7 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
 from qsync_fx.backend.cuda.runtime.device_state import decision
 from qsync_fx.backend.cuda.tuning import NARROW
-from qsync_fx.backend.operators.gemm.precompile_problems import NONE_LIKE_IT, problems_of_layer, valueless
+from qsync_fx.backend.operators.gemm.precompile_problems import (
+    NONE_LIKE_IT,
+    problems_of_layer,
+    valueless,
+)
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.devices import row_on
 from qsync_fx.devices.format_support import ANY, capability
@@ -65,7 +69,8 @@ def because(
         return NONE_LIKE_IT if row.contracts is None else None
     result = [decision(problem, context.device) for problem in narrow]
     if any(
-        item.config is not None or (item.integers and _by_cublas(p)) for p, item in zip(narrow, result, strict=True)
+        item.config is not None or (item.integers and _by_cublas(p))
+        for p, item in zip(narrow, result, strict=True)
     ):
         return None
     return result[0].reason
@@ -73,7 +78,10 @@ def because(
 
 def _by_cublas(problem: Problem) -> bool:
     """Whether torch, too, has a product of such operands; it carries all others in a wider format."""
-    return isinstance(problem, GemmProblem) and FORMATS[problem.a].kind == FORMATS[problem.b].kind == "integer"
+    return (
+        isinstance(problem, GemmProblem)
+        and FORMATS[problem.a].kind == FORMATS[problem.b].kind == "integer"
+    )
 
 
 def _asked(
@@ -108,7 +116,9 @@ def _asked(
     first, second = operands
     problems: dict[Problem, None] = {}
     for out in (row_on(context.device, fmt).output.dtype, torch.float32):
-        lowered = emit(layer, Operands((first, second), seed, 0, fmt.name, context.options.rounding, out))
+        lowered = emit(
+            layer, Operands((first, second), seed, 0, fmt.name, context.options.rounding, out)
+        )
         lowered.meta["val"] = node.meta["val"]
         problems |= dict.fromkeys(problems_of_layer(lowered))
     return list(problems)

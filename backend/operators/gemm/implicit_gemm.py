@@ -115,16 +115,24 @@ def _shape(
     elif operation == "wgrad":
         inputs, weight, outputs = tuple(b.shape), (a.shape[1], b.shape[1], *size), tuple(a.shape)
     else:
-        require(a.shape[1] == b.shape[1], lambda: f"{_WHERE}: {a.shape[1]} channels, the weight has {b.shape[1]}")
+        require(
+            a.shape[1] == b.shape[1],
+            lambda: f"{_WHERE}: {a.shape[1]} channels, the weight has {b.shape[1]}",
+        )
         inputs, weight, outputs = tuple(a.shape), tuple(b.shape), (a.shape[0], b.shape[0])
     windows = zip(inputs[2:], weight[2:], stride, padding, dilation, strict=True)
     spatial = [places(*window) for window in windows]
     if operation == "fprop":
         return (*outputs, *spatial)
-    require(outputs[1] == weight[0], lambda: f"{_WHERE}: {outputs[1]} channels, the weight gives {weight[0]}")
+    require(
+        outputs[1] == weight[0],
+        lambda: f"{_WHERE}: {outputs[1]} channels, the weight gives {weight[0]}",
+    )
     require(inputs[0] == outputs[0], lambda: f"{_WHERE}: batches of {inputs[0]} and {outputs[0]}")
     for have, want in zip(outputs[2:], spatial, strict=True):
-        require(have == want, lambda: f"{_WHERE}: the gradient is {list(outputs[2:])}, not {spatial}")
+        require(
+            have == want, lambda: f"{_WHERE}: the gradient is {list(outputs[2:])}, not {spatial}"
+        )
     return inputs if operation == "dgrad" else weight
 
 
@@ -133,36 +141,50 @@ def _checked(x: _Conv2dArguments) -> tuple[ConvOperation, tuple[int, ...]]:
     if x.operation not in get_args(ConvOperation):
         available = get_args(ConvOperation)
         raise OptionError(
-            f"{x.operation!r} is no product of a convolution", where=_WHERE, do=nearest(x.operation, available)
+            f"{x.operation!r} is no product of a convolution",
+            where=_WHERE,
+            do=nearest(x.operation, available),
         )
     selected = cast(ConvOperation, x.operation)
     check_types(x.a, x.b, x.out_dtype, _WHERE)
     require(x.a.dim() == 4 and x.b.dim() == 4, lambda: f"{_WHERE}: operands have four dimensions")
-    require(all(len(part) == 2 for part in x.geometry), lambda: f"{_WHERE}: sizes are for height and width")
+    require(
+        all(len(part) == 2 for part in x.geometry),
+        lambda: f"{_WHERE}: sizes are for height and width",
+    )
     shape = _shape(x.a, x.b, *x.geometry, selected)
     require(x.a_scale is None or x.a_scale.dim() == 0, lambda: f"{_WHERE}: a_scale is one number")
     require(selected == "fprop" or x.bias is None, lambda: f"{_WHERE}: only fprop has a bias")
     require(
-        selected == "fprop" or x.b_scale is None or x.b_scale.dim() == 0, lambda: f"{_WHERE}: b_scale is one number"
+        selected == "fprop" or x.b_scale is None or x.b_scale.dim() == 0,
+        lambda: f"{_WHERE}: b_scale is one number",
     )
     check_scale(x.a_scale, (), "a_scale", _WHERE)
     check_scale(x.b_scale, (1, shape[1], 1, 1), "b_scale", _WHERE)
     bias = x.bias
     if bias is not None:
-        require(bias.dim() == 1 and bias.shape[0] == shape[1], lambda: f"{_WHERE}: bias is [{shape[1]}]")
+        require(
+            bias.dim() == 1 and bias.shape[0] == shape[1], lambda: f"{_WHERE}: bias is [{shape[1]}]"
+        )
     return selected, shape
 
 
 def _implicit_gemm_fake(*value: Any) -> Tensor:
     x = _Conv2dArguments(*value)
     _, shape = _checked(x)
-    return torch.empty(shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last)
+    return torch.empty(
+        shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last
+    )
 
 
 def _on_cpu(*value: Any) -> Tensor:
     x = _Conv2dArguments(*value)
     operation, shape = _checked(x)
-    native = cpu_kernels.multiplies_conv(x.a, x.b, x.stride, operation) and 0 not in (*x.a.shape, *x.b.shape, *shape)
+    native = cpu_kernels.multiplies_conv(x.a, x.b, x.stride, operation) and 0 not in (
+        *x.a.shape,
+        *x.b.shape,
+        *shape,
+    )
     compute = cpu_kernels.conv2d_product if native else reference_result.conv2d_product
     return compute(*x.operands, *x.geometry, operation, x.out_dtype)
 
@@ -193,21 +215,34 @@ def sums(xq: Tensor, wq: Tensor, geometry: Geometry, row: Precision) -> Tensor |
     """Returns the convolution of a batch `[N, C, *size]` with `[O, C, *kernel]` in INT32, each sum exact; None without a unit for it."""
     stride, padding, dilation, transposed, _, groups = geometry
     inner = math.prod(wq.shape[1:])
-    if transposed or groups != 1 or xq.device.type != "cpu" or not int_mm.summed_exactly(xq.device, inner, (row, row)):
+    if (
+        transposed
+        or groups != 1
+        or xq.device.type != "cpu"
+        or not int_mm.summed_exactly(xq.device, inner, (row, row))
+    ):
         return None
     result: Tensor = torch.ops.qsync.integer_convolution.default(xq, wq, stride, padding, dilation)
     return result
 
 
 def _size(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> list[int]:
     windows = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     return [places(*window) for window in windows]
 
 
 def _compute(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> Tensor:
     size = _size(x, weight, stride, padding, dilation)
     last = x.movedim(1, -1)
@@ -249,7 +284,11 @@ def _split(windows: Tensor, result: Tensor, bytes_each: int) -> Iterator[tuple[T
 
 
 def _integer_convolution_fake(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> Tensor:
     size = _size(x, weight, stride, padding, dilation)
     return x.new_empty((x.shape[0], *size, weight.shape[0]), dtype=torch.int32).movedim(-1, 1)

@@ -96,12 +96,16 @@ def _groups(offs: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _product(a: Tensor, b: Tensor, formats: tuple[Precision, Precision], dtype: torch.dtype) -> Tensor:
+def _product(
+    a: Tensor, b: Tensor, formats: tuple[Precision, Precision], dtype: torch.dtype
+) -> Tensor:
     exact = product(a, b.t(), formats)
     return a.to(dtype) @ b.to(dtype) if exact is None else exact
 
 
-def _grouped_compute(a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype) -> Tensor:
+def _grouped_compute(
+    a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype
+) -> Tensor:
     formats = precision(a_format), precision(b_format)
     if b.dim() == 3:
         result = torch.zeros(a.shape[0], b.shape[2], dtype=dtype)
@@ -114,7 +118,9 @@ def _grouped_compute(a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format
     return result
 
 
-def _grouped_fake(a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype) -> Tensor:
+def _grouped_fake(
+    a: Tensor, b: Tensor, offs: Tensor, a_format: str, b_format: str, dtype: torch.dtype
+) -> Tensor:
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[1])
     return a.new_empty(shape, dtype=dtype)
 

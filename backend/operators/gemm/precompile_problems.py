@@ -75,7 +75,9 @@ class LayerKernels:
             if product.decision.config is None:
                 left.setdefault(product.decision.reason, []).append(product.name)
         clauses = [f"CUTLASS {self.arch} kernels for {', '.join(ours)}"] if ours else []
-        clauses += [f"torch computes {', '.join(names)}: {reason}" for reason, names in left.items()]
+        clauses += [
+            f"torch computes {', '.join(names)}: {reason}" for reason, names in left.items()
+        ]
         return "; ".join(clauses)
 
 
@@ -105,12 +107,20 @@ def _asked(operator: Operator) -> list[Problem]:
 
 def _layers(graph: PrecisionGraph) -> list[Operator]:
     """The operators whose lowering asks for kernels: they were given a stream to round their gradients from."""
-    ours = [operator for operator in graph.operators() if operator.note.stream is not None and operator.row is not None]
+    ours = [
+        operator
+        for operator in graph.operators()
+        if operator.note.stream is not None and operator.row is not None
+    ]
     return [operator for operator in ours if _asks(operator)]
 
 
 def _asks(operator: Operator) -> bool:
-    lowering = operator.graph.context.lowerings.get(operator.row.name) if operator.row is not None else None
+    lowering = (
+        operator.graph.context.lowerings.get(operator.row.name)
+        if operator.row is not None
+        else None
+    )
     return lowering is not None and lowering.computed is computed
 
 
@@ -148,7 +158,11 @@ def valueless(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         result = [valueless(item) for item in argument]
         return _UNKNOWN if any(item is _UNKNOWN for item in result) else result
-    value = argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, fx.Node) else argument
+    value = (
+        argument.meta.get("val", argument.meta.get("example_value"))
+        if isinstance(argument, fx.Node)
+        else argument
+    )
     if isinstance(value, torch.SymInt):
         hint = value.node.hint
         return hint if isinstance(hint, int) else _UNKNOWN
@@ -164,7 +178,9 @@ def valueless(argument: Any) -> Any:
 def _trained(argument: Any) -> bool:
     """Whether a gradient may be asked of an operand: not of a model's own input that needs none."""
     value = argument.meta.get("val", argument.meta.get("example_value"))
-    return not (argument.op == "placeholder" and isinstance(value, Tensor) and not value.requires_grad)
+    return not (
+        argument.op == "placeholder" and isinstance(value, Tensor) and not value.requires_grad
+    )
 
 
 def computed(node: fx.Node, device: torch.device) -> LayerKernels | None:
@@ -177,7 +193,8 @@ def computed(node: fx.Node, device: torch.device) -> LayerKernels | None:
         return LayerKernels(result.arch, because=NONE_LIKE_IT)
     named = zip(_products(node, requested), requested, strict=True)
     return LayerKernels(
-        result.arch, tuple(LayerProduct(name, problem, decision(problem, device)) for name, problem in named)
+        result.arch,
+        tuple(LayerProduct(name, problem, decision(problem, device)) for name, problem in named),
     )
 
 
@@ -188,15 +205,24 @@ def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
     was written by columns too.
     """
     gradients = ("input gradient", "weight gradient")
-    names = ["output", *(name for index, name in enumerate(gradients) if _trained(node.args[index]))]
+    names = [
+        "output",
+        *(name for index, name in enumerate(gradients) if _trained(node.args[index])),
+    ]
     return names if len(names) == len(problems) else [_product(problem) for problem in problems]
 
 
 def _product(problem: Problem) -> str:
     if isinstance(problem, GemmProblem):
-        names = {("row", "column"): "output", ("row", "row"): "input gradient", ("column", "row"): "weight gradient"}
+        names = {
+            ("row", "column"): "output",
+            ("row", "row"): "input gradient",
+            ("column", "row"): "weight gradient",
+        }
         return names.get((problem.a_major, problem.b_major), "product")
-    return {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}[problem.operation]
+    return {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}[
+        problem.operation
+    ]
 
 
 def prepare(graph: PrecisionGraph) -> str:
@@ -218,8 +244,14 @@ def prepare(graph: PrecisionGraph) -> str:
         configs = dict.fromkeys(item.config for item in decided.values() if item.config is not None)
         copiers = kernel_registry.copiers(arch) if configs else []
         quantizers = _quantizers(graph, arch)
-        kernel_registry.prepare_graph([*map(kernel_registry.unit_of, configs), *quantizers, *copiers])
-    usable = {config for config in configs if kernel_registry.failure(kernel_registry.unit_of(config)) is None}
+        kernel_registry.prepare_graph(
+            [*map(kernel_registry.unit_of, configs), *quantizers, *copiers]
+        )
+    usable = {
+        config
+        for config in configs
+        if kernel_registry.failure(kernel_registry.unit_of(config)) is None
+    }
     lines = [
         f"{problem} {item.config.name if item.config in usable and item.config else item.integers}"
         for problem, item in decided.items()
@@ -234,7 +266,9 @@ def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, Kerne
     result: dict[Problem, KernelDecision] = {}
     for operator in _layers(graph):
         if isinstance(before := operator.note.computed, LayerKernels):
-            products = tuple(replace(p, decision=decision(p.problem, device)) for p in before.products)
+            products = tuple(
+                replace(p, decision=decision(p.problem, device)) for p in before.products
+            )
             operator.update(computed=replace(before, products=products))
             result |= {product.problem: product.decision for product in products}
     return result
@@ -248,9 +282,22 @@ def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[TranslationUnit]:
     for part in graph.walk():
         for node in part.nodes:
             cast = node_metadata.CAST.get(node)
-            if cast is not None and cast.part is node_metadata.Part.QUANTIZE and cast.format is not None:
-                pairs[format_name(part.value(node_metadata.cast_source(node)).dtype), written(cast.format)] = None
+            if (
+                cast is not None
+                and cast.part is node_metadata.Part.QUANTIZE
+                and cast.format is not None
+            ):
+                pairs[
+                    format_name(part.value(node_metadata.cast_source(node)).dtype),
+                    written(cast.format),
+                ] = None
     for note in (operator.note for operator in _layers(graph)):
         assert note.precision is not None and note.output is not None
-        pairs[format_name(note.output.dtype), written(incoming(note.precision, graph.context.device))] = None
-    return [kernel_registry.quantizer(arch, str(x), fmt) for x, fmt in pairs if x in X_TYPES and fmt is not None]
+        pairs[
+            format_name(note.output.dtype), written(incoming(note.precision, graph.context.device))
+        ] = None
+    return [
+        kernel_registry.quantizer(arch, str(x), fmt)
+        for x, fmt in pairs
+        if x in X_TYPES and fmt is not None
+    ]

@@ -13,7 +13,17 @@ from qsync_fx.formatting import round_step
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
-COLORS = ("#1b4f8a", "#d95f02", "#59a14f", "#b07aa1", "#e7298a", "#9d755d", "#66a61e", "#17becf", "#555555")
+COLORS = (
+    "#1b4f8a",
+    "#d95f02",
+    "#59a14f",
+    "#b07aa1",
+    "#e7298a",
+    "#9d755d",
+    "#66a61e",
+    "#17becf",
+    "#555555",
+)
 WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM = 760, 270, 64, 130, 34, 44
 TICKS = 5
 
@@ -29,11 +39,17 @@ def picture(panels: Mapping[str, Series], across: str, up: str) -> str:
         f'<rect width="{WIDE}" height="{high}" fill="white"/>',
     ]
     for at, (title, series) in enumerate(panels.items()):
-        parts += [f'<g transform="translate(0 {at * HIGH})">', *_panel(title, series, colors, across, up), "</g>"]
+        parts += [
+            f'<g transform="translate(0 {at * HIGH})">',
+            *_panel(title, series, colors, across, up),
+            "</g>",
+        ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(title: str, series: Series, colors: Mapping[str, str], across: str, up: str) -> Iterator[str]:
+def _panel(
+    title: str, series: Series, colors: Mapping[str, str], across: str, up: str
+) -> Iterator[str]:
     points = [point for line in series.values() for point in line]
     x_ticks, y_ticks = (ticks([point[axis] for point in points]) for axis in (0, 1))
     yield f'<text x="{LEFT}" y="18" font-weight="bold">{html.escape(title)}</text>'
@@ -45,7 +61,11 @@ def _panel(title: str, series: Series, colors: Mapping[str, str], across: str, u
         return LEFT + (value - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDE - RIGHT - LEFT)
 
     def y(value: float) -> float:
-        return HIGH - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HIGH - BOTTOM - TOP)
+        return (
+            HIGH
+            - BOTTOM
+            - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HIGH - BOTTOM - TOP)
+        )
 
     for value in x_ticks:
         yield f'<text x="{x(value):.1f}" y="{HIGH - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'

@@ -68,7 +68,9 @@ def looked(
         marked = [tensor.clone() for tensor in inputs]
         for tensor in marked:
             torch._dynamo.mark_dynamic(tensor, 0)
-        graphs[device] = build_model_graph(qsync_fx.explain(wide, *marked, options={"target": device}), formats)
+        graphs[device] = build_model_graph(
+            qsync_fx.explain(wide, *marked, options={"target": device}), formats
+        )
     torch._dynamo.reset()
     options: dict[str, object] = {"target": SLOW}
     found = several(model, step, batches, methods, NARROW, len(batches), options=options)
@@ -77,7 +79,9 @@ def looked(
     for one in found:
         if one.variance.keys() != asked:
             different = sorted(asked ^ one.variance.keys())
-            raise ValueError(f"the network that is trained and the wide one have other operators: {different}")
+            raise ValueError(
+                f"the network that is trained and the wide one have other operators: {different}"
+            )
     return Looked(graphs, {one.method: one for one in found})
 
 
@@ -93,7 +97,9 @@ def problem(
     profiles: dict[str, Any] = {}
     for name, graph in known.graphs.items():
         (symbol,) = graph.symbols
-        profiles[name] = Known(graph.at(**{symbol: batch}), name, known.sensitivities[method], FORMATS[name], optimizer)
+        profiles[name] = Known(
+            graph.at(**{symbol: batch}), name, known.sensitivities[method], FORMATS[name], optimizer
+        )
     wishes = PlanRequest(memory=None if memory is None else {SLOW: memory}, target=float("inf"))
     found, _ = build_problem(Cluster(devices, NETWORK), profiles, wishes)
     return found
@@ -101,7 +107,10 @@ def problem(
 
 def capped(asked: Problem, share: float = CAP) -> float:
     """Returns the bytes at a share of the way from what uniform INT8 takes to what uniform FP16 does."""
-    low, high = (evaluate_plan(asked, asked.uniform(fmt)).classes[SLOW].peak_bytes or 0 for fmt in reversed(NARROW))
+    low, high = (
+        evaluate_plan(asked, asked.uniform(fmt)).classes[SLOW].peak_bytes or 0
+        for fmt in reversed(NARROW)
+    )
     return low + share * (high - low)
 
 

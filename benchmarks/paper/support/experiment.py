@@ -16,7 +16,16 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.paper.support.devices import Looked, looked, trained
-from benchmarks.paper.support.images import NETWORKS, QUICK, WIDE, Images, Size, Trainer, built, loss
+from benchmarks.paper.support.images import (
+    NETWORKS,
+    QUICK,
+    WIDE,
+    Images,
+    Size,
+    Trainer,
+    built,
+    loss,
+)
 from benchmarks.paper.support.kept import Kept
 from benchmarks.support.harness import Row, selected, write_json
 from qsync_fx import Plan
@@ -69,7 +78,9 @@ class Experiment:
         if self._options.json:
             write_json(self._options.json, self.rows, self.quick, **self._said)
 
-    def accuracy(self, title: str, settings: Mapping[str, Any], begin: Callable[[], Trains]) -> dict[str, Any]:
+    def accuracy(
+        self, title: str, settings: Mapping[str, Any], begin: Callable[[], Trains]
+    ) -> dict[str, Any]:
         """Returns the accuracy over all seeds; `begin` makes what trains, where a run is not kept yet."""
         trains: list[Trains] = []
 
@@ -81,7 +92,9 @@ class Experiment:
         found = []
         with progress("training", self.seeds * self._epochs) as advance:
             for seed in range(self.seeds):
-                found.append(self._kept.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance)))  # type: ignore[misc]
+                found.append(
+                    self._kept.get({**settings, "seed": seed}, lambda seed=seed: run(seed, advance))  # type: ignore[misc]
+                )
         print(f"{title}: {', '.join(f'{one:.2%}' for one in found)}", flush=True)
         deviation = statistics.stdev(found) if len(found) > 1 else 0.0
         return {"accuracy": statistics.fmean(found), "deviation": deviation, "each": found}
@@ -102,7 +115,9 @@ class OnImages(Experiment):
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.images = Images(QUICK if options.quick else Size(), "digits" if options.quick else None)
+        self.images = Images(
+            QUICK if options.quick else Size(), "digits" if options.quick else None
+        )
         super().__init__(options, "trained", self.images.size.epochs, images=self.images.name)
 
     def networks(self) -> Iterator[tuple[str, Looked]]:
@@ -113,14 +128,18 @@ class OnImages(Experiment):
     def look(self, name: str) -> Looked:
         """Returns what the operators of a network take where it is wide, and disturb where it is trained."""
         images = self.images
-        model, wide = (built(build, images.classes, 0) for build in (NETWORKS[name].build, WIDE[name]))
+        model, wide = (
+            built(build, images.classes, 0) for build in (NETWORKS[name].build, WIDE[name])
+        )
         data = images.subset(0)
         steps = 1 if self.quick else LOOKED
         parts = images.parts(data, [images.size.batch], 0, 0)
         batches = [part[0] for part, _ in zip(parts, range(steps), strict=False)]
         return looked(model, wide, loss, batches, [batches[0][0][:2]], METHODS)
 
-    def row(self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]) -> dict[str, Any]:
+    def row(
+        self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]
+    ) -> dict[str, Any]:
         """Returns the accuracy of a plan of the T4 beside a V100 in FP32, over all seeds."""
         low = trained(plan)
         settings = {
@@ -131,4 +150,8 @@ class OnImages(Experiment):
             "plan": low.to_json(),
         }
         plans = (Plan.uniform("fp32"), low)
-        return self.accuracy(f"{name}, {what}", settings, lambda: Trainer(NETWORKS[name], self.images, plans, batches))
+        return self.accuracy(
+            f"{name}, {what}",
+            settings,
+            lambda: Trainer(NETWORKS[name], self.images, plans, batches),
+        )

@@ -90,9 +90,13 @@ class Images:
     def subset(self, seed: int) -> Data:
         return self._data.subset(min(self.size.samples, len(self._data.train[1])), seed)
 
-    def parts(self, data: Data, batches: Sequence[int], seed: int, epoch: int) -> Iterator[list[Inputs]]:
+    def parts(
+        self, data: Data, batches: Sequence[int], seed: int, epoch: int
+    ) -> Iterator[list[Inputs]]:
         """Yields what each rank has of each step of an epoch."""
-        order = torch.randperm(len(data.train[1]), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        order = torch.randperm(
+            len(data.train[1]), generator=torch.Generator().manual_seed(1000 * seed + epoch)
+        )
         for chosen in torch.split(order, sum(batches)):
             if len(chosen) == sum(batches):
                 yield [
@@ -116,7 +120,9 @@ class Trainer:
         batches: images of each in a step.
     """
 
-    def __init__(self, network: Network, images: Images, plans: Sequence[Plan], batches: Sequence[int]) -> None:
+    def __init__(
+        self, network: Network, images: Images, plans: Sequence[Plan], batches: Sequence[int]
+    ) -> None:
         torch._dynamo.reset()
         self.network, self.images, self.batches = network, images, batches
         self.pair = Pair(built(network.build, images.classes, 0), plans, loss)
@@ -128,8 +134,12 @@ class Trainer:
         data, model = images.subset(seed), pair.model.train()
         rate = self.network.rate * sum(self.batches) / 256
         steps = len(data.train[1]) // sum(self.batches)
-        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=size.epochs * steps + 1)
+        optimizer = torch.optim.SGD(
+            model.parameters(), rate, momentum=0.9, nesterov=True, weight_decay=5e-4
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, rate, total_steps=size.epochs * steps + 1
+        )
         for epoch in range(size.epochs):
             for parts in images.parts(data, self.batches, seed, epoch):
                 pair.backward(parts)
@@ -146,4 +156,6 @@ def evaluated(model: nn.Module, data: Data, tests: int) -> float:
     model.eval()
     images, labels = data.test[0][:tests], data.test[1][:tests]
     pairs = zip(torch.split(images, 500), torch.split(labels, 500), strict=True)
-    return sum(int((model(data.normalized(x)).argmax(1) == y).sum()) for x, y in pairs) / len(labels)
+    return sum(int((model(data.normalized(x)).argmax(1) == y).sum()) for x, y in pairs) / len(
+        labels
+    )

@@ -23,7 +23,9 @@ class Kept:
 
     def __init__(self, path: Path | None) -> None:
         self._path = None if path is None else to_write(path)
-        self._known: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self._known: dict[str, Any] = (
+            json.loads(path.read_text()) if path is not None and path.exists() else {}
+        )
 
     def get(self, settings: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         """Returns what a run with these settings gave, as JSON has it; runs it where it has not been yet."""

@@ -32,13 +32,17 @@ class Pair:
         inner: what compiles the rewritten graphs.
     """
 
-    def __init__(self, model: nn.Module, plans: Sequence[Plan], loss: Loss, inner: str = "aot_eager") -> None:
+    def __init__(
+        self, model: nn.Module, plans: Sequence[Plan], loss: Loss, inner: str = "aot_eager"
+    ) -> None:
         self.model, self._loss = model, loss
         self.replicas = [model, *(_sharing(model) for _ in plans[1:])]
         self._compiled = []
         for replica, plan in zip(self.replicas, plans, strict=True):
             options: dict[str, Any] = {"plan": plan, "inner_backend": inner}
-            self._compiled.append(torch.compile(replica, backend="qsync", options=options, dynamic=False))
+            self._compiled.append(
+                torch.compile(replica, backend="qsync", options=options, dynamic=False)
+            )
 
     def backward(self, parts: Sequence[Inputs]) -> float:
         """Adds the mean gradient over all samples to the parameters' gradients, and returns their mean loss.

@@ -65,7 +65,9 @@ def resnet(ranks: int, seed: int, quick: bool, of: Size = IMAGES) -> Training:
 
     return Training(
         NETWORKS["ResNet-8"].build(images.classes),
-        lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        lambda parameters, rate: torch.optim.SGD(
+            parameters, rate, momentum=0.9, nesterov=True, weight_decay=5e-4
+        ),
         0.2,
         size.epochs * (len(data.train[1]) // sum(batches)),
         parts,
@@ -159,7 +161,9 @@ def _on_texts(
 
     def parts() -> Iterator[list[tuple[Tensor, Tensor]]]:
         for epoch in range(epochs):
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+            order = torch.randperm(
+                len(rows), generator=torch.Generator().manual_seed(1000 * seed + epoch)
+            )
             for chosen in torch.split(order, batch * ranks):
                 if len(chosen) == batch * ranks:
                     yield [(rows[own], labels[own]) for own in torch.split(chosen, batch)]

@@ -84,7 +84,9 @@ def _drawn(texts: Sequence[Text], count: int) -> list[Text]:
 def _all(package: str, count: int) -> Iterator[Text]:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, f"{package} is not installed"
-    files = [path for path in sorted(Path(spec.origin).parent.rglob("*.py")) if "tests" not in path.parts]
+    files = [
+        path for path in sorted(Path(spec.origin).parent.rglob("*.py")) if "tests" not in path.parts
+    ]
     for path in random.Random(0).sample(files, min(count, len(files))):
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -98,7 +100,11 @@ def _all(package: str, count: int) -> Iterator[Text]:
 
 
 def _words(text: str) -> Text:
-    found = (word for word in re.findall(r"[a-z]+", text.lower()) if not any(name in word for name in NAMES))
+    found = (
+        word
+        for word in re.findall(r"[a-z]+", text.lower())
+        if not any(name in word for name in NAMES)
+    )
     return tuple(found)[: LENGTH - 1]
 
 

@@ -46,7 +46,9 @@ def picture(timelines: Mapping[str, Timeline]) -> str:
         'font-family="system-ui, sans-serif" font-size="13">'
     )
     ground = f'<rect width="{WIDE}" height="{high}" fill="white"/>'
-    return "\n".join([head, "<title>A step before and after</title>", ground, *parts, "</svg>"]) + "\n"
+    return (
+        "\n".join([head, "<title>A step before and after</title>", ground, *parts, "</svg>"]) + "\n"
+    )
 
 
 def _tracks(timeline: Timeline) -> Iterator[tuple[str, Sequence[TimelinePiece]]]:

@@ -28,15 +28,17 @@ def why_not(search: MilpSearch) -> PlanError:
         peak = search.smallest[name]
         if beyond(peak, limit):
             do = f"allow {megabytes(peak)}, or give it a smaller batch"
-            message = (
-                f"a step on {shown(name)} takes {megabytes(peak)} at least, {megabytes(peak - limit)} more than allowed"
-            )
+            message = f"a step on {shown(name)} takes {megabytes(peak)} at least, {megabytes(peak - limit)} more than allowed"
             return PlanError(message, where=f"memory of {shown(name)}, {megabytes(limit)}", do=do)
     if problem.variance is not None:
         calmest = _judged(search, free, "variance")
         if beyond(calmest.variance, problem.variance):
             message = f"the variance is {calmest.variance:.4g} at least, {calmest.variance - problem.variance:.4g} more than allowed"
-            return PlanError(message, where=f"variance, {problem.variance:.4g}", do="allow more, or wider formats")
+            return PlanError(
+                message,
+                where=f"variance, {problem.variance:.4g}",
+                do="allow more, or wider formats",
+            )
     fastest = _judged(search, free, "seconds")
     where = f"seconds of a step, {milliseconds(problem.seconds or 0.0)}"
     if problem.seconds is not None and beyond(fastest.seconds, problem.seconds):
@@ -47,7 +49,9 @@ def why_not(search: MilpSearch) -> PlanError:
             else ""
         )
         more = milliseconds(fastest.seconds - problem.seconds)
-        message = f"a step takes {milliseconds(fastest.seconds)} at least, {more} more than allowed{who}"
+        message = (
+            f"a step takes {milliseconds(fastest.seconds)} at least, {more} more than allowed{who}"
+        )
         return PlanError(message, where=where, do=f"allow {milliseconds(fastest.seconds)} a step")
     live = replace(search.limits, seconds=None)
     within = _judged(search, live, "seconds")
@@ -58,13 +62,19 @@ def why_not(search: MilpSearch) -> PlanError:
                 f"{megabytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'memory', name), name))} on {shown(name)}"
             )
     limits = [where] if problem.seconds is not None else []
-    limits += [f"memory of {shown(name)}" for name in problem.open if problem.classes[name].memory is not None]
+    limits += [
+        f"memory of {shown(name)}"
+        for name in problem.open
+        if problem.classes[name].memory is not None
+    ]
     limits += ["variance"] if problem.variance is not None else []
     message = "no plan was found that keeps all limits at once, though one keeps each"
     return PlanError(message, where=" and ".join(limits), do=f"allow {', or '.join(parts)}")
 
 
-def _judged(search: MilpSearch, limits: Constraints, least: str, name: str | None = None) -> Evaluation:
+def _judged(
+    search: MilpSearch, limits: Constraints, least: str, name: str | None = None
+) -> Evaluation:
     """Returns what the judge says of the plans that have least of something, others as they are."""
     names = [name] if name is not None else list(search.problem.open)
     result = find(

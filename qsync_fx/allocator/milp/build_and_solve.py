@@ -25,7 +25,13 @@ from qsync_fx.allocator.milp import lagrangian_relaxation
 from qsync_fx.allocator.milp.device_program import THOUSANDTHS, DeviceProgram, device_program
 from qsync_fx.allocator.milp.format_variables import Priced
 from qsync_fx.allocator.milp.lagrangian_relaxation import Coupling, LagrangianRelaxation
-from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, Expression, LinearProgram, total
+from qsync_fx.allocator.milp.linear_program import (
+    CONSTANT,
+    INFINITY,
+    Expression,
+    LinearProgram,
+    total,
+)
 from qsync_fx.allocator.milp.memory_bound.lower_bound import LowerBoundTerm
 from qsync_fx.allocator.problem import Asked, Plans, Problem
 from qsync_fx.communication.codecs import PLAIN
@@ -69,7 +75,8 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
     scale = THOUSANDTHS / unit
     if not options.open:
         available = [
-            [{CONSTANT: scale * seconds} for seconds in item] for item in (options.alone, options.alone_beside)
+            [{CONSTANT: scale * seconds} for seconds in item]
+            for item in (options.alone, options.alone_beside)
         ]
         return CommunicationTerms(available[0], available[1], {})
     any_coded = program.variable(full=True)
@@ -77,7 +84,14 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
     travel: list[Expression] = []
     neighbours: list[Expression] = []
     variance: dict[int, float] = {}
-    each = zip(options.alone, options.alone_beside, options.seconds, options.beside, options.variance, strict=True)
+    each = zip(
+        options.alone,
+        options.alone_beside,
+        options.seconds,
+        options.beside,
+        options.variance,
+        strict=True,
+    )
     for alone, alone_beside, seconds, later, adds in each:
         by = {codec: program.variable(full=True) for codec in seconds}
         program.row(dict.fromkeys(by.values(), 1.0), least=1.0, most=1.0)
@@ -85,7 +99,9 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
         program.row({**dict.fromkeys(narrow.values(), 1.0), any_coded: -1.0}, most=0.0)
         for into, plain, coded in ((travel, alone, seconds), (neighbours, alone_beside, later)):
             exchanged = coded[PLAIN.name]
-            terms = {variable: scale * (coded[codec] - exchanged) for codec, variable in narrow.items()}
+            terms = {
+                variable: scale * (coded[codec] - exchanged) for codec, variable in narrow.items()
+            }
             into.append({CONSTANT: scale * plain, any_coded: scale * (exchanged - plain), **terms})
         variance |= {variable: adds[codec] for codec, variable in narrow.items()}
         choices.append(by)
@@ -93,7 +109,9 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
     return CommunicationTerms(travel, neighbours, variance, choices, any_coded)
 
 
-def kept(problem: Problem, judge: PlanEvaluator, result: CommunicationTerms, unit: float) -> Iterator[Expression]:
+def kept(
+    problem: Problem, judge: PlanEvaluator, result: CommunicationTerms, unit: float
+) -> Iterator[Expression]:
     """Yields what steps take by each bucket of the classes that are not open to choice, in thousandths of the unit."""
     scale = THOUSANDTHS / unit
     for name, part in problem.classes.items():
@@ -107,7 +125,11 @@ def kept(problem: Problem, judge: PlanEvaluator, result: CommunicationTerms, uni
         ends = np.append(device.ready, device.computed) - available + fleet.after(name)
         for index, end in enumerate(ends.tolist()):
             sent = [(slowdown, item) for item in result.beside[:index]]
-            yield total((1.0, {CONSTANT: scale * end}), *sent, *((1.0, item) for item in result.travel[index:]))
+            yield total(
+                (1.0, {CONSTANT: scale * end}),
+                *sent,
+                *((1.0, item) for item in result.travel[index:]),
+            )
 
 
 LARGE: Final = 4000
@@ -175,7 +197,17 @@ def find(
     memory = {name: live[name] for name in names if least == "memory" or name in limits.memory}
     sends = sending(program, judge.options, unit)
     devices = [
-        device_program(program, problem, judge, name, prices[name], unit, memory.get(name), sends.travel, sends.beside)
+        device_program(
+            program,
+            problem,
+            judge,
+            name,
+            prices[name],
+            unit,
+            memory.get(name),
+            sends.travel,
+            sends.beside,
+        )
         for name in names
     ]
     others = list(kept(problem, judge, sends, unit))
@@ -188,22 +220,38 @@ def find(
             _excluded(program, device, requested)
     result = None
     if least == "variance" and limits.variance is None and sum(program.whole) >= LARGE:
-        groups = {id(item): list(item.values()) for device in devices for item in device.formats.choices.values()}
+        groups = {
+            id(item): list(item.values())
+            for device in devices
+            for item in device.formats.choices.values()
+        }
         every = [*groups.values(), *(list(by.values()) for by in sends.choices)]
-        result = LagrangianRelaxation(program, list(_coupling(devices, limits, unit)), every, seconds).solved(gap)
+        result = LagrangianRelaxation(
+            program, list(_coupling(devices, limits, unit)), every, seconds
+        ).solved(gap)
     if result is None:
         _limited(program, devices, sends, limits, unit)
-        first = {variable: item for device in devices for variable, item in _chosen(device, start[device.name]).items()}
-        result = lagrangian_relaxation.solve(program, gap, seconds, first | sends.start(judge.codecs))
+        first = {
+            variable: item
+            for device in devices
+            for variable, item in _chosen(device, start[device.name]).items()
+        }
+        result = lagrangian_relaxation.solve(
+            program, gap, seconds, first | sends.start(judge.codecs)
+        )
     if result.values is None:
         return Solution(None, INFINITY, INFINITY, result.infeasible, result.stopped)
     values = result.values.tolist()
     plans = {device.name: device.formats.asked(values) for device in devices}
     codecs = sends.chosen(values) if judge.options.open else None
-    return Solution(plans, result.objective / scale, result.bound / scale, False, result.stopped, codecs)
+    return Solution(
+        plans, result.objective / scale, result.bound / scale, False, result.stopped, codecs
+    )
 
 
-def _coupling(devices: Sequence[DeviceProgram], limits: Constraints, unit: float) -> Iterator[Coupling]:
+def _coupling(
+    devices: Sequence[DeviceProgram], limits: Constraints, unit: float
+) -> Iterator[Coupling]:
     """Yields the limits of seconds and memory as rows of all that they couple."""
     for device in devices:
         if limits.seconds is not None:
@@ -247,7 +295,9 @@ def _limited(
 
 def _excluded(program: LinearProgram, device: DeviceProgram, requested: Asked) -> None:
     """Rules one plan out: not all of its choices may be made at once."""
-    choices = [{entry[requested[operator]]: 1.0} for operator, entry in device.formats.choices.items()]
+    choices = [
+        {entry[requested[operator]]: 1.0} for operator, entry in device.formats.choices.items()
+    ]
     program.row(total(*((1.0, choice) for choice in choices)), most=len(choices) - 1.0)
 
 

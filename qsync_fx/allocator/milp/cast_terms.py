@@ -51,7 +51,9 @@ class Casting:
         stretch: of the backward pass that each operator is in.
     """
 
-    def __init__(self, program: LinearProgram, formats: Formats, times: Times, stretch: Sequence[int]) -> None:
+    def __init__(
+        self, program: LinearProgram, formats: Formats, times: Times, stretch: Sequence[int]
+    ) -> None:
         self.program, self.formats, self.times, self.stretch = program, formats, times, stretch
         self.graph = formats.graph
         self.tables = formats.part.tables
@@ -84,17 +86,23 @@ class Casting:
         partly: set[int] = set()
         for place, reader in enumerate(point.readers):
             owner = reader.operator if reader.operator >= 0 else point.held.operator
-            spread: Spread = self.formats.precisions[reader.operator] if reader.operator >= 0 else {None: ONE}
+            spread: Spread = (
+                self.formats.precisions[reader.operator] if reader.operator >= 0 else {None: ONE}
+            )
             result: dict[int, Expression] = {}
             for name, where in spread.items():
                 number = NUMBERS[name]
                 after = reader.wanted[number]
                 if after and self._may_convert(point.held, before, reader, name):
-                    result[after] = total((1.0, result[after]), (1.0, where)) if after in result else where
+                    result[after] = (
+                        total((1.0, result[after]), (1.0, where)) if after in result else where
+                    )
                 else:
                     partly.add(place)
                 if reader.kept[number]:
-                    saved.setdefault((after, reader.kept[number]), []).append(_Want(place, owner, where))
+                    saved.setdefault((after, reader.kept[number]), []).append(
+                        _Want(place, owner, where)
+                    )
             for after, where in result.items():
                 used = self._held(reader.used) if reader.used is not None and PLAIN[after] else {}
                 already = used.get(NAMES[after])
@@ -113,22 +121,33 @@ class Casting:
             reader = point.readers[place]
             owner = reader.operator if reader.operator >= 0 else point.held.operator
             names = self.formats.precisions[reader.operator] if reader.operator >= 0 else (None,)
-            full = place not in partly and all(reader.wanted[NUMBERS[name]] in edge for name in names)
+            full = place not in partly and all(
+                reader.wanted[NUMBERS[name]] in edge for name in names
+            )
             yield from self._edge(owner, point.value, before, edge, full)
         for (fmt, plain), readers in saved.items():
             # Backward the last of the readers comes first, and there the conversion is.
             selected = {
-                want.owner: self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False) for want in readers
+                want.owner: self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False)
+                for want in readers
             }
             costs = {owner: Seconds(0.0, seconds.forward) for owner, seconds in selected.items()}
             yield from self._first(readers[::-1], costs, None)
 
-    def _may_convert(self, live: IndexedFormat, before: Spread, reader: IndexedReader, name: Name) -> bool:
+    def _may_convert(
+        self, live: IndexedFormat, before: Spread, reader: IndexedReader, name: Name
+    ) -> bool:
         """Whether a reader that computes in a format may find the value in one that has to be converted."""
         after = reader.wanted[NUMBERS[name]]
-        sources = [source for source in before if source is not None and NEEDED[NUMBERS[source]][after]]
+        sources = [
+            source for source in before if source is not None and NEEDED[NUMBERS[source]][after]
+        ]
         decided = self.graph.operators[reader.operator].decided if reader.operator >= 0 else None
-        if isinstance(decided, Follows) and live.operator in decided.operators and followed(decided, name) == name:
+        if (
+            isinstance(decided, Follows)
+            and live.operator in decided.operators
+            and followed(decided, name) == name
+        ):
             # What follows the value is as wide as it is.
             return any(widest(source, name) == name for source in sources)
         return bool(sources)
@@ -149,7 +168,9 @@ class Casting:
         sources = [name for name in before if name is not None]
         costs = {
             name: {
-                after: self._taken(owner, value, name, NAMES[after]) if NEEDED[NUMBERS[name]][after] else ZERO
+                after: self._taken(owner, value, name, NAMES[after])
+                if NEEDED[NUMBERS[name]][after]
+                else ZERO
                 for after in wants
             }
             for name in sources
@@ -166,32 +187,52 @@ class Casting:
                 levels[0.0, 0.0] = [rest]
             for after, where in wants.items():
                 item, other = costs[name][after], base[after]
-                levels.setdefault((item.forward - other.forward, item.backward - other.backward), []).append(where)
+                levels.setdefault(
+                    (item.forward - other.forward, item.backward - other.backward), []
+                ).append(where)
             ahead, back = 0.0, 0.0
             below: list[Expression] = []
-            for (forward, backward), existing in sorted(levels.items(), key=lambda level: (sum(level[0]), level[0])):
+            for (forward, backward), existing in sorted(
+                levels.items(), key=lambda level: (sum(level[0]), level[0])
+            ):
                 if below:
-                    now = self.program.any_of([before[name]], total(*((1.0, where) for where in below)))
+                    now = self.program.any_of(
+                        [before[name]], total(*((1.0, where) for where in below))
+                    )
                     if (forward < ahead or backward < back) and constant(now) is None:
-                        self._no_more_than(now, [before[name]], total(*((1.0, where) for where in below)))
+                        self._no_more_than(
+                            now, [before[name]], total(*((1.0, where) for where in below))
+                        )
                 else:
                     now = before[name]
                 yield CostTerm(owner, now, forward - ahead, backward - back)
                 ahead, back = forward, backward
                 below += existing
 
-    def _converted(self, value: int, before: Spread, after: int, readers: Sequence[_Want]) -> Iterator[CostTerm]:
-        sources = {name: where for name, where in before.items() if name is not None and NEEDED[NUMBERS[name]][after]}
+    def _converted(
+        self, value: int, before: Spread, after: int, readers: Sequence[_Want]
+    ) -> Iterator[CostTerm]:
+        sources = {
+            name: where
+            for name, where in before.items()
+            if name is not None and NEEDED[NUMBERS[name]][after]
+        }
         if not sources:
             return
         rest = [where for name, where in before.items() if name not in sources]
         already = total(*((1.0, where) for where in rest)) if rest else None
         target = NAMES[after]
         costs = {
-            name: {want.owner: self._taken(want.owner, value, name, target) for want in readers} for name in sources
+            name: {want.owner: self._taken(want.owner, value, name, target) for want in readers}
+            for name in sources
         }
-        least = min(costs, key=lambda name: sum(item.forward + item.backward for item in costs[name].values()))
-        if len(self._groups(readers, costs[least])) > 1 and any(costs[name] != costs[least] for name in costs):
+        least = min(
+            costs,
+            key=lambda name: sum(item.forward + item.backward for item in costs[name].values()),
+        )
+        if len(self._groups(readers, costs[least])) > 1 and any(
+            costs[name] != costs[least] for name in costs
+        ):
             for name, where in sources.items():
                 yield from self._first(readers, costs[name], total((1.0, ONE), (-1.0, where)))
             return
@@ -200,7 +241,8 @@ class Casting:
             if costs[name] != costs[least]:
                 more = {
                     owner: Seconds(
-                        item.forward - costs[least][owner].forward, item.backward - costs[least][owner].backward
+                        item.forward - costs[least][owner].forward,
+                        item.backward - costs[least][owner].backward,
                     )
                     for owner, item in costs[name].items()
                 }
@@ -230,7 +272,9 @@ class Casting:
             yield CostTerm.of(group[0].owner, where, cost)
             before = now
 
-    def _no_more_than(self, result: Expression, wants: Sequence[Expression], unless: Expression | None) -> None:
+    def _no_more_than(
+        self, result: Expression, wants: Sequence[Expression], unless: Expression | None
+    ) -> None:
         """What is not wanted is not there, where its being there could win time later."""
         self.program.row(total((1.0, result), *((-1.0, want) for want in wants)), most=0.0)
         if unless is not None:
@@ -249,7 +293,11 @@ class Casting:
             return None
         if item is not None:
             return second
-        return first if other is not None else self.program.any_of([second], total((1.0, ONE), (-1.0, first)))
+        return (
+            first
+            if other is not None
+            else self.program.any_of([second], total((1.0, ONE), (-1.0, first)))
+        )
 
     def _held(self, live: IndexedFormat) -> Spread:
         """The formats of a value: what its operator gives out, or its own."""
@@ -259,5 +307,9 @@ class Casting:
         inputs = self.formats.outputs[live.operator]
         return renamed(inputs, {name: name or owned for name in inputs})
 
-    def _taken(self, owner: int, value: int, before: Name, after: Name, differentiated: bool = True) -> Seconds:
-        return cast_seconds(self.graph, self.times, owner, value, before or "", after or "", differentiated)
+    def _taken(
+        self, owner: int, value: int, before: Name, after: Name, differentiated: bool = True
+    ) -> Seconds:
+        return cast_seconds(
+            self.graph, self.times, owner, value, before or "", after or "", differentiated
+        )

@@ -52,13 +52,22 @@ def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
     first = len(graph.operators)
     ends: list[int] = []
     for bucket in judge.buckets:
-        index = [schedule.ready[paths[selected]] for selected in bucket if paths[selected] in schedule.ready]
+        index = [
+            schedule.ready[paths[selected]]
+            for selected in bucket
+            if paths[selected] in schedule.ready
+        ]
         first = min([first, *(graph.places[schedule.backward[place].operator] for place in index)])
         ends.append(first)
     # The operators from the end of a bucket's stretch on are through when it is ready.
-    of = (len(ends) - np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")).tolist()
+    of = (
+        len(ends) - np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")
+    ).tolist()
     sizes = [
-        sum(schedule.parameters[selected].numel * schedule.parameters[selected].dtype_bytes for selected in bucket)
+        sum(
+            schedule.parameters[selected].numel * schedule.parameters[selected].dtype_bytes
+            for selected in bucket
+        )
         for bucket in judge.buckets
     ]
     extra = [before_sending(device, settings, size) * device.slowdown for size in sizes]

@@ -26,7 +26,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qsync_fx.allocator.milp.linear_program import CONSTANT, ONE, Expression, LinearProgram, constant, total
+from qsync_fx.allocator.milp.linear_program import (
+    CONSTANT,
+    ONE,
+    Expression,
+    LinearProgram,
+    constant,
+    total,
+)
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph.cascade_rules import wants_wide
@@ -86,7 +93,9 @@ class Formats:
         states: by operator, both at once.
     """
 
-    def __init__(self, program: LinearProgram, part: DeviceClass, tied: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(
+        self, program: LinearProgram, part: DeviceClass, tied: Sequence[Sequence[str]] = ()
+    ) -> None:
         self.program, self.part, self.graph = program, part, part.graph
         self.choices: dict[str, dict[str, int]] = {}
         self.precisions: list[Spread] = []
@@ -113,7 +122,10 @@ class Formats:
 
     def asked(self, values: Sequence[float]) -> dict[str, str]:
         """Returns the plan that values of the variables make."""
-        return {operator: max(entry, key=lambda fmt: values[entry[fmt]]) for operator, entry in self.choices.items()}
+        return {
+            operator: max(entry, key=lambda fmt: values[entry[fmt]])
+            for operator, entry in self.choices.items()
+        }
 
     def _chosen(self, operator: ModelOperator, like: str) -> Spread:
         """Gives an operator its choices: those of the one that it is tied to, where it can take the same."""
@@ -123,7 +135,10 @@ class Formats:
             self.program.row(dict.fromkeys(self.choices[operator.id].values(), 1.0), 1.0, 1.0)
         else:
             self.choices[operator.id] = self.choices[like]
-        return {self.part.runs(operator.id, fmt): {index: 1.0} for fmt, index in self.choices[operator.id].items()}
+        return {
+            self.part.runs(operator.id, fmt): {index: 1.0}
+            for fmt, index in self.choices[operator.id].items()
+        }
 
     def _promoted(self, inputs: Iterable[Spread]) -> Spread:
         """Returns the promotion of several formats."""
@@ -134,14 +149,20 @@ class Formats:
                 floor = widest(floor, next(iter(spread)))
             else:
                 several[id(spread)] = spread
-        above = [spread for spread in several.values() if any(widest(name, floor) != floor for name in spread)]
+        above = [
+            spread
+            for spread in several.values()
+            if any(widest(name, floor) != floor for name in spread)
+        ]
         if not above:
             return {floor: ONE}
         if len(above) == 1:
             return renamed(above[0], {name: widest(name, floor) for name in above[0]})
         key = floor, tuple(sorted(id(spread) for spread in above))
         if key not in self._distinct:
-            joined = self._joined([renamed(s, {name: widest(name, floor) for name in s}) for s in above])
+            joined = self._joined(
+                [renamed(s, {name: widest(name, floor) for name in s}) for s in above]
+            )
             # Held with what it is of: the place of one that were gone would be another's, and so its number.
             self._distinct[key] = joined, above
         return self._distinct[key][0]
@@ -157,24 +178,38 @@ class Formats:
             result[name] = {self.program.variable(): 1.0}
             below = total(*((1.0, result[other]) for other in result if _within(other, name)))
             each = [
-                total(*((1.0, expression) for other, expression in spread.items() if _within(other, name)))
+                total(
+                    *(
+                        (1.0, expression)
+                        for other, expression in spread.items()
+                        if _within(other, name)
+                    )
+                )
                 for spread in inputs
             ]
             for item in each:
                 self.program.row(total((1.0, below), (-1.0, item)), most=0.0)
-            self.program.row(total((1.0, below), *((-1.0, item) for item in each)), least=1.0 - len(each))
+            self.program.row(
+                total((1.0, below), *((-1.0, item) for item in each)), least=1.0 - len(each)
+            )
         result[top] = total((1.0, ONE), *((-1.0, expression) for expression in result.values()))
         return result
 
     def _states(self, index: int, operator: ModelOperator) -> Mapping[StateNames, Expression]:
         decided, precisions = operator.decided, self.precisions[index]
         if isinstance(decided, Follows):
-            return {(name, decided.named or name): expression for name, expression in precisions.items()}
+            return {
+                (name, decided.named or name): expression for name, expression in precisions.items()
+            }
         result: dict[StateNames, Expression] = {}
         inputs: dict[Name, Expression] = dict(self._narrow[index])
         for name, chosen in precisions.items():
             narrow = decided.outputs.get(name or "")
-            wide = self._wide(index, decided, chosen) if name is not None and FORMATS[name].scaled else None
+            wide = (
+                self._wide(index, decided, chosen)
+                if name is not None and FORMATS[name].scaled
+                else None
+            )
             if wide is None:
                 result[name, narrow] = chosen
                 continue
@@ -190,14 +225,22 @@ class Formats:
         """Returns where a scaled operator gives out what is wide; None for nowhere."""
         if decided.wide is None:
             return None
-        owned = {variable for expression in self.precisions[index].values() for variable in expression}
+        owned = {
+            variable for expression in self.precisions[index].values() for variable in expression
+        }
         wants: list[Expression] = []
         for reader in dict.fromkeys(decided.readers):
             kind = Kind(self.graph.operators[reader].kind)
-            parts = [e for name, e in self.precisions[reader].items() if wants_wide(kind, format_named(name))]
+            parts = [
+                e
+                for name, e in self.precisions[reader].items()
+                if wants_wide(kind, format_named(name))
+            ]
             want = total(*((1.0, part) for part in parts))
             available = constant(want)
-            if available == 0 or (available is None and {v for v in want if v != CONSTANT} <= owned - chosen.keys()):
+            if available == 0 or (
+                available is None and {v for v in want if v != CONSTANT} <= owned - chosen.keys()
+            ):
                 return None
             if available is None:
                 wants.append(want)
@@ -211,7 +254,9 @@ def renamed(spread: Spread, names: Mapping[Name, Name]) -> Spread:
     result: dict[Name, Expression] = {}
     for before, after in names.items():
         result[after] = (
-            total((1.0, result.get(after, {})), (1.0, spread[before])) if after in result else spread[before]
+            total((1.0, result.get(after, {})), (1.0, spread[before]))
+            if after in result
+            else spread[before]
         )
     return {next(iter(result)): ONE} if len(result) == 1 else result
 
@@ -270,13 +315,18 @@ class StateCosts:
         key = index, state
         if key not in self._learned:
             # A state that no uniform plan has is like those that compute the same.
-            best = max(self._references, key=lambda names: (names[index] == state, names[index][0] == state[0]))
+            best = max(
+                self._references,
+                key=lambda names: (names[index] == state, names[index][0] == state[0]),
+            )
             self._learned[key] = self._ask(index, state, best)
         return self._learned[key]
 
     def learn(self, names: Sequence[StateNames]) -> bool:
         """Takes from a plan what its states take there; returns whether anything is new."""
-        result = {(index, state): self._ask(index, state, names) for index, state in enumerate(names)}
+        result = {
+            (index, state): self._ask(index, state, names) for index, state in enumerate(names)
+        }
         new = any(self.operator(*key) != seconds for key, seconds in result.items())
         self._learned |= result
         return new
@@ -286,7 +336,9 @@ class StateCosts:
         graph = self.part.graph
         return any(
             entry is None or len(entry) > 0
-            for operator, reached in zip(graph.operators, reachable(graph.operators, self.part.formats), strict=True)
+            for operator, reached in zip(
+                graph.operators, reachable(graph.operators, self.part.formats), strict=True
+            )
             for names in reached
             for entry in self.times.told_apart(operator.id, state_named(names))
         )

@@ -38,7 +38,13 @@ from typing import Final
 import highspy
 import numpy as np
 
-from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, Expression, LinearProgram, LpSolution
+from qsync_fx.allocator.milp.linear_program import (
+    CONSTANT,
+    INFINITY,
+    Expression,
+    LinearProgram,
+    LpSolution,
+)
 from qsync_fx.predictor.replayer.device_timeline import Array
 
 
@@ -77,9 +83,9 @@ class IndependentChoices:
     def __init__(self, groups: Sequence[Sequence[int]], costs: Array) -> None:
         most = max(map(len, groups), default=1)
         # What is not there is what is there already, once more.
-        self._groups = np.array([[*group, *[group[0]] * (most - len(group))] for group in groups], np.int64).reshape(
-            -1, most
-        )
+        self._groups = np.array(
+            [[*group, *[group[0]] * (most - len(group))] for group in groups], np.int64
+        ).reshape(-1, most)
         self._costs = costs[self._groups]
         self._each = np.arange(len(self._groups))
 
@@ -137,8 +143,14 @@ class Coupling:
         variables = np.array([variable for part in parts for variable in part], np.int64)
         factors = np.array([factor for part in parts for factor in part.values()], np.float64)
         available = variables == CONSTANT
-        self.constants = self._summed(np.bincount(self._rows[available], factors[available], len(parts)))
-        self._rows, self.variables, self.factors = self._rows[~available], variables[~available], factors[~available]
+        self.constants = self._summed(
+            np.bincount(self._rows[available], factors[available], len(parts))
+        )
+        self._rows, self.variables, self.factors = (
+            self._rows[~available],
+            variables[~available],
+            factors[~available],
+        )
 
     def __len__(self) -> int:
         return len(self.most)
@@ -193,7 +205,11 @@ class LagrangianRelaxation:
     """
 
     def __init__(
-        self, program: LinearProgram, limits: Sequence[Coupling], groups: Sequence[Sequence[int]], seconds: float
+        self,
+        program: LinearProgram,
+        limits: Sequence[Coupling],
+        groups: Sequence[Sequence[int]],
+        seconds: float,
     ) -> None:
         self.program, self.limits, self.groups = program, limits, groups
         self.count = len(program.costs)
@@ -300,7 +316,9 @@ class LagrangianRelaxation:
                 return values, line.price, True
 
     def _line(self, active: _Active, price: float, values: Array) -> _Line:
-        return _Line(price, float(self.costs @ values), float(active.factors @ values) - active.most)
+        return _Line(
+            price, float(self.costs @ values), float(active.factors @ values) - active.most
+        )
 
     def _guessed(self) -> tuple[tuple[int, int] | None, float]:
         """Returns the limit that counts, and about its price, were there nothing but choices; None where all limits are kept."""
@@ -312,7 +330,9 @@ class LagrangianRelaxation:
             result = worst
             factors, _ = self.limits[worst[0]].row(worst[1], self.count)
             curve = self._alone.curve(factors)
-            price = curve.price(float(self.limits[worst[0]].beyond(self._alone.values(self.count))[worst[1]]))
+            price = curve.price(
+                float(self.limits[worst[0]].beyond(self._alone.values(self.count))[worst[1]])
+            )
             worst = self._worst(self._alone.values(self.count, price * factors))
         return result, price
 
@@ -333,7 +353,9 @@ class LagrangianRelaxation:
         return self._active[limit]
 
     def _run(self) -> Array | None:
-        self._highs.setOptionValue("time_limit", max(self._until - time.monotonic(), 0.0) + self._highs.getRunTime())
+        self._highs.setOptionValue(
+            "time_limit", max(self._until - time.monotonic(), 0.0) + self._highs.getRunTime()
+        )
         self._highs.run()
         if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
@@ -354,10 +376,14 @@ class LagrangianRelaxation:
         for number, group in enumerate(self.groups):
             first = max(group, key=lambda variable: float(values[variable]))
             others = [float(reduced[variable]) for variable in group if variable != first]
-            result.append((0.0 if values[first] < 1 - _MISSED else min(others, default=INFINITY), number))
+            result.append(
+                (0.0 if values[first] < 1 - _MISSED else min(others, default=INFINITY), number)
+            )
         return sorted(result)
 
-    def _whole(self, values: Array, margins: Sequence[tuple[float, int]], free: int, gap: float) -> Array | None:
+    def _whole(
+        self, values: Array, margins: Sequence[tuple[float, int]], free: int, gap: float
+    ) -> Array | None:
         """Returns a solution with some choices made anew, and all others as they are."""
         fixed = np.full(self.count, -1.0)
         for _, number in margins[free:]:
@@ -367,11 +393,14 @@ class LagrangianRelaxation:
                 fixed[variable] = float(variable == first)
         while True:
             highs = self.program.highs(
-                relaxed=False, fixed={int(index): float(fixed[index]) for index in np.flatnonzero(fixed >= 0)}
+                relaxed=False,
+                fixed={int(index): float(fixed[index]) for index in np.flatnonzero(fixed >= 0)},
             )
             for active in self._active.values():
                 existing = np.flatnonzero(active.factors).astype(np.int32)
-                highs.addRow(-INFINITY, active.most, len(existing), existing, active.factors[existing])
+                highs.addRow(
+                    -INFINITY, active.most, len(existing), existing, active.factors[existing]
+                )
             highs.setOptionValue("mip_rel_gap", gap / 4)
             highs.setOptionValue("objective_target", self.bound + gap / 2 * abs(self.bound))
             highs.setOptionValue("time_limit", max(self._until - time.monotonic(), 0.0))
@@ -398,7 +427,9 @@ _SLACK: Final = 1e-6
 """By how much, of it, the relaxed objective is taken to be off."""
 
 
-def solve(program: LinearProgram, gap: float, seconds: float, start: Mapping[int, float]) -> LpSolution:
+def solve(
+    program: LinearProgram, gap: float, seconds: float, start: Mapping[int, float]
+) -> LpSolution:
     """Solves a program; see `Program.solve`."""
     until = time.monotonic() + seconds
     full = program.choices
@@ -430,4 +461,9 @@ def solve(program: LinearProgram, gap: float, seconds: float, start: Mapping[int
     result = program.solve(gap, until - time.monotonic(), start)
     bound = max(bound, result.bound) if result.values is not None else bound
     better = result if result.objective <= best.objective else best
-    return replace(better, bound=min(bound, better.objective), infeasible=result.infeasible, stopped=result.stopped)
+    return replace(
+        better,
+        bound=min(bound, better.objective),
+        infeasible=result.infeasible,
+        stopped=result.stopped,
+    )

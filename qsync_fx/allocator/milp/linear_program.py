@@ -187,7 +187,10 @@ class LinearProgram:
             result = {self.variable(): 1.0}
             for want in distinct.values():
                 self.row(total((1.0, result), (-1.0, want)), most=0.0)
-            self.row(total((1.0, result), *((-1.0, want) for want in distinct.values())), least=1.0 - len(distinct))
+            self.row(
+                total((1.0, result), *((-1.0, want) for want in distinct.values())),
+                least=1.0 - len(distinct),
+            )
             self._all[key] = result
         return self._all[key]
 
@@ -216,20 +219,35 @@ class LinearProgram:
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", float(seconds))
         if start and not relaxed:
-            highs.setSolution(len(start), np.array(list(start), np.int32), np.array(list(start.values()), np.float64))
+            highs.setSolution(
+                len(start),
+                np.array(list(start), np.int32),
+                np.array(list(start.values()), np.float64),
+            )
         highs.run()
         status, info = highs.getModelStatus(), highs.getInfo()
         states = highspy.HighsModelStatus
         infeasible = status in (states.kInfeasible, states.kUnboundedOrInfeasible)
         # The objective of an LP is a bound once it is optimal, and not before.
         unfinished = relaxed and status != states.kOptimal
-        if infeasible or unfinished or info.primal_solution_status != highspy.kSolutionStatusFeasible:
+        if (
+            infeasible
+            or unfinished
+            or info.primal_solution_status != highspy.kSolutionStatusFeasible
+        ):
             return LpSolution(None, INFINITY, INFINITY, infeasible, status == states.kTimeLimit)
         objective = float(info.objective_function_value)
         bound = objective if relaxed else min(objective, float(info.mip_dual_bound))
         solution = highs.getSolution()
         reduced = np.abs(np.array(solution.col_dual)) if relaxed else None
-        return LpSolution(np.array(solution.col_value), objective, bound, False, status == states.kTimeLimit, reduced)
+        return LpSolution(
+            np.array(solution.col_value),
+            objective,
+            bound,
+            False,
+            status == states.kTimeLimit,
+            reduced,
+        )
 
     def highs(self, relaxed: bool, fixed: Mapping[int, float] | None = None) -> highspy.Highs:
         """Returns the solver, with the program; see `solve`."""
@@ -281,4 +299,7 @@ def constant(expression: Expression) -> float | None:
 
 def value(expression: Expression, values: Array) -> float:
     """Returns what an expression is where variables have values."""
-    return sum(factor * (1.0 if index == CONSTANT else float(values[index])) for index, factor in expression.items())
+    return sum(
+        factor * (1.0 if index == CONSTANT else float(values[index]))
+        for index, factor in expression.items()
+    )

@@ -38,7 +38,9 @@ class _Reference:
     def at(self, moment: Moment) -> Mapping[int, int]:
         """Returns what is held at a moment: by the kernel that the operator is part of, which ends at it or behind it."""
         if moment not in self._known:
-            self._known[moment] = self.held[min((m for m in self.held if m >= moment), default=max(self.held))]
+            self._known[moment] = self.held[
+                min((m for m in self.held if m >= moment), default=max(self.held))
+            ]
         return self._known[moment]
 
     @property
@@ -65,7 +67,9 @@ class LinearizedMemory:
             passes: the most that the judge says both passes hold.
             tasks: of its step, where they are known.
         """
-        reference = _Reference(states.names, _held(states, step_tasks(states) if tasks is None else tasks))
+        reference = _Reference(
+            states.names, _held(states, step_tasks(states) if tasks is None else tasks)
+        )
         before = max((self._value(moment, states.names) for moment in self.moments), default=0.0)
         if all(entry.names != reference.names for entry in self._references):
             self._references.append(reference)
@@ -74,7 +78,9 @@ class LinearizedMemory:
         neighbours = passes - sum(reference.at(reference.peak).values())
         for moment in self.moments:
             self._more[moment] = 0.0
-            self._more[moment] = neighbours + sum(reference.at(moment).values()) - self._value(moment, states.names)
+            self._more[moment] = (
+                neighbours + sum(reference.at(moment).values()) - self._value(moment, states.names)
+            )
         return abs(before - passes) / max(passes, 1.0)
 
     def places(self, graph: ModelGraph) -> Iterator[int]:
@@ -94,7 +100,9 @@ class LinearizedMemory:
             yield result
 
     def _value(self, moment: Moment, names: tuple[StateNames, ...]) -> float:
-        return self._more.get(moment, 0.0) + sum(self._wrote(moment, index, state) for index, state in enumerate(names))
+        return self._more.get(moment, 0.0) + sum(
+            self._wrote(moment, index, state) for index, state in enumerate(names)
+        )
 
     def _wrote(self, moment: Moment, index: int, state: StateNames) -> float:
         """Returns what an operator in a state wrote of what is held, a mean over the plans that are most alike in that."""

@@ -41,7 +41,12 @@ def widen(search: MilpSearch) -> None:
     plans = search.best[0]
     judge.become(plans, search.best[1].codecs)
     wins = [
-        (problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)), name, operator, wider)
+        (
+            problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)),
+            name,
+            operator,
+            wider,
+        )
         for name in problem.open
         for part in (problem.classes[name],)
         for operator, fmt in plans[name].items()
@@ -147,8 +152,19 @@ class MilpAllocator:
         judged = with_peaks(problem, *search.best)
         value = judged.value(problem)
         took = time.perf_counter() - began
-        notes = () if full or search.near else (PlanNote(PlanNoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        notes = (
+            ()
+            if full or search.near
+            else (PlanNote(PlanNoteKind.RECKONED, numbers={problem.least: search.bound}),)
+        )
         available = None if bound is None else min(bound, value)
         return PlanResult(
-            problem, plans, judged, self.name, available, took, tuple(search.rounds), (*search.notes, *notes)
+            problem,
+            plans,
+            judged,
+            self.name,
+            available,
+            took,
+            tuple(search.rounds),
+            (*search.notes, *notes),
         )

@@ -63,7 +63,9 @@ class NeighbourTerms:
         """Yields what all operators take, without their casts."""
         around = [self._around(index, formats) for index in range(len(formats.states))]
         methods = list(zip(formats.states, around, strict=True))
-        near = sum(len(states) * _combinations(kinds[:_NEAR]) for states, kinds in methods) <= COLUMNS
+        near = (
+            sum(len(states) * _combinations(kinds[:_NEAR]) for states, kinds in methods) <= COLUMNS
+        )
         split = sum(len(states) * _combinations(kinds) for states, kinds in methods) <= SPLITS
         for index, (states, kinds) in enumerate(methods):
             if near or _combinations(kinds) == 1:
@@ -71,13 +73,17 @@ class NeighbourTerms:
             else:
                 for state, where in states.items():
                     yield CostTerm.of(
-                        index, where, self.times.least(self.graph.operators[index].id, state_named(state))
+                        index,
+                        where,
+                        self.times.least(self.graph.operators[index].id, state_named(state)),
                     )
 
     def _around(self, index: int, formats: Formats) -> list[list[_Kind]]:
         """Returns the kinds of states of each neighbour."""
         name = self.graph.operators[index].id
-        reported = [self.times.told_apart(name, state_named(state)) for state in formats.states[index]]
+        reported = [
+            self.times.told_apart(name, state_named(state)) for state in formats.states[index]
+        ]
         result: list[list[_Kind]] = []
         for number, by in enumerate(NEIGHBOURS):
             if not 0 <= index + by < len(formats.states):
@@ -85,11 +91,18 @@ class NeighbourTerms:
                 continue
             states = formats.states[index + by]
             apart = [
-                item for item in states if any((each := entry[number]) is None or item in each for entry in reported)
+                item
+                for item in states
+                if any((each := entry[number]) is None or item in each for entry in reported)
             ]
             rest = [item for item in states if item not in apart]
             groups = [[item] for item in apart] + ([rest] if rest else [])
-            result.append([_Kind(state_named(item[0]), total(*((1.0, states[it]) for it in item))) for item in groups])
+            result.append(
+                [
+                    _Kind(state_named(item[0]), total(*((1.0, states[it]) for it in item)))
+                    for item in groups
+                ]
+            )
         return result
 
     def _beside(
@@ -113,7 +126,11 @@ class NeighbourTerms:
                 parts = self._parts(index, state, around, far) if split else []
                 if not parts:
                     yield CostTerm.of(
-                        index, both, self.times.least(self.graph.operators[index].id, state_named(state), around)
+                        index,
+                        both,
+                        self.times.least(
+                            self.graph.operators[index].id, state_named(state), around
+                        ),
                     )
                 elif len({seconds for _, seconds in parts}) == 1:
                     yield CostTerm.of(index, both, parts[0][1])
@@ -140,9 +157,14 @@ class NeighbourTerms:
         """Returns what an operator takes beside each combination of the neighbours that are further away."""
         result: list[tuple[tuple[_Kind, ...], Seconds]] = []
         for picked in itertools.product(*far):
-            around = {**neighbours, **{by: kind.state for by, kind in zip(NEIGHBOURS[_NEAR:], picked, strict=True)}}
+            around = {
+                **neighbours,
+                **{by: kind.state for by, kind in zip(NEIGHBOURS[_NEAR:], picked, strict=True)},
+            }
             requested = [around[by] for by in NEIGHBOURS]
-            used = self.times.operator(self.graph.operators[index].id, state_named(state), requested)
+            used = self.times.operator(
+                self.graph.operators[index].id, state_named(state), requested
+            )
             result.append((picked, Seconds(used.forward, used.backward)))
         return result
 

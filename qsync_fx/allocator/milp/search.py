@@ -48,13 +48,21 @@ class SearchState:
         self.problem = replace(
             problem,
             classes={
-                name: replace(part, times=CachedTimes(part.times), training=part.training if part.memory else None)
+                name: replace(
+                    part,
+                    times=CachedTimes(part.times),
+                    training=part.training if part.memory else None,
+                )
                 for name, part in problem.classes.items()
             },
         )
         self.judge = PlanEvaluator(self.problem, problem.uniform())
         self.prices = {name: StateCosts(self.problem.classes[name]) for name in problem.open}
-        self.held = {name: LinearizedMemory() for name in problem.open if problem.classes[name].memory is not None}
+        self.held = {
+            name: LinearizedMemory()
+            for name in problem.open
+            if problem.classes[name].memory is not None
+        }
         self.best: tuple[Plans, Evaluation] | None = None
         self.smallest: dict[str, int] = {}
         self.proved: float | None = None
@@ -75,8 +83,12 @@ class SearchState:
         judged = self.judge.become(plans, codecs)
         for name, figures in judged.classes.items():
             if figures.peak_bytes is not None:
-                self.smallest[name] = min(figures.peak_bytes, self.smallest.get(name, figures.peak_bytes))
-        if not judged.exceeds(self.problem) and (self.best is None or self._better(judged, self.best[1])):
+                self.smallest[name] = min(
+                    figures.peak_bytes, self.smallest.get(name, figures.peak_bytes)
+                )
+        if not judged.exceeds(self.problem) and (
+            self.best is None or self._better(judged, self.best[1])
+        ):
             self.best = self.judge.plans, judged
         return judged
 
@@ -148,7 +160,9 @@ class MilpSearch(SearchState):
         self._certain: dict[str, MemoryLowerBound] = {}
         self.rounds: list[SolverIteration] = []
         self.notes: list[PlanNote] = []
-        memory = {name: limit for name in self.held if (limit := problem.classes[name].memory) is not None}
+        memory = {
+            name: limit for name in self.held if (limit := problem.classes[name].memory) is not None
+        }
         self.limits = self._asked = Constraints(problem.seconds, memory, problem.variance)
 
     def run(self, rounds: int) -> None:
@@ -161,7 +175,9 @@ class MilpSearch(SearchState):
         if self.limits.memory and self.best is not None and not self.near:
             # Plans that are reckoned to hold a little too much may not: they are looked at before they are ruled out.
             within = self.limits
-            self.limits = replace(within, memory={name: most * (1 + _BEYOND) for name, most in within.memory.items()})
+            self.limits = replace(
+                within, memory={name: most * (1 + _BEYOND) for name, most in within.memory.items()}
+            )
             self._solve()
             self.limits = within
             self._settle(rounds)
@@ -243,7 +259,10 @@ class MilpSearch(SearchState):
     def _least_prices(self) -> dict[str, Priced]:
         """What operators take at least, beside any neighbours."""
         result = self.prices.items()
-        return {name: NeighbourTerms(self.problem.classes[name]) if entry.differ else entry for name, entry in result}
+        return {
+            name: NeighbourTerms(self.problem.classes[name]) if entry.differ else entry
+            for name, entry in result
+        }
 
     def _above(self) -> bool:
         """Adds moments at which the judge's plans certainly hold more than they may; returns whether there are any."""
@@ -251,7 +270,11 @@ class MilpSearch(SearchState):
         for name, certain in self._certain.items():
             memory = self.judge.memory(name)
             assert memory is not None, "it is limited"
-            result.append(certain.add_above(self.judge.states(name).names, self._asked.memory[name], memory.written))
+            result.append(
+                certain.add_above(
+                    self.judge.states(name).names, self._asked.memory[name], memory.written
+                )
+            )
         return any(result)
 
     def _exclude(self, excess: Mapping[str, float]) -> bool:
@@ -276,13 +299,17 @@ class MilpSearch(SearchState):
         inside: dict[str, float] | None = None
         outside: dict[str, float] | None = None
         for _ in range(rounds if self._certain and not self.near else 0):
-            memory = {name: limit - self._beyond(name) for name, limit in self._asked.memory.items()}
+            memory = {
+                name: limit - self._beyond(name) for name, limit in self._asked.memory.items()
+            }
             if memory in solved or (visited and visited[-1] in visited[:-1]):
                 if inside is None or outside is None or self._alike(inside, outside):
                     break
                 memory = {name: (inside[name] + outside[name]) / 2 for name in memory}
             solved.append(memory)
-            result = self._found(self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory))
+            result = self._found(
+                self.judge.plans, self.prices, self._certain, replace(self._asked, memory=memory)
+            )
             if result.stopped:
                 self.notes.append(PlanNote(PlanNoteKind.STOPPED, numbers={"seconds": self.seconds}))
             if result.plans is None:
@@ -300,7 +327,10 @@ class MilpSearch(SearchState):
 
     def _alike(self, item: Mapping[str, float], other: Mapping[str, float]) -> bool:
         """Whether limits of memory are so near one another that halving what is between them finds little."""
-        return all(abs(item[name] - other[name]) <= NEAR / 4 * limit for name, limit in self._asked.memory.items())
+        return all(
+            abs(item[name] - other[name]) <= NEAR / 4 * limit
+            for name, limit in self._asked.memory.items()
+        )
 
     def _beyond(self, name: str) -> float:
         """Returns what the judge says that the last plan holds beyond what is certain."""
@@ -309,7 +339,9 @@ class MilpSearch(SearchState):
     @property
     def excluded(self) -> bool:
         """Whether what is certain to be held under the judge's plans is beyond a limit, which is quicker to know than what is held."""
-        available = ((limit, self._certain.get(name), name) for name, limit in self._asked.memory.items())
+        available = (
+            (limit, self._certain.get(name), name) for name, limit in self._asked.memory.items()
+        )
         return any(
             beyond(certain.of(self.judge.states(name).names, waiting=False), limit)
             for limit, certain, name in available
@@ -340,7 +372,9 @@ class MilpSearch(SearchState):
 
         def solved(limits: Constraints, least: str, names: Sequence[str], start: Plans) -> Solution:
             available = prices or self.prices, live or self.held
-            return find(problem, self.judge, *available, limits, least, names, start, self.gap, self.seconds)
+            return find(
+                problem, self.judge, *available, limits, least, names, start, self.gap, self.seconds
+            )
 
         names = list(problem.open)
         # Codecs are the same on all classes.
@@ -351,7 +385,9 @@ class MilpSearch(SearchState):
             if fastest.plans is None:
                 return fastest
             limits = replace(limits, seconds=fastest.value * (1 + TOLERANCE), variance=None)
-            calmest = together([solved(limits, "variance", some, fastest.plans) for some in apart], 0.0)
+            calmest = together(
+                [solved(limits, "variance", some, fastest.plans) for some in apart], 0.0
+            )
             better = fastest if calmest.plans is None else calmest
             stopped = fastest.stopped or calmest.stopped
             return replace(fastest, plans=better.plans, codecs=better.codecs, stopped=stopped)
@@ -368,5 +404,7 @@ class MilpSearch(SearchState):
         limits = self.limits
         if limits.seconds is not None and "seconds" in excess:
             limits = replace(limits, seconds=limits.seconds - excess["seconds"])
-        memory = {name: most - excess.get(f"memory {name}", 0.0) for name, most in limits.memory.items()}
+        memory = {
+            name: most - excess.get(f"memory {name}", 0.0) for name, most in limits.memory.items()
+        }
         self.limits = replace(limits, memory=memory)

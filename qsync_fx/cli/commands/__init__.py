@@ -37,9 +37,14 @@ def load(name: str) -> Command:
             raise installed.unfit(entries[0], result, "a qsync_fx.cli.Command")
         return result
     if entries:
-        where = [*([] if ours is None else [ours]), *(f"the package {installed.package(entry)}" for entry in entries)]
+        where = [
+            *([] if ours is None else [ours]),
+            *(f"the package {installed.package(entry)}" for entry in entries),
+        ]
         raise QSyncError(
-            f"several commands are called {name!r}", where=" and ".join(where), do="uninstall all packages but one"
+            f"several commands are called {name!r}",
+            where=" and ".join(where),
+            do="uninstall all packages but one",
         )
     command: Command = importlib.import_module(ours or name).COMMAND
     return command
@@ -47,4 +52,7 @@ def load(name: str) -> Command:
 
 def _ours() -> dict[str, str]:
     """Returns the modules of our own verbs."""
-    return {module.name.replace("_", "-"): f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)}
+    return {
+        module.name.replace("_", "-"): f"{__name__}.{module.name}"
+        for module in pkgutil.iter_modules(__path__)
+    }

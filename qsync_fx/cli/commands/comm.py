@@ -47,15 +47,30 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         do="name it with --precision; qsync replay takes a plan, with the codecs that it has",
     )
     model_args.add(parser, needed=False, refused={"plan": one_format})
-    requested = parser.add_argument_group("what to predict", "By default all operators are in fp32.")
-    requested.add_argument(
-        "--gpus", "--ranks", dest="ranks", metavar="N", type=int, required=True, help="how many devices"
+    requested = parser.add_argument_group(
+        "what to predict", "By default all operators are in fp32."
     )
     requested.add_argument(
-        "--bandwidth", metavar="RATE", required=True, help="of each link: 1gbit, 100mbit, or 12.5GB a second"
+        "--gpus",
+        "--ranks",
+        dest="ranks",
+        metavar="N",
+        type=int,
+        required=True,
+        help="how many devices",
     )
     requested.add_argument(
-        "--latency", metavar="SECONDS", type=float, default=5e-5, help="of the smallest all-reduce; %(default)s"
+        "--bandwidth",
+        metavar="RATE",
+        required=True,
+        help="of each link: 1gbit, 100mbit, or 12.5GB a second",
+    )
+    requested.add_argument(
+        "--latency",
+        metavar="SECONDS",
+        type=float,
+        default=5e-5,
+        help="of the smallest all-reduce; %(default)s",
     )
     requested.add_argument(
         "--gpus-per-node",
@@ -66,20 +81,35 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="how many share a node and its link to others; gradients then go in the codec between nodes alone",
     )
-    requested.add_argument("--inside", metavar="RATE", help="of each device inside its node, as --bandwidth")
     requested.add_argument(
-        "--inside-latency", metavar="SECONDS", type=float, default=1e-5, help="of the smallest one there; %(default)s"
+        "--inside", metavar="RATE", help="of each device inside its node, as --bandwidth"
     )
     requested.add_argument(
-        "--device", metavar="NAME", help="of the catalog, which the model is reckoned for; t4 by default"
+        "--inside-latency",
+        metavar="SECONDS",
+        type=float,
+        default=1e-5,
+        help="of the smallest one there; %(default)s",
     )
-    requested.add_argument("--profile", metavar="FILE", help="of qsync measure, in place of the model and a device")
+    requested.add_argument(
+        "--device",
+        metavar="NAME",
+        help="of the catalog, which the model is reckoned for; t4 by default",
+    )
+    requested.add_argument(
+        "--profile", metavar="FILE", help="of qsync measure, in place of the model and a device"
+    )
     training_args.add_optimizer(requested)
     requested.add_argument(
-        "--codec", action="append", metavar="NAME", help="this one, and others that are named so; by default all"
+        "--codec",
+        action="append",
+        metavar="NAME",
+        help="this one, and others that are named so; by default all",
     )
     requested.add_argument(
-        "--rates", metavar="FILE", help="how fast codecs are: what qsync comm bench --json has printed"
+        "--rates",
+        metavar="FILE",
+        help="how fast codecs are: what qsync comm bench --json has printed",
     )
     requested.add_argument("--json", action="store_true", help="one JSON object for other programs")
 
@@ -87,7 +117,9 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
 def _predict(arguments: argparse.Namespace) -> None:
     if arguments.ranks < 2:
         raise OptionError(
-            "gradients go from one device to others", where=f"--gpus {arguments.ranks}", do="give 2 or more"
+            "gradients go from one device to others",
+            where=f"--gpus {arguments.ranks}",
+            do="give 2 or more",
         )
     bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
 
@@ -99,11 +131,17 @@ def _predict(arguments: argparse.Namespace) -> None:
 
     for name in arguments.codec or ():
         if name not in CODECS[1:]:
-            raise OptionError(f"nothing is foreseen of {shown(name)}", where="--codec", do=nearest(name, CODECS[1:]))
+            raise OptionError(
+                f"nothing is foreseen of {shown(name)}",
+                where="--codec",
+                do=nearest(name, CODECS[1:]),
+            )
     fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
     profile = _profile(arguments, fmt)
     # gloo sends gradients of the CPU around one ring.
-    nodes = NodeGroup(arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu")
+    nodes = NodeGroup(
+        arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu"
+    )
     fleet = Cluster({"devices": ClusterDevice(arguments.ranks)}, network, nodes=nodes)
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
     schedules = {"devices": mapper.schedule()}
@@ -116,7 +154,9 @@ def _predict(arguments: argparse.Namespace) -> None:
         codecs = [name for name in codecs if name in how_fast.by_codec]
         if not codecs:
             do = "measure others: qsync comm bench --json"
-            raise OptionError("it has the speed of no codec that can be foreseen", where=arguments.rates, do=do)
+            raise OptionError(
+                "it has the speed of no codec that can be foreseen", where=arguments.rates, do=do
+            )
         if missing:
             output.note(f"{arguments.rates} has no speed of {', '.join(missing)}")
     without, result = paying(schedules, fleet, codecs, how_fast)
@@ -133,15 +173,23 @@ def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
     if arguments.profile is not None:
         if arguments.model is not None or arguments.device is not None:
             do = "leave the model and the device out, or the profile"
-            raise OptionError("a profile says of which model and device it is", where="--profile", do=do)
+            raise OptionError(
+                "a profile says of which model and device it is", where="--profile", do=do
+            )
         return Profile.load(arguments.profile, any_machine=True)
     if arguments.model is None:
         raise OptionError(
-            "there is neither a model nor a profile", where="MODULE:CALLABLE", do="name the model, or give --profile"
+            "there is neither a model nor a profile",
+            where="MODULE:CALLABLE",
+            do="name the model, or give --profile",
         )
-    trained = training_args.read(argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None}))
+    trained = training_args.read(
+        argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None})
+    )
     optimizer = training_args.optimizer(arguments.optimizer, trained.module)
-    return catalog_profile(arguments.device or "t4", trained.module, trained.step, trained.batches[0], [fmt], optimizer)
+    return catalog_profile(
+        arguments.device or "t4", trained.module, trained.step, trained.batches[0], [fmt], optimizer
+    )
 
 
 def _read(path: str) -> Rates:
@@ -152,13 +200,19 @@ def _read(path: str) -> Rates:
 
     try:
         rows = json.loads(pathlib.Path(path).read_text())
-        result = {str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows}
+        result = {
+            str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
         do = "write it with qsync comm bench --json"
-        raise OptionError(f"the speeds of codecs cannot be read: {error}", where=path, do=do) from error
+        raise OptionError(
+            f"the speeds of codecs cannot be read: {error}", where=path, do=do
+        ) from error
     if any(not (rate.encode > 0 and rate.decode > 0) for rate in result.values()):
         raise OptionError(
-            "a codec has a speed that is not above 0", where=path, do="write it with qsync comm bench --json"
+            "a codec has a speed that is not above 0",
+            where=path,
+            do="write it with qsync comm bench --json",
         )
     return Rates(f"measured, {path}", result)
 
@@ -168,18 +222,30 @@ def _inside(arguments: argparse.Namespace) -> float | None:
     size, ranks = arguments.size, arguments.ranks
     if size < 1 or ranks % size or (size > 1 and ranks == size):
         message = f"{ranks} devices do not make several nodes of {size}"
-        raise OptionError(message, where="--gpus-per-node", do="give a number that divides --gpus, and is less")
+        raise OptionError(
+            message, where="--gpus-per-node", do="give a number that divides --gpus, and is less"
+        )
     if (size > 1) != (arguments.inside is not None):
         message = "links inside a node are of devices that share one: --gpus-per-node and --inside belong together"
-        raise OptionError(message, where="--inside", do="give both, as --gpus-per-node 4 --inside 100gbit, or neither")
+        raise OptionError(
+            message,
+            where="--inside",
+            do="give both, as --gpus-per-node 4 --inside 100gbit, or neither",
+        )
     return None if arguments.inside is None else _bytes_a_second(arguments.inside, "--inside")
 
 
 def _bytes_a_second(text: str, where: str) -> float:
-    result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
-    size = float(result[1]) * _POWERS[result[2].lower()] * _UNITS[result[3].lower()] if result else 0.0
+    result = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|b)(?:/s|ps)?\s*", text, flags=re.IGNORECASE
+    )
+    size = (
+        float(result[1]) * _POWERS[result[2].lower()] * _UNITS[result[3].lower()] if result else 0.0
+    )
     if not size:
-        raise OptionError(f"{text[:40]!r} is no bandwidth", where=where, do="write 1gbit, 100mbit or 12.5GB")
+        raise OptionError(
+            f"{text[:40]!r} is no bandwidth", where=where, do="write 1gbit, 100mbit or 12.5GB"
+        )
     return size
 
 
@@ -189,7 +255,9 @@ def _rate(bytes_a_second: float) -> str:
     return f"{bits / _POWERS[power]:.3g} {power.upper() if power != 'k' else power}bit/s"
 
 
-def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Paying, result: list[Paying]) -> None:
+def _show(
+    profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Paying, result: list[Paying]
+) -> None:
     from rich.text import Text
 
     from qsync_fx.formatting import duration, short
@@ -200,7 +268,11 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     bandwidth = network.bandwidth
     print(f"{_model(profile)} in {fmt} on {fleet.ranks} devices: {profile.machine.name}")
     nodes = fleet.nodes
-    several = f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside" if nodes.bandwidth else ""
+    several = (
+        f" between nodes of {nodes.ranks}, {_rate(nodes.bandwidth)} inside"
+        if nodes.bandwidth
+        else ""
+    )
     print(f"links of {_rate(bandwidth)}{several}; how fast codecs are is {rates.source}\n")
     rows = [
         (
@@ -217,7 +289,16 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
         for item in (without, *result)
     ]
     sent = ("a node sends", "a rank inside") if several else ("a rank sends",)
-    columns = ("codec", *sent, "a step", "faster", "coding", "communicating", "hidden", "pays below")
+    columns = (
+        "codec",
+        *sent,
+        "a step",
+        "faster",
+        "coding",
+        "communicating",
+        "hidden",
+        "pays below",
+    )
     output.show(output.table(columns, rows, right=columns[1:]))
     chosen = best(without, result)
     quickest = min(result, key=lambda item: item.seconds)
@@ -225,7 +306,9 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
     limit = max((item.until for item in result if item.until is not None), default=0.0)
     hidden = f"computing hides {without.hidden:.0%} of {duration(without.communicating)} of communication"
     if chosen is without:
-        limit_said = f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
+        limit_said = (
+            f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
+        )
         why = f"{quickest.codec} makes a step {won:.1%} shorter, which is less than steps are foreseen to"
         reported = f"\nDo not compress: {why if won > 0 else 'no codec makes a step shorter'}. Without one {hidden}; {limit_said}."
     else:
@@ -234,7 +317,9 @@ def _show(profile: Profile, fmt: str, fleet: Cluster, rates: Rates, without: Pay
             f"Without a codec {hidden}. What it does to the loss is for find_plan to weigh, and for a run to show."
         )
     if several:
-        reported += " Codecs are those of what goes between nodes: compress(..., hierarchical=True)."
+        reported += (
+            " Codecs are those of what goes between nodes: compress(..., hierarchical=True)."
+        )
     output.show(Text(reported))
     if profile.graph.device != "cpu":
         print(
@@ -253,7 +338,9 @@ def _below(until: float | None) -> str:
     return _rate(until) if until else "never"
 
 
-def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, result: list[Paying]) -> dict[str, Any]:
+def _as_json(
+    profile: Profile, fleet: Cluster, rates: Rates, without: Paying, result: list[Paying]
+) -> dict[str, Any]:
     from qsync_fx.timeline.codec_costs import best
 
     def row(item: Paying) -> dict[str, Any]:
@@ -276,7 +363,9 @@ def _as_json(profile: Profile, fleet: Cluster, rates: Rates, without: Paying, re
         "ranks": fleet.ranks,
         "ranks_a_node": fleet.nodes.ranks,
         "bits_a_second": 8 * network.bandwidth,
-        "bits_a_second_inside": None if fleet.nodes.bandwidth is None else 8 * fleet.nodes.bandwidth,
+        "bits_a_second_inside": None
+        if fleet.nodes.bandwidth is None
+        else 8 * fleet.nodes.bandwidth,
         "rates": rates.source,
         "best": best(without, result).codec,
         "codecs": [row(item) for item in (without, *result)],
@@ -320,11 +409,18 @@ _ALONE: Final = {
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--codec", action="append", metavar="NAME", help="this one, and others that are named so; by default all"
+        "--codec",
+        action="append",
+        metavar="NAME",
+        help="this one, and others that are named so; by default all",
     )
-    parser.add_argument("--megabytes", type=float, default=26.0, help="FP32 gradients of so many MiB (%(default)s)")
+    parser.add_argument(
+        "--megabytes", type=float, default=26.0, help="FP32 gradients of so many MiB (%(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=15, help="turns, of which the median counts (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=15, help="turns, of which the median counts (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON list for other programs")
 
 
@@ -341,13 +437,18 @@ def _bench(arguments: argparse.Namespace) -> None:
 
     for name in ("megabytes", "threads", "repeats"):
         if not getattr(arguments, name) > 0:
-            raise OptionError(f"{name} is {getattr(arguments, name)}, and has to be above 0", where="qsync comm bench")
+            raise OptionError(
+                f"{name} is {getattr(arguments, name)}, and has to be above 0",
+                where="qsync comm bench",
+            )
     torch.set_num_threads(arguments.threads)
     for name in arguments.codec or ():
         if name in DUOS:
             do = f"train with it: compress(ddp, {name!r}, optimizer=optimizer); or time the codec that it sends in"
             raise OptionError(
-                f"{name} is DUO, which looks ahead while a model trains, and no codec", where="--codec", do=do
+                f"{name} is DUO, which looks ahead while a model trains, and no codec",
+                where="--codec",
+                do=do,
             )
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
     values = max(1, round(arguments.megabytes * 2**18))
@@ -371,7 +472,9 @@ def _bench(arguments: argparse.Namespace) -> None:
         )
         for speed in result
     )
-    print(f"{_what(values, arguments)}; memcpy {statistics.median(speed.copy for speed in result) / 1e9:.1f} GB/s\n")
+    print(
+        f"{_what(values, arguments)}; memcpy {statistics.median(speed.copy for speed in result) / 1e9:.1f} GB/s\n"
+    )
     subject = ("encode", "decode", "decode and add")
     columns = (
         "codec",
@@ -413,7 +516,14 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
         for item in result
     )
     print(f"{_what(values, arguments)}; {world} ranks, of which the slowest counts\n")
-    columns = ("gradients by", "ms", "times torch fp32", "times torch fp16", "of it coding, ms", "MB sent by a rank")
+    columns = (
+        "gradients by",
+        "ms",
+        "times torch fp32",
+        "times torch fp16",
+        "of it coding, ms",
+        "MB sent by a rank",
+    )
     output.show(output.table(columns, rows, right=columns[1:]))
 
 
@@ -430,7 +540,11 @@ COMMAND = Command(
     about="What sending gradients in fewer bits costs, and where it pays.",
     actions={
         "bench": Command(
-            "codecs against memcpy on this processor, or between ranks", _bench, _arguments, _ABOUT, _EXAMPLES
+            "codecs against memcpy on this processor, or between ranks",
+            _bench,
+            _arguments,
+            _ABOUT,
+            _EXAMPLES,
         ),
         "predict": PREDICT,
     },

@@ -34,17 +34,29 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     model_args.add(parser, looks=True)
     printed = parser.add_argument_group("what to print")
     printed.add_argument(
-        "--kind", choices=("adjustable", "dependent", "fixed"), help="in table and JSON only operators of this kind"
+        "--kind",
+        choices=("adjustable", "dependent", "fixed"),
+        help="in table and JSON only operators of this kind",
     )
     show = printed.add_mutually_exclusive_group()
-    show.add_argument("--after", metavar="PASS", help="the graph after this pass, in place of the table")
     show.add_argument(
-        "--diff", metavar=("A", "B"), nargs=2, help="what changed in the graph from after pass A to after pass B"
+        "--after", metavar="PASS", help="the graph after this pass, in place of the table"
     )
-    show.add_argument("--json", action="store_true", help="everything in the table and more, as one JSON object")
+    show.add_argument(
+        "--diff",
+        metavar=("A", "B"),
+        nargs=2,
+        help="what changed in the graph from after pass A to after pass B",
+    )
+    show.add_argument(
+        "--json", action="store_true", help="everything in the table and more, as one JSON object"
+    )
     write = parser.add_argument_group("files to write")
     write.add_argument(
-        "--dot", metavar="FILE", type=output.to_write, help="the operators and what flows between them, for Graphviz"
+        "--dot",
+        metavar="FILE",
+        type=output.to_write,
+        help="the operators and what flows between them, for Graphviz",
     )
     write.add_argument(
         "--plan-out",
@@ -56,7 +68,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.kind and (arguments.after or arguments.diff):
-        raise QSyncError("a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff")
+        raise QSyncError(
+            "a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff"
+        )
     explanation = model_args.read(arguments).explain()
     if arguments.after:
         print(explanation.graph(arguments.after))
@@ -66,7 +80,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
         output.as_json(_as_json(explanation, arguments.kind))
     else:
         _show(explanation, arguments.kind)
-    for path, save in ((arguments.dot, explanation.save_dot), (arguments.plan_out, explanation.plan().save)):
+    for path, save in (
+        (arguments.dot, explanation.save_dot),
+        (arguments.plan_out, explanation.plan().save),
+    ):
         if path:
             save(path)
             output.wrote(path)
@@ -83,7 +100,9 @@ def _as_json(explanation: Explanation, kind: str | None) -> Mapping[str, object]
     shown = [operator for operator in explanation.operators if kind in (None, operator.kind)]
     return {
         "operators": [operator_as_json(operator) for operator in shown],
-        "passes": [{"name": name, "seconds": seconds} for name, seconds in explanation.seconds.items()],
+        "passes": [
+            {"name": name, "seconds": seconds} for name, seconds in explanation.seconds.items()
+        ],
         "graphs": len(explanation.graphs),
         "breaks": list(explanation.breaks),
         "unknown": explanation.unknown,
@@ -96,11 +115,26 @@ def operator_as_json(operator: Operator) -> Mapping[str, object]:
     note, source = operator.note, operator.source
     names = {
         name: None if value is None else value.name
-        for name, value in (("planned", note.planned), ("precision", note.precision), ("output", note.output))
+        for name, value in (
+            ("planned", note.planned),
+            ("precision", note.precision),
+            ("output", note.output),
+        )
     }
-    sizes = {name: _number(getattr(note.cost, name, None)) for name in ("flops", "bytes", "saved_bytes")}
-    place = None if source is None else {"file": source.file, "line": source.line, "code": source.code}
-    return {"id": str(note.id), "kind": str(note.kind), **names, "reason": operator.reason, **sizes, "source": place}
+    sizes = {
+        name: _number(getattr(note.cost, name, None)) for name in ("flops", "bytes", "saved_bytes")
+    }
+    place = (
+        None if source is None else {"file": source.file, "line": source.line, "code": source.code}
+    )
+    return {
+        "id": str(note.id),
+        "kind": str(note.kind),
+        **names,
+        "reason": operator.reason,
+        **sizes,
+        "source": place,
+    }
 
 
 def _number(size: Any) -> object:

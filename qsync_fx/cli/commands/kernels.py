@@ -42,21 +42,31 @@ def _what_to_list(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a folder of kernels; by default the cache and QSYNC_KERNELS_PATH",
     )
-    parser.add_argument("--json", action="store_true", help="everything that is known of each, as one JSON list")
+    parser.add_argument(
+        "--json", action="store_true", help="everything that is known of each, as one JSON list"
+    )
 
 
 def _list(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.kernel_build import kernel_cache
 
-    folders = [arguments.folder] if arguments.folder else [kernel_cache.root(), *kernel_cache.ahead_of_time()]
+    folders = (
+        [arguments.folder]
+        if arguments.folder
+        else [kernel_cache.root(), *kernel_cache.ahead_of_time()]
+    )
     if arguments.folder and not arguments.folder.is_dir():
         raise OptionError(
-            "there is no such folder", where=str(arguments.folder), do="qsync kernels path tells the cache's"
+            "there is no such folder",
+            where=str(arguments.folder),
+            do="qsync kernels path tells the cache's",
         )
     result = [entry for folder in folders for entry in kernel_cache.entries(folder)]
     full = [entry for entry in result if isinstance(entry, kernel_cache.CacheEntry)]
     if arguments.json:
-        rows = [{"folder": str(entry.folder)} | dataclasses.asdict(entry.manifest) for entry in full]
+        rows = [
+            {"folder": str(entry.folder)} | dataclasses.asdict(entry.manifest) for entry in full
+        ]
         output.as_json(rows)
     elif full:
         output.show(table_of(full))
@@ -71,7 +81,12 @@ def table_of(entries: Iterable[CacheEntry]) -> Table:
     rows = []
     for entry in entries:
         m = entry.manifest
-        sizes = str(m.resources.registers), str(m.resources.shared_memory), m.opcode, f"{m.size / 1024:.0f} KB"
+        sizes = (
+            str(m.resources.registers),
+            str(m.resources.shared_memory),
+            m.opcode,
+            f"{m.size / 1024:.0f} KB",
+        )
         times = f"{m.seconds:.0f} s", _age(time.time() - m.created)
         rows.append((m.name, m.arch, *sizes, *times, f"not used: {m.refused}" if m.refused else ""))
     names = ("name", "arch", "registers", "shared", "opcode", "size", "compiled in", "age", "")
@@ -86,7 +101,9 @@ def _age(seconds: float) -> str:
 
 
 def _what_to_clear(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--older-than", metavar="AGE", help="only those compiled longer ago: 90m, 12h, 30d or 8w")
+    parser.add_argument(
+        "--older-than", metavar="AGE", help="only those compiled longer ago: 90m, 12h, 30d or 8w"
+    )
 
 
 def _clear(arguments: argparse.Namespace) -> None:
@@ -107,7 +124,9 @@ def _seconds(age: str | None) -> float:
         return 0.0
     if not re.fullmatch(r"\d{1,6}[mhdw]", age):
         raise OptionError(
-            f"{age!r} is no age", where="--older-than", do="write a number and a unit: 90m, 12h, 30d or 8w"
+            f"{age!r} is no age",
+            where="--older-than",
+            do="write a number and a unit: 90m, 12h, 30d or 8w",
         )
     return float(int(age[:-1]) * _UNITS[age[-1]])
 
@@ -119,7 +138,12 @@ def _path(arguments: argparse.Namespace) -> None:
 
 
 LIST = Command("what is kept", _list, _what_to_list, "Lists the kernels that are kept.")
-CLEAR = Command("empty the cache", _clear, _what_to_clear, "Removes kernels from the cache; damaged ones always.")
+CLEAR = Command(
+    "empty the cache",
+    _clear,
+    _what_to_clear,
+    "Removes kernels from the cache; damaged ones always.",
+)
 PATH = Command("where the cache is", _path, about="Prints the folder of the cache.")
 
 
@@ -144,16 +168,23 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="all kernels that the tuner may choose from, not only those that run where nothing was tuned",
     )
     parser.add_argument(
-        "--jobs", metavar="N", type=int, help="how many compilers run at once; by default as cores and memory allow"
+        "--jobs",
+        metavar="N",
+        type=int,
+        help="how many compilers run at once; by default as cores and memory allow",
     )
-    parser.add_argument("--output", metavar="DIR", type=Path, help="folder to keep them in, in place of the cache")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, help="folder to keep them in, in place of the cache"
+    )
     model_args.add(parser, "--model")
 
 
 def _build(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
 
-    architectures = [_arch(name) for name in arguments.arch] if arguments.arch else _own_architectures()
+    architectures = (
+        [_arch(name) for name in arguments.arch] if arguments.arch else _own_architectures()
+    )
     folder = None if arguments.output is None else kernel_cache.prepare(arguments.output.absolute())
     units = [unit for arch in architectures for unit in _units(arch, arguments)]
     if not units:
@@ -167,7 +198,9 @@ def _build(arguments: argparse.Namespace) -> None:
     entries = [kernel_cache.read(path.parent) for path in built.libraries.values()]
     output.show(table_of(entry for entry in entries if entry is not None))
     seconds, place = time.monotonic() - since, folder or kernel_cache.root()
-    output.note(f"{len(built.libraries)} kernels for {', '.join(architectures)} in {place}, {seconds:.0f} s")
+    output.note(
+        f"{len(built.libraries)} kernels for {', '.join(architectures)} in {place}, {seconds:.0f} s"
+    )
     if built.failures:
         raise _failed(list(built.failures.values()), len(units))
 
@@ -190,7 +223,9 @@ def _arch(name: str) -> Arch:
         if arch == name:
             return arch
     raise OptionError(
-        f"{name!r} is no architecture that there are kernels for", where="--arch", do=nearest(name, ARCHITECTURES)
+        f"{name!r} is no architecture that there are kernels for",
+        where="--arch",
+        do=nearest(name, ARCHITECTURES),
     )
 
 
@@ -199,7 +234,9 @@ def _own_architectures() -> list[Arch]:
 
     from qsync_fx.backend.cuda.runtime.device_state import known_of
 
-    result = [known_of(torch.device("cuda", index)).arch for index in range(torch.cuda.device_count())]
+    result = [
+        known_of(torch.device("cuda", index)).arch for index in range(torch.cuda.device_count())
+    ]
     available = [arch for arch in dict.fromkeys(result) if arch is not None]
     if not available:
         raise OptionError(
@@ -227,7 +264,9 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
     inputs = model_args.read(arguments)
     # Wherever the model lies, what decides is the device that the kernels are for.
     with assumed(arch, on=inputs.device.type):
-        return candidates.of_problems(problems_of(inputs.explain().lowered_graphs), arch, arguments.every_candidate)
+        return candidates.of_problems(
+            problems_of(inputs.explain().lowered_graphs), arch, arguments.every_candidate
+        )
 
 
 BUILD = Command("compile kernels", _build, _arguments, _BUILD_ABOUT)

@@ -58,14 +58,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD",
         help="how it is found what operators add to the variance of gradients (see qsync sensitivity), or none; exact by default",
     )
-    measured.add_argument("--repeats", metavar="N", type=int, help="how often each plan has its turn; 7 by default")
+    measured.add_argument(
+        "--repeats", metavar="N", type=int, help="how often each plan has its turn; 7 by default"
+    )
     measured.add_argument(
         "--cache",
         action="store_true",
         help="keep it where torch.compile finds it: without a plan or a precision the model trains by the plan found from it from then on",
     )
     training_args.add_output(
-        parser, "the profile, for other commands", "the profile to standard output, as its file holds it"
+        parser,
+        "the profile, for other commands",
+        "the profile to standard output, as its file holds it",
     )
 
 
@@ -79,7 +83,11 @@ def _measure(arguments: argparse.Namespace) -> None:
     inputs = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
         message = "a profile that is corrected keeps its sensitivity"
-        raise OptionError(message, where="--sensitivity", do="leave it out, or leave --profile out to measure anew")
+        raise OptionError(
+            message,
+            where="--sensitivity",
+            do="leave it out, or leave --profile out to measure anew",
+        )
     path = arguments.output or arguments.profile
     options = {name: value for name, value in model_args.given(arguments).items() if name != "plan"}
     profile = measure(
@@ -91,7 +99,9 @@ def _measure(arguments: argparse.Namespace) -> None:
         plan=() if inputs.options.plan is None else inputs.options.plan,
         profile=arguments.profile,
         repeats=REPEATS if arguments.repeats is None else arguments.repeats,
-        sensitivity=None if arguments.sensitivity == "none" else arguments.sensitivity or "second_order",
+        sensitivity=None
+        if arguments.sensitivity == "none"
+        else arguments.sensitivity or "second_order",
         path=path,
         options=options,
     )
@@ -110,10 +120,13 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
     from qsync_fx.profiler.analytic_profile import catalog_profile
 
     measuring = {
-        model_args.flag(name): value for name, value in model_args.given(arguments).items() if name != "precision"
+        model_args.flag(name): value
+        for name, value in model_args.given(arguments).items()
+        if name != "precision"
     }
     measuring |= {
-        f"--{name}": getattr(arguments, name) or None for name in ("profile", "sensitivity", "repeats", "cache")
+        f"--{name}": getattr(arguments, name) or None
+        for name in ("profile", "sensitivity", "repeats", "cache")
     }
     if text := [name for name, value in measuring.items() if value is not None]:
         are = "is" if len(text) == 1 else "are"
@@ -122,7 +135,9 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
     device = get(arguments.device)
     trained = training_args.read(arguments)
     optimizer = training_args.optimizer(arguments.optimizer, trained.module)
-    profile = catalog_profile(device, trained.module, trained.step, trained.batches[0], trained.precisions, optimizer)
+    profile = catalog_profile(
+        device, trained.module, trained.step, trained.batches[0], trained.precisions, optimizer
+    )
     if arguments.output is not None:
         output.wrote(profile.save(arguments.output))
     _tell(profile, arguments)
@@ -137,4 +152,6 @@ def _tell(profile: Profile, arguments: argparse.Namespace) -> None:
         output.show(profile_table(profile))
 
 
-COMMAND = Command("how long operators take here, in each format", _measure, _arguments, _ABOUT, _EXAMPLES)
+COMMAND = Command(
+    "how long operators take here, in each format", _measure, _arguments, _ABOUT, _EXAMPLES
+)

@@ -39,7 +39,9 @@ examples:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     given_plan = OptionError(
-        "a plan is what is looked for", where="--plan", do="leave it out; see qsync replay for one that is there"
+        "a plan is what is looked for",
+        where="--plan",
+        do="leave it out; see qsync replay for one that is there",
     )
     group = training_args.add(
         parser,
@@ -49,11 +51,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         needed=False,
         refused={"plan": given_plan},
     )
-    group.add_argument("--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md")
     group.add_argument(
-        "--profile", metavar="FILE", action="append", default=[], help="profile, or NAME=FILE; may be repeated"
+        "--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md"
     )
-    group.add_argument("--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold")
+    group.add_argument(
+        "--profile",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="profile, or NAME=FILE; may be repeated",
+    )
+    group.add_argument(
+        "--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold"
+    )
     group.add_argument(
         "--method",
         metavar="NAME",
@@ -61,12 +71,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="how it is found where nothing says it; %(default)s, or depth",
     )
     training_args.add_optimizer(group)
-    group.add_argument("--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices")
     group.add_argument(
-        "--budget", metavar="VARIANCE", help="for fastest and recover: a number, or the format of a uniform plan"
+        "--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices"
     )
     group.add_argument(
-        "--target", metavar="SECONDS", help="what a step may take: a number, or the format of a uniform plan"
+        "--budget",
+        metavar="VARIANCE",
+        help="for fastest and recover: a number, or the format of a uniform plan",
+    )
+    group.add_argument(
+        "--target",
+        metavar="SECONDS",
+        help="what a step may take: a number, or the format of a uniform plan",
     )
     group.add_argument(
         "--margin",
@@ -81,9 +97,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help='"30%%", "4 GB" or bytes, or NAME=SIZE; repeatable',
     )
-    group.add_argument("--allocator", metavar="NAME", default="milp", help="what chooses; %(default)s by default")
     group.add_argument(
-        "--tie-blocks", action="store_true", help="operators at one place of equal blocks get one format"
+        "--allocator", metavar="NAME", default="milp", help="what chooses; %(default)s by default"
+    )
+    group.add_argument(
+        "--tie-blocks",
+        action="store_true",
+        help="operators at one place of equal blocks get one format",
     )
     group.add_argument(
         "--max-replans",
@@ -100,7 +120,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     looked = parser.add_argument_group("what to ask of the plan")
     looked.add_argument(
-        "--compare", action="store_true", help="what all allocators and baselines make of it, side by side"
+        "--compare",
+        action="store_true",
+        help="what all allocators and baselines make of it, side by side",
     )
     looked.add_argument(
         "--hessian",
@@ -124,7 +146,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="what if it had another, or all of a pattern; repeatable",
     )
     looked.add_argument(
-        "--device", metavar="NAME", help="of which class --explain and --set speak, where there are several"
+        "--device",
+        metavar="NAME",
+        help="of which class --explain and --set speak, where there are several",
     )
     looked.add_argument(
         "--pareto",
@@ -134,10 +158,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=_picture,
         help="time against variance; FILE.svg or FILE.html gets a picture",
     )
-    looked.add_argument("--points", metavar="N", type=int, default=9, help="of --pareto; %(default)s by default")
+    looked.add_argument(
+        "--points", metavar="N", type=int, default=9, help="of --pareto; %(default)s by default"
+    )
     saved = parser.add_argument_group("what to write")
     saved.add_argument(
-        "-o", "--output", metavar="FILE", type=output.to_write, help="the plan, for all ranks; with --set as changed"
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=output.to_write,
+        help="the plan, for all ranks; with --set as changed",
     )
     saved.add_argument("--json", action="store_true", help="all of it as one JSON object")
 

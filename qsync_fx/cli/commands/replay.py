@@ -35,20 +35,38 @@ examples:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", nargs="*", metavar="PLAN", help="plan file, or NAME=FILE for a class of devices")
     parser.add_argument(
-        "--profile", metavar="FILE", action="append", default=[], help="profile, or NAME=FILE; may be repeated"
+        "plan", nargs="*", metavar="PLAN", help="plan file, or NAME=FILE for a class of devices"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="profile, or NAME=FILE; may be repeated",
     )
     parser.add_argument(
         "--any-machine",
         action="store_true",
         help="the profile of one device may be one that was measured on another machine, as those of a cluster may",
     )
-    parser.add_argument("--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md"
+    )
     traced = parser.add_argument_group("traces in place of plans and profiles")
-    traced.add_argument("--trace", metavar="FILE", nargs="+", default=[], help="traces of torch.profiler, or NAME=FILE")
     traced.add_argument(
-        "--execution-trace", metavar="FILE", nargs="+", default=[], help="execution traces of the same runs, in order"
+        "--trace",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="traces of torch.profiler, or NAME=FILE",
+    )
+    traced.add_argument(
+        "--execution-trace",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="execution traces of the same runs, in order",
     )
     printed = parser.add_argument_group("what to print and write")
     printed.add_argument(
@@ -57,16 +75,23 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="how many operators to show, the longest first; 15, and all with --json",
     )
-    printed.add_argument("--json", action="store_true", help="the step, devices and operators as one JSON object")
     printed.add_argument(
-        "--perfetto", metavar="FILE", type=output.to_write, help="also write the timeline for ui.perfetto.dev"
+        "--json", action="store_true", help="the step, devices and operators as one JSON object"
+    )
+    printed.add_argument(
+        "--perfetto",
+        metavar="FILE",
+        type=output.to_write,
+        help="also write the timeline for ui.perfetto.dev",
     )
 
 
 def _replay(arguments: argparse.Namespace) -> None:
     shown = arguments.operators
     if shown is not None and shown < 0:
-        raise OptionError(f"{shown} operators cannot be shown", where="--operators", do="give 0 or more")
+        raise OptionError(
+            f"{shown} operators cannot be shown", where="--operators", do="give 0 or more"
+        )
     timeline = _of_traces(arguments) if arguments.trace else _of_plans(arguments)
     if arguments.json:
         output.as_json(as_json(timeline, shown))
@@ -81,7 +106,11 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 def _of_plans(arguments: argparse.Namespace) -> Timeline:
     if not arguments.plan:
-        raise OptionError("there is no plan to replay", where="PLAN", do="name a plan file, or traces with --trace")
+        raise OptionError(
+            "there is no plan to replay",
+            where="PLAN",
+            do="name a plan file, or traces with --trace",
+        )
     plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
     cluster = _cluster(arguments)
 
@@ -97,12 +126,16 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
 
 def _of_traces(arguments: argparse.Namespace) -> Timeline:
     if arguments.plan or arguments.profile or arguments.any_machine:
-        raise OptionError("a trace is of the plan that ran", where="--trace", do="leave plans and profiles out")
+        raise OptionError(
+            "a trace is of the plan that ran", where="--trace", do="leave plans and profiles out"
+        )
     traces = named(arguments.trace, "--trace", "rank {}")
     executions = arguments.execution_trace
     if executions and len(executions) != len(traces):
         message = f"{len(executions)} execution traces for {len(traces)} traces"
-        raise OptionError(message, where="--execution-trace", do="give one for each trace, in the same order")
+        raise OptionError(
+            message, where="--execution-trace", do="give one for each trace, in the same order"
+        )
     cluster = _cluster(arguments)
 
     from qsync_fx.timeline.replay_plans import replay_traces
@@ -133,7 +166,9 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
                 "optimizer": alone.optimizer,
                 "peak_bytes": timeline.peak_bytes.get(name),
             }
-            for (name, device), alone in zip(cluster.devices.items(), timeline.played.devices.values(), strict=True)
+            for (name, device), alone in zip(
+                cluster.devices.items(), timeline.played.devices.values(), strict=True
+            )
         ],
         "buckets": [
             {
@@ -165,4 +200,6 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
     }
 
 
-COMMAND = Command("how long a training step takes under a plan", _replay, _arguments, _ABOUT, _EXAMPLES)
+COMMAND = Command(
+    "how long a training step takes under a plan", _replay, _arguments, _ABOUT, _EXAMPLES
+)

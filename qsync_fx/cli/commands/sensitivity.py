@@ -38,7 +38,9 @@ _TRUTH = "monte_carlo"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    alone = OptionError("a sensitivity is that of each operator alone", where="--plan", do="leave the plan out")
+    alone = OptionError(
+        "a sensitivity is that of each operator alone", where="--plan", do="leave the plan out"
+    )
     settings = training_args.add(
         parser,
         "what to find, and how",
@@ -52,13 +54,23 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         default="second_order",
         help="how: second_order (default), injected, paper and others",
     )
-    settings.add_argument("--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)")
     settings.add_argument(
-        "--fraction", metavar="F", type=float, default=0.5, help="how much of the batch (%(default)s)"
+        "--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)"
     )
-    settings.add_argument("--check", action="store_true", help="compare methods with real quantized passes")
+    settings.add_argument(
+        "--fraction",
+        metavar="F",
+        type=float,
+        default=0.5,
+        help="how much of the batch (%(default)s)",
+    )
+    settings.add_argument(
+        "--check", action="store_true", help="compare methods with real quantized passes"
+    )
     training_args.add_output(
-        parser, "the sensitivity, for programs", "the same to standard output, in place of the table"
+        parser,
+        "the sensitivity, for programs",
+        "the same to standard output, in place of the table",
     )
 
 
@@ -70,7 +82,11 @@ def _sensitivity(arguments: argparse.Namespace) -> None:
     method(arguments.method)
     trained = training_args.read(arguments)
     partial = None if arguments.output is None else pathlib.Path(f"{arguments.output}.partial")
-    methods = list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH])) if arguments.check else [arguments.method]
+    methods = (
+        list(dict.fromkeys([arguments.method, *_COMPARED, _TRUTH]))
+        if arguments.check
+        else [arguments.method]
+    )
     result = several(
         trained.module,
         trained.step,
@@ -106,15 +122,37 @@ def _show_agreement(result: Sequence[Sensitivity]) -> None:
     from qsync_fx.predictor.indicator.sensitivity_map import agreement
 
     *methods, truth = result
-    heading = ("method", "precision", "operators", "Spearman", "times the truth", "spread of the truth", "seconds")
+    heading = (
+        "method",
+        "precision",
+        "operators",
+        "Spearman",
+        "times the truth",
+        "spread of the truth",
+        "seconds",
+    )
     body = []
     for name in truth.precisions:
         for item in methods:
             a = agreement(item, truth, name)
-            numbers = f"{a.operators}", f"{a.spearman:.2f}", f"{a.ratio:.2g}", f"{a.spread:.2g}", f"{item.seconds:.1f}"
+            numbers = (
+                f"{a.operators}",
+                f"{a.spearman:.2f}",
+                f"{a.ratio:.2g}",
+                f"{a.spread:.2g}",
+                f"{item.seconds:.1f}",
+            )
             body.append((item.method, name, *numbers))
-    print(f"\nheld to real quantized passes, mean square error of the gradients, {truth.seconds:.0f} s")
+    print(
+        f"\nheld to real quantized passes, mean square error of the gradients, {truth.seconds:.0f} s"
+    )
     output.show(output.table(heading, body, heading[2:]))
 
 
-COMMAND = Command("what narrow operators add to the variance of gradients", _sensitivity, _arguments, _ABOUT, _EXAMPLES)
+COMMAND = Command(
+    "what narrow operators add to the variance of gradients",
+    _sensitivity,
+    _arguments,
+    _ABOUT,
+    _EXAMPLES,
+)

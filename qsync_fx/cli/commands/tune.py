@@ -43,17 +43,37 @@ examples:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     model_args.add(parser)
     measured = parser.add_argument_group("how to measure")
-    measured.add_argument("--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1")
-    measured.add_argument("--repeats", metavar="N", type=int, help="how often each candidate is measured; 9 by default")
     measured.add_argument(
-        "--recorded", metavar="FILE", type=Path, help="take timings from this file, in place of a GPU"
+        "--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1"
+    )
+    measured.add_argument(
+        "--repeats",
+        metavar="N",
+        type=int,
+        help="how often each candidate is measured; 9 by default",
+    )
+    measured.add_argument(
+        "--recorded",
+        metavar="FILE",
+        type=Path,
+        help="take timings from this file, in place of a GPU",
     )
     saved = parser.add_argument_group("what to write")
-    saved.add_argument("--record", metavar="FILE", type=output.to_write, help="also write every timing to this file")
     saved.add_argument(
-        "--output", metavar="FILE", type=Path, help="table to keep results in, in place of the user's own"
+        "--record",
+        metavar="FILE",
+        type=output.to_write,
+        help="also write every timing to this file",
     )
-    saved.add_argument("--json", action="store_true", help="every choice and median, as one JSON object")
+    saved.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="table to keep results in, in place of the user's own",
+    )
+    saved.add_argument(
+        "--json", action="store_true", help="every choice and median, as one JSON object"
+    )
 
 
 def _tune(arguments: argparse.Namespace) -> None:
@@ -65,9 +85,13 @@ def _tune(arguments: argparse.Namespace) -> None:
 
     rounds = ROUNDS if arguments.repeats is None else arguments.repeats
     if rounds < 1:
-        raise OptionError(f"a candidate cannot be measured {rounds} times", where="--repeats", do="give 1 or more")
+        raise OptionError(
+            f"a candidate cannot be measured {rounds} times", where="--repeats", do="give 1 or more"
+        )
     if arguments.recorded and arguments.record:
-        raise OptionError("timings are read or written", where="--recorded, --record", do="give one of them")
+        raise OptionError(
+            "timings are read or written", where="--recorded, --record", do="give one of them"
+        )
     if arguments.output is not None:
         tuning.check_writable(arguments.output)
     make: Callable[[Problem], Timer]
@@ -104,7 +128,9 @@ def _tune(arguments: argparse.Namespace) -> None:
         choices = tune_all(problems, candidates, make, rounds, report, wide(arch))
     if arguments.record is not None:
         _record(arguments.record, current, arch, keepers)
-    path = arguments.output or (None if arguments.recorded else tuning.path_in(device_state.folder(), current))
+    path = arguments.output or (
+        None if arguments.recorded else tuning.path_in(device_state.folder(), current)
+    )
     if path is not None and choices:
         tuning.save_table(path, current, choices)
         device_state.forget()
@@ -134,7 +160,9 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
     gpu = torch.device("cuda", gpu.index or 0)
     result = device_state.known_of(gpu)
     if result.arch is None:
-        raise DeviceError(f"there are no kernels to tune: {result.reason}", where=str(gpu), do="see qsync doctor")
+        raise DeviceError(
+            f"there are no kernels to tune: {result.reason}", where=str(gpu), do="see qsync doctor"
+        )
     return gpu, result.arch
 
 
@@ -153,11 +181,16 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
 
     methods = [way(problem, arch, known) for problem in problems]
     kernel_registry.prepare(
-        kernel_registry.unit_of(config) for item in methods if not isinstance(item, str) for config in item.configs
+        kernel_registry.unit_of(config)
+        for item in methods
+        if not isinstance(item, str)
+        for config in item.configs
     )
 
 
-def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], TableWriter], dict[Problem, TableWriter]]:
+def _measuring(
+    gpu: torch.device, arch: Arch
+) -> tuple[Callable[[Problem], TableWriter], dict[Problem, TableWriter]]:
     """Returns what makes timers on a GPU, and what they will have measured."""
     from qsync_fx.backend.cuda.runtime.event_timer import EventTimer
     from qsync_fx.backend.cuda.selection.select import known, way
@@ -170,13 +203,17 @@ def _measuring(gpu: torch.device, arch: Arch) -> tuple[Callable[[Problem], Table
         # Timings are kept, the tensors that they were measured with are not.
         for keeper in keepers.values():
             keeper.timer = None
-        keepers[problem] = TableWriter(EventTimer(problem, problem if isinstance(result, str) else result.taken, gpu))
+        keepers[problem] = TableWriter(
+            EventTimer(problem, problem if isinstance(result, str) else result.taken, gpu)
+        )
         return keepers[problem]
 
     return make, keepers
 
 
-def _record(path: Path, current: Environment, arch: Arch, keepers: dict[Problem, TableWriter]) -> None:
+def _record(
+    path: Path, current: Environment, arch: Arch, keepers: dict[Problem, TableWriter]
+) -> None:
     from qsync_fx.backend.cuda import tuning
 
     timings = {problem: keeper.seconds for problem, keeper in keepers.items()}
@@ -197,9 +234,13 @@ def _show(
     from qsync_fx.backend.cuda.tuning import choice_as_json, problem_as_json, shown
 
     if arguments.json:
-        left = [{"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()]
+        left = [
+            {"problem": problem_as_json(problem), "reason": why} for problem, why in skipped.items()
+        ]
         rows = [choice_as_json(choice) for choice in choices]
-        output.as_json({"environment": asdict(current), "arch": arch, "choices": rows, "skipped": left})
+        output.as_json(
+            {"environment": asdict(current), "arch": arch, "choices": rows, "skipped": left}
+        )
         return
     output.show(_table(choices, wide(arch)))
     for problem, why in skipped.items():
@@ -223,7 +264,11 @@ def _table(choices: list[TunedChoice], wide: str) -> Printed:
 
 
 def _note(choice: TunedChoice, wide: str) -> str:
-    notes = [f"no faster than {wide}, so {choice.problem.a} is not used"] if choice.faster_than_bf16 is False else []
+    notes = (
+        [f"no faster than {wide}, so {choice.problem.a} is not used"]
+        if choice.faster_than_bf16 is False
+        else []
+    )
     if choice.failed:
         name, why = next(iter(choice.failed.items()))
         notes.append(f"{len(choice.failed)} did not run: {name}: {why.splitlines()[0]}")

@@ -110,7 +110,12 @@ class Gatherer:
         bucket.values.div_(self.reducer.state.world)
         tally.transfer += time.perf_counter() - started - (tally.coding - coding)
         others = len(self._others)
-        theory = sum(item.bits * (item.end - item.begin) for segment in segments for item in segment.runs) / 8
+        theory = (
+            sum(
+                item.bits * (item.end - item.begin) for segment in segments for item in segment.runs
+            )
+            / 8
+        )
         self.reducer.end(bucket, others * PLAIN.nbytes(size), others * theory)
 
     @property
@@ -140,8 +145,12 @@ class Gatherer:
         segment.runs = self._runs(bucket, segment.begin, segment.end)
         inputs = _given(values, segment.runs, segment.begin) if bucket.measured else None
         # One is taken, one is under way, and this one.
-        memory = self._bytes(f"message {segment.number % 3}", _most(values.numel(), len(bucket.pieces)))
-        message = segment.messages[reducer.state.rank] = self._encoded(bucket.values, segment.runs, memory)
+        memory = self._bytes(
+            f"message {segment.number % 3}", _most(values.numel(), len(bucket.pieces))
+        )
+        message = segment.messages[reducer.state.rank] = self._encoded(
+            bucket.values, segment.runs, memory
+        )
         if inputs is not None:
             reducer.tally.measure(inputs, self.codec, message)
         head = segment.heads[reducer.state.rank]
@@ -179,7 +188,10 @@ class Gatherer:
             flight.arrived(peer, segment.tags[1])
             flight.gone(peer, segment.tags[1])
         # From when it had nothing before it on the link, which was in use for the longer of both ways.
-        now, received = self.controller.clock(), [segment.messages[peer].numel() for peer in self._others]
+        now, received = (
+            self.controller.clock(),
+            [segment.messages[peer].numel() for peer in self._others],
+        )
         seconds, self._arrived = now - max(segment.sent, self._arrived), now
         carried = max(segment.messages[reducer.state.rank].numel(), sum(received) / len(received))
         levels: Counter[int] = Counter()
@@ -190,7 +202,9 @@ class Gatherer:
 
     def _head(self, bucket: Bucket, segment: _Segment, sender: int, length: int) -> MessageHeader:
         subject = point_to_point.hash_of(self.reducer.state.codec)
-        return MessageHeader(subject, sender, bucket.index * _SEGMENTS + segment.number, bucket.step, length)
+        return MessageHeader(
+            subject, sender, bucket.index * _SEGMENTS + segment.number, bucket.step, length
+        )
 
     def _runs(self, bucket: Bucket, begin: int, end: int) -> list[ByteRun]:
         """Returns in which level which values go, in their order."""
@@ -203,9 +217,16 @@ class Gatherer:
                 a, b = max(first, start), min(last, start + piece.size)
                 if a >= b:
                     continue
-                residual = self.reducer.state.residual(piece, slice(a - start, b - start), summed=False)
+                residual = self.reducer.state.residual(
+                    piece, slice(a - start, b - start), summed=False
+                )
                 bits = bits if isinstance(piece.codec, Adaptive) else LEVELS[-1]
-                if residual is None and result and result[-1].residual is None and result[-1].bits == bits:
+                if (
+                    residual is None
+                    and result
+                    and result[-1].residual is None
+                    and result[-1].bits == bits
+                ):
                     result[-1] = replace(result[-1], end=b)
                 else:
                     result.append(ByteRun(a, b, bits, residual))
@@ -216,7 +237,9 @@ class Gatherer:
         for run in runs:
             codec = Truncated(run.bits, self.codec.partition)
             nbytes = codec.nbytes(run.end - run.begin)
-            codec.encode(values[run.begin : run.end], message[index : index + nbytes], Draw(), run.residual)
+            codec.encode(
+                values[run.begin : run.end], message[index : index + nbytes], Draw(), run.residual
+            )
             index += nbytes
         return message[:index]
 
@@ -227,7 +250,9 @@ class Gatherer:
             try:
                 self.codec.decode(received[sender], values, add=sender > 0)
             except ValueError:
-                self.reducer.fault(bucket, sender, f"its levels are not those of {values.numel()} values")
+                self.reducer.fault(
+                    bucket, sender, f"its levels are not those of {values.numel()} values"
+                )
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:

@@ -65,8 +65,14 @@ class Adapted:
     rate: float | None
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{share:.1%} in {bits} bits" for bits, share in sorted(self.levels.items()))
-        rate = "the link is not measured yet" if self.rate is None else f"the link takes {self.rate / 1e6:.1f} MB/s"
+        shares = ", ".join(
+            f"{share:.1%} in {bits} bits" for bits, share in sorted(self.levels.items())
+        )
+        rate = (
+            "the link is not measured yet"
+            if self.rate is None
+            else f"the link takes {self.rate / 1e6:.1f} MB/s"
+        )
         return f"{self.decisions} decisions: {shares or 'nothing sent'}; {rate}"
 
 
@@ -87,7 +93,10 @@ class Controller:
     """
 
     def __init__(
-        self, grace: float = 0.0, elapsed: bool = False, clock: Callable[[], float] = time.perf_counter
+        self,
+        grace: float = 0.0,
+        elapsed: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.ratio = 1.0
         self.log: deque[AqgbEntry] = deque(maxlen=_LOG)
@@ -119,7 +128,9 @@ class Controller:
             self.log.append(AqgbEntry(step, len(self._now.sizes) - 1, size, gap, decision))
             self.ratio = self.log[-1].ratio
 
-    def carried(self, delivered: int, wire: float, seconds: float, levels: Mapping[int, int]) -> None:
+    def carried(
+        self, delivered: int, wire: float, seconds: float, levels: Mapping[int, int]
+    ) -> None:
         """Sees that so many bytes of FP32 are delivered, in so many on the wire and so many seconds, by how many values of which level."""
         with self._lock:
             self._undelivered -= delivered
@@ -144,13 +155,18 @@ class Controller:
         """Returns what the next step is foreseen from."""
         with self._lock:
             self._end()
-            return {"rate": self._rate, "past": [[list(sizes), list(gaps)] for sizes, gaps in self._past]}
+            return {
+                "rate": self._rate,
+                "past": [[list(sizes), list(gaps)] for sizes, gaps in self._past],
+            }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `saved` returned."""
         with self._lock:
             self._rate = saved.get("rate")
-            self._past = deque(((list(sizes), list(gaps)) for sizes, gaps in saved.get("past", ())), maxlen=_STEPS)
+            self._past = deque(
+                ((list(sizes), list(gaps)) for sizes, gaps in saved.get("past", ())), maxlen=_STEPS
+            )
             self._now = _Step(-1)
 
     def _end(self) -> None:

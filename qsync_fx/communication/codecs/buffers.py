@@ -68,21 +68,32 @@ def put(result: Tensor, values: Tensor, add: bool) -> None:
 def floats(values: Tensor) -> int:
     """Returns the address of FP32 values on the CPU that lie side by side."""
     if values.dtype != torch.float32 or values.device.type != "cpu" or not values.is_contiguous():
-        raise QSyncError(f"codecs take contiguous FP32 values on the CPU, not {values.dtype} on {values.device}")
+        raise QSyncError(
+            f"codecs take contiguous FP32 values on the CPU, not {values.dtype} on {values.device}"
+        )
     return values.data_ptr()
 
 
 def bytes_of(wire: Tensor, least: int) -> int:
     """Returns the address of so many bytes on the CPU at the least."""
-    if wire.dtype != torch.uint8 or wire.device.type != "cpu" or not wire.is_contiguous() or wire.numel() < least:
-        raise QSyncError(f"{least} contiguous bytes on the CPU are asked for, not {wire.numel()} of {wire.dtype}")
+    if (
+        wire.dtype != torch.uint8
+        or wire.device.type != "cpu"
+        or not wire.is_contiguous()
+        or wire.numel() < least
+    ):
+        raise QSyncError(
+            f"{least} contiguous bytes on the CPU are asked for, not {wire.numel()} of {wire.dtype}"
+        )
     return wire.data_ptr()
 
 
 def long_enough(wire: Tensor, least: int) -> None:
     """Raises `QSyncError` where there are fewer bytes than these, on whichever device."""
     if wire.dtype != torch.uint8 or not wire.is_contiguous() or wire.numel() < least:
-        raise QSyncError(f"{least} contiguous bytes are asked for, not {wire.numel()} of {wire.dtype}")
+        raise QSyncError(
+            f"{least} contiguous bytes are asked for, not {wire.numel()} of {wire.dtype}"
+        )
 
 
 def same_size(values: Tensor, residual: Tensor | None) -> int:

@@ -57,7 +57,9 @@ class Codec(ABC):
         """Returns how many bytes n values make; a multiple of four."""
 
     @abstractmethod
-    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
         """Writes FP32 `values` into the bytes of `wire`, with `residual` added to them, which takes what is left."""
 
     @abstractmethod

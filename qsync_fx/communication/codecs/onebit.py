@@ -39,7 +39,9 @@ class Reshaped(Codec):
     def theory(self, n: int) -> float:
         return n * (1 + 64 / self.size) / 8
 
-    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
         n = values.numel()
         if not buffers.native(values):
             saved = torch.zeros_like(values) if residual is None else residual
@@ -48,13 +50,19 @@ class Reshaped(Codec):
             if residual is not None:
                 residual.copy_(left)
             return
-        where = buffers.floats(values), buffers.same_size(values, residual), buffers.bytes_of(wire, self.nbytes(n))
+        where = (
+            buffers.floats(values),
+            buffers.same_size(values, residual),
+            buffers.bytes_of(wire, self.nbytes(n)),
+        )
         buffers.kernels().onebit_encode(*where, n, self.size, buffers.threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
         n = values.numel()
         if not buffers.native(values):
-            buffers.put(torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.size), values, add)
+            buffers.put(
+                torch_kernels.onebit_decode(wire[: self.nbytes(n)], n, self.size), values, add
+            )
             return
         where = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
         buffers.kernels().onebit_decode(*where, n, self.size, add, buffers.threads(), last=last)
@@ -79,7 +87,9 @@ class Columns(Codec):
     def nbytes(self, n: int) -> int:
         return n // self.unit
 
-    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
         raise QSyncError(f"1bitSGD has no columns in {self.unit} values")
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:

@@ -51,19 +51,29 @@ class Qsgd(Codec):
         return n * (self.bits + 32 / self.size) / 8
 
     def variance(self, values: Tensor) -> float:
-        padded = torch.nn.functional.pad(values, (0, -values.numel() % self.size)).view(-1, self.size).double()
+        padded = (
+            torch.nn.functional.pad(values, (0, -values.numel() % self.size))
+            .view(-1, self.size)
+            .double()
+        )
         scale = padded.norm(dim=1) if self.norm == "two" else padded.abs().amax(1)
         scale = scale.unsqueeze(1).expand_as(padded).flatten()[: values.numel()]
         # Of what lies between two levels, u of a step above the lower one, stochastic rounding makes a variance of u(1 - u) steps squared.
-        span, inputs = (2 * scale, values + scale) if self.layout == "endpoints" else (scale, values.abs())
+        span, inputs = (
+            (2 * scale, values + scale) if self.layout == "endpoints" else (scale, values.abs())
+        )
         step = span / self.levels
         u = torch.where(step > 0, inputs / step, 0.0).frac()
         return float((step.square() * u * (1 - u)).sum())
 
-    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
         n = values.numel()
         if not buffers.native(values):
-            made = torch_kernels.qsgd_encode(values, self.bits, self.size, self.norm, self.layout, draw)
+            made = torch_kernels.qsgd_encode(
+                values, self.bits, self.size, self.norm, self.layout, draw
+            )
             wire[: made.numel()].copy_(made)
             return
         buffers.kernels().qsgd_encode(
@@ -84,7 +94,11 @@ class Qsgd(Codec):
         n = values.numel()
         if not buffers.native(values):
             sent = wire[: self.nbytes(n)]
-            buffers.put(torch_kernels.qsgd_decode(sent, n, self.bits, self.size, self.layout), values, add)
+            buffers.put(
+                torch_kernels.qsgd_decode(sent, n, self.bits, self.size, self.layout), values, add
+            )
             return
         where = buffers.bytes_of(wire, self.nbytes(n)), buffers.floats(values)
-        buffers.kernels().qsgd_decode(*where, n, self.bits, self.size, self.layout, add, buffers.threads(), last=last)
+        buffers.kernels().qsgd_decode(
+            *where, n, self.bits, self.size, self.layout, add, buffers.threads(), last=last
+        )

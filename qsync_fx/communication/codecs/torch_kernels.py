@@ -33,7 +33,13 @@ _failed: Final[list[str]] = []
 def fused(function: Callable[..., Any], rows: Tensor, wanted: bool = True) -> Callable[..., Any]:
     """Returns what computes as a function does, whose first tensors have as many rows as `rows`, on its device."""
     # One row is little, and a compiler would take it for a case of its own.
-    if rows.device.type != "cuda" or not wanted or _failed or rows.shape[0] == 1 or torch.compiler.is_compiling():
+    if (
+        rows.device.type != "cuda"
+        or not wanted
+        or _failed
+        or rows.shape[0] == 1
+        or torch.compiler.is_compiling()
+    ):
         return function
     return functools.partial(run, function)
 
@@ -82,7 +88,12 @@ _EXPONENT: Final = 0x7F800000
 
 
 def qsgd_encode(
-    values: Tensor, bits: int, size: int, norm: Literal["max", "two"], layout: Literal["sign", "endpoints"], draw: Draw
+    values: Tensor,
+    bits: int,
+    size: int,
+    norm: Literal["max", "two"],
+    layout: Literal["sign", "endpoints"],
+    draw: Draw,
 ) -> Tensor:
     """Returns the bytes of FP32 values, in units of `size`."""
     if not (n := values.numel()):
@@ -95,7 +106,11 @@ def qsgd_encode(
 
 
 def qsgd_rows(
-    rows: Tensor, start: Tensor, bits: int, norm: Literal["max", "two"], layout: Literal["sign", "endpoints"]
+    rows: Tensor,
+    start: Tensor,
+    bits: int,
+    norm: Literal["max", "two"],
+    layout: Literal["sign", "endpoints"],
 ) -> tuple[Tensor, Tensor]:
     """Returns the scales of units, one a row, and the bytes of their values; `start` is [[key of random numbers, first index]]."""
     scale = _two_norm(rows) if norm == "two" else rows.abs().amax(1)
@@ -113,7 +128,9 @@ def qsgd_rows(
     return torch.where(finite, scale, torch.nan), _packed(code, bits)
 
 
-def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Literal["sign", "endpoints"]) -> Tensor:
+def qsgd_decode(
+    wire: Tensor, n: int, bits: int, size: int, layout: Literal["sign", "endpoints"]
+) -> Tensor:
     """Returns n FP32 values."""
     if not n:
         return wire[:0].view(torch.float32)
@@ -126,7 +143,9 @@ def qsgd_decode(wire: Tensor, n: int, bits: int, size: int, layout: Literal["sig
     return result.reshape(-1)[:n]
 
 
-def qsgd_values(scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]) -> Tensor:
+def qsgd_values(
+    scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]
+) -> Tensor:
     """Returns the values of units, one a row, of these scales and bytes."""
     code = _unpacked(packed, bits, size)
     last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
@@ -168,7 +187,11 @@ def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, 
     means = torch.where(finite, torch.stack([high, low], 1), torch.nan)
     left = torch.where(finite, rows - torch.where(up, high[:, None], low[:, None]), old)
     words = _fill(up.to(torch.uint8), 32).view(rows.shape[0], -1, 8)
-    return means, (words << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8), left
+    return (
+        means,
+        (words << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8),
+        left,
+    )
 
 
 def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
@@ -203,7 +226,10 @@ def truncate_encode(values: Tensor, bits: int, partition: int) -> Tensor:
     full = values.numel() // per * per
     parts = [values[:full].view(-1, per)] if full else []
     parts += [values[full:].view(1, -1)] if full < values.numel() else []
-    return torch.cat([_planes(truncated(part, bits).view(torch.int32), bits) for part in parts] or [_bytes(values)])
+    return torch.cat(
+        [_planes(truncated(part, bits).view(torch.int32), bits) for part in parts]
+        or [_bytes(values)]
+    )
 
 
 def truncate_decode(wire: Tensor, n: int, bits: int, partition: int) -> Tensor:
@@ -239,7 +265,13 @@ def _moved(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _two_norm(rows: Tensor) -> Tensor:
-    return _folded(rows.double().square()).sqrt().clamp(max=_LARGEST).float().where(rows.isfinite().all(1), torch.nan)
+    return (
+        _folded(rows.double().square())
+        .sqrt()
+        .clamp(max=_LARGEST)
+        .float()
+        .where(rows.isfinite().all(1), torch.nan)
+    )
 
 
 def _folded(rows: Tensor) -> Tensor:
@@ -297,7 +329,12 @@ def _packed(code: Tensor, bits: int) -> Tensor:
     if bits == 16:
         return _bytes(code.to(torch.int16))
     shifts = torch.arange(8 // bits, device=code.device)[:, None] * bits
-    return (code.view(code.shape[0], -1, 8 // bits, _LANES) << shifts).sum(2).to(torch.uint8).view(code.shape[0], -1)
+    return (
+        (code.view(code.shape[0], -1, 8 // bits, _LANES) << shifts)
+        .sum(2)
+        .to(torch.uint8)
+        .view(code.shape[0], -1)
+    )
 
 
 def _unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
@@ -315,11 +352,19 @@ def _partition_bytes(per: int, bits: int) -> int:
 def _planes(words: Tensor, bits: int) -> Tensor:
     """Returns the bytes of partitions, one a row."""
     rows, per = words.shape
-    head = torch.tensor([per << 3 | (bits - 12) // 4], dtype=torch.int32, device=words.device).view(torch.uint8)
-    planes = [head.expand(rows, 4), *((words >> 24 - 8 * k & 255).to(torch.uint8) for k in range(bits // 8))]
+    head = torch.tensor([per << 3 | (bits - 12) // 4], dtype=torch.int32, device=words.device).view(
+        torch.uint8
+    )
+    planes = [
+        head.expand(rows, 4),
+        *((words >> 24 - 8 * k & 255).to(torch.uint8) for k in range(bits // 8)),
+    ]
     if bits % 8:
         half = words >> 28 - bits // 8 * 8 & 15
-        low, high = half[:, : -(-per // 2)], torch.nn.functional.pad(half[:, -(-per // 2) :], (0, per % 2))
+        low, high = (
+            half[:, : -(-per // 2)],
+            torch.nn.functional.pad(half[:, -(-per // 2) :], (0, per % 2)),
+        )
         planes.append((low | high << 4).to(torch.uint8))
     return _fill(torch.cat(planes, 1), 4).view(-1)
 

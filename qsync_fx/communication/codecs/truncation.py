@@ -40,7 +40,9 @@ class CastCodec(Codec):
     def nbytes(self, n: int) -> int:
         return -(-n * self._dtype.itemsize // 4) * 4
 
-    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
         self._sent(wire, values.numel()).copy_(values)
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
@@ -95,16 +97,26 @@ class Truncated(Codec):
     def theory(self, n: int) -> float:
         return n * self.bits / 8
 
-    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
         n = values.numel()
         if not buffers.native(values):
             full = values if residual is None else values + residual
             made = torch_kernels.truncate_encode(full, self.bits, self.partition)
             wire[: made.numel()].copy_(made)
             if residual is not None:
-                residual.copy_(torch.where(full.isfinite(), full - torch_kernels.truncated(full, self.bits), residual))
+                residual.copy_(
+                    torch.where(
+                        full.isfinite(), full - torch_kernels.truncated(full, self.bits), residual
+                    )
+                )
             return
-        where = buffers.floats(values), buffers.same_size(values, residual), buffers.bytes_of(wire, self.nbytes(n))
+        where = (
+            buffers.floats(values),
+            buffers.same_size(values, residual),
+            buffers.bytes_of(wire, self.nbytes(n)),
+        )
         buffers.kernels().truncate_encode(*where, n, self.bits, self.partition, buffers.threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
@@ -116,7 +128,9 @@ class Truncated(Codec):
         if not buffers.native(values):
             n = values.numel()
             buffers.put(
-                torch_kernels.truncate_decode(wire[: self.nbytes(n)], n, self.bits, self.partition), values, add
+                torch_kernels.truncate_decode(wire[: self.nbytes(n)], n, self.bits, self.partition),
+                values,
+                add,
             )
             return
         where = buffers.bytes_of(wire, 0), wire.numel(), buffers.floats(values)

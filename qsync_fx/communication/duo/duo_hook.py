@@ -68,11 +68,16 @@ class DuoCompressor(DdpCompressor):
         self._unit = 1 if weights is None else _unit(named, assigned, weights)
         super().__init__(group, rank, world, named, assigned, seed, check_every)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
-        self._slow = Reducer(group, CompressorState(rank, world, f"in full: {assigned.text}", seed, self._state.device))
+        self._slow = Reducer(
+            group,
+            CompressorState(rank, world, f"in full: {assigned.text}", seed, self._state.device),
+        )
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
         self._held = self._holding(group, seed)
         self._outstanding = Outstanding(self, rank)
-        self._steps = Steps(optimizer, self._held, ahead, self._outstanding, self.wait, self._looked)
+        self._steps = Steps(
+            optimizer, self._held, ahead, self._outstanding, self.wait, self._looked
+        )
 
     def follow(self) -> None:
         """Has the optimizer's steps committed and looked ahead; once, when all ranks agree.
@@ -141,7 +146,10 @@ class DuoCompressor(DdpCompressor):
         if pending is None or pending.use is None:
             return {**result, _SAVED: None}
         self._outstanding.step = None
-        return {**result, _SAVED: pending_step.saved(pending, pending.use, self._held.kept, self.pieces)}
+        return {
+            **result,
+            _SAVED: pending_step.saved(pending, pending.use, self._held.kept, self.pieces),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned, after the model and the optimizer have loaded theirs.
@@ -209,15 +217,25 @@ class DuoCompressor(DdpCompressor):
         values = self._steps.memory.take(buffer).copy_(buffer)
         views = geometry.views(values, buffer, gradients)
         places = [self._places[id(p)] for p in bucket.parameters()]
-        fresh.buckets.append(SavedBucket(index, values, [self._plain[place] for place in places], views))
+        fresh.buckets.append(
+            SavedBucket(index, values, [self._plain[place] for place in places], views)
+        )
         owned = self._held.own
-        fresh.gradients |= {place: owned(place, view) for place, view in zip(places, views, strict=True)}
-        fresh.means |= {place: owned(place, gradient) for place, gradient in zip(places, gradients, strict=True)}
+        fresh.gradients |= {
+            place: owned(place, view) for place, view in zip(places, views, strict=True)
+        }
+        fresh.means |= {
+            place: owned(place, gradient) for place, gradient in zip(places, gradients, strict=True)
+        }
 
     def _close(self, fresh: PendingStep) -> Tensor:
         scales = self._scaler is not None and self._scaler.is_enabled()
         # As a GradScaler makes it of its scale.
-        scale = float(torch.tensor(self._scaler.get_scale()).double().reciprocal().float()) if scales else None
+        scale = (
+            float(torch.tensor(self._scaler.get_scale()).double().reciprocal().float())
+            if scales
+            else None
+        )
         fresh.close(scale, self._reducer.used)
         return torch.empty(0)
 
@@ -231,7 +249,15 @@ class DuoCompressor(DdpCompressor):
         with torch.no_grad():
             for bucket in pending.buckets:
                 self._held.reduce(
-                    slow, Bucket(bucket.index, pending.step, bucket.values, bucket.pieces, bucket.gradients, checks)
+                    slow,
+                    Bucket(
+                        bucket.index,
+                        pending.step,
+                        bucket.values,
+                        bucket.pieces,
+                        bucket.gradients,
+                        checks,
+                    ),
                 )
         slow.settle(pending.step)
         pending.known = time.perf_counter()
@@ -245,10 +271,17 @@ class DuoCompressor(DdpCompressor):
         if self._weights is None or world == 1:
             return ReplicatedParameters(self._parameters, keeps=world > 1)
         functional_optimizer.check(self._optimizer)
-        pieces = [replace(piece, codec=codec) for piece, codec in zip(self.pieces, self._weights, strict=True)]
+        pieces = [
+            replace(piece, codec=codec)
+            for piece, codec in zip(self.pieces, self._weights, strict=True)
+        ]
         text = f"parameters in {_kinds(self._weights)}"
         return ShardedParameters(
-            group, self._parameters, pieces, CompressorState(rank, world, text, seed, self._state.device), self._now
+            group,
+            self._parameters,
+            pieces,
+            CompressorState(rank, world, text, seed, self._state.device),
+            self._now,
         )
 
     def _now(self, work: Callable[[], Tensor]) -> Tensor:
@@ -258,9 +291,13 @@ class DuoCompressor(DdpCompressor):
         return result
 
 
-def _unit(named: Sequence[tuple[str, nn.Parameter]], assigned: Assigned, weights: Sequence[Codec]) -> int:
+def _unit(
+    named: Sequence[tuple[str, nn.Parameter]], assigned: Assigned, weights: Sequence[Codec]
+) -> int:
     """Returns between how many values parameters may be cut, for all codecs and for the optimizer's step."""
-    return math.lcm(functional_optimizer.ALIGNED, *(codec.unit for codec in {*assigned.codecs, *weights}))
+    return math.lcm(
+        functional_optimizer.ALIGNED, *(codec.unit for codec in {*assigned.codecs, *weights})
+    )
 
 
 def _kinds(weights: Sequence[Codec]) -> str:

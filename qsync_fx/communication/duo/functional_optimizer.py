@@ -40,7 +40,9 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
     where = "compress(..., optimizer=...)"
     if optimizer is None:
         raise OptionError(
-            "DUO commits and looks ahead with the optimizer, so it has to know it", where=where, do="give the optimizer"
+            "DUO commits and looks ahead with the optimizer, so it has to know it",
+            where=where,
+            do="give the optimizer",
         )
     subject = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
@@ -62,7 +64,10 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
             where=where,
             do="train with SGD, Adam, AdamW or another optimizer without closure, or with a codec in place of DUO",
         )
-    owned = {id(p): f"parameter {index} of group {position}" for position, index, p in _parameters(optimizer)}
+    owned = {
+        id(p): f"parameter {index} of group {position}"
+        for position, index, p in _parameters(optimizer)
+    }
     theirs = {id(p): name for name, p in named}
     for current, existing, whose in (
         (owned, theirs, "the optimizer has parameters that the model does not train"),
@@ -82,7 +87,11 @@ def described(optimizer: Optimizer) -> list[str]:
     """Returns lines that are the same on ranks whose optimizers do the same."""
     groups = [
         f"group {index} of {len(group[_PARAMETERS])}: "
-        + ", ".join(f"{name}={value!r}" for name, value in group.items() if name not in (_PARAMETERS, "param_names"))
+        + ", ".join(
+            f"{name}={value!r}"
+            for name, value in group.items()
+            if name not in (_PARAMETERS, "param_names")
+        )
         for index, group in enumerate(optimizer.param_groups)
     ]
     return [type(optimizer).__name__, *groups]
@@ -105,7 +114,11 @@ def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
         yield
     finally:
         for now, before, after in zip(present, recorded, settings(optimizer), strict=False):
-            now |= {name: value for name, value in after.items() if name in before and not _same(value, before[name])}
+            now |= {
+                name: value
+                for name, value in after.items()
+                if name in before and not _same(value, before[name])
+            }
         _put(optimizer, present)
 
 
@@ -113,7 +126,9 @@ def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
 def scaled_by(optimizer: Optimizer, scale: Tensor | None) -> Iterator[None]:
     """Has an optimizer that unscales gradients itself take them as scaled so; None for as they are."""
     present = {name: getattr(optimizer, name) for name in _SCALING if hasattr(optimizer, name)}
-    inputs = {} if scale is None else dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True))
+    inputs = (
+        {} if scale is None else dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True))
+    )
     _set(optimizer, inputs)
     try:
         yield
@@ -124,7 +139,9 @@ def scaled_by(optimizer: Optimizer, scale: Tensor | None) -> Iterator[None]:
 def scaling(optimizer: Optimizer) -> tuple[Tensor | None, bool]:
     """Returns the scale that the optimizer is to take out of gradients, and whether they are to be left out for an infinity."""
     scale, infinite = (getattr(optimizer, name, None) for name in _SCALING)
-    return None if scale is None else torch.as_tensor(scale).clone(), infinite is not None and bool(infinite)
+    return None if scale is None else torch.as_tensor(scale).clone(), infinite is not None and bool(
+        infinite
+    )
 
 
 def state(optimizer: Optimizer) -> dict[Any, Any]:
@@ -214,12 +231,21 @@ def check(optimizer: Optimizer) -> None:
                 optimizer,
                 group,
                 [weights.flatten()[cut : cut + ALIGNED] for cut in cuts],
-                [[gradient.flatten()[cut : cut + ALIGNED] for cut in cuts] for gradient in gradients],
+                [
+                    [gradient.flatten()[cut : cut + ALIGNED] for cut in cuts]
+                    for gradient in gradients
+                ],
             )
         except Exception as error:
-            raise _no(optimizer, index, f"it takes no step of a part ({type(error).__name__}: {error})") from error
+            raise _no(
+                optimizer, index, f"it takes no step of a part ({type(error).__name__}: {error})"
+            ) from error
         if not torch.equal(full.flatten(), torch.cat(parts)):
-            raise _no(optimizer, index, "its step of a part of a parameter is not that part of its step of the whole")
+            raise _no(
+                optimizer,
+                index,
+                "its step of a part of a parameter is not that part of its step of the whole",
+            )
 
 
 def _no(optimizer: Optimizer, group: int, why: str) -> OptionError:
@@ -231,7 +257,10 @@ def _no(optimizer: Optimizer, group: int, why: str) -> OptionError:
 
 
 def _stepped(
-    like: Optimizer, group: dict[str, Any], weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    like: Optimizer,
+    group: dict[str, Any],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
     """Returns what becomes of weights under an optimizer of the same class and settings."""
     parameters = [nn.Parameter(weight.clone()) for weight in weights]

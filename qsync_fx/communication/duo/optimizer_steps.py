@@ -124,7 +124,9 @@ class Steps:
         with torch.no_grad():
             for place, (p, saved) in enumerate(zip(live.stepped, live.kept, strict=True)):
                 p.copy_(saved)
-                p.grad = _gradient(p, pending.gradients[place], use.factor) if use.used[place] else None
+                p.grad = (
+                    _gradient(p, pending.gradients[place], use.factor) if use.used[place] else None
+                )
         if use.scaled and not live.finite(pending.step):
             self.told.skipped += 1
             warnings.warn(
@@ -197,7 +199,11 @@ class Steps:
         gradients = [p.grad for p in self._held.stepped]
         factor = fresh.factor_found(gradients, self._held.aside())
         if factor is None:
-            clips = "handle.clip_grad_norm_(1.0)" if self._held.sharded else "clip_grad_norm_ and returns nothing"
+            clips = (
+                "handle.clip_grad_norm_(1.0)"
+                if self._held.sharded
+                else "clip_grad_norm_ and returns nothing"
+            )
             raise OptionError(
                 "gradients were changed between the backward pass and the step, and DUO cannot do the same to those in full precision",
                 where=f"step {fresh.step} of DUO",
@@ -207,7 +213,11 @@ class Steps:
             )
         used = [g is not None for g in gradients]
         use = Use(
-            functional_optimizer.settings(self._optimizer), used, factor, scale, factor != 1.0 or scale is not None
+            functional_optimizer.settings(self._optimizer),
+            used,
+            factor,
+            scale,
+            factor != 1.0 or scale is not None,
         )
         return use, infinite
 

@@ -92,10 +92,14 @@ class PendingStep:
         means, self.factor = list(self.means.values()), factor
         self.finite = used and finite(means)
         self.plain = digest(means)
-        self.unscaled = digest(mean * factor for mean in means) if factor is not None else self.plain
+        self.unscaled = (
+            digest(mean * factor for mean in means) if factor is not None else self.plain
+        )
         self.means = {}
 
-    def factor_found(self, gradients: Sequence[Tensor | None], aside: Sequence[Tensor | None] = ()) -> float | None:
+    def factor_found(
+        self, gradients: Sequence[Tensor | None], aside: Sequence[Tensor | None] = ()
+    ) -> float | None:
         """Returns what gradients have been multiplied with since the backward pass; None where they, or those `aside`, were changed
         otherwise."""
         if not self.finite:
@@ -121,7 +125,9 @@ def finite(tensors: Iterable[Tensor]) -> bool:
 
 def digest(tensors: Iterable[Tensor]) -> int:
     """Returns a number that is another one where a tensor was multiplied or added to: the sum of what its values are as integers."""
-    total = sum(int(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors)
+    total = sum(
+        int(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors
+    )
     return total % 2**64
 
 
@@ -134,7 +140,11 @@ class BufferPool:
     def take(self, like: Tensor) -> Tensor:
         """Returns FP32 values, as many as these and beside them, not filled."""
         free = self._free.get(like.numel())
-        return free.pop() if free else torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+        return (
+            free.pop()
+            if free
+            else torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+        )
 
     def give(self, replica: PendingStep) -> None:
         for bucket in replica.buckets:
@@ -142,12 +152,18 @@ class BufferPool:
         replica.buckets, replica.gradients = [], {}
 
 
-def saved(pending: PendingStep, use: Use, saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> dict[str, Any]:
+def saved(
+    pending: PendingStep, use: Use, saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]
+) -> dict[str, Any]:
     """Returns what `load` takes: a copy."""
     return {
         "step": pending.step,
-        "weights": {piece.name: weight.clone() for piece, weight in zip(pieces, saved, strict=True)},
-        "gradients": {pieces[place].name: gradient.clone() for place, gradient in pending.gradients.items()},
+        "weights": {
+            piece.name: weight.clone() for piece, weight in zip(pieces, saved, strict=True)
+        },
+        "gradients": {
+            pieces[place].name: gradient.clone() for place, gradient in pending.gradients.items()
+        },
         "groups": copied(use.groups),
         "used": list(use.used),
         "factor": use.factor,
@@ -168,7 +184,9 @@ def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
         )
 
 
-def load(result: Mapping[str, Any], saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]) -> PendingStep:
+def load(
+    result: Mapping[str, Any], saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]
+) -> PendingStep:
     """Writes the parameters before the look ahead into `kept`, and returns the gradients.
 
     Raises:
@@ -188,6 +206,10 @@ def load(result: Mapping[str, Any], saved: Sequence[Tensor], pieces: Sequence[Pa
     pending = PendingStep(result["step"])
     pending.gradients = {places[name]: gradient.clone() for name, gradient in gradients.items()}
     pending.use = Use(
-        copied(result["groups"]), list(result["used"]), result["factor"], result["scale"], result["scaled"]
+        copied(result["groups"]),
+        list(result["used"]),
+        result["factor"],
+        result["scale"],
+        result["scaled"],
     )
     return pending

@@ -63,7 +63,12 @@ class ReplicatedParameters:
 
     def nbytes(self, optimizer: Optimizer) -> int:
         """Returns the bytes of the optimizer's state and of what is kept beside the model's parameters."""
-        state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        state = [
+            value
+            for values in optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, Tensor)
+        ]
         return sum(tensor.nbytes for tensor in [*state, *self.kept])
 
     def clip(self, limit: float, step: int) -> Tensor:

@@ -57,7 +57,12 @@ class ShardedParameters(ReplicatedParameters):
         state: CompressorState,
         now: Callable[[Callable[[], Tensor]], Tensor],
     ) -> None:
-        self._parameters, self._pieces, self._now, self._state = parameters, tuple(pieces), now, state
+        self._parameters, self._pieces, self._now, self._state = (
+            parameters,
+            tuple(pieces),
+            now,
+            state,
+        )
         for piece, p in zip(pieces, parameters, strict=True):
             if not _dense(p):
                 raise OptionError(
@@ -67,7 +72,9 @@ class ShardedParameters(ReplicatedParameters):
                 )
         self._reducer = Reducer(group, state)
         self.tally: CommunicationStatistics | None = self._reducer.tally
-        self.stepped = [nn.Parameter(self.own(index, p.detach()).clone()) for index, p in enumerate(parameters)]
+        self.stepped = [
+            nn.Parameter(self.own(index, p.detach()).clone()) for index, p in enumerate(parameters)
+        ]
         self.kept = [p.detach().clone() for p in self.stepped]
 
     def take(self, optimizer: Optimizer) -> None:
@@ -104,7 +111,10 @@ class ShardedParameters(ReplicatedParameters):
     def reduce(self, reducer: Reducer, bucket: Bucket) -> None:
         reducer.scatter(bucket)
         rank = self._state.rank
-        parts = [geometry.flat(p, g)[p.part(rank)] for p, g in zip(bucket.pieces, bucket.gradients, strict=True)]
+        parts = [
+            geometry.flat(p, g)[p.part(rank)]
+            for p, g in zip(bucket.pieces, bucket.gradients, strict=True)
+        ]
         reducer.finite &= finite(parts)
 
     def arrived(self, used: bool) -> None:
@@ -112,7 +122,9 @@ class ShardedParameters(ReplicatedParameters):
             if p.grad is None:
                 part.grad = None
                 continue
-            gradient = p.grad if p.grad.stride() == p.stride() else torch.empty_like(p).copy_(p.grad)
+            gradient = (
+                p.grad if p.grad.stride() == p.stride() else torch.empty_like(p).copy_(p.grad)
+            )
             part.grad = self.own(place, gradient).clone()
             if not used:
                 part.grad.fill_(torch.nan)  # on this rank, too, the step is left out
@@ -142,11 +154,15 @@ class ShardedParameters(ReplicatedParameters):
         state = self._state
         exact = Reducer(
             self._reducer.group,
-            CompressorState(state.rank, state.world, f"exactly, {state.codec}", state.seed, state.device),
+            CompressorState(
+                state.rank, state.world, f"exactly, {state.codec}", state.seed, state.device
+            ),
             (),
             self._reducer.tally,
         )
-        self._show(exact, [replace(piece, codec=PLAIN) for piece in self._pieces], step, compared=True)
+        self._show(
+            exact, [replace(piece, codec=PLAIN) for piece in self._pieces], step, compared=True
+        )
 
     def whole_state(self, optimizer: Optimizer, step: int) -> dict[str, Any]:
         result = super().whole_state(optimizer, step)
@@ -169,7 +185,9 @@ class ShardedParameters(ReplicatedParameters):
         owned = [values[name].detach().float() for values, name, _ in cut]
 
         def work() -> Tensor:
-            self._reducer.give(Bucket(_STATE, step, torch.empty(0), pieces, ()), owned, full, [False] * len(cut))
+            self._reducer.give(
+                Bucket(_STATE, step, torch.empty(0), pieces, ()), owned, full, [False] * len(cut)
+            )
             return torch.empty(0)
 
         self._now(work)
@@ -183,17 +201,26 @@ class ShardedParameters(ReplicatedParameters):
         for place, (p, part) in enumerate(zip(self._parameters, self.stepped, strict=True)):
             part.detach().copy_(self.own(place, p.detach()))
 
-    def _show(self, reducer: Reducer, pieces: Sequence[ParameterSlice], step: int, compared: bool) -> None:
+    def _show(
+        self, reducer: Reducer, pieces: Sequence[ParameterSlice], step: int, compared: bool
+    ) -> None:
         def work() -> Tensor:
             with torch.no_grad():
-                flats = [geometry.flat(piece, p.detach()) for piece, p in zip(pieces, self._parameters, strict=True)]
+                flats = [
+                    geometry.flat(piece, p.detach())
+                    for piece, p in zip(pieces, self._parameters, strict=True)
+                ]
                 shown = [flat.float() for flat in flats]
                 onto = [piece.codec != PLAIN for piece in pieces]
                 owned = [
                     part.float() - flat[piece.part(self._state.rank)] if is_added else part.float()
-                    for part, flat, piece, is_added in zip(self.stepped, shown, pieces, onto, strict=True)
+                    for part, flat, piece, is_added in zip(
+                        self.stepped, shown, pieces, onto, strict=True
+                    )
                 ]
-                reducer.give(Bucket(_PARAMETERS, step, torch.empty(0), pieces, ()), owned, shown, onto)
+                reducer.give(
+                    Bucket(_PARAMETERS, step, torch.empty(0), pieces, ()), owned, shown, onto
+                )
                 for p, flat, result in zip(self._parameters, flats, shown, strict=True):
                     if result is not flat:
                         flat.copy_(result)
@@ -221,12 +248,19 @@ class ShardedParameters(ReplicatedParameters):
     def _total(self, value: float, step: int) -> float:
         """Returns the sum over ranks, in their order."""
         world = self._state.world
-        place = ParameterSlice("a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2)))
-        owned, every = torch.tensor([value], dtype=torch.float64), torch.zeros(world, dtype=torch.float64)
+        place = ParameterSlice(
+            "a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2))
+        )
+        owned, every = (
+            torch.tensor([value], dtype=torch.float64),
+            torch.zeros(world, dtype=torch.float64),
+        )
         bucket = Bucket(_SUM, step, torch.empty(0), [place], ())
 
         def work() -> Tensor:
-            self._reducer.give(bucket, [owned.view(torch.float32)], [every.view(torch.float32)], [False])
+            self._reducer.give(
+                bucket, [owned.view(torch.float32)], [every.view(torch.float32)], [False]
+            )
             return every
 
         return float(sum(self._now(work).tolist()))

@@ -40,7 +40,9 @@ class ZeroBit(Codec):
     def theory(self, n: int) -> float:
         return 0.0
 
-    def encode(self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None) -> None:
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
         buffers.long_enough(wire, self.nbytes(values.numel()))
         wire[:_FLAG].view(torch.float32).fill_(0.0 if bool(values.isfinite().all()) else torch.nan)
 
@@ -88,7 +90,9 @@ class Duo:
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
         """Returns what each parameter's gradient goes in at once. With nothing sent all are treated alike, small ones, too."""
-        result = to_all(self.fast, sizes, 0 if least is None and isinstance(self.fast, ZeroBit) else least)
+        result = to_all(
+            self.fast, sizes, 0 if least is None and isinstance(self.fast, ZeroBit) else least
+        )
         return replace(result, name=self.name, said=repr(self), text=repr(self))
 
 
@@ -136,4 +140,6 @@ def way_named(name: str) -> Codec | Duo:
         return DUOS[name]
     if name in NAMES:
         return codec_named(name)
-    raise OptionError(f"no codec of gradients is called {name!r}", do=nearest(name, [*NAMES, *DUOS]))
+    raise OptionError(
+        f"no codec of gradients is called {name!r}", do=nearest(name, [*NAMES, *DUOS])
+    )

@@ -40,7 +40,14 @@ _SHOWN = 3
 _GOOD = "good"
 
 
-def agree(channel: Channel, watcher: Watcher, about: str, mine: Statement, limit: float, do: Mapping[str, str]) -> None:
+def agree(
+    channel: Channel,
+    watcher: Watcher,
+    about: str,
+    mine: Statement,
+    limit: float,
+    do: Mapping[str, str],
+) -> None:
     """Returns once all ranks have stated the same.
 
     Args:
@@ -53,15 +60,27 @@ def agree(channel: Channel, watcher: Watcher, about: str, mine: Statement, limit
     Raises:
         RankError: they differ, one of them does not come, or one has failed.
     """
-    digests = {name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in mine.items()}
+    digests = {
+        name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in mine.items()
+    }
     try:
-        channel.put(f"{about}/lines/{channel.rank}", json.dumps({name: list(lines) for name, lines in mine.items()}))
+        channel.put(
+            f"{about}/lines/{channel.rank}",
+            json.dumps({name: list(lines) for name, lines in mine.items()}),
+        )
         channel.put(f"{about}/digests/{channel.rank}", json.dumps(digests))
         if channel.rank == 0:
             stated = {}
             until = time.monotonic() + limit
             for rank in range(channel.world):
-                text = awaited(channel, watcher, f"{about}/digests/{rank}", rank, until - time.monotonic(), about)
+                text = awaited(
+                    channel,
+                    watcher,
+                    f"{about}/digests/{rank}",
+                    rank,
+                    until - time.monotonic(),
+                    about,
+                )
                 stated[rank] = json.loads(text)
             result = _difference(channel, about, stated, do)
             channel.put(f"{about}/verdict", _GOOD if result is None else json.dumps(asdict(result)))
@@ -74,7 +93,9 @@ def agree(channel: Channel, watcher: Watcher, about: str, mine: Statement, limit
         raise Failure(**json.loads(verdict)).error()
 
 
-def awaited(channel: Channel, watcher: Watcher, key: str, rank: int, limit: float, about: str) -> str:
+def awaited(
+    channel: Channel, watcher: Watcher, key: str, rank: int, limit: float, about: str
+) -> str:
     """Returns what a rank puts, as soon as it does.
 
     Raises:
@@ -104,12 +125,18 @@ def _difference(
         usual = next(rank for rank, digest in digests.items() if digest == most)
         others = [rank for rank, digest in digests.items() if digest != most]
         current, existing = (_lines(channel, about, section, rank) for rank in (usual, others[0]))
-        only_there = [line for line in existing if line not in set(current)] or ["the same in another order"]
-        only_here = [line for line in current if line not in set(existing)] or ["the same in another order"]
+        only_there = [line for line in existing if line not in set(current)] or [
+            "the same in another order"
+        ]
+        only_here = [line for line in current if line not in set(existing)] or [
+            "the same in another order"
+        ]
         more = f" ({len(others)} ranks differ from rank {usual})" if len(others) > 1 else ""
         where = f"rank {others[0]}: {_some(only_there)}; rank {usual}: {_some(only_here)}{more}"
         message = f"rank {others[0]} has another {section} than rank {usual}"
-        return Failure(others[0], message, where, do.get(section, "start all ranks with the same one"))
+        return Failure(
+            others[0], message, where, do.get(section, "start all ranks with the same one")
+        )
     return None
 
 
@@ -150,19 +177,33 @@ def of_model(model: nn.Module) -> Statement:
     """Returns what can be stated before the first step."""
     inner = unwrapped(model)
     tensors = [
-        *(f"{name} {_tensor(p)}{'' if p.requires_grad else ' frozen'}" for name, p in inner.named_parameters()),
+        *(
+            f"{name} {_tensor(p)}{'' if p.requires_grad else ' frozen'}"
+            for name, p in inner.named_parameters()
+        ),
         *(f"buffer {name} {_tensor(b)}" for name, b in inner.named_buffers()),
     ]
-    stated = {"version": [f"torch {torch.__version__}", f"qsync_fx {qsync_fx.__version__}"], "model": tensors}
+    stated = {
+        "version": [f"torch {torch.__version__}", f"qsync_fx {qsync_fx.__version__}"],
+        "model": tensors,
+    }
     if (parallel := parallel_in(model)) is not None:
         stated["DDP"] = list(_buckets(parallel))
-    clusters = {o.plan.notes[CLUSTER] for o in options_of(model) if o.plan is not None and CLUSTER in o.plan.notes}
+    clusters = {
+        o.plan.notes[CLUSTER]
+        for o in options_of(model)
+        if o.plan is not None and CLUSTER in o.plan.notes
+    }
     return {**stated, "plan for the cluster": sorted(clusters)} if clusters else stated
 
 
 def of_replanning(settings: object) -> Statement:
     """Returns whether, and by which numbers, the ranks plan anew, which they do together."""
-    return {"replanning": ["none" if settings is None else str(getattr(settings, "hysteresis", settings))]}
+    return {
+        "replanning": [
+            "none" if settings is None else str(getattr(settings, "hysteresis", settings))
+        ]
+    }
 
 
 def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> Statement:
@@ -179,7 +220,9 @@ def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> S
 
 def parallel_in(model: nn.Module) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel that a model is or holds."""
-    return next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+    return next(
+        (part for part in model.modules() if isinstance(part, DistributedDataParallel)), None
+    )
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

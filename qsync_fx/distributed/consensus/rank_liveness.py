@@ -62,9 +62,7 @@ _HURRIED: Final = 3.0
 """Seconds of silence after which a rank counts as gone once a collective has failed: then one is."""
 _LINGERS: Final = 5.0
 _GONE: Final = "done"
-_WHY: Final = (
-    "see whether its process was killed or stopped, or its machine ran out of memory, and start all ranks again"
-)
+_WHY: Final = "see whether its process was killed or stopped, or its machine ran out of memory, and start all ranks again"
 
 
 class Watcher:
@@ -81,7 +79,9 @@ class Watcher:
         lost: whether the store has gone.
     """
 
-    def __init__(self, channel: Channel, silence: float, compiling: float, ends: float | None) -> None:
+    def __init__(
+        self, channel: Channel, silence: float, compiling: float, ends: float | None
+    ) -> None:
         self.channel, self.silence, self.compiling, self.ends = channel, silence, compiling, ends
         self.failure: Failure | None = None
         self.lost = False
@@ -155,7 +155,9 @@ class Watcher:
             beats += 1
             now = time.monotonic()
             if (stood := now - before) > 4 * period:
-                self._seen = {rank: (text, index + stood) for rank, (text, index) in self._seen.items()}
+                self._seen = {
+                    rank: (text, index + stood) for rank, (text, index) in self._seen.items()
+                }
             try:
                 self._turn(beats, now)
             except StoreLost:
@@ -172,12 +174,17 @@ class Watcher:
             else:
                 self._look(now)
         elif self.ends is not None and now - self._at > self.ends:
-            _LOG.error("rank %d does not come back from where it waits, and is ended", self.channel.rank)
+            _LOG.error(
+                "rank %d does not come back from where it waits, and is ended", self.channel.rank
+            )
             logging.shutdown()
             os._exit(1)
 
     def _look(self, now: float) -> None:
-        for rank in {(self.channel.rank + 1) % self.channel.world, (self.channel.rank - 1) % self.channel.world}:
+        for rank in {
+            (self.channel.rank + 1) % self.channel.world,
+            (self.channel.rank - 1) % self.channel.world,
+        }:
             # A rank that has come to its end says so before it ends.
             available = self.channel.get(f"process/{rank}")
             if (
@@ -201,7 +208,11 @@ class Watcher:
                 message = f"rank {rank} has said nothing for {silent:.0f} s"
                 self.tell(Failure(rank, message, f"limit: {limit:g} s", _WHY, lives=False))
                 return
-            since = self._since.setdefault(rank, now) if text.startswith("compiles") else self._since.pop(rank, now)
+            since = (
+                self._since.setdefault(rank, now)
+                if text.startswith("compiles")
+                else self._since.pop(rank, now)
+            )
             if now - since > self.compiling and text.startswith("compiles"):
                 do = "give guard(..., compiling=SECONDS) more time, or see in its log what takes so long"
                 message = f"rank {rank} has been compiling for {now - since:.0f} s"

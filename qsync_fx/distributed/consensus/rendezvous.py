@@ -43,7 +43,11 @@ def limit_of_group() -> float | None:
 @contextlib.contextmanager
 def at_least(seconds: float) -> Iterator[None]:
     """Lets collectives take so long, where they may not take longer anyway."""
-    changed = [(b, limit) for b in _backends(every=True) if (limit := _limit(b)) is not None and limit < seconds]
+    changed = [
+        (b, limit)
+        for b in _backends(every=True)
+        if (limit := _limit(b)) is not None and limit < seconds
+    ]
     for backend, _ in changed:
         backend._set_default_timeout(timedelta(seconds=seconds))
     try:
@@ -54,7 +58,9 @@ def at_least(seconds: float) -> Iterator[None]:
 
 
 def _backends(every: bool = False) -> list[Any]:
-    groups: list[Any] = list(distributed_c10d._world.pg_map) if every else [distributed_c10d._get_default_group()]
+    groups: list[Any] = (
+        list(distributed_c10d._world.pg_map) if every else [distributed_c10d._get_default_group()]
+    )
     result = {}
     for group in groups:
         for device in group._device_types:
@@ -83,7 +89,11 @@ _LEAST: Final = 10.0
 
 def several_ranks() -> bool:
     """Whether torch.distributed is up, with more ranks than one."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
 class Meeting:
@@ -106,7 +116,9 @@ class Meeting:
         self.rank, self.world = self._channel.rank, self._channel.world
         self._silence, self.compiling = silence or limit or COMPILING, compiling
         # Only where it is given more time than the group has does a process need an end of its own.
-        ends = max(limit, _LEAST) if collectives and limit is not None and limit < compiling else None
+        ends = (
+            max(limit, _LEAST) if collectives and limit is not None and limit < compiling else None
+        )
         self.watcher = Watcher(self._channel, self._silence, compiling, ends)
         self._stack = contextlib.ExitStack()
 
@@ -118,13 +130,22 @@ class Meeting:
         self._stack.enter_context(at_least(self.compiling))
         return self
 
-    def agree(self, about: str, mine: Statement, do: Mapping[str, str], patient: bool = False) -> None:
+    def agree(
+        self, about: str, mine: Statement, do: Mapping[str, str], patient: bool = False
+    ) -> None:
         """Returns once all ranks have stated the same; `patient` waits for them as long as they may compile.
 
         Raises:
             RankError: on every rank: they differ, one of them does not come, or one has failed.
         """
-        agree(self._channel, self.watcher, about, mine, self.compiling if patient else self._silence, do)
+        agree(
+            self._channel,
+            self.watcher,
+            about,
+            mine,
+            self.compiling if patient else self._silence,
+            do,
+        )
 
     def check(self) -> None:
         """Raises `RankError` where a rank is known to have failed."""
@@ -146,7 +167,10 @@ class Meeting:
             raise lost(self.rank) from None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Tells the others of an error, or says whose failure it comes from.
 
@@ -181,7 +205,11 @@ class Meeting:
             self.watcher.hurry()
             self.watcher.wait(_FOR_A_CAUSE)
         failure = self.watcher.failure
-        if failure is not None and failure.rank != self.rank and (lost_connection or not isinstance(error, RankError)):
+        if (
+            failure is not None
+            and failure.rank != self.rank
+            and (lost_connection or not isinstance(error, RankError))
+        ):
             return failure
         if isinstance(error, RankError):
             self.watcher.learn(Failure(error.rank, error.what, error.where, error.do), logs=False)

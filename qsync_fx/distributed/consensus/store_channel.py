@@ -44,13 +44,22 @@ class Failure:
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Returns what the others are told of an error that ends training on `rank`."""
         if isinstance(error, QSyncError):
-            return cls(rank, f"rank {rank} has failed: {type(error).__name__}: {error.what}", error.where, error.do)
+            return cls(
+                rank,
+                f"rank {rank} has failed: {type(error).__name__}: {error.what}",
+                error.where,
+                error.do,
+            )
         text = str(error).strip()[:_LONGEST]
-        return cls(rank, f"rank {rank} has failed: {type(error).__name__}{': ' + text if text else ''}")
+        return cls(
+            rank, f"rank {rank} has failed: {type(error).__name__}{': ' + text if text else ''}"
+        )
 
     def error(self) -> RankError:
         result = RankError(
-            self.what, where=self.where, do=self.do or "mend what failed there, and start all ranks again"
+            self.what,
+            where=self.where,
+            do=self.do or "mend what failed there, and start all ranks again",
         )
         result.rank = self.rank
         return result

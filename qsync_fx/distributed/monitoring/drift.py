@@ -54,7 +54,9 @@ class Pace:
         self._stack.callback(when_called(self._model, self._called))
         trained: list[Any] = [p for p in self._model.parameters() if p.requires_grad]
         for parameter in trained:
-            self._stack.callback(parameter.register_post_accumulate_grad_hook(self._gradient).remove)
+            self._stack.callback(
+                parameter.register_post_accumulate_grad_hook(self._gradient).remove
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +74,10 @@ class Pace:
         return statistics.fmean(passes) + took if passes else None
 
     def _called(self) -> None:
-        if not (self._model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+        if (
+            not (self._model.training and torch.is_grad_enabled())
+            or torch._C._current_graph_task_id() != -1
+        ):
             return
         if self._last is not None:
             self._close()
@@ -108,10 +113,14 @@ class Hysteresis:
     def __post_init__(self) -> None:
         for name, least in (("patience", 1), ("cooldown", 0)):
             if getattr(self, name) < least:
-                raise OptionError(f"{name} is a number of steps from {least}, not {getattr(self, name)}")
+                raise OptionError(
+                    f"{name} is a number of steps from {least}, not {getattr(self, name)}"
+                )
         for name in ("tolerance", "gain", "links"):
             if not getattr(self, name) >= 0:
-                raise OptionError(f"{name} is a share from 0, such as 0.15, and not {getattr(self, name)}")
+                raise OptionError(
+                    f"{name} is a share from 0, such as 0.15, and not {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -183,11 +192,15 @@ class Drift:
     links: float | None = None
 
 
-def after_step(observed: StepWindow, pace: float, room: Room | None, settings: Hysteresis) -> StepWindow:
+def after_step(
+    observed: StepWindow, pace: float, room: Room | None, settings: Hysteresis
+) -> StepWindow:
     """Returns what a rank has seen after one more step."""
     if observed.resting:
         return replace(observed, resting=observed.resting - 1)
-    return StepWindow((*observed.paces, pace)[-settings.patience :], (*observed.rooms, room)[-settings.patience :])
+    return StepWindow(
+        (*observed.paces, pace)[-settings.patience :], (*observed.rooms, room)[-settings.patience :]
+    )
 
 
 def stated(observed: StepWindow, settings: Hysteresis) -> Stated:
@@ -203,7 +216,10 @@ def stated(observed: StepWindow, settings: Hysteresis) -> Stated:
         min(room.allowed for room in rooms) if available else None,
         available and all(room.allowed < room.needed for room in rooms),
         available
-        and all(room.planned is not None and room.allowed > room.planned * (1 + settings.tolerance) for room in rooms),
+        and all(
+            room.planned is not None and room.allowed > room.planned * (1 + settings.tolerance)
+            for room in rooms
+        ),
     )
 
 
@@ -220,7 +236,9 @@ def drift(everyones: Sequence[Stated], classes: Sequence[str]) -> Drift | None:
 
     def of_all(ask: str) -> tuple[int, ...]:
         """The ranks that ask for it, of classes in which all do: the slowest of a class speaks for it."""
-        asking = [ranks for ranks in of.values() if all(getattr(everyones[rank], ask) for rank in ranks)]
+        asking = [
+            ranks for ranks in of.values() if all(getattr(everyones[rank], ask) for rank in ranks)
+        ]
         return tuple(sorted(rank for ranks in asking for rank in ranks))
 
     def of_any(ask: str) -> tuple[int, ...]:
@@ -264,8 +282,13 @@ def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, ga
 
 
 def _known(
-    of: Mapping[str, Sequence[int]], values: Sequence[float | None], choose: Callable[[list[float]], float]
+    of: Mapping[str, Sequence[int]],
+    values: Sequence[float | None],
+    choose: Callable[[list[float]], float],
 ) -> Mapping[str, float]:
     """Returns for each class what is the worst of its ranks, as far as any of them knows."""
-    available = {name: [value for rank in ranks if (value := values[rank]) is not None] for name, ranks in of.items()}
+    available = {
+        name: [value for rank in ranks if (value := values[rank]) is not None]
+        for name, ranks in of.items()
+    }
     return MappingProxyType({name: choose(item) for name, item in available.items() if item})

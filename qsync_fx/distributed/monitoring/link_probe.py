@@ -75,7 +75,9 @@ class ProbedLinks:
         probe: what is foreseen; None where nothing is known.
     """
 
-    def __init__(self, notes: Mapping[str, str], settings: Hysteresis, device: torch.device = CPU) -> None:
+    def __init__(
+        self, notes: Mapping[str, str], settings: Hysteresis, device: torch.device = CPU
+    ) -> None:
         self._how, self._device = settings, device
         self._resting, self._ratios = 0, list[float]()
         self.probe = LinkProbe.noted(notes)
@@ -104,5 +106,7 @@ class ProbedLinks:
         """Measures, on all ranks at once, how long all-reduces take, up to the size that is looked at."""
         largest = 0 if self.probe is None else self.probe.nbytes
         return [
-            (size, all_reduce_seconds(size, _REPEATS, self._device)) for size in (_SMALLEST, *_SIZES) if size <= largest
+            (size, all_reduce_seconds(size, _REPEATS, self._device))
+            for size in (_SMALLEST, *_SIZES)
+            if size <= largest
         ]

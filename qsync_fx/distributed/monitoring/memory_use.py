@@ -42,15 +42,28 @@ def parallel_around(model: nn.Module) -> DistributedDataParallel | None:
     return parallel_in(model) or DistributedDataParallel._active_ddp_module
 
 
-def held_bytes(model: nn.Module, optimizers: Iterable[Optimizer], parallel: DistributedDataParallel | None) -> int:
+def held_bytes(
+    model: nn.Module, optimizers: Iterable[Optimizer], parallel: DistributedDataParallel | None
+) -> int:
     """Returns what is held throughout: parameters, buffers, the optimizers' state, and the buckets of DistributedDataParallel."""
-    state = (value for optimizer in optimizers for saved in optimizer.state.values() for value in saved.values())
-    tensors = [*model.parameters(), *model.buffers(), *(value for value in state if isinstance(value, Tensor))]
+    state = (
+        value
+        for optimizer in optimizers
+        for saved in optimizer.state.values()
+        for value in saved.values()
+    )
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(value for value in state if isinstance(value, Tensor)),
+    ]
     buckets = () if parallel is None else (p for p in parallel.parameters() if p.requires_grad)
     return sum(_storages(tensors).values()) + sum(p.numel() * p.element_size() for p in buckets)
 
 
-def gradients(model: nn.Module, parallel: DistributedDataParallel | None) -> list[weakref.ref[Tensor]]:
+def gradients(
+    model: nn.Module, parallel: DistributedDataParallel | None
+) -> list[weakref.ref[Tensor]]:
     """Returns the gradients that are there and are no part of a bucket, as far as they stay there."""
     if parallel is not None and parallel.gradient_as_bucket_view:
         return []
@@ -68,7 +81,9 @@ def free_bytes(device: torch.device) -> float | None:
 def _of_system() -> Iterator[float]:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        yield from (1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        yield from (
+            1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+        )
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit.isdecimal():
             yield float(int(limit) - int((_CGROUP / "memory.current").read_text()))
@@ -104,7 +119,9 @@ class PeakCheck:
         over: measured over foreseen bytes, of the plan in force; None as long as that is not known.
     """
 
-    def __init__(self, model: nn.Module, who: str, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+    def __init__(
+        self, model: nn.Module, who: str, optimizers: Callable[[], Iterable[Optimizer]]
+    ) -> None:
         self._model, self._who, self._optimizers = model, who, optimizers
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._recording: AllocationRecording | None = None
@@ -151,8 +168,12 @@ class PeakCheck:
             self._recording = None
             # Gradients that are zeroed in place were there before the recording, which has seen all others come and go.
             saved = (tensor for before in self._before if (tensor := before()) is not None)
-            live = held_bytes(self._model, self._optimizers(), self.parallel) + sum(tensor.nbytes for tensor in saved)
-            self._tell(live + max(accumulate(second, initial=max(0, sum(first)))), self._foreseen.memory)
+            live = held_bytes(self._model, self._optimizers(), self.parallel) + sum(
+                tensor.nbytes for tensor in saved
+            )
+            self._tell(
+                live + max(accumulate(second, initial=max(0, sum(first)))), self._foreseen.memory
+            )
 
     def close(self) -> None:
         """Ends a recording that is under way."""
@@ -163,11 +184,16 @@ class PeakCheck:
     def _tell(self, peak: float, memory: float) -> None:
         self.over = peak / (self._foreseen.peak or peak)
         _LOG.info(
-            "%s holds %s in a step, of %s that its plan may take", self._who, short(peak, "B"), short(memory, "B")
+            "%s holds %s in a step, of %s that its plan may take",
+            self._who,
+            short(peak, "B"),
+            short(memory, "B"),
         )
         if peak > memory:
             foreseen = (
-                "" if self._foreseen.peak is None else f", and the plan foresees {short(self._foreseen.peak, 'B')}"
+                ""
+                if self._foreseen.peak is None
+                else f", and the plan foresees {short(self._foreseen.peak, 'B')}"
             )
             error = PlanError(
                 f"{self._who} holds {short(peak, 'B')} in a step, {short(peak - memory, 'B')} more than the {short(memory, 'B')} "

@@ -36,7 +36,13 @@ from qsync_fx.predictor.times import NEIGHBOURS, Entry, Parameter, Part, Schedul
 
 
 def cast_seconds(
-    graph: ModelGraph, times: Times, owner: int, value: int, before: str, after: str, differentiated: bool = True
+    graph: ModelGraph,
+    times: Times,
+    owner: int,
+    value: int,
+    before: str,
+    after: str,
+    differentiated: bool = True,
 ) -> Seconds:
     """Returns the time of a cast of a value for an operator, by their places.
 
@@ -49,8 +55,12 @@ def cast_seconds(
     live, operator = graph.values[value], graph.operators[owner]
     if not isinstance(live.numel, int):
         message = f"the time of a cast of {live.numel} elements is not known"
-        raise ProfileError(message, where=operator.where, do="give sizes first: graph.at(batch=...)")
-    return times.cast(operator.id, before, after, live.numel, differentiated and live.differentiated)
+        raise ProfileError(
+            message, where=operator.where, do="give sizes first: graph.at(batch=...)"
+        )
+    return times.cast(
+        operator.id, before, after, live.numel, differentiated and live.differentiated
+    )
 
 
 FEMTO = 10**15
@@ -61,7 +71,9 @@ Price = tuple[int, int, int, int, int]
 def femtoseconds(seconds: float, where: str) -> int:
     """Returns seconds as a whole number; raises `ProfileError` for what is no time."""
     if not math.isfinite(seconds) or seconds < 0:
-        raise ProfileError(f"a time of {seconds} seconds is none", where=where, do="measure the model anew")
+        raise ProfileError(
+            f"a time of {seconds} seconds is none", where=where, do="measure the model anew"
+        )
     return round(seconds * FEMTO)
 
 
@@ -78,7 +90,9 @@ class CostCache:
             self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
         return self._states[code]
 
-    def operator(self, index: int, codes: list[int], precisions: list[int], outputs: list[int]) -> Price:
+    def operator(
+        self, index: int, codes: list[int], precisions: list[int], outputs: list[int]
+    ) -> Price:
         """Returns the time of an operator, and of the casts that follow from nothing but what it computes in."""
         operators = self.tables.graph.operators
         near = [index + by for by in NEIGHBOURS]
@@ -86,14 +100,20 @@ class CostCache:
         result = self.times.operator(operators[index].id, self.state(codes[index + REACH]), around)
         forward, backward = self._checked(result, operators[index].where)
         alone = [self.point(number, precisions, outputs) for number in self.tables.alone[index]]
-        casts, casts_backward, unpacking = (sum(price[part] for price in alone) for part in (2, 3, 4))
+        casts, casts_backward, unpacking = (
+            sum(price[part] for price in alone) for part in (2, 3, 4)
+        )
         return forward, backward, casts, casts_backward, unpacking
 
-    def cast(self, owner: int, value: int, before: int, after: int, differentiated: bool = True) -> tuple[int, int]:
+    def cast(
+        self, owner: int, value: int, before: int, after: int, differentiated: bool = True
+    ) -> tuple[int, int]:
         """Returns the time of a cast, forward and backward."""
         graph, names = self.tables.graph, (NAMES[before] or "", NAMES[after] or "")
         result = cast_seconds(graph, self.times, owner, value, *names, differentiated)
-        return self._checked(result, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}")
+        return self._checked(
+            result, f"the cast from {' to '.join(names)} before {graph.operators[owner].where}"
+        )
 
     def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
         """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""
@@ -156,9 +176,13 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
         forward.append(Entry(operator.id, Part.FORWARD, owned[index].forward))
     ends: dict[int, int] = {}
     for index, operator in reversed(list(enumerate(graph.operators))):
-        backward += [Entry(operator.id, Part.CAST, cast.forward) for cast in unpacked.get(index, ())]
+        backward += [
+            Entry(operator.id, Part.CAST, cast.forward) for cast in unpacked.get(index, ())
+        ]
         backward.append(Entry(operator.id, Part.BACKWARD, owned[index].backward))
-        backward += [Entry(operator.id, Part.CAST, cast.backward) for cast in reversed(casts.get(index, ()))]
+        backward += [
+            Entry(operator.id, Part.CAST, cast.backward) for cast in reversed(casts.get(index, ()))
+        ]
         ends[index] = len(backward) - 1
     parameters = [parameter for parameter in graph.parameters if parameter.trained]
     last = [_last(graph, parameter.readers, whole_graphs) for parameter in parameters]
@@ -167,7 +191,10 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
         tuple(backward),
         times.optimizer(),
         tuple(Parameter(p.path, p.numel, p.dtype_bytes) for p in parameters),
-        {p.path: ends.get(index, len(backward) - 1) for p, index in zip(parameters, last, strict=True)},
+        {
+            p.path: ends.get(index, len(backward) - 1)
+            for p, index in zip(parameters, last, strict=True)
+        },
     )
 
 
@@ -192,6 +219,8 @@ def _by_owner(
 ) -> Mapping[int, list[Seconds]]:
     result: dict[int, list[Seconds]] = {}
     for cast in casts:
-        used = cast_seconds(graph, times, cast.owner, cast.value, cast.before, cast.after, differentiated)
+        used = cast_seconds(
+            graph, times, cast.owner, cast.value, cast.before, cast.after, differentiated
+        )
         result.setdefault(cast.owner, []).append(used)
     return result

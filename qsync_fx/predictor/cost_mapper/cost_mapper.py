@@ -36,7 +36,11 @@ class IncrementalCascade:
     def __init__(self, tables: Tables, chosen: Mapping[int, int]) -> None:
         count = len(tables.inputs)
         self.tables = tables
-        self.precisions, self.outputs, self.codes = [0] * (count + 1), [0] * (count + 1), [0] * (count + 2 * REACH)
+        self.precisions, self.outputs, self.codes = (
+            [0] * (count + 1),
+            [0] * (count + 1),
+            [0] * (count + 2 * REACH),
+        )
         self._narrow, self._narrow_out = [0] * (count + 1), [0] * (count + 1)
         self._wide = [False] * count
         for index, outputs in enumerate(tables.outputs):
@@ -111,7 +115,11 @@ class IncrementalCascade:
         code = precision + BASE * output
         if code == self.codes[index + REACH]:
             return False
-        self.codes[index + REACH], self.precisions[index], self.outputs[index] = code, precision, output
+        self.codes[index + REACH], self.precisions[index], self.outputs[index] = (
+            code,
+            precision,
+            output,
+        )
         return True
 
     def _followed(self, index: int, outputs: list[int]) -> tuple[int, int]:
@@ -123,7 +131,11 @@ class IncrementalCascade:
 
     def _is_wide(self, index: int) -> bool:
         wide, narrow = self.tables.wide[index], self._narrow
-        return bool(wide) and SCALED[narrow[index]] and all(w[narrow[r]] for r, w in self.tables.wide_readers[index])
+        return (
+            bool(wide)
+            and SCALED[narrow[index]]
+            and all(w[narrow[r]] for r, w in self.tables.wide_readers[index])
+        )
 
 
 STATES = BASE * BASE
@@ -211,13 +223,17 @@ class CostMapper:
     def undo(self) -> None:
         """Takes back the last change that was not taken back yet; raises `PlanError` where there is none."""
         if not self._undo:
-            raise PlanError("there is no change to take back", do="call undo once for each call of set, at most")
+            raise PlanError(
+                "there is no change to take back", do="call undo once for each call of set, at most"
+            )
         self._change(*self._undo.pop())
 
     @property
     def totals(self) -> Totals:
         outside = self._outside.forward + self._outside.backward
-        forward, backward, casts, casts_backward, unpacking = (femto / FEMTO for femto in self._sums)
+        forward, backward, casts, casts_backward, unpacking = (
+            femto / FEMTO for femto in self._sums
+        )
         return Totals(forward, backward, casts, casts_backward, unpacking, outside, self._optimizer)
 
     @property
@@ -228,7 +244,9 @@ class CostMapper:
     def states(self) -> States:
         """Returns what operators compute in and give out now, and the casts that this takes."""
         names = zip(self._following.precisions[:-1], self._following.outputs[:-1], strict=True)
-        return settled(self.graph, [(NAMES[precision], NAMES[output]) for precision, output in names])
+        return settled(
+            self.graph, [(NAMES[precision], NAMES[output]) for precision, output in names]
+        )
 
     def schedule(self, whole_graphs: bool = False) -> Schedule:
         """Returns the step as what runs after what; see `scheduled`."""
@@ -239,21 +257,30 @@ class CostMapper:
         if changed:
             near, touched = tables.near, tables.touched
             self._reprice(
-                set().union(*[near[index] for index in changed]), set().union(*[touched[index] for index in changed])
+                set().union(*[near[index] for index in changed]),
+                set().union(*[touched[index] for index in changed]),
             )
 
     def _reprice(self, operators: Iterable[int], points: Iterable[int]) -> None:
         """Asks for the times of operators and of casts at places; where one is not known, sums are of what was asked before."""
         forward, backward, casts, casts_backward, unpacking = self._sums
-        codes, precisions, outputs = self._following.codes, self._following.precisions, self._following.outputs
+        codes, precisions, outputs = (
+            self._following.codes,
+            self._following.precisions,
+            self._following.outputs,
+        )
         available, prices, keys = self._known_operators, self._operator_prices, self._tables.keys
         try:
             for index in operators:
                 first, second, owned, fourth, fifth = codes[index : index + 2 * REACH + 1]
-                key = (((first * STATES + second) * STATES + owned) * STATES + fourth) * STATES + fifth
+                key = (
+                    ((first * STATES + second) * STATES + owned) * STATES + fourth
+                ) * STATES + fifth
                 price = available[index].get(key)
                 if price is None:
-                    price = available[index][key] = self._prices.operator(index, codes, precisions, outputs)
+                    price = available[index][key] = self._prices.operator(
+                        index, codes, precisions, outputs
+                    )
                 old = prices[index]
                 if price is not old:
                     prices[index] = price

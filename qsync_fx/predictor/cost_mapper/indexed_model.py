@@ -36,7 +36,9 @@ REACH = 2
 SCALED = tuple(name is not None and FORMATS[name].scaled for name in NAMES)
 PLAIN = tuple(name is not None and FORMATS[name].plain for name in NAMES)
 _FORMATS = tuple(map(format_named, NAMES))
-NEEDED = tuple(tuple(needs_cast(before, before, wanted) for wanted in _FORMATS) for before in _FORMATS)
+NEEDED = tuple(
+    tuple(needs_cast(before, before, wanted) for wanted in _FORMATS) for before in _FORMATS
+)
 """By the format that a value has and the one that it is read in: whether it is converted."""
 WIDE = {kind: tuple(wants_wide(kind, fmt) for fmt in _FORMATS) for kind in Kind}
 
@@ -146,7 +148,9 @@ class Tables:
             single = result == set(readers) and len(result) == 1
             for index in result:
                 (self.alone if single else self.touched)[index].append(number)
-        self.near = [range(max(index - REACH, 0), min(index + REACH + 1, count)) for index in range(count)]
+        self.near = [
+            range(max(index - REACH, 0), min(index + REACH + 1, count)) for index in range(count)
+        ]
 
     def _decided(self, index: int, operator: ModelOperator) -> None:
         decided = operator.decided
@@ -162,7 +166,9 @@ class Tables:
         self.outputs.append(tuple(NUMBERS[decided.outputs.get(name or "")] for name in NAMES))
         self.wide[index] = NUMBERS[decided.wide]
         kinds = self.graph.operators
-        self.wide_readers[index] = tuple((reader, WIDE[Kind(kinds[reader].kind)]) for reader in decided.readers)
+        self.wide_readers[index] = tuple(
+            (reader, WIDE[Kind(kinds[reader].kind)]) for reader in decided.readers
+        )
         for reader in set(decided.readers) if decided.wide is not None else ():
             self.widens[reader].append(index)
 
@@ -210,14 +216,20 @@ def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
                 readers[read.point].append((read, _reader(graph, index, operator, read)))
         owned = graph.values[operator.result].own
         if operator.converted and owned is not None:
-            result.append(IndexedChange(index, operator.result, IndexedFormat(-1, NUMBERS[owned]), wanted=False))
+            result.append(
+                IndexedChange(
+                    index, operator.result, IndexedFormat(-1, NUMBERS[owned]), wanted=False
+                )
+            )
     for read in graph.outputs:
         if read.point is not None:
             readers[read.point].append((read, _reader(graph, -1, None, read)))
     for at_point in readers:
         if at_point:
             origin = at_point[0][0].origin
-            result.append(Point(origin, _held(graph, origin), tuple(reader for _, reader in at_point)))
+            result.append(
+                Point(origin, _held(graph, origin), tuple(reader for _, reader in at_point))
+            )
     return result
 
 
@@ -226,13 +238,19 @@ def _held(graph: ModelGraph, index: int) -> IndexedFormat:
     return IndexedFormat(-1 if value.operator is None else value.operator, NUMBERS[value.own])
 
 
-def _reader(graph: ModelGraph, index: int, operator: ModelOperator | None, read: ModelRead) -> IndexedReader:
+def _reader(
+    graph: ModelGraph, index: int, operator: ModelOperator | None, read: ModelRead
+) -> IndexedReader:
     wanted = tuple(NUMBERS[read.wanted[name or ""]] for name in NAMES)
     saved = [0] * len(NAMES)
     if operator is not None and isinstance(operator.decided, Choices):
         for name, unpacked in operator.decided.unpacked.items():
             # A factor is kept for the gradient of the other one.
-            others = (other for other in operator.reads if other is not read and other.wanted.get(name) == name)
+            others = (
+                other
+                for other in operator.reads
+                if other is not read and other.wanted.get(name) == name
+            )
             if read.wanted[name] == name and any(other.gradient for other in others):
                 saved[NUMBERS[name]] = NUMBERS[unpacked]
     used = _held(graph, read.value) if read.value != read.origin else None

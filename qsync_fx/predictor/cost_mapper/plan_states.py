@@ -80,7 +80,9 @@ class States:
         """Returns what an operator costs, its casts included."""
         index = self.graph.place(operator)
         owned = self.graph.operators[index].costs[self.names[index]]
-        return sum((self._cast_cost(cast) for cast in self.casts if cast.owner == index), start=owned)
+        return sum(
+            (self._cast_cost(cast) for cast in self.casts if cast.owner == index), start=owned
+        )
 
     def saved(self) -> dict[Kept, Size]:
         """Returns what is kept for the backward pass, by value and format; what several operators keep of one value counts once."""
@@ -90,7 +92,11 @@ class States:
         return result
 
     def _cast_cost(self, cast: PlannedCast) -> Cost:
-        value, before, after = self.graph.values[cast.value], FORMATS[cast.before], FORMATS[cast.after]
+        value, before, after = (
+            self.graph.values[cast.value],
+            FORMATS[cast.before],
+            FORMATS[cast.after],
+        )
         read, written = (value.numel * fmt.dtype.itemsize for fmt in (before, after))
         return cast_cost(read, written, after, value.differentiated)
 
@@ -113,7 +119,10 @@ def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
         index
         for index in precisions
         if wants_all_wide(
-            graph, index, [narrow[reader][0] for reader in _choices(graph, index).readers], precisions[index]
+            graph,
+            index,
+            [narrow[reader][0] for reader in _choices(graph, index).readers],
+            precisions[index],
         )
     )
     return _swept(graph, precisions, wide) if wide else narrow
@@ -121,18 +130,29 @@ def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
 
 def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
     """Returns states that are known already, with the casts that they take."""
-    return States(graph, tuple(result), tuple(_casts(graph, result)), tuple(_unpacked(graph, result)))
+    return States(
+        graph, tuple(result), tuple(_casts(graph, result)), tuple(_unpacked(graph, result))
+    )
 
 
 def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
     """Returns the format that each adjustable operator computes in under a plan, by its place; raises as `states` does."""
-    adjustable = [index for index, op in enumerate(graph.operators) if isinstance(op.decided, Choices)]
+    adjustable = [
+        index for index, op in enumerate(graph.operators) if isinstance(op.decided, Choices)
+    ]
     existing = set(adjustable)
     if isinstance(requested, Plan):
-        requested.check([OpId.parse(graph.operators[index].id) for index in adjustable], complete=True)
-    elif unknown := next((name for name in requested if graph.places.get(name) not in existing), None):
+        requested.check(
+            [OpId.parse(graph.operators[index].id) for index in adjustable], complete=True
+        )
+    elif unknown := next(
+        (name for name in requested if graph.places.get(name) not in existing), None
+    ):
         available = [graph.operators[index].id for index in adjustable]
-        raise PlanError(f"no adjustable operator of the model is called {unknown!r}", do=nearest(unknown, available))
+        raise PlanError(
+            f"no adjustable operator of the model is called {unknown!r}",
+            do=nearest(unknown, available),
+        )
     result: dict[int, str] = {}
     for index in adjustable:
         operator, explicit = graph.operators[index], True
@@ -143,7 +163,9 @@ def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
         elif operator.id in requested:
             name = requested[operator.id]
         else:
-            raise PlanError("nothing is asked for an operator", where=operator.where, do="give each a format")
+            raise PlanError(
+                "nothing is asked for an operator", where=operator.where, do="give each a format"
+            )
         check_format(graph, name, operator.where)
         result[index] = chosen(_choices(graph, index), name, explicit)
     return result
@@ -165,7 +187,10 @@ def wants_all_wide(graph: ModelGraph, index: int, readers: Sequence[Name], preci
     if choices.wide is None or not FORMATS[precision].scaled:
         return False
     kinds = (graph.operators[reader].kind for reader in choices.readers)
-    return all(wants_wide(Kind(kind), format_named(name)) for kind, name in zip(kinds, readers, strict=True))
+    return all(
+        wants_wide(Kind(kind), format_named(name))
+        for kind, name in zip(kinds, readers, strict=True)
+    )
 
 
 def _choices(graph: ModelGraph, index: int) -> Choices:
@@ -174,13 +199,17 @@ def _choices(graph: ModelGraph, index: int) -> Choices:
     return result
 
 
-def _swept(graph: ModelGraph, precisions: Mapping[int, str], wide: frozenset[int]) -> list[StateNames]:
+def _swept(
+    graph: ModelGraph, precisions: Mapping[int, str], wide: frozenset[int]
+) -> list[StateNames]:
     result: list[StateNames] = []
     for index, operator in enumerate(graph.operators):
         decided = operator.decided
         if isinstance(decided, Choices):
             precision = precisions[index]
-            result.append((precision, decided.wide if index in wide else decided.outputs.get(precision)))
+            result.append(
+                (precision, decided.wide if index in wide else decided.outputs.get(precision))
+            )
         else:
             name = _followed(decided, result)
             result.append((name, decided.named or name))
@@ -211,12 +240,22 @@ def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedC
                 made.add((read.point, after))
                 yield PlannedCast(index, read.origin, before, after)
         owned = graph.values[operator.result].own
-        if operator.converted and owned and output and FORMATS[owned].dtype is not FORMATS[output].dtype:
+        if (
+            operator.converted
+            and owned
+            and output
+            and FORMATS[owned].dtype is not FORMATS[output].dtype
+        ):
             yield PlannedCast(index, operator.result, owned, output)
     for read in graph.outputs:
         before, after = _cast_of(graph, result, read, None)
         maker = graph.values[read.origin].operator
-        if before is not None and after is not None and (read.point, after) not in made and maker is not None:
+        if (
+            before is not None
+            and after is not None
+            and (read.point, after) not in made
+            and maker is not None
+        ):
             made.add((read.point, after))
             yield PlannedCast(maker, read.origin, before, after)
 
@@ -225,21 +264,31 @@ def _unpacked(graph: ModelGraph, result: Sequence[StateNames]) -> list[PlannedCa
     saved: dict[tuple[int | None, str], PlannedCast] = {}
     for index, operator in enumerate(graph.operators):
         precision, decided = result[index][0], operator.decided
-        if precision is None or not isinstance(decided, Choices) or precision not in decided.unpacked:
+        if (
+            precision is None
+            or not isinstance(decided, Choices)
+            or precision not in decided.unpacked
+        ):
             continue
         factors = [read for read in operator.reads if read.wanted.get(precision) == precision]
         for read in factors:
             # A factor is kept for the gradient of the other one. Backward the last of its readers comes first.
             if any(other.gradient for other in factors if other is not read):
-                saved[read.point, precision] = PlannedCast(index, read.origin, precision, decided.unpacked[precision])
+                saved[read.point, precision] = PlannedCast(
+                    index, read.origin, precision, decided.unpacked[precision]
+                )
     return list(saved.values())
 
 
-def _cast_of(graph: ModelGraph, result: Sequence[StateNames], read: ModelRead, precision: Name) -> tuple[Name, Name]:
+def _cast_of(
+    graph: ModelGraph, result: Sequence[StateNames], read: ModelRead, precision: Name
+) -> tuple[Name, Name]:
     """The formats of the cast that a reading takes; (None, None) for none."""
     if read.point is None:
         return None, None
-    before, used = (format_named(_held(graph, result, value)) for value in (read.origin, read.value))
+    before, used = (
+        format_named(_held(graph, result, value)) for value in (read.origin, read.value)
+    )
     wanted = format_named(read.wanted[precision or ""])
     if wanted is None or before is None or not needs_cast(before, used, wanted):
         return None, None

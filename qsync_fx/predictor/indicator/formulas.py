@@ -42,7 +42,12 @@ def depths(inputs: Mapping[Node, Iterable[Node]], counted: Iterable[Node]) -> di
 
 
 def omega(
-    gamma: float, depth: int, deepest: int, forward: float, weight_gradient: float, input_gradient: float
+    gamma: float,
+    depth: int,
+    deepest: int,
+    forward: float,
+    weight_gradient: float,
+    input_gradient: float,
 ) -> float:
     """Returns the variance that an operator causes.
 
@@ -51,7 +56,9 @@ def omega(
         depth, deepest: of the operator, and of the model's deepest.
         forward, weight_gradient, input_gradient: the variance of its three products, summed over elements.
     """
-    return gamma**2 * (deepest - depth + 1) * forward + weight_gradient + (depth - 1) * input_gradient
+    return (
+        gamma**2 * (deepest - depth + 1) * forward + weight_gradient + (depth - 1) * input_gradient
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,9 @@ def moments(x: Tensor, fmt: Precision) -> Moments:
         step = float(scale(value, fmt).reshape(()))
     else:
         largest = float(value.abs().max()) if value.numel() else 0.0
-        exponent = float(torch.frexp(torch.tensor(largest))[1]) - 1 if largest > 0 else float(fmt.e_min)
+        exponent = (
+            float(torch.frexp(torch.tensor(largest))[1]) - 1 if largest > 0 else float(fmt.e_min)
+        )
         step = 2.0 ** (max(exponent, fmt.e_min) - (fmt.mantissa - 1))
     return Moments(float(value.square().sum()), step**2 * value.numel())
 
@@ -84,7 +93,9 @@ def backward(x: Moments, gradient: Moments) -> float:
     return (gradient.square * x.spread + x.square * gradient.spread) / 6
 
 
-def indicator(gamma: float, depth: int, deepest: int, of_forward: float, of_backward: float) -> float:
+def indicator(
+    gamma: float, depth: int, deepest: int, of_forward: float, of_backward: float
+) -> float:
     """Equation 3."""
     return gamma**2 * depth * of_forward + (deepest - depth) * of_backward
 

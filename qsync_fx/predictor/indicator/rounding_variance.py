@@ -74,7 +74,9 @@ MEAN_SQUARE: dict[Rounding, float] = {"stochastic": 1 / 6, "nearest": 1 / 12, "f
 """The mean square error of a rounding in units of the step's square, where fractions are uniform."""
 
 
-def noise(x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Sequence[int] = ()) -> Tensor:
+def noise(
+    x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Sequence[int] = ()
+) -> Tensor:
     """Returns the expected square of the error of each element of `x` that rounding to `fmt` makes, without saturation.
 
     Of stochastic rounding it is the variance. Elements that are not finite are handed on as they are by formats without a scale: no noise;
@@ -102,7 +104,11 @@ def error(x: Tensor, fmt: Precision, rounding: Rounding, keep: Sequence[int] = (
     if fmt.plain and rounding == "nearest" and x.dtype is torch.float32:
         # Torch's conversion is what runs, and the difference is exact. What is not finite, or becomes so, is no noise.
         value = x.detach()
-        return (value.to(fmt.dtype).to(value.dtype) - value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).double()
+        return (
+            (value.to(fmt.dtype).to(value.dtype) - value)
+            .nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            .double()
+        )
     fraction, size = _fractions(x, fmt, keep)
     up = fraction > 0.5 if rounding == "nearest" else torch.zeros_like(fraction, dtype=torch.bool)
     return torch.where(up, 1 - fraction, -fraction) * size
@@ -115,10 +121,14 @@ def _fractions(x: Tensor, fmt: Precision, keep: Sequence[int]) -> tuple[Tensor, 
     size = step(units, fmt)
     full = (units.clamp(-fmt.max, fmt.max) if fmt.scaled else units) / size
     fraction = full - full.floor()
-    return torch.where(full.isfinite() | factor.isnan(), fraction, torch.zeros_like(fraction)), size * factor
+    return torch.where(
+        full.isfinite() | factor.isnan(), fraction, torch.zeros_like(fraction)
+    ), size * factor
 
 
-def expected_noise(x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Sequence[int] = ()) -> Tensor:
+def expected_noise(
+    x: Tensor, fmt: Precision, rounding: Rounding = "stochastic", keep: Sequence[int] = ()
+) -> Tensor:
     """Returns the same where fractions are taken for uniform: what is left of `noise` when elements move by less than a step."""
     factor = scale(x, fmt, keep)
     square = (step(x.detach().double() / factor, fmt) * factor).square() * MEAN_SQUARE[rounding]
@@ -190,7 +200,12 @@ def weight_gradient_noise(
 
 
 def input_gradient_noise(
-    product: Product, x: Tensor, weight: Tensor, gradient: Tensor, of_weight: Tensor, of_gradient: Tensor
+    product: Product,
+    x: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    of_weight: Tensor,
+    of_gradient: Tensor,
 ) -> Tensor:
     """Returns the variance of each element of an input's gradient: what propagates, and what QSync's equation 5 leaves out."""
     of_x, _ = gradient_products(product, x, weight)

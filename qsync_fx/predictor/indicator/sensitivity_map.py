@@ -37,7 +37,9 @@ def rows(result: Sensitivity) -> list[list[str]]:
     sums = {name: sum(by.get(name, 0.0) for by in result.variance.values()) for name in names}
     cells = [["operator", *(cell for name in names for cell in (name, f"of {name}"))]]
     for operator, by in result.variance.items():
-        cells.append([operator, *(cell for name in names for cell in _cells(by.get(name), sums[name]))])
+        cells.append(
+            [operator, *(cell for name in names for cell in _cells(by.get(name), sums[name]))]
+        )
     return cells
 
 
@@ -118,7 +120,9 @@ class Sensitivity:
         if precision in FORMATS and FORMATS[precision].bits >= 32:
             return 0.0
         raise ProfileError(
-            f"the sensitivity in {shown(precision)} was not asked for", where=str(operator), do=nearest(precision, by)
+            f"the sensitivity in {shown(precision)} was not asked for",
+            where=str(operator),
+            do=nearest(precision, by),
         )
 
     def ranks(self, precision: str) -> list[dict[str, int]]:
@@ -170,7 +174,10 @@ class Sensitivity:
 
 
 def _finite(values: Values) -> dict[str, dict[str, float]]:
-    return {op: {name: min(v, sys.float_info.max) for name, v in by.items()} for op, by in values.items()}
+    return {
+        op: {name: min(v, sys.float_info.max) for name, v in by.items()}
+        for op, by in values.items()
+    }
 
 
 def check(result: Sensitivity) -> str | None:
@@ -237,7 +244,9 @@ def agreement(result: Sensitivity, truth: Sensitivity, precision: str) -> Agreem
     ]
     pairs = [pair for pair in pairs if any(pair)]
     ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    logs = [math.log(a / b) if a > 0 and b > 0 and math.isfinite(a / b) else math.nan for a, b in pairs]
+    logs = [
+        math.log(a / b) if a > 0 and b > 0 and math.isfinite(a / b) else math.nan for a, b in pairs
+    ]
     ratio = math.exp(sum(logs) / len(logs)) if logs else math.nan
     spread = max(theirs) / min(theirs) if theirs and min(theirs) > 0 else math.nan
     return Agreement(result.method, precision, len(pairs), spearman(ours, theirs), ratio, spread)

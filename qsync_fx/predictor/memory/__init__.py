@@ -1,7 +1,13 @@
 """The memory of a training step under a plan, reckoned from a `ModelGraph`."""
 
 from qsync_fx.predictor.memory.buffers import Category
-from qsync_fx.predictor.memory.liveness import LiveBuffers, SavedTerm, SavingOperator, live_buffers, saved_terms
+from qsync_fx.predictor.memory.liveness import (
+    LiveBuffers,
+    SavedTerm,
+    SavingOperator,
+    live_buffers,
+    saved_terms,
+)
 from qsync_fx.predictor.memory.outside_passes import (
     ADAM,
     FUSED_ADAM,

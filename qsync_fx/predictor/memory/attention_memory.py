@@ -34,10 +34,14 @@ def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name
         return True
     saved = operator.costs[state].saved
     name = graph.values[operator.result].name
-    return not saved or any(key == name and not settings.startswith("extra") for key, settings in saved)
+    return not saved or any(
+        key == name and not settings.startswith("extra") for key, settings in saved
+    )
 
 
-def _kept_whole(values: Values, operator: ModelOperator, state: tuple[Name, Name], drops: bool) -> bool:
+def _kept_whole(
+    values: Values, operator: ModelOperator, state: tuple[Name, Name], drops: bool
+) -> bool:
     """Whether its value, in a state, is a part of something that autograd keeps as it is, where it is in that format."""
     read = operator.reads[VALUE].value
     root, name = values.root(read), values.graph.values[values.root(read)].name
@@ -56,7 +60,9 @@ _ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
 """How many queries torch's kernel takes at once, by how many there are at least, and how many keys."""
 
 
-def scratch(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]) -> tuple[int, int]:
+def scratch(
+    graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]
+) -> tuple[int, int]:
     """Returns the bytes that a thread of torch's fused kernel on a CPU takes while it computes the result, and while it computes
     gradients: a block of scores in FP32, and in the backward pass of their gradients; on GPUs they are in registers."""
     if graph.device != "cpu":
@@ -114,13 +120,17 @@ class Matrices:
             return Buffer(f"{name} of {result.name}", fmt, bytes_)
 
         query, key, value = (
-            Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt)) for read in operator.reads[:3]
+            Buffer(graph.values[read.value].name, fmt, values.bytes(read.value, fmt))
+            for read in operator.reads[:3]
         )
         copies = None
         if _kept_whole(values, operator, state, drops):
             root = values.root(operator.reads[VALUE].value)
             value = Buffer(graph.values[root].name, fmt, values.bytes(root, fmt))
-            copies = replace(query, name=f"{query.name} as kept"), replace(key, name=f"{key.name} as kept")
+            copies = (
+                replace(query, name=f"{query.name} as kept"),
+                replace(key, name=f"{key.name} as kept"),
+            )
         return cls(
             (query, key, value),
             copies,
@@ -137,7 +147,9 @@ class Matrices:
     @property
     def saved(self) -> frozenset[Buffer]:
         """What the backward pass reads."""
-        scores = () if self.mask is None else (self.scores,)  # without dropout the weights are what it needs
+        scores = (
+            () if self.mask is None else (self.scores,)
+        )  # without dropout the weights are what it needs
         return frozenset((*self.factors, *scores, self.weights, *self.kept))
 
     @property
@@ -153,7 +165,10 @@ class Matrices:
     def copied(self, name: str) -> list[Task]:
         """Returns what is written when the pass is about to end."""
         saved = () if self.copies is None else zip(self.operands, self.copies, strict=False)
-        return [Task(name, False, False, frozenset({item}), (copy,), anew=True, apart=True) for item, copy in saved]
+        return [
+            Task(name, False, False, frozenset({item}), (copy,), anew=True, apart=True)
+            for item, copy in saved
+        ]
 
     def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
         """Returns the tasks that compute the result; `sources` are what query, key, value and a mask are computed from."""
@@ -175,8 +190,12 @@ class Matrices:
     def backward(self, name: str, argument: Buffer, made: Mapping[int, Buffer]) -> list[Task]:
         """Returns the tasks that compute gradients, by place, from the one that the operator is given."""
         query, key, value = self.factors
-        changed = Buffer(f"gradient of {self.weights.name}", self.weights.format, self.weights.bytes)
-        transposed = Buffer(f"gradient of {self.scores.name}", self.scores.format, self.scores.bytes)
+        changed = Buffer(
+            f"gradient of {self.weights.name}", self.weights.format, self.weights.bytes
+        )
+        transposed = Buffer(
+            f"gradient of {self.scores.name}", self.scores.format, self.scores.bytes
+        )
         matches: list[Task] = []
 
         def product(item: Buffer, other: Buffer, result: Buffer) -> None:
@@ -185,15 +204,31 @@ class Matrices:
         if VALUE in made:
             product(self.weights, argument, made[VALUE])
         if QUERY in made or KEY in made:
-            scores, saved = (self.weights if self.mask is None else self.scores), frozenset(self.kept)
+            scores, saved = (
+                (self.weights if self.mask is None else self.scores),
+                frozenset(self.kept),
+            )
             if self.mask is not None and not self.passing:
                 # In FP32 weights are computed again from scores, whenever that is best.
-                again = Buffer(f"{self.weights.name} again", self.weights.format, self.weights.bytes)
-                matches.append(Task(name, True, False, frozenset({scores, self.statistics}), (again,)))
+                again = Buffer(
+                    f"{self.weights.name} again", self.weights.format, self.weights.bytes
+                )
+                matches.append(
+                    Task(name, True, False, frozenset({scores, self.statistics}), (again,))
+                )
                 scores, saved = again, saved - {self.statistics}
             product(argument, value, changed)
             # It sums over rows first, so that no kernel of elements before it takes it in.
-            matches.append(Task(name, True, False, frozenset({changed, scores}) | saved, (transposed,), sums=True))
+            matches.append(
+                Task(
+                    name,
+                    True,
+                    False,
+                    frozenset({changed, scores}) | saved,
+                    (transposed,),
+                    sums=True,
+                )
+            )
         if KEY in made:
             product(query, transposed, made[KEY])
         if QUERY in made:

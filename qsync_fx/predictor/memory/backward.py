@@ -61,18 +61,25 @@ class Backward:
                 self._arrive("", read.value, frozenset({tangent}))
         for index in reversed(range(len(self.graph.operators))):
             operator = self.graph.operators[index]
-            if operator.result in self._gradients and forward.root(operator.result) == operator.result:
+            if (
+                operator.result in self._gradients
+                and forward.root(operator.result) == operator.result
+            ):
                 self._repeat(index)
                 self._operator(index, operator)
 
-    def _task(self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0) -> None:
+    def _task(
+        self, operator: str, library: bool, reads: Sources, *writes: Buffer, workspace: int = 0
+    ) -> None:
         self.tasks.append(Task(operator, True, library, reads, writes, workspace))
 
     def _arrive(self, operator: str, value: int, sources: Sources) -> None:
         root = self.forward.root(value)
         if self.graph.values[root].differentiated:
             result = self._gradients.get(root, frozenset()) | sources
-            self._gradients[root] = self._bounded(operator, root, result, self.forward.states.held(root))
+            self._gradients[root] = self._bounded(
+                operator, root, result, self.forward.states.held(root)
+            )
 
     def _repeat(self, index: int) -> None:
         """Has what was not kept computed again: the operators of a checkpointed body, all at once."""
@@ -85,7 +92,11 @@ class Backward:
             for task in self.forward.tasks_of(place):
                 writes = tuple(dataclasses.replace(buffer) for buffer in task.writes)
                 self._repeated |= dict(zip(task.writes, writes, strict=True))
-                self.tasks.append(dataclasses.replace(task, backward=True, reads=self._now(task.reads), writes=writes))
+                self.tasks.append(
+                    dataclasses.replace(
+                        task, backward=True, reads=self._now(task.reads), writes=writes
+                    )
+                )
         self._repeated_from = first
 
     def _now(self, buffers: Sources) -> Sources:
@@ -123,7 +134,9 @@ class Backward:
     def _spread(self, operator: ModelOperator, value: int, outgoing: Sources) -> Sources:
         """What the gradient of a value is computed from: where it was spread over more elements, a sum over those."""
         values = self.graph.values
-        if operator.row not in SPREADS or whole(values[value].numel) >= whole(values[operator.result].numel):
+        if operator.row not in SPREADS or whole(values[value].numel) >= whole(
+            values[operator.result].numel
+        ):
             return outgoing
         fmt = self.forward.states.held(value)
         buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
@@ -146,24 +159,40 @@ class Backward:
 
     def _normed(self, operator: ModelOperator, incoming: Sources, saved: Sources) -> Sources:
         """What the gradient of a norm's operand is computed from, once the sums in it, and the gradients of its parameters, are there."""
-        operand, weights = operator.reads[0].value, [read for read in operator.reads[1:] if read.gradient]
-        scales = frozenset[Buffer]().union(*(self.forward.read_of(r.value) for r in weights if r.role == "weight"))
-        extras = sorted(self.forward.extras(self.graph.places[operator.id]), key=lambda buffer: buffer.name)
+        operand, weights = (
+            operator.reads[0].value,
+            [read for read in operator.reads[1:] if read.gradient],
+        )
+        scales = frozenset[Buffer]().union(
+            *(self.forward.read_of(r.value) for r in weights if r.role == "weight")
+        )
+        extras = sorted(
+            self.forward.extras(self.graph.places[operator.id]), key=lambda buffer: buffer.name
+        )
         sums = [Buffer(f"sums of {self._name(operand)}", None, buffer.bytes) for buffer in extras]
         # The gradient is multiplied last with the deviation's inverse, and by channel with the weight, wherever the rest lies.
         last = frozenset(extras[-1:])
         gradients = self._of_parameters(weights)
         if not operator.row.startswith(_OF_ROWS):
-            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | saved), *sums, *gradients)
+            self._sum(
+                operator.id,
+                incoming | self._wide(operator, operand, incoming | saved),
+                *sums,
+                *gradients,
+            )
             return self._wide(operator, operand, incoming | saved | frozenset(sums)) | last | scales
         if self.forward.states.names[self.graph.places[operator.id]][1] == FP32.name:
             # The operand is kept with its mean taken off and divided, which takes no more there.
             saved -= frozenset(extras)
         weighed = self._wide(operator, operand, incoming | scales)
-        self._task(operator.id, False, weighed | self._wide(operator, operand, weighed | saved), *sums)
+        self._task(
+            operator.id, False, weighed | self._wide(operator, operand, weighed | saved), *sums
+        )
         result = self._wide(operator, operand, weighed | saved | frozenset(sums)) | last
         if gradients:
-            self._sum(operator.id, incoming | self._wide(operator, operand, incoming | saved), *gradients)
+            self._sum(
+                operator.id, incoming | self._wide(operator, operand, incoming | saved), *gradients
+            )
         return result
 
     def _sum(self, operator: str, reads: Sources, *writes: Buffer) -> None:
@@ -175,13 +204,21 @@ class Backward:
 
     def _of_parameters(self, reads: list[ModelRead]) -> list[Buffer]:
         """The gradients of parameters that have none yet."""
-        roots = dict.fromkeys(self.forward.root(read.value) for read in reads if self._is_parameter(read.value))
+        roots = dict.fromkeys(
+            self.forward.root(read.value) for read in reads if self._is_parameter(read.value)
+        )
         return [self._gradient(root) for root in roots if root not in self._arrived]
 
-    def _pooled(self, index: int, operator: ModelOperator, incoming: Sources, saved: Sources) -> Sources:
+    def _pooled(
+        self, index: int, operator: ModelOperator, incoming: Sources, saved: Sources
+    ) -> Sources:
         fmt, value = self.forward.states.names[index][1], operator.reads[0].value
         gradient = self._lying(operator, incoming, fmt)
-        places = Buffer(f"places of {self._name(value)}", None, INDEX * whole(self.graph.values[operator.result].numel))
+        places = Buffer(
+            f"places of {self._name(value)}",
+            None,
+            INDEX * whole(self.graph.values[operator.result].numel),
+        )
         self._task(operator.id, False, saved, places)
         buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
         self._task(operator.id, True, frozenset({gradient, places}), buffer)
@@ -206,13 +243,16 @@ class Backward:
         at_once = convolves(operator) or attends(operator)
         # A convolution's kernel gives the gradient of the bias, too.
         inputs = (0, 1, 2) if at_once else self.forward.multiplied(operator)
-        places = [place for place, read in enumerate(operator.reads) if place in inputs and read.gradient]
+        places = [
+            place for place, read in enumerate(operator.reads) if place in inputs and read.gradient
+        ]
         made = {place: self._made(operator, place, carrier) for place in places}
         if index in self.forward.matrices:
             self.tasks += self.forward.matrices[index].backward(operator.id, gradient, made)
         elif at_once:
             factors = [
-                self._factor(index, operator, place, carrier) for place in (inputs if attends(operator) else (0, 1))
+                self._factor(index, operator, place, carrier)
+                for place in (inputs if attends(operator) else (0, 1))
             ]
             reads = frozenset({gradient, *(factor for factor in factors if factor is not None)})
             if attends(operator):
@@ -224,11 +264,18 @@ class Backward:
             self._task(operator.id, True, reads, *made.values(), workspace=workspace)
             results = tuple(made.values())
             # What it gives is several results, each taken out by a task of its own; until the last is, all are held.
-            self.tasks += [Task(operator.id, True, True, writes=(result,), holds=results) for result in results]
+            self.tasks += [
+                Task(operator.id, True, True, writes=(result,), holds=results) for result in results
+            ]
         for place, buffer in made.items():
             if not at_once:
                 factor = self._factor(index, operator, self.forward.other(operator, place), carrier)
-                self._task(operator.id, True, frozenset({gradient} if factor is None else {gradient, factor}), buffer)
+                self._task(
+                    operator.id,
+                    True,
+                    frozenset({gradient} if factor is None else {gradient, factor}),
+                    buffer,
+                )
             if self._is_parameter(operator.reads[place].value) and not buffer.stays:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
         for place, read in enumerate(operator.reads):
@@ -245,11 +292,17 @@ class Backward:
         """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""
         value = operator.reads[place].value
         root = self.forward.root(value)
-        if self._is_parameter(value) and self.graph.values[root].own == carrier and root not in self._arrived:
+        if (
+            self._is_parameter(value)
+            and self.graph.values[root].own == carrier
+            and root not in self._arrived
+        ):
             return self._gradient(root)
         return Buffer(self._name(value), carrier, self.forward.bytes(value, carrier))
 
-    def _factor(self, index: int, operator: ModelOperator, place: int, carrier: Name) -> Buffer | None:
+    def _factor(
+        self, index: int, operator: ModelOperator, place: int, carrier: Name
+    ) -> Buffer | None:
         """A factor of a product as its gradients read it: one that is kept in a scaled format, in the carrier."""
         saved = self.forward.factors.get((index, place))
         if saved is None:
@@ -268,14 +321,20 @@ class Backward:
         saved = self.forward.factors.get((index, place))
         if saved is None or saved.format is None or not FORMATS[saved.format].scaled:
             return frozenset()
-        return frozenset({self._scales.setdefault(saved, Buffer(f"scale of {saved.name}", None, 0))})
+        return frozenset(
+            {self._scales.setdefault(saved, Buffer(f"scale of {saved.name}", None, 0))}
+        )
 
     def _gradient(self, root: int) -> Buffer:
         self._arrived.add(root)
         owned = self.graph.values[root].own
-        return Buffer(self._name(root), owned, self.forward.bytes(root, owned), Category.GRADIENTS, stays=True)
+        return Buffer(
+            self._name(root), owned, self.forward.bytes(root, owned), Category.GRADIENTS, stays=True
+        )
 
-    def _parameter(self, operator: ModelOperator, value: int, sources: Sources, sums: bool = False) -> None:
+    def _parameter(
+        self, operator: ModelOperator, value: int, sources: Sources, sums: bool = False
+    ) -> None:
         root = self.forward.root(value)
         if root in self._arrived:
             return  # the gradient of another reader is added to what is there

@@ -75,7 +75,9 @@ class Values:
         self._roots = [value.tensor for value in self.graph.values]
         same: dict[int, int] = {}
         for operator in self.graph.operators:
-            if "dropout" in operator.row and not any(cost.saved for cost in operator.costs.values()):
+            if "dropout" in operator.row and not any(
+                cost.saved for cost in operator.costs.values()
+            ):
                 # Without a mask it gives back what it reads.
                 tensor = self._roots[operator.reads[0].value]
                 same[operator.result] = same.get(tensor, tensor)
@@ -122,7 +124,9 @@ class Values:
     def is_part(self, value: int) -> bool:
         """Whether it is a view of a part of a larger value, which a product reads from a copy."""
         whole_one = self.graph.values[self.root(value)]
-        return not self.given(value) and whole(self.graph.values[value].numel) < whole(whole_one.numel)
+        return not self.given(value) and whole(self.graph.values[value].numel) < whole(
+            whole_one.numel
+        )
 
 
 class Category(StrEnum):
@@ -209,7 +213,9 @@ class Live(Generic[K]):
         return sum(self.kinds.values())
 
 
-def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], workspace: K) -> list[Live[K]]:
+def lives(
+    tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], workspace: K
+) -> list[Live[K]]:
     """Returns what is held at each moment of the tasks in this order.
 
     Args:
@@ -217,7 +223,11 @@ def lives(tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], wor
         kind: what a buffer counts as.
         workspace: what bytes count as that are taken while a task runs.
     """
-    ends = {buffer: index for index, task in enumerate(tasks) for buffer in (*task.reads, *task.writes, *task.holds)}
+    ends = {
+        buffer: index
+        for index, task in enumerate(tasks)
+        for buffer in (*task.reads, *task.writes, *task.holds)
+    }
     dying: defaultdict[int, list[Buffer]] = defaultdict(list)
     for buffer, index in ends.items():
         if not buffer.stays:
@@ -259,4 +269,6 @@ def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], live: set[Buffer]
     """What a task writes a buffer over: something as large that nothing else reads any more."""
     if task.library or task.anew:
         return None
-    return next((b for b in gone if b in live and b in task.reads and b.bytes == buffer.bytes), None)
+    return next(
+        (b for b in gone if b in live and b in task.reads and b.bytes == buffer.bytes), None
+    )

@@ -102,17 +102,25 @@ class Forward(Values):
         reads: list[Buffer] = []
         for place, read in enumerate(operator.reads):
             wanted = self._wanted(read, precision)
-            lies = self._part if self.is_part(read.value) and not self._strides(operator, read, wanted) else self._lie
+            lies = (
+                self._part
+                if self.is_part(read.value) and not self._strides(operator, read, wanted)
+                else self._lie
+            )
             buffer = self.factors[index, place] = lies(read.value, wanted, index)
             reads += [] if buffer is None else [buffer]
-        workspace = scratch(self.graph, operator, self.states.names[index])[0] if attends(operator) else 0
+        workspace = (
+            scratch(self.graph, operator, self.states.names[index])[0] if attends(operator) else 0
+        )
         extras = self._extras[index] = self._extras_of(index, operator) if attends(operator) else []
         fmt = format_named(precision)
         if fmt is not None and fmt.scaled and convolves(operator):
             workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
         if convolves(operator):
             # oneDNN lays the weights out anew.
-            workspace += self.bytes(operator.reads[1].value, fmt.carrier.name if fmt is not None else None)
+            workspace += self.bytes(
+                operator.reads[1].value, fmt.carrier.name if fmt is not None else None
+            )
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
         self._task(index, True, reads, buffer, *extras, workspace=workspace)
         self._sources[result] = frozenset({buffer})
@@ -149,14 +157,18 @@ class Forward(Values):
         sources = frozenset[Buffer]().union(*(self.read_of(read.value) for read in operator.reads))
         extras = self._extras[index] = self._extras_of(index, operator)
         if pools(operator):
-            pooled = Buffer(self.graph.values[operator.result].name, output, self.bytes(operator.result, output))
+            pooled = Buffer(
+                self.graph.values[operator.result].name, output, self.bytes(operator.result, output)
+            )
             self._task(index, False, sources, pooled, *extras)
             self._there[operator.result, output] = pooled
             return frozenset({pooled})
         if "dropout" in operator.row and extras and draws_alone(operator):
             self._task(index, True, (), *extras)
         elif "dropout" in operator.row and extras:
-            drawn = Buffer(f"numbers of {extras[0].name}", output, self.bytes(operator.result, output))
+            drawn = Buffer(
+                f"numbers of {extras[0].name}", output, self.bytes(operator.result, output)
+            )
             self._task(index, True, (), drawn)
             self._task(index, False, {drawn}, *extras)
         elif extras:
@@ -204,7 +216,14 @@ class Forward(Values):
             self._sources[root] = frozenset({buffer})
         return buffer
 
-    def _task(self, index: int, library: bool, reads: Iterable[Buffer], *writes: Buffer, workspace: int = 0) -> None:
+    def _task(
+        self,
+        index: int,
+        library: bool,
+        reads: Iterable[Buffer],
+        *writes: Buffer,
+        workspace: int = 0,
+    ) -> None:
         name = self.graph.operators[index].id if index < len(self.graph.operators) else ""
         self._tasks[index].append(Task(name, False, library, frozenset(reads), writes, workspace))
         for buffer in writes:
@@ -225,11 +244,18 @@ class Forward(Values):
                     continue  # the gradient of a pooling asks for places alone
                 root, fmt = self.root(self._by_name[name]), settings or None
                 if self.multiplies(operator):
-                    if not any(self.root(read.value) == root and self.is_part(read.value) for read in operator.reads):
+                    if not any(
+                        self.root(read.value) == root and self.is_part(read.value)
+                        for read in operator.reads
+                    ):
                         self._hold(index, root, fmt)
                 elif self._is_product(root):
                     # A copy that is wider than what it is made from is made again.
-                    self._hold(index, root, min((fmt, self.states.held(root)), key=lambda name: self.bytes(root, name)))
+                    self._hold(
+                        index,
+                        root,
+                        min((fmt, self.states.held(root)), key=lambda name: self.bytes(root, name)),
+                    )
                 elif not self.given(root):
                     late.append((index, root, fmt))
         certain = frozenset[Buffer]().union(*self.kept.values())
@@ -252,9 +278,13 @@ class Forward(Values):
 
     def _made_again(self, root: int, sources: Sources) -> Buffer:
         """What several operators read of the backward pass, and a compiler has computed once for all."""
-        result = next((buffer for buffer in self.again if buffer.name == self.graph.values[root].name), None)
+        result = next(
+            (buffer for buffer in self.again if buffer.name == self.graph.values[root].name), None
+        )
         if result is None:
-            result = Buffer(self.graph.values[root].name, FP32.name, self.bytes(root, FP32.name), passing=True)
+            result = Buffer(
+                self.graph.values[root].name, FP32.name, self.bytes(root, FP32.name), passing=True
+            )
             self.again[result] = sources
         return result
 
@@ -271,7 +301,9 @@ class Forward(Values):
         result = self.kept.get(index, frozenset())
         for used, fmt in self._read_by(index, operator):
             existing = {
-                self._there[used, name] for name in (fmt, self.states.held(used)) if (used, name) in self._there
+                self._there[used, name]
+                for name in (fmt, self.states.held(used))
+                if (used, name) in self._there
             }
             # What lay in memory and is not kept would lie there again.
             more = existing & certain or (None if existing else self._again(used, certain))
@@ -296,5 +328,10 @@ class Forward(Values):
         """What a ReLU keeps whose result nobody keeps: a byte an element."""
         value, sources = self.graph.values[root], self.read_of(root)
         buffer = Buffer(value.name, None, whole(value.numel))
-        self._task(max([index, *(self._made_at.get(source, 0) for source in sources)]), False, sources, buffer)
+        self._task(
+            max([index, *(self._made_at.get(source, 0) for source in sources)]),
+            False,
+            sources,
+            buffer,
+        )
         self._add(index, (buffer,))

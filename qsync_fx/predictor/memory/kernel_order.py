@@ -30,7 +30,10 @@ def ordered(tasks: Sequence[Task], saved: Collection[Buffer]) -> list[Task]:
     groups = fused(tasks)
     pass_ = _pass(groups, frozenset(saved))
     written = list(range(len(groups)))
-    result = min((written, _least_growing(pass_), _first_read_first(pass_), _smallest_first(pass_)), key=pass_.expected)
+    result = min(
+        (written, _least_growing(pass_), _first_read_first(pass_), _smallest_first(pass_)),
+        key=pass_.expected,
+    )
     return [task for index in result for task in groups[index]]
 
 
@@ -93,7 +96,9 @@ class _Kernel:
         if first.library or first.apart:
             return False
         if first.sums and not task.sums:
-            return bool(task.reads) and task.reads <= self.written  # what is done to sums alone is done with them
+            return (
+                bool(task.reads) and task.reads <= self.written
+            )  # what is done to sums alone is done with them
         if first.sums != task.sums or (task.sums and first.writes[0].bytes != task.writes[0].bytes):
             return False
         if not task.reads.isdisjoint(self.written):
@@ -116,7 +121,10 @@ def _waits(needed_by: Sequence[Set[int]], index: int, needed: Set[int]) -> bool:
 
 
 def visit(
-    first: int, needs: Sequence[Collection[int]], key: Callable[[int], tuple[int, ...] | int], order: dict[int, None]
+    first: int,
+    needs: Sequence[Collection[int]],
+    key: Callable[[int], tuple[int, ...] | int],
+    order: dict[int, None],
 ) -> None:
     """Adds a place to an order, behind what it needs."""
     stack = [first]
@@ -195,7 +203,9 @@ def _pass(groups: Sequence[Sequence[Task]], saved: frozenset[Buffer]) -> _Pass:
         if buffer not in readers:
             readers[buffer] = [index]
             reads[index].append(buffer)
-    released = {buffer: item for buffer, item in readers.items() if not buffer.stays and buffer not in saved}
+    released = {
+        buffer: item for buffer, item in readers.items() if not buffer.stays and buffer not in saved
+    }
     after = [list[int]() for _ in groups]
     for index, places in enumerate(before):
         for place in sorted(places):
@@ -217,7 +227,9 @@ def _least_growing(pass_: _Pass) -> list[int]:
     """The next is what grows memory least, of those that stay below the most there was."""
     waits = [len(places) for places in pass_.before]
     left = {buffer: len(readers) for buffer, readers in pass_.readers.items()}
-    frees = [sum(buffer.bytes for buffer in reads if left.get(buffer) == 1) for reads in pass_.reads]
+    frees = [
+        sum(buffer.bytes for buffer in reads if left.get(buffer) == 1) for reads in pass_.reads
+    ]
     ready = [index for index, count in enumerate(waits) if not count]
     live = pass_.given
     gap = max(live, pass_.output) - live
@@ -225,7 +237,12 @@ def _least_growing(pass_: _Pass) -> list[int]:
     while ready:
         sizes = pass_.sizes
         index = min(
-            ready, key=lambda index: (sizes[index] if sizes[index] > gap else 0, sizes[index] - frees[index], index)
+            ready,
+            key=lambda index: (
+                sizes[index] if sizes[index] > gap else 0,
+                sizes[index] - frees[index],
+                index,
+            ),
         )
         ready.remove(index)
         result.append(index)
@@ -248,7 +265,9 @@ def _least_growing(pass_: _Pass) -> list[int]:
 def _first_read_first(pass_: _Pass) -> list[int]:
     """The next is what reads what ran earliest."""
     waits = [len(places) for places in pass_.before]
-    ready: list[tuple[list[int], int]] = [([], index) for index, count in enumerate(waits) if not count]
+    ready: list[tuple[list[int], int]] = [
+        ([], index) for index, count in enumerate(waits) if not count
+    ]
     heapq.heapify(ready)
     result: dict[int, int] = {}
     while ready:

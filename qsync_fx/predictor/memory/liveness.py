@@ -105,7 +105,10 @@ def saved_terms(graph: ModelGraph) -> list[SavedTerm]:
                     key = root.name, settings or None
                 sizes[key] = max(sizes.get(key, 0), whole(size))
                 keepers[key].append(SavingOperator(index, state, until[index]))
-    return [SavedTerm(name, settings, sizes[name, settings], tuple(item)) for (name, settings), item in keepers.items()]
+    return [
+        SavedTerm(name, settings, sizes[name, settings], tuple(item))
+        for (name, settings), item in keepers.items()
+    ]
 
 
 def _until(graph: ModelGraph) -> list[int]:
@@ -115,7 +118,9 @@ def _until(graph: ModelGraph) -> list[int]:
     before: list[int] = []
     for index, operator in enumerate(graph.operators):
         makers = [graph.values[graph.values[read.value].tensor].operator for read in operator.reads]
-        last = max((before[maker] for maker in makers if maker is not None and maker < index), default=-1)
+        last = max(
+            (before[maker] for maker in makers if maker is not None and maker < index), default=-1
+        )
         before.append(index if operator.row in products else last)
         result.append(before[index] if before[index] >= 0 else index)
     return result

@@ -35,7 +35,9 @@ class OptimizerMemory:
     def step_bytes(self, numels: Sequence[int]) -> int:
         """Returns the most that a step takes beyond state and gradients."""
         pairs = zip(numels, [0, *numels], strict=False)
-        alone = max((self.temporary * owned + self.before * before for owned, before in pairs), default=0.0)
+        alone = max(
+            (self.temporary * owned + self.before * before for owned, before in pairs), default=0.0
+        )
         return round(alone + self.together * sum(numels)) * _FP32
 
 

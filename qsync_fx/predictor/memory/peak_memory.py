@@ -132,14 +132,19 @@ class Orders:
         loss = None if training is None else training.loss
         forward = Forward(states)
         backward = Backward(forward)
-        existing, back = _by_graph(states.graph, forward.tasks), _by_graph(states.graph, backward.tasks)
+        existing, back = (
+            _by_graph(states.graph, forward.tasks),
+            _by_graph(states.graph, backward.tasks),
+        )
         saved, written, expected = set[Buffer](), list[Task](), list[Task]()
         made = {buffer for part in existing for task in part for buffer in task.writes}
         # A compiler reckons with what its graph is called with as there throughout: of a backward pass, the gradients it begins with.
         inputs = {buffer for task in backward.incoming for buffer in task.writes}
         for part in reversed([*existing, backward.incoming, *back]):
             orders = list(part), ordered(part, saved | forward.outputs | inputs)
-            now, then = orders if loss is not None else (_held_throughout(tasks, made) for tasks in orders)
+            now, then = (
+                orders if loss is not None else (_held_throughout(tasks, made) for tasks in orders)
+            )
             written, expected = [*now, *written], [*then, *expected]
             saved |= {buffer for task in part for buffer in (*task.reads, *task.writes)}
         if loss is not None:
@@ -150,7 +155,10 @@ class Orders:
 def most_bytes(states: States, training: TrainingMemory | None = None) -> int:
     """Returns the most bytes that a step holds in whichever of both orders that is more: what is sure to suffice whatever the order."""
     orders = Orders.of(states, training)
-    return max(step_memory(states, training, tasks).peak.bytes for tasks in (orders.expected, orders.written))
+    return max(
+        step_memory(states, training, tasks).peak.bytes
+        for tasks in (orders.expected, orders.written)
+    )
 
 
 def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
@@ -170,7 +178,13 @@ def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
     known.
     """
     existing = made | {buffer for task in tasks for buffer in task.writes}
-    inputs = {buffer: None for task in tasks if task.backward for buffer in task.reads if buffer not in existing}
+    inputs = {
+        buffer: None
+        for task in tasks
+        if task.backward
+        for buffer in task.reads
+        if buffer not in existing
+    }
     if inputs:
         tasks[-1] = replace(tasks[-1], holds=(*tasks[-1].holds, *inputs))
     return tasks
@@ -216,12 +230,18 @@ def _trained(graph: ModelGraph) -> list[int]:
 
 
 def _gradients(graph: ModelGraph) -> int:
-    return sum(whole(parameter.numel) * parameter.dtype_bytes for parameter in graph.parameters if parameter.trained)
+    return sum(
+        whole(parameter.numel) * parameter.dtype_bytes
+        for parameter in graph.parameters
+        if parameter.trained
+    )
 
 
 def _moment(live: Live[Kind], live_bytes: Mapping[Kind, int]) -> Moment:
     return Moment(
-        "backward" if live.backward else "forward", live.operator, MappingProxyType({**live_bytes, **live.kinds})
+        "backward" if live.backward else "forward",
+        live.operator,
+        MappingProxyType({**live_bytes, **live.kinds}),
     )
 
 
@@ -258,7 +278,10 @@ class Anchor:
 
 
 def anchored_bytes(
-    states: States, anchors: Sequence[Anchor], training: TrainingMemory | None = None, memory: StepMemory | None = None
+    states: States,
+    anchors: Sequence[Anchor],
+    training: TrainingMemory | None = None,
+    memory: StepMemory | None = None,
 ) -> int:
     """Returns the most that a step holds beyond what is held before it, corrected by measured plans.
 
@@ -269,7 +292,9 @@ def anchored_bytes(
         ProfileError: there is no anchor, or what was measured cannot be.
     """
     if not anchors:
-        raise ProfileError("no measured plan to predict from", do="measure one, or use predictor.memory.peak_bytes")
+        raise ProfileError(
+            "no measured plan to predict from", do="measure one, or use predictor.memory.peak_bytes"
+        )
     if wrong := [anchor.step_bytes for anchor in anchors if anchor.step_bytes <= 0]:
         raise ProfileError(f"a step is said to have taken {wrong[0]} bytes", do="measure it again")
     pure = (memory or step_memory(states, training)).step_bytes
@@ -280,7 +305,9 @@ def anchored_bytes(
     total = sum(equal)
     if not total:
         return pure
-    return pure + round(sum(error * share for error, share in zip(errors, equal, strict=True)) / total)
+    return pure + round(
+        sum(error * share for error, share in zip(errors, equal, strict=True)) / total
+    )
 
 
 def _alike(first: States, second: States) -> float:
@@ -289,4 +316,7 @@ def _alike(first: States, second: States) -> float:
     same = [mine == theirs for mine, theirs in zip(first.names, second.names, strict=True)]
     if all(same):
         return 1.0
-    return min(sum(size for size, item in zip(sizes, same, strict=True) if item) / max(sum(sizes), 1), 1 - 1e-9)
+    return min(
+        sum(size for size, item in zip(sizes, same, strict=True) if item) / max(sum(sizes), 1),
+        1 - 1e-9,
+    )

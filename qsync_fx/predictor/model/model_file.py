@@ -44,7 +44,9 @@ def check(graph: ModelGraph) -> None:
         raise Malformed(f" has {graph.points} places of casts, and {len(reads)} readings")
     _places(graph, reads)
     if unknown := set(_formats(graph, reads)) - {None, *FORMATS}:
-        raise Malformed(f" speaks of formats that there are not: {', '.join(sorted(map(str, unknown)))[:120]}")
+        raise Malformed(
+            f" speaks of formats that there are not: {', '.join(sorted(map(str, unknown)))[:120]}"
+        )
     for operator in graph.operators:
         _operator(graph, operator)
         for read in operator.reads:
@@ -58,11 +60,15 @@ def check(graph: ModelGraph) -> None:
         raise Malformed(" has two operators of one id")
     if len({parameter.path for parameter in graph.parameters}) != len(graph.parameters):
         raise Malformed(" has two parameters of one path")
-    if any(parameter.numel < 0 or not 0 < parameter.dtype_bytes <= 16 for parameter in graph.parameters):
+    if any(
+        parameter.numel < 0 or not 0 < parameter.dtype_bytes <= 16 for parameter in graph.parameters
+    ):
         raise Malformed(" has a parameter whose size is none")
     if any(isinstance(size, int) and size < 0 for size in sizes_of(graph)):
         raise Malformed(" has a size below zero")
-    for operator, states in zip(graph.operators, reachable(graph.operators, graph.formats), strict=True):
+    for operator, states in zip(
+        graph.operators, reachable(graph.operators, graph.formats), strict=True
+    ):
         if missing := next((state for state in states if state not in operator.costs), None):
             raise Malformed(f" has no cost of {operator.id} in {' and '.join(map(str, missing))}")
 
@@ -118,10 +124,14 @@ def _operator(graph: ModelGraph, operator: ModelOperator) -> None:
     OpId.parse(operator.id)
     decided = operator.decided
     if isinstance(decided, Choices) is not (operator.kind == "adjustable"):
-        raise Malformed(f" says of {operator.id} that it is {operator.kind}, and that {decided.kind} decides on it")
+        raise Malformed(
+            f" says of {operator.id} that it is {operator.kind}, and that {decided.kind} decides on it"
+        )
     if isinstance(decided, Choices):
         if missing := {decided.held, *graph.formats} - decided.runs.keys():
-            raise Malformed(f" does not say what {operator.id} makes of {', '.join(sorted(missing))}")
+            raise Malformed(
+                f" does not say what {operator.id} makes of {', '.join(sorted(missing))}"
+            )
     elif not math.isfinite(decided.scalar):
         raise Malformed(f" has a scalar of {operator.id} that is none")
     if operator.converts and not operator.reads:
@@ -130,7 +140,9 @@ def _operator(graph: ModelGraph, operator: ModelOperator) -> None:
 
 def _answers(read: ModelRead, reader: str) -> None:
     if read.point is not None and (missing := {"", *FORMATS} - read.wanted.keys()):
-        raise Malformed(f" does not say what {reader} reads in {', '.join(sorted(missing)) or 'no format'}")
+        raise Malformed(
+            f" does not say what {reader} reads in {', '.join(sorted(missing)) or 'no format'}"
+        )
 
 
 Source = Literal["operator", "parameter", "buffer", "input", "constant"]
@@ -241,8 +253,12 @@ def stored(graph: ModelGraph) -> StoredGraph:
         return sizes.place(value, written(value))
 
     def reads(value: Iterable[ModelRead]) -> list[StoredRead]:
-        tabled = ((read, tables.place(tuple(read.wanted.items()), dict(read.wanted))) for read in value)
-        return [StoredRead(r.value, r.role, table, r.point, r.origin, r.gradient) for r, table in tabled]
+        tabled = (
+            (read, tables.place(tuple(read.wanted.items()), dict(read.wanted))) for read in value
+        )
+        return [
+            StoredRead(r.value, r.role, table, r.point, r.origin, r.gradient) for r, table in tabled
+        ]
 
     def cost(state: tuple[Name, Name], value: Cost) -> StoredCost:
         all_works: Iterator[Work] = (getattr(value, name) for name in WORKS)
@@ -284,7 +300,9 @@ def restored(result: StoredGraph) -> ModelGraph:
         check(graph)
     except (Malformed, PlanError, IndexError, KeyError) as wrong:
         message = (
-            wrong.what if isinstance(wrong, (Malformed, PlanError)) else f" refers to {wrong}, which it does not hold"
+            wrong.what
+            if isinstance(wrong, (Malformed, PlanError))
+            else f" refers to {wrong}, which it does not hold"
         )
         raise ProfileError(
             f"the model graph{message}" if message.startswith(" ") else message, do=FILE.remedy
@@ -300,12 +318,20 @@ def _restored(result: StoredGraph) -> ModelGraph:
 
     def cost(value: StoredCost) -> Cost:
         pairs = iter(_at(works, value.works))
-        parts = {name: Work(flops, moved) for name, flops, moved in zip(WORKS, pairs, pairs, strict=True)}
-        return Cost(**parts, saved={(tensor, settings): _at(sizes, index) for tensor, settings, index in value.saved})
+        parts = {
+            name: Work(flops, moved) for name, flops, moved in zip(WORKS, pairs, pairs, strict=True)
+        }
+        return Cost(
+            **parts,
+            saved={
+                (tensor, settings): _at(sizes, index) for tensor, settings, index in value.saved
+            },
+        )
 
     def reads(value: Iterable[StoredRead]) -> tuple[ModelRead, ...]:
         return tuple(
-            ModelRead(r.value, r.role, _at(result.tables, r.wanted), r.point, r.origin, r.gradient) for r in value
+            ModelRead(r.value, r.role, _at(result.tables, r.wanted), r.point, r.origin, r.gradient)
+            for r in value
         )
 
     return ModelGraph(
@@ -319,7 +345,13 @@ def _restored(result: StoredGraph) -> ModelGraph:
             for op in result.operators
         ),
         tuple(
-            Value(**{**_fields(value), "numel": _at(sizes, value.numel), "fixed": _at(sizes, value.fixed)})
+            Value(
+                **{
+                    **_fields(value),
+                    "numel": _at(sizes, value.numel),
+                    "fixed": _at(sizes, value.fixed),
+                }
+            )
             for value in result.values
         ),
         reads(result.outputs),
@@ -333,7 +365,11 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-_SAME: Final = [field.name for field in dataclasses.fields(StoredOperator) if field.name not in ("reads", "costs")]
+_SAME: Final = [
+    field.name
+    for field in dataclasses.fields(StoredOperator)
+    if field.name not in ("reads", "costs")
+]
 
 
 def _at(things: list[Any], index: int) -> Any:

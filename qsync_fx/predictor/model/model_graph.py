@@ -274,14 +274,20 @@ def state_named(names: StateNames) -> OperandState:
     return OperandState(format_named(names[0]), format_named(names[1]))
 
 
-def reachable(operators: Sequence[ModelOperator], formats: Iterable[str]) -> list[tuple[StateNames, ...]]:
+def reachable(
+    operators: Sequence[ModelOperator], formats: Iterable[str]
+) -> list[tuple[StateNames, ...]]:
     """Returns the states that each operator can take."""
     wanted = tuple(formats)
     outputs: list[set[Name]] = []
     result: list[tuple[StateNames, ...]] = []
     for operator in operators:
         decided = operator.decided
-        states = _chosen(decided, wanted) if isinstance(decided, Choices) else _followed(decided, outputs)
+        states = (
+            _chosen(decided, wanted)
+            if isinstance(decided, Choices)
+            else _followed(decided, outputs)
+        )
         result.append(tuple(dict.fromkeys(states)))
         outputs.append({output for _, output in states})
     return result
@@ -295,7 +301,9 @@ def chosen(choices: Choices, planned: str, explicit: bool) -> str:
 
 
 def _chosen(choices: Choices, formats: Sequence[str]) -> list[StateNames]:
-    runs = dict.fromkeys(chosen(choices, fmt, explicit) for fmt in formats for explicit in (True, False))
+    runs = dict.fromkeys(
+        chosen(choices, fmt, explicit) for fmt in formats for explicit in (True, False)
+    )
     result: list[StateNames] = []
     for run in runs:
         result.append((run, choices.outputs.get(run)))

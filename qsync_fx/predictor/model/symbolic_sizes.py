@@ -94,7 +94,11 @@ def _product(size: sympy.Mul) -> str:
 
 
 def _factor(size: Any) -> str:
-    return f"({written(size)})" if isinstance(size, (sympy.Add, sympy.Mul)) or size.is_negative else written(size)
+    return (
+        f"({written(size)})"
+        if isinstance(size, (sympy.Add, sympy.Mul)) or size.is_negative
+        else written(size)
+    )
 
 
 class _Reader:
@@ -158,7 +162,9 @@ class _Reader:
             return result
         name = self.token
         if not name.isidentifier():
-            raise self._wrong(f"has {name!r} in place of a number or name" if name else "ends too early")
+            raise self._wrong(
+                f"has {name!r} in place of a number or name" if name else "ends too early"
+            )
         self._next()
         if not self._take("("):
             return symbol(name), 1
@@ -168,7 +174,9 @@ class _Reader:
         while self._take(","):
             arguments.append(self.sum(depth + 1))
         self._expect(")")
-        return FUNCTIONS[name](*(argument for argument, _ in arguments)), sum(degree for _, degree in arguments)
+        return FUNCTIONS[name](*(argument for argument, _ in arguments)), sum(
+            degree for _, degree in arguments
+        )
 
     def _number(self) -> int:
         if not self.token.isdecimal() or len(self.token) > _DIGITS:
@@ -207,7 +215,12 @@ _SIDES = re.compile(r"(?<=\[)[^\[\]]+(?=\])")
 def symbols(graph: ModelGraph) -> frozenset[str]:
     """Returns the names of a model's symbolic sizes."""
     result = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
-    return frozenset(symbol.name for size in result for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol))
+    return frozenset(
+        symbol.name
+        for size in result
+        for symbol in size.free_symbols
+        if isinstance(symbol, sympy.Symbol)
+    )
 
 
 def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
@@ -229,7 +242,10 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
     def size(before: Size) -> Size:
         return now.get(before, before) if isinstance(before, sympy.Basic) else before
 
-    values = [dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed)) for value in graph.values]
+    values = [
+        dataclasses.replace(value, numel=size(value.numel), fixed=size(value.fixed))
+        for value in graph.values
+    ]
     operators = [
         dataclasses.replace(
             op,

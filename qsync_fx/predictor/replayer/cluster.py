@@ -43,7 +43,12 @@ from typing import Any, Final, NamedTuple
 
 from qsync_fx.devices.device_catalog import check_exists, get, names
 from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
-from qsync_fx.predictor.replayer.collectives import AllReduce, CollectiveLink, Levels, MeasuredCollectives
+from qsync_fx.predictor.replayer.collectives import (
+    AllReduce,
+    CollectiveLink,
+    Levels,
+    MeasuredCollectives,
+)
 from qsync_fx.predictor.replayer.ddp_buckets import BUCKET_BYTES, FIRST_BYTES
 from qsync_fx.predictor.replayer.device_timeline import Overlap
 from qsync_fx.serialization.convert import Check
@@ -51,7 +56,15 @@ from qsync_fx.serialization.schema import Path, TomlSchema
 
 Memory = float | int | str
 
-_UNITS: Final = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30}
+_UNITS: Final = {
+    "B": 1.0,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "KIB": 2.0**10,
+    "MIB": 2.0**20,
+    "GIB": 2.0**30,
+}
 WAYS: Final = 'give bytes, "4 GB" or "30%"'
 """What to do about one that is none."""
 
@@ -72,7 +85,12 @@ def memory_size(memory: Memory) -> Size | None:
     if not isinstance(memory, str):
         return Size(float(memory)) if memory > 0 and math.isfinite(memory) else None
     result = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[KMG]?i?B)\s*", memory, flags=re.IGNORECASE)
-    if result is None or result[2].upper() == "IB" or not math.isfinite(float(result[1])) or not float(result[1]):
+    if (
+        result is None
+        or result[2].upper() == "IB"
+        or not math.isfinite(float(result[1]))
+        or not float(result[1])
+    ):
         return None
     if result[2] == "%":
         return Size(float(result[1]) / 100, share=True)
@@ -207,7 +225,9 @@ def _positive(value: Any) -> str | None:
     """Returns which number of a value cannot be, None where all can."""
     for part in fields(value):
         number = getattr(value, part.name)
-        if type(number) in (int, float) and (not number >= 0 or (number == 0 and part.name not in _ZERO_IS_FINE)):
+        if type(number) in (int, float) and (
+            not number >= 0 or (number == 0 and part.name not in _ZERO_IS_FINE)
+        ):
             least = "at least" if part.name in _ZERO_IS_FINE else "above"
             return f" has the {part.name} {number}, which must be {least} 0"
     return None
@@ -302,7 +322,10 @@ class Cluster:
             if device.device is not None:
                 _check_device(path, name, device.device)
         folder = pathlib.Path(os.fspath(path)).parent
-        return replace(result, devices={name: _beside(folder, device) for name, device in result.devices.items()})
+        return replace(
+            result,
+            devices={name: _beside(folder, device) for name, device in result.devices.items()},
+        )
 
     @property
     def ranks(self) -> int:
@@ -320,7 +343,9 @@ class Cluster:
         if available is not None and not available.share:
             return available.amount * size.amount
         called = device.device or name
-        return get(called).memory.bytes * size.amount if device.device or called in names() else None
+        return (
+            get(called).memory.bytes * size.amount if device.device or called in names() else None
+        )
 
     @property
     def all_reduce(self) -> AllReduce:
@@ -340,7 +365,9 @@ class Cluster:
             return self.exchange.inside
         across = self._link()
         # One rank of each node sends to the next node, so that the node's link carries what every link of the ring does.
-        return CollectiveLink(min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency)
+        return CollectiveLink(
+            min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency
+        )
 
     @property
     def exchange(self) -> Levels:
@@ -355,7 +382,9 @@ class Cluster:
             inside = MeasuredCollectives(tuple(nodes.inside), nodes.ranks)
         if nodes.across:
             return Levels(
-                MeasuredCollectives(tuple(nodes.across), nodes.count or self.ranks // nodes.ranks), inside, nodes.ranks
+                MeasuredCollectives(tuple(nodes.across), nodes.count or self.ranks // nodes.ranks),
+                inside,
+                nodes.ranks,
             )
         return Levels(self._measured() or self._link(), inside, nodes.ranks)
 
@@ -363,7 +392,9 @@ class Cluster:
         """How long an all-reduce of all ranks took, where that was measured."""
         network = self.network or Network()
         return (
-            MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks) if network.all_reduce else None
+            MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks)
+            if network.all_reduce
+            else None
         )
 
     def _link(self) -> CollectiveLink:
@@ -374,7 +405,10 @@ class Cluster:
                 message = f"the cluster says of the link of {shown(name)} no bandwidth, and has no [network] with one"
                 raise ProfileError(message, do=_REMEDY)
             bandwidths.append(bandwidth)
-        latencies = [network.latency if item.latency is None else item.latency for item in self.devices.values()]
+        latencies = [
+            network.latency if item.latency is None else item.latency
+            for item in self.devices.values()
+        ]
         return CollectiveLink(min(bandwidths), max(latencies))
 
     def _uneven(self) -> str | None:
@@ -386,7 +420,9 @@ class Cluster:
             return None if full else f" has {self.ranks} devices, which do not make nodes of {size}"
         for name, device in self.devices.items():
             if device.count % size:
-                return f" has {device.count} devices {shown(name)}, which do not make nodes of {size}"
+                return (
+                    f" has {device.count} devices {shown(name)}, which do not make nodes of {size}"
+                )
         if 1 < size < self.ranks and self.network is not None and self.network.all_reduce:
             return (
                 " has an all_reduce that was measured, which does not tell what of it is inside nodes; say a bandwidth, or what was "
@@ -407,7 +443,9 @@ class Cluster:
             raise ProfileError(message, where=of, do=nearest(unknown[0][:40], self.devices))
         if missing := [name for name in self.devices if name not in names]:
             raise ProfileError(
-                f"there is none for the devices {shown(missing[0])}", where=of, do="give one for each class"
+                f"there is none for the devices {shown(missing[0])}",
+                where=of,
+                do="give one for each class",
             )
 
 
@@ -418,11 +456,15 @@ def _check_device(path: Path, name: str, device: str) -> None:
     try:
         check_exists(device)
     except DeviceError as error:
-        raise ProfileError(error.what, where=f"{shown(str(path))}, devices.{name}.device", do=error.do) from error
+        raise ProfileError(
+            error.what, where=f"{shown(str(path))}, devices.{name}.device", do=error.do
+        ) from error
 
 
 def _beside(folder: pathlib.Path, device: ClusterDevice) -> ClusterDevice:
-    return device if device.profile is None else replace(device, profile=str(folder / device.profile))
+    return (
+        device if device.profile is None else replace(device, profile=str(folder / device.profile))
+    )
 
 
 CLUSTER: Final = TomlSchema(

@@ -20,7 +20,14 @@ from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Compression
 from qsync_fx.predictor.replayer.collectives import share
 from qsync_fx.predictor.replayer.ddp_buckets import ddp_buckets
-from qsync_fx.predictor.replayer.device_timeline import Array, DeviceStep, Local, arrival, local, steady
+from qsync_fx.predictor.replayer.device_timeline import (
+    Array,
+    DeviceStep,
+    Local,
+    arrival,
+    local,
+    steady,
+)
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 
@@ -134,9 +141,14 @@ def simulate(
     if len(settings) != len(indices):
         message = f"compression of {len(settings)} buckets for {len(indices)}"
         raise ProfileError(message, where="compression", do="give one for each bucket, or None")
-    buckets = tuple(_bucket(parameters, selected, item) for selected, item in zip(indices, settings, strict=True))
+    buckets = tuple(
+        _bucket(parameters, selected, item)
+        for selected, item in zip(indices, settings, strict=True)
+    )
     used = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
-    neighbours = _entries(dict(enumerate(beside_computing(cluster, buckets, used) if later is None else later)))
+    neighbours = _entries(
+        dict(enumerate(beside_computing(cluster, buckets, used) if later is None else later))
+    )
     devices = {
         name: local(
             schedules[name],
@@ -156,7 +168,9 @@ def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
     used = np.zeros(len(buckets))
     plain = [index for index, bucket in enumerate(buckets) if bucket.coded is None]
     if plain:
-        used[plain] = cluster.all_reduce.seconds([buckets[index].travelling for index in plain], cluster.ranks)
+        used[plain] = cluster.all_reduce.seconds(
+            [buckets[index].travelling for index in plain], cluster.ranks
+        )
     for index, seconds in _links(cluster, buckets).items():
         settings = buckets[index].coded
         assert settings is not None, "only what is coded is in it"
@@ -166,13 +180,19 @@ def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
 
 def _links(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> dict[int, tuple[float, float]]:
     """Returns the seconds that what a codec makes of a bucket travels between ranks, or nodes, and inside these, of each that is coded."""
-    coded = [(index, bucket, bucket.coded) for index, bucket in enumerate(buckets) if bucket.coded is not None]
+    coded = [
+        (index, bucket, bucket.coded)
+        for index, bucket in enumerate(buckets)
+        if bucket.coded is not None
+    ]
     if not coded:
         return {}
     levels, result = cluster.exchange, {}
     for index, bucket, settings in coded:
         (within,) = levels.inside.seconds([settings.inside], levels.size)
-        (between,) = levels.across.seconds([bucket.travelling], cluster.ranks // levels.size, settings.phases)
+        (between,) = levels.across.seconds(
+            [bucket.travelling], cluster.ranks // levels.size, settings.phases
+        )
         result[index] = float(between), float(within)
     return result
 
@@ -210,9 +230,13 @@ def returned(device: ClusterDevice, nbytes: int) -> float:
     return _copied(device, nbytes) * device.slowdown
 
 
-def before_sending(device: ClusterDevice, settings: Compression | CompressedTransfer | None, nbytes: int) -> float:
+def before_sending(
+    device: ClusterDevice, settings: Compression | CompressedTransfer | None, nbytes: int
+) -> float:
     """Returns the seconds that a device spends on a bucket before it is sent, where it is as fast as its profile says."""
-    compressing = settings.fixed + settings.each * nbytes if isinstance(settings, Compression) else 0.0
+    compressing = (
+        settings.fixed + settings.each * nbytes if isinstance(settings, Compression) else 0.0
+    )
     return compressing + _copied(device, nbytes)
 
 
@@ -233,9 +257,14 @@ def beside_computing(
     coding /= max(device.slowdown for device in cluster.devices.values())
 
     links = _links(cluster, buckets)
-    travelling = [sum(links[index]) if index in links else float(seconds) for index, seconds in enumerate(used)]
+    travelling = [
+        sum(links[index]) if index in links else float(seconds)
+        for index, seconds in enumerate(used)
+    ]
     coded = [0.0 if bucket.coded is None else bucket.coded.coding for bucket in buckets]
-    return [network.busy * sent + coding * owned for sent, owned in zip(travelling, coded, strict=True)]
+    return [
+        network.busy * sent + coding * owned for sent, owned in zip(travelling, coded, strict=True)
+    ]
 
 
 def _copied(device: ClusterDevice, nbytes: int) -> float:
@@ -263,9 +292,15 @@ def _whole(buckets: Sequence[SimulatedBucket]) -> int:
 
 
 def _steady(
-    devices: Mapping[str, Local], cluster: Cluster, buckets: Sequence[SimulatedBucket], transfer: Array
+    devices: Mapping[str, Local],
+    cluster: Cluster,
+    buckets: Sequence[SimulatedBucket],
+    transfer: Array,
 ) -> DeviceStep:
-    between = [after(devices[name].optimizer, item, _whole(buckets)) for name, item in cluster.devices.items()]
+    between = [
+        after(devices[name].optimizer, item, _whole(buckets))
+        for name, item in cluster.devices.items()
+    ]
     return steady(
         np.stack([item.ready for item in devices.values()]),
         np.array([item.computed for item in devices.values()]),
@@ -276,7 +311,9 @@ def _steady(
 
 
 def _bucket(
-    parameters: Sequence[Parameter], selected: Sequence[int], settings: Compression | CompressedTransfer | None
+    parameters: Sequence[Parameter],
+    selected: Sequence[int],
+    settings: Compression | CompressedTransfer | None,
 ) -> SimulatedBucket:
     chosen = [parameters[index] for index in selected]
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in chosen)
@@ -291,8 +328,13 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
     (first, schedule), *others = schedules.items()
     for name, other in others:
         if other.parameters != schedule.parameters:
-            ours, theirs = ({item.path: item for item in step.parameters} for step in (schedule, other))
-            differs = next((path for path in (ours | theirs) if ours.get(path) != theirs.get(path)), "their order")
+            ours, theirs = (
+                {item.path: item for item in step.parameters} for step in (schedule, other)
+            )
+            differs = next(
+                (path for path in (ours | theirs) if ours.get(path) != theirs.get(path)),
+                "their order",
+            )
             raise ProfileError(
                 f"the devices {shown(first)} and {shown(name)} train different parameters: {shown(differs)}",
                 where="schedules",
@@ -311,12 +353,17 @@ class Incremental:
         optimizer: (devices,), seconds between the last bucket and the next step.
     """
 
-    def __init__(self, seconds: Array, done_after: Sequence[int], transfer: Array, optimizer: Array) -> None:
+    def __init__(
+        self, seconds: Array, done_after: Sequence[int], transfer: Array, optimizer: Array
+    ) -> None:
         rest = np.cumsum(transfer[::-1])[::-1]
         counts = np.asarray(done_after, dtype=int)
         ready = whole(seconds, counts)
         # The end of the backward pass is one more thing to wait for, with nothing to send.
-        self._late = np.concatenate([ready + rest, seconds.sum(axis=-1, keepdims=True)], axis=-1) + optimizer[:, None]
+        self._late = (
+            np.concatenate([ready + rest, seconds.sum(axis=-1, keepdims=True)], axis=-1)
+            + optimizer[:, None]
+        )
         self._first = np.searchsorted(counts, np.arange(seconds.shape[-1]), side="right").tolist()
         self._latest = self._late.max(axis=-1)
         self._device, self._others = -1, -np.inf

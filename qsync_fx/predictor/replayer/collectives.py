@@ -167,7 +167,9 @@ class Exchange:
         scale = np.abs(unknowns).max(axis=0, initial=0.0)
         if len(samples) < 2 or np.linalg.matrix_rank(unknowns / np.where(scale > 0, scale, 1)) < 2:
             do = "give steps with gradients of several widths"
-            raise ProfileError(f"{len(samples)} samples do not tell travelling from coding", where="samples", do=do)
+            raise ProfileError(
+                f"{len(samples)} samples do not tell travelling from coding", where="samples", do=do
+            )
         travel, coding = _least_deviations(unknowns / scale, gained) / scale
         return cls(float(travel), float(coding))
 

@@ -49,8 +49,12 @@ def ddp_buckets(
     order = range(len(sizes))[::-1] if arrival is None else arrival
     unknown = next((index for index in (*order, *sparse) if index not in range(len(sizes))), None)
     if unknown is not None or len(set(order)) != len(order):
-        message = "a gradient arrives twice" if unknown is None else f"there is no parameter {unknown}"
-        raise ProfileError(message, where="arrival", do=f"name each of the {len(sizes)} parameters at most once")
+        message = (
+            "a gradient arrives twice" if unknown is None else f"there is no parameter {unknown}"
+        )
+        raise ProfileError(
+            message, where="arrival", do=f"name each of the {len(sizes)} parameters at most once"
+        )
     full, rest = _filled(order, sizes, kinds, limits, sparse)
     return full + rest
 
@@ -70,7 +74,9 @@ def first_ddp_buckets(
     """
     sizes, kinds = _checked(numels, dtype_bytes, types, limits)
     unlimited = (sum(sizes) + 1,)
-    full, rest = _filled(range(len(sizes)), sizes, kinds, limits if find_unused_parameters else unlimited, sparse)
+    full, rest = _filled(
+        range(len(sizes)), sizes, kinds, limits if find_unused_parameters else unlimited, sparse
+    )
     return sorted(full + rest, key=min, reverse=True)
 
 
@@ -120,9 +126,17 @@ def _checked(
         if len(values) != len(numels):
             message = f"{len(values)} {name} for {len(numels)} parameters"
             raise ProfileError(message, where=name, do="give one for each parameter")
-    for name, least, values in (("numels", 0, numels), ("dtype_bytes", 1, widths), ("limits", 1, limits)):
+    for name, least, values in (
+        ("numels", 0, numels),
+        ("dtype_bytes", 1, widths),
+        ("limits", 1, limits),
+    ):
         if (wrong := next((value for value in values if value < least), None)) is not None:
-            raise ProfileError(f"{wrong} is less than {least}", where=name, do="give sizes as whole numbers")
+            raise ProfileError(
+                f"{wrong} is less than {least}", where=name, do="give sizes as whole numbers"
+            )
     if not limits:
-        raise ProfileError("there is no limit", where="limits", do="give the bytes at which a bucket is full")
+        raise ProfileError(
+            "there is no limit", where="limits", do="give the bytes at which a bucket is full"
+        )
     return [numel * width for numel, width in zip(numels, widths, strict=True)], kinds

@@ -131,7 +131,12 @@ class DeviceStep:
 
 
 def step(
-    ready: Array, computed: Array, optimizer: Array, transfer: Array, begins: Array, overlap: Overlap = NONE
+    ready: Array,
+    computed: Array,
+    optimizer: Array,
+    transfer: Array,
+    begins: Array,
+    overlap: Overlap = NONE,
 ) -> DeviceStep:
     """Returns a step of devices that begin it at `begins`.
 
@@ -150,10 +155,14 @@ def step(
     else:
         ready, sent, arrived, computed = _slowed(ready, computed, transfer, begins, overlap)
     synchronized = np.maximum(arrived[..., -1:], computed) if arrived.shape[-1] else computed
-    return DeviceStep(begins, ready, sent, arrived, computed, synchronized + optimizer, overlap.compute)
+    return DeviceStep(
+        begins, ready, sent, arrived, computed, synchronized + optimizer, overlap.compute
+    )
 
 
-def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array, overlap: Overlap = NONE) -> DeviceStep:
+def steady(
+    ready: Array, computed: Array, optimizer: Array, transfer: Array, overlap: Overlap = NONE
+) -> DeviceStep:
     """Returns a step as those before and after it: each device begins it when it was done with the last one.
 
     A device whose optimizer is quick begins before others, so the first step of a run, which all begin at once, takes longer. The
@@ -163,7 +172,10 @@ def steady(ready: Array, computed: Array, optimizer: Array, transfer: Array, ove
     for _ in range(_TURNS):
         result = step(ready, computed, optimizer, transfer, begins, overlap)
         following = result.done - result.done.min(axis=-1, keepdims=True)
-        if not transfer.shape[-1] or np.abs(following - begins).max() <= _SAME * np.abs(result.seconds).max():
+        if (
+            not transfer.shape[-1]
+            or np.abs(following - begins).max() <= _SAME * np.abs(result.seconds).max()
+        ):
             break
         begins = following
     return result
@@ -184,12 +196,18 @@ def _slowed(
         before = slice(0, index)
         clocks = _clocks(sent[..., before], used[..., before], begins, overlap.compute)
         item = ready[..., index : index + 1]
-        moments[..., index] = _moments(item, begins, clocks, used[..., before], overlap.compute)[..., 0]
+        moments[..., index] = _moments(item, begins, clocks, used[..., before], overlap.compute)[
+            ..., 0
+        ]
         sent[..., index] = np.maximum(moments[..., index].max(axis=-1), free)
-        clock = _clocks(sent[..., : index + 1], used[..., : index + 1], begins, overlap.compute)[..., -1]
+        clock = _clocks(sent[..., : index + 1], used[..., : index + 1], begins, overlap.compute)[
+            ..., -1
+        ]
         left = np.maximum(computed - clock, 0).max(axis=-1) * (1 + overlap.compute)
         neighbours = np.minimum(left, transfer[..., index] * (1 + overlap.transfer))
-        used[..., index] = transfer[..., index] + neighbours * overlap.transfer / (1 + overlap.transfer)
+        used[..., index] = transfer[..., index] + neighbours * overlap.transfer / (
+            1 + overlap.transfer
+        )
         free = sent[..., index] + used[..., index]
     clocks = _clocks(sent, used, begins, overlap.compute)
     computed = _moments(computed[..., None], begins, clocks, used, overlap.compute)[..., 0]
@@ -240,7 +258,8 @@ def arrival(schedule: Schedule) -> list[int]:
     """Returns the parameters in the order in which their gradients are whole; of those at once, the last registered first."""
     index = {parameter.path: number for number, parameter in enumerate(schedule.parameters)}
     return sorted(
-        (index[path] for path in schedule.ready), key=lambda n: (schedule.ready[schedule.parameters[n].path], -n)
+        (index[path] for path in schedule.ready),
+        key=lambda n: (schedule.ready[schedule.parameters[n].path], -n),
     )
 
 

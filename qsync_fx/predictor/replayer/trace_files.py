@@ -40,7 +40,9 @@ def read(path: Path, noun: str) -> Mapping[str, Any]:
             with gzip.open(io.BytesIO(data)) as file:
                 data = file.read(_LARGEST + 1)
         except (EOFError, OSError, zlib.error) as error:
-            raise ProfileError(f"the {noun} is cut off or damaged: {error}", where=where, do=_CUT) from None
+            raise ProfileError(
+                f"the {noun} is cut off or damaged: {error}", where=where, do=_CUT
+            ) from None
     if len(data) > _LARGEST:
         raise ProfileError(f"the {noun} is larger than {_LARGEST} bytes", where=where, do=_CUT)
     try:
@@ -68,7 +70,9 @@ def number(value: object) -> float | None:
     return result if math.isfinite(result) else None
 
 
-_HOW_TO_EXPORT: Final = "export the trace with torch.profiler.profile(...).export_chrome_trace once profiling has ended"
+_HOW_TO_EXPORT: Final = (
+    "export the trace with torch.profiler.profile(...).export_chrome_trace once profiling has ended"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +122,11 @@ def kineto(path: Path) -> Kineto:
     entries = tree.get("traceEvents")
     if not isinstance(entries, list):
         raise ProfileError("the trace has no list of traceEvents", where=where, do=_HOW_TO_EXPORT)
-    events = [_event(entry, f"{where}, traceEvents[{index}]") for index, entry in enumerate(entries) if _lasts(entry)]
+    events = [
+        _event(entry, f"{where}, traceEvents[{index}]")
+        for index, entry in enumerate(entries)
+        if _lasts(entry)
+    ]
     if not events:
         raise ProfileError(
             "the trace has no event that lasts",
@@ -131,7 +139,9 @@ def kineto(path: Path) -> Kineto:
     rank, ranks = number(group.get("rank", 0)), number(group.get("world_size", 1))
     if rank is None or ranks is None or not 0 <= rank < ranks:
         raise ProfileError(
-            "the trace's rank is not one of its ranks", where=f"{where}, distributedInfo", do=_HOW_TO_EXPORT
+            "the trace's rank is not one of its ranks",
+            where=f"{where}, distributedInfo",
+            do=_HOW_TO_EXPORT,
         )
     events.sort(key=lambda event: (event.begin, -event.end))
     return Kineto(str(path), int(rank), int(ranks), events)
@@ -149,7 +159,11 @@ def outermost(events: Sequence[Event]) -> list[Event]:
 
 
 def _lasts(entry: object) -> bool:
-    return isinstance(entry, dict) and entry.get("ph") == "X" and entry.get("cat") not in ("Trace", "overhead")
+    return (
+        isinstance(entry, dict)
+        and entry.get("ph") == "X"
+        and entry.get("cat") not in ("Trace", "overhead")
+    )
 
 
 def _event(entry: Mapping[str, Any], where: str) -> Event:
@@ -159,7 +173,9 @@ def _event(entry: Mapping[str, Any], where: str) -> Event:
         raise ProfileError("the event has no name", where=where, do=_HOW_TO_EXPORT)
     if begin is None or duration is None or duration < 0:
         wrong = "ts" if begin is None else "dur"
-        message = f"the event {shown(name)} has {wrong} {shown(str(entry.get(wrong)))}, which is no time"
+        message = (
+            f"the event {shown(name)} has {wrong} {shown(str(entry.get(wrong)))}, which is no time"
+        )
         raise ProfileError(message, where=where, do=_HOW_TO_EXPORT)
     track = (str(entry.get("pid")), str(entry.get("tid")))
     return Event(name, str(entry.get("cat", "")), track, begin, begin + duration, args)
@@ -168,23 +184,23 @@ def _event(entry: Mapping[str, Any], where: str) -> Event:
 def _forwards(entries: Sequence[Any], where: str) -> None:
     """Raises `ProfileError` where a backward pass runs before the forward pass that it belongs to."""
     begun: dict[object, float] = {}
-    arrows = [entry for entry in entries if isinstance(entry, dict) and entry.get("cat") == "fwdbwd"]
+    arrows = [
+        entry for entry in entries if isinstance(entry, dict) and entry.get("cat") == "fwdbwd"
+    ]
     for entry in sorted(arrows, key=lambda entry: entry.get("ph") != "s"):
         index, name = number(entry.get("ts")), str(entry.get("id"))
         if index is None:
-            raise ProfileError(f"the arrow {shown(name)} has no time", where=where, do=_HOW_TO_EXPORT)
+            raise ProfileError(
+                f"the arrow {shown(name)} has no time", where=where, do=_HOW_TO_EXPORT
+            )
         if entry.get("ph") == "s":
             begun[name] = index
         elif index < begun.get(name, index):
-            message = (
-                f"the trace runs in a circle: backward work {shown(name)} is before the forward work that it belongs to"
-            )
+            message = f"the trace runs in a circle: backward work {shown(name)} is before the forward work that it belongs to"
             raise ProfileError(message, where=where, do=_HOW_TO_EXPORT)
 
 
-_HOW_TO_RECORD: Final = (
-    "write it with torch.profiler.ExecutionTraceObserver, and unregister that before the file is read"
-)
+_HOW_TO_RECORD: Final = "write it with torch.profiler.ExecutionTraceObserver, and unregister that before the file is read"
 
 
 @dataclass(frozen=True)
@@ -214,7 +230,11 @@ def execution_trace(path: Path) -> Mapping[int, Node]:
     for index, entry in enumerate(entries):
         identity, node = _node(entry, f"{where}, nodes[{index}]")
         if identity in nodes:
-            raise ProfileError(f"two nodes have the id {identity}", where=f"{where}, nodes[{index}]", do=_HOW_TO_RECORD)
+            raise ProfileError(
+                f"two nodes have the id {identity}",
+                where=f"{where}, nodes[{index}]",
+                do=_HOW_TO_RECORD,
+            )
         nodes[identity] = node
     _check_tree(nodes, where)
     return nodes
@@ -227,10 +247,18 @@ def sizes(nodes: Mapping[int, Node], traced: Kineto) -> Mapping[int, tuple[int, 
         ProfileError: the two are not of one run.
     """
     by_function = {node.function: node for node in nodes.values() if node.function is not None}
-    functions = {event.number("Record function id") for event in traced.events if event.category == "cpu_op"} - {None}
+    functions = {
+        event.number("Record function id") for event in traced.events if event.category == "cpu_op"
+    } - {None}
     if missing := functions - by_function.keys():
-        message = f"{len(missing)} of {len(functions)} recorded functions are not in the execution trace"
-        raise ProfileError(message, where=shown(traced.path), do="give the two traces of one run, over the same steps")
+        message = (
+            f"{len(missing)} of {len(functions)} recorded functions are not in the execution trace"
+        )
+        raise ProfileError(
+            message,
+            where=shown(traced.path),
+            do="give the two traces of one run, over the same steps",
+        )
     return {function: node.tensors[0] for function, node in by_function.items() if node.tensors}
 
 
@@ -239,11 +267,18 @@ def _node(entry: object, where: str) -> tuple[int, Node]:
         raise ProfileError("the node is no object", where=where, do=_HOW_TO_RECORD)
     identity, parent, name = entry.get("id"), entry.get("ctrl_deps"), entry.get("name")
     if type(identity) is not int or type(parent) is not int or not isinstance(name, str):
-        raise ProfileError("the node lacks its id, its name or ctrl_deps", where=where, do=_HOW_TO_RECORD)
+        raise ProfileError(
+            "the node lacks its id, its name or ctrl_deps", where=where, do=_HOW_TO_RECORD
+        )
     attributes = entry.get("attrs", [])
     attributes = attributes if isinstance(attributes, list) else []
     function = next(
-        (item.get("value") for item in attributes if isinstance(item, dict) and item.get("name") == "rf_id"), None
+        (
+            item.get("value")
+            for item in attributes
+            if isinstance(item, dict) and item.get("name") == "rf_id"
+        ),
+        None,
     )
     inputs = entry.get("inputs")
     values = inputs.get("values") if isinstance(inputs, dict) else None
@@ -257,7 +292,11 @@ def _tensors(values: Sequence[Any]) -> list[tuple[int, int]]:
     for value in values:
         if not isinstance(value, list):
             continue
-        if len(value) == 6 and isinstance(value[5], str) and all(type(part) is int for part in value[:5]):
+        if (
+            len(value) == 6
+            and isinstance(value[5], str)
+            and all(type(part) is int for part in value[:5])
+        ):
             result.append((value[3], value[4]))
         elif value and isinstance(value[0], list):
             result += _tensors(value)
@@ -266,7 +305,9 @@ def _tensors(values: Sequence[Any]) -> list[tuple[int, int]]:
 
 def _check_tree(nodes: Mapping[int, Node], where: str) -> None:
     # The process is the root: it is its own caller, and named in brackets.
-    settled = {index for index, node in nodes.items() if node.parent == index and node.name.startswith("[")}
+    settled = {
+        index for index, node in nodes.items() if node.parent == index and node.name.startswith("[")
+    }
     for start in nodes:
         path: dict[int, None] = {}
         index = start
@@ -279,5 +320,7 @@ def _check_tree(nodes: Mapping[int, Node], where: str) -> None:
         if index in path:
             circle = list(path)[list(path).index(index) :]
             names = " by ".join(shown(nodes[item].name) for item in [*circle[:5], index])
-            raise ProfileError(f"calls run in a circle: {names}", where=f"{where}, node {index}", do=_HOW_TO_RECORD)
+            raise ProfileError(
+                f"calls run in a circle: {names}", where=f"{where}, node {index}", do=_HOW_TO_RECORD
+            )
         settled |= path.keys()

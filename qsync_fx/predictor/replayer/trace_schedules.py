@@ -38,7 +38,15 @@ import torch
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice
 from qsync_fx.predictor.replayer.cluster_step import SimulatedStep, simulate
-from qsync_fx.predictor.replayer.trace_files import Event, Kineto, execution_trace, kineto, number, outermost, sizes
+from qsync_fx.predictor.replayer.trace_files import (
+    Event,
+    Kineto,
+    execution_trace,
+    kineto,
+    number,
+    outermost,
+    sizes,
+)
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 from qsync_fx.serialization.schema import Path
 
@@ -80,7 +88,11 @@ def _of_host(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWork]
     optimizer, names = _optimizers(events), _names(events, calls)
     return [
         TraceWork(
-            names.get(id(call), call.name), _part(call.name, call.begin, optimizer), call.begin, call.begin, call.end
+            names.get(id(call), call.name),
+            _part(call.name, call.begin, optimizer),
+            call.begin,
+            call.begin,
+            call.end,
         )
         for call in calls
     ]
@@ -179,7 +191,11 @@ def _sent_by_device(events: Sequence[Event]) -> list[Travel]:
 def _sent_by_host(events: Sequence[Event]) -> list[Travel]:
     """On a CPU a thread of the backend does what was asked for, in the order in which it was."""
     requested = [event for event in events if event.name == "c10d::allreduce_"]
-    done = [event for event in events if event.name.endswith(":all_reduce") and event.category == "user_annotation"]
+    done = [
+        event
+        for event in events
+        if event.name.endswith(":all_reduce") and event.category == "user_annotation"
+    ]
     pairs = zip(requested, done, strict=False)
     return [Travel(item.begin, other.begin, other.end, (other, item)) for item, other in pairs]
 
@@ -220,7 +236,9 @@ class TracedSchedule:
     sent: tuple[Sent, ...]
 
 
-def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> list[TracedSchedule]:
+def steps(
+    trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None
+) -> list[TracedSchedule]:
     """Returns the steps of a trace; the whole trace where it has no marks of steps.
 
     Args:
@@ -230,9 +248,13 @@ def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> 
     Raises:
         ProfileError: there is no step with a backward pass.
     """
-    seconds = [replace(event, begin=event.begin / 1e6, end=event.end / 1e6) for event in trace.events]
+    seconds = [
+        replace(event, begin=event.begin / 1e6, end=event.end / 1e6) for event in trace.events
+    ]
     marks = [
-        event for event in seconds if event.name.startswith("ProfilerStep#") and event.category == "user_annotation"
+        event
+        for event in seconds
+        if event.name.startswith("ProfilerStep#") and event.category == "user_annotation"
     ]
     if not marks:
         begin, end = seconds[0].begin, max(event.end for event in seconds)
@@ -247,7 +269,9 @@ def steps(trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None) -> 
         if device:
             # A device lags behind its host: its step ends where the next one begins.
             later = [
-                item.begin for item in work if following is not None and following.begin <= item.asked < following.end
+                item.begin
+                for item in work
+                if following is not None and following.begin <= item.asked < following.end
             ]
             begin, end = owned[0].begin, min(later, default=owned[0].begin)
         end = max(end, *(item.end for item in owned))
@@ -272,7 +296,10 @@ def _step(
 ) -> TracedSchedule:
     begin, end = within
     backward = [index for index, item in enumerate(work) if item.part is Part.BACKWARD]
-    passes = ((Part.FORWARD, work[: backward[0]]), (Part.BACKWARD, work[backward[0] : backward[-1] + 1]))
+    passes = (
+        (Part.FORWARD, work[: backward[0]]),
+        (Part.BACKWARD, work[backward[0] : backward[-1] + 1]),
+    )
     entries: dict[Part, list[Entry]] = {Part.FORWARD: [], Part.BACKWARD: []}
     requested: list[float] = []
     now = begin
@@ -281,7 +308,9 @@ def _step(
             if piece.begin > now:
                 entries[part].append(Entry("", Part.OUTSIDE, piece.begin - now))
                 requested += [piece.asked] if part is Part.BACKWARD else []
-            entries[part].append(Entry(piece.name, part, max(piece.end - max(piece.begin, now), 0.0)))
+            entries[part].append(
+                Entry(piece.name, part, max(piece.end - max(piece.begin, now), 0.0))
+            )
             requested += [piece.asked] if part is Part.BACKWARD else []
             now = max(now, piece.end)
     gradients = [item for item in travelled if requested[0] <= item.asked]
@@ -295,7 +324,9 @@ def _step(
     waiting = _covered(now, end, travel) - _covered(now, end, _common(busy, travel))
     optimizer = max(end - now - waiting, 0.0)
     parameters = tuple(Parameter(_bucket(index), *item) for index, item in enumerate(result))
-    schedule = Schedule(tuple(entries[Part.FORWARD]), tuple(entries[Part.BACKWARD]), optimizer, parameters, ready)
+    schedule = Schedule(
+        tuple(entries[Part.FORWARD]), tuple(entries[Part.BACKWARD]), optimizer, parameters, ready
+    )
     ended = [begin, *(item.end for item in gradients)]
     sent = tuple(
         Sent(*size, max(item.end - max(item.begin, before), 0.0))
@@ -317,10 +348,18 @@ def _amount(item: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, in
         if count is not None and count >= 0:
             return count, _element_bytes(event.args.get("dtype"))
         dims, types = event.args.get("Input Dims"), event.args.get("Input type")
-        if isinstance(dims, list) and dims and isinstance(dims[0], list) and dims[0] and isinstance(types, list):
+        if (
+            isinstance(dims, list)
+            and dims
+            and isinstance(dims[0], list)
+            and dims[0]
+            and isinstance(types, list)
+        ):
             sides = [number(side) for side in dims[0]]
             if all(side is not None and side >= 0 for side in sides):
-                return int(math.prod(side or 0 for side in sides)), _element_bytes(types[0] if types else None)
+                return int(math.prod(side or 0 for side in sides)), _element_bytes(
+                    types[0] if types else None
+                )
     return 0, 4
 
 
@@ -340,7 +379,9 @@ def _covered(begin: float, end: float, spans: Sequence[tuple[float, float]]) -> 
     return total
 
 
-def _common(ones: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _common(
+    ones: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
     return [(max(a, c), min(b, d)) for a, b in ones for c, d in others if max(a, c) < min(b, d)]
 
 
@@ -363,7 +404,9 @@ def common_step(ranks: Sequence[Sequence[TracedSchedule]]) -> list[TracedSchedul
     names = [name for name in every[0] if all(name in item for item in every)]
     if not names:
         message = f"no step is in all traces: {', '.join(every[0])} and {', '.join(every[-1])}"
-        raise ProfileError(message, where=shown(ranks[-1][0].path), do="profile the same steps on all ranks")
+        raise ProfileError(
+            message, where=shown(ranks[-1][0].path), do="profile the same steps on all ranks"
+        )
     seconds = {name: max(item[name].seconds for item in every) for name in names}
     middle = statistics.median_low(seconds.values())
     chosen = next(name for name in names if seconds[name] == middle)
@@ -377,12 +420,19 @@ def travelling(ranks: Sequence[TracedSchedule]) -> list[float]:
         if [(sent.elements, sent.element_bytes) for sent in item.sent] != [
             (sent.elements, sent.element_bytes) for sent in first.sent
         ]:
-            message = f"the ranks {first.rank} and {item.rank} send different gradients in {first.name}"
+            message = (
+                f"the ranks {first.rank} and {item.rank} send different gradients in {first.name}"
+            )
             raise ProfileError(message, where=f"{shown(first.path)} and {shown(item.path)}", do=_DO)
-    return [min(sent.seconds for sent in same) for same in zip(*(item.sent for item in ranks), strict=True)]
+    return [
+        min(sent.seconds for sent in same)
+        for same in zip(*(item.sent for item in ranks), strict=True)
+    ]
 
 
-def played_traces(traces: Mapping[str, Sequence[TracedSchedule]], cluster: Cluster | None = None) -> SimulatedStep:
+def played_traces(
+    traces: Mapping[str, Sequence[TracedSchedule]], cluster: Cluster | None = None
+) -> SimulatedStep:
     """Returns a step of the run that was traced; with a cluster, that step on its links, devices and numbers of them.
 
     Args:
@@ -399,12 +449,18 @@ def played_traces(traces: Mapping[str, Sequence[TracedSchedule]], cluster: Clust
         (most, *others) = {item.ranks for item in result.values()}
         if others or len(result) not in (1, most):
             message = f"there are traces of {len(result)} ranks of {max(most, *others, 0)}"
-            raise ProfileError(message, where=", ".join(shown(item.path) for item in result.values()), do=_DO)
-        cluster = Cluster({name: ClusterDevice(count=most if len(result) == 1 else 1) for name in result})
+            raise ProfileError(
+                message, where=", ".join(shown(item.path) for item in result.values()), do=_DO
+            )
+        cluster = Cluster(
+            {name: ClusterDevice(count=most if len(result) == 1 else 1) for name in result}
+        )
         transfer = travelling(list(result.values())) if most > 1 else []
     else:
         travelling(list(result.values()))
         transfer = None
     count = len(next(iter(result.values())).sent) if cluster.ranks > 1 else 0
     schedules = {name: item.schedule for name, item in result.items()}
-    return simulate(schedules, cluster, indices=[[index] for index in range(count)], transfer=transfer)
+    return simulate(
+        schedules, cluster, indices=[[index] for index in range(count)], transfer=transfer
+    )

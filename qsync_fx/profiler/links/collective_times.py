@@ -31,16 +31,24 @@ def collectives(device: torch.device = CPU) -> list[Collective]:
     rank."""
     if (count := ranks()) == 1:
         return []
-    table = rising([(2**power, _steadily(2**power, device)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)])
+    table = rising(
+        [(2**power, _steadily(2**power, device)) for power in range(_SMALLEST, _LARGEST + 1, _STEP)]
+    )
     return [Collective(str(distributed.get_backend(carrying(device))), count, table)]
 
 
 def ranks() -> int:
     """Returns how many ranks torch.distributed has; 1 where it is not up."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return (
+        distributed.get_world_size()
+        if distributed.is_available() and distributed.is_initialized()
+        else 1
+    )
 
 
-def all_reduces(groups: Sequence[Sequence[int]], device: torch.device = CPU) -> list[tuple[int, float]]:
+def all_reduces(
+    groups: Sequence[Sequence[int]], device: torch.device = CPU
+) -> list[tuple[int, float]]:
     """Measures all-reduces of what lies on a device between the ranks of each group, all groups at once; called on all ranks, with all of
     them in groups.
 
@@ -52,7 +60,12 @@ def all_reduces(groups: Sequence[Sequence[int]], device: torch.device = CPU) -> 
     owned, _ = made([list(group) for group in groups], backend=backend)
     try:
         powers = range(_SMALLEST, _LARGEST_OF_GROUPS + 1, _STEP)
-        return rising([(2**power, all_reduce_seconds(2**power, device=device, group=owned)) for power in powers])
+        return rising(
+            [
+                (2**power, all_reduce_seconds(2**power, device=device, group=owned))
+                for power in powers
+            ]
+        )
     finally:
         distributed.destroy_process_group(owned)
 
@@ -73,7 +86,9 @@ def buffers_seconds(module: nn.Module) -> float:
         for buffers in by_type.values():
             message = torch.cat([buffer.flatten() for buffer in buffers])
             distributed.broadcast(message, 0, group=carrying(message.device))
-            for buffer, sent in zip(buffers, torch.split(message, [item.numel() for item in buffers]), strict=True):
+            for buffer, sent in zip(
+                buffers, torch.split(message, [item.numel() for item in buffers]), strict=True
+            ):
                 torch.empty_like(buffer).copy_(sent.view_as(buffer))
             finish(message.device)
         used.append(time.perf_counter() - begin)
@@ -97,7 +112,10 @@ def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def all_reduce_seconds(
-    nbytes: int, repeats: int = _REPEATS, device: torch.device = CPU, group: ProcessGroup | None = None
+    nbytes: int,
+    repeats: int = _REPEATS,
+    device: torch.device = CPU,
+    group: ProcessGroup | None = None,
 ) -> float:
     """Returns the median over some repeats of the seconds that an all-reduce takes from when the last rank has come; the same on all ranks,
     which call it together.

@@ -71,7 +71,9 @@ def busy(table: Sequence[tuple[int, float]], device: torch.device = CPU) -> floa
     """
     short = [item for item in table if item[0] <= _LARGEST_BUFFER and item[1] <= _LONGEST]
     nbytes, seconds = max(short, default=min(table))
-    messages = [torch.zeros(max(1, nbytes // 4), device=device) for _ in range(math.ceil(_TRAVEL / seconds))]
+    messages = [
+        torch.zeros(max(1, nbytes // 4), device=device) for _ in range(math.ceil(_TRAVEL / seconds))
+    ]
     travel = len(messages) * seconds
     every = max(1, round(_BESIDE * seconds * _WARMUP_ROUNDS / _computed(_WARMUP_ROUNDS, device)))
     result = []
@@ -121,7 +123,9 @@ def _agreed(result: Sequence[float]) -> float:
     return min(1.0, max(0.0, mean(statistics.median(result))))
 
 
-def _computed(turns: int, device: torch.device = CPU, messages: Sequence[torch.Tensor] = ()) -> float:
+def _computed(
+    turns: int, device: torch.device = CPU, messages: Sequence[torch.Tensor] = ()
+) -> float:
     """Returns the seconds of so many products, a multiple of the number of messages, which are handed over evenly among them."""
     values, out = torch.ones(_SIZE, _SIZE, device=device), torch.empty(_SIZE, _SIZE, device=device)
     group = carrying(device) if messages else None
@@ -130,7 +134,9 @@ def _computed(turns: int, device: torch.device = CPU, messages: Sequence[torch.T
     begin = time.perf_counter()
     for turn in range(turns):
         if messages and turn % every == 0:
-            works.append(distributed.all_reduce(messages[turn // every], group=group, async_op=True))
+            works.append(
+                distributed.all_reduce(messages[turn // every], group=group, async_op=True)
+            )
         torch.mm(values, values, out=out)
     finish(device)
     used = time.perf_counter() - begin
@@ -243,7 +249,9 @@ class _Wrapped:
                 break
             meet()
             begin = time.perf_counter()
-            with self.parallel.no_sync() if self.hook.way is _Way.LEFT else contextlib.nullcontext():
+            with (
+                self.parallel.no_sync() if self.hook.way is _Way.LEFT else contextlib.nullcontext()
+            ):
                 for _ in range(row):
                     self.training.run(self.model)
             if self.parallel.device_type == "cuda":
@@ -281,7 +289,9 @@ def together(
     del parallel, wrapped
     gc.collect()
     on_all = None if math.isinf(coded) else coded
-    return JointSteps(Unsent(left, copied), Unsent(all_left, all_copied), sending, mebibytes * 2**20, on_all)
+    return JointSteps(
+        Unsent(left, copied), Unsent(all_left, all_copied), sending, mebibytes * 2**20, on_all
+    )
 
 
 @contextlib.contextmanager
@@ -292,7 +302,9 @@ def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
     assigned = to_all(codec_named(CODEC), [item.numel() for _, item in named])
     try:
         if all(item.device.type == "cpu" for _, item in named):
-            yield DdpCompressor(group, distributed.get_rank(), distributed.get_world_size(), named, assigned, 0, 0)
+            yield DdpCompressor(
+                group, distributed.get_rank(), distributed.get_world_size(), named, assigned, 0, 0
+            )
         else:
             yield None
     finally:
@@ -313,4 +325,6 @@ def _rounds(seconds: float) -> tuple[int, int]:
 def _leaving_buffers() -> dict[str, Any]:
     """Returns how DistributedDataParallel is told to send no buffers, which torch 2.13 calls otherwise than those before."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in names): False}
+    return {
+        next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in names): False
+    }

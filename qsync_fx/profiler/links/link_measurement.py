@@ -57,7 +57,11 @@ def coding_speeds(device: torch.device | None = None) -> list[CodecSpeed]:
 def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
     # No bucket is foreseen by shapes of parameters, which a profile does not hold, nor by levels that the link decides.
     named = [codec_named(name) for name in NAMES]
-    codecs = [codec for codec in named if codec.fitted((3, 5)) == codec and not isinstance(codec, Adaptive)]
+    codecs = [
+        codec
+        for codec in named
+        if codec.fitted((3, 5)) == codec and not isinstance(codec, Adaptive)
+    ]
     clock = clock_for(threads) if device.type == "cpu" else clock_of(device)
     result = measured(codecs, _VALUES, _REPEATS, clock, device, VALUES)
     return tuple(CodecSpeed(item.codec, item.encode, item.decode) for item in result)
@@ -93,7 +97,9 @@ def linked(
     alone = replace(links[0], buffers=buffers_seconds(module))
 
     def measured(plan: Plan) -> JointSteps:
-        return together(module, lambda wrapped, training: compiled(wrapped, training, plan), training)
+        return together(
+            module, lambda wrapped, training: compiled(wrapped, training, plan), training
+        )
 
     plans = [Plan.uniform(name) for name in (profile.precisions[0], profile.precisions[-1])]
     assert len(plans) == PLANS
@@ -118,7 +124,9 @@ def linked(
     return [replace(result, busy=busy, coding=coding)]
 
 
-def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, JointSteps]]) -> Collective:
+def taken_in_steps(
+    profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, JointSteps]]
+) -> Collective:
     """Returns with which `slowdown`, `copies`, `busy` and `coding` the replayer has steps take as long as they did, all of them together.
 
     What a codec takes beside seconds of coding, such as the interpreter that its thread shares with the one that computes, and waiting for
@@ -130,7 +138,10 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
         steps: of some plans.
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
-    available = [(CostMapper(profile.graph, profile.times(), plan).schedule(), visited) for plan, visited in steps]
+    available = [
+        (CostMapper(profile.graph, profile.times(), plan).schedule(), visited)
+        for plan, visited in steps
+    ]
     clusters = [_of_slowest(schedule, visited, alone.ranks) for schedule, visited in available]
 
     def foreseen(network: Network, codec: str | None = None) -> float:
@@ -142,8 +153,12 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
     def sending(busy: float) -> float:
         return foreseen(Network(all_reduce=table, ranks=alone.ranks, busy=busy))
 
-    slowdown = sum(visited.own.left for _, visited in available) / sum(schedule.seconds for schedule, _ in available)
-    copied = max(0.0, sum(visited.own.copied - visited.own.left for _, visited in available)) / slowdown
+    slowdown = sum(visited.own.left for _, visited in available) / sum(
+        schedule.seconds for schedule, _ in available
+    )
+    copied = (
+        max(0.0, sum(visited.own.copied - visited.own.left for _, visited in available)) / slowdown
+    )
     copies = copied / sum(2 * _nbytes(schedule) for schedule, _ in available)
     busy = least_for(sending, sum(visited.sending for _, visited in available))
     result = replace(alone, slowdown=slowdown, copies=copies, busy=busy)
@@ -152,7 +167,9 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
         return result
 
     def coded(coding: float) -> float:
-        return foreseen(Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding), CODEC)
+        return foreseen(
+            Network(all_reduce=table, ranks=alone.ranks, busy=busy, coding=coding), CODEC
+        )
 
     return replace(result, coding=least_for(coded, sum(seconds)))
 
@@ -160,7 +177,9 @@ def taken_in_steps(profile: Profile, alone: Collective, steps: Sequence[tuple[Pl
 def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster:
     """Returns devices that compute and copy as long as the slowest rank did that sent nothing, and buckets as they were."""
     slowdown = observed.slowest.left / schedule.seconds
-    copies = max(0.0, observed.slowest.copied - observed.slowest.left) / (2 * _nbytes(schedule) * slowdown)
+    copies = max(0.0, observed.slowest.copied - observed.slowest.left) / (
+        2 * _nbytes(schedule) * slowdown
+    )
     device = ClusterDevice(count, copies=copies, slowdown=slowdown)
     return Cluster({_RANK: device}, None, Buckets(observed.bucket_bytes, observed.bucket_bytes))
 

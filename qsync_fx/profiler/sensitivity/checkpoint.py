@@ -65,7 +65,12 @@ class Interrupted:
 
 
 def _wrong(result: MethodProgress) -> str | None:
-    numbers = [v for table in (*result.trace, *result.learned.values()) for by in table.values() for v in by.values()]
+    numbers = [
+        v
+        for table in (*result.trace, *result.learned.values())
+        for by in table.values()
+        for v in by.values()
+    ]
     if not all(v >= 0 and math.isfinite(v) for v in (*numbers, result.seconds)):
         return " holds a number that is negative"
     return None
@@ -94,7 +99,9 @@ def resumed(path: Path, empty: Interrupted) -> Interrupted:
         if result.about != empty.about or result.methods.keys() != empty.methods.keys():
             return f"it was asked of {result.about}; this is {empty.about}"
         return (
-            None if result.weights == empty.weights else "the model had other weights or another mode (train or eval)"
+            None
+            if result.weights == empty.weights
+            else "the model had other weights or another mode (train or eval)"
         )
 
     return INTERRUPTED.resumed(path, empty, differs)
@@ -118,8 +125,12 @@ def weights_of(model: nn.Module) -> str:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             digest.update(f"{name} {describe(tensor)} {tensor.requires_grad}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    digest.update(" ".join(name for name, module in model.named_modules() if module.training).encode())
+            digest.update(
+                tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
+    digest.update(
+        " ".join(name for name, module in model.named_modules() if module.training).encode()
+    )
     return digest.hexdigest()[:16]
 
 
@@ -127,7 +138,13 @@ def shapes_of(batch: Any) -> str:
     """Returns the shapes of a batch in words."""
     if isinstance(batch, torch.Tensor):
         return describe(batch)
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    items = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, (list, tuple))
+        else ()
+    )
     return f"({', '.join(map(shapes_of, items))})"
 
 
@@ -141,7 +158,9 @@ def by_operator(values: Mapping[Key, float]) -> Values:
 
 def by_key(values: Values) -> dict[Key, float]:
     """Returns the same by key."""
-    return {(operator, name): value for operator, by in values.items() for name, value in by.items()}
+    return {
+        (operator, name): value for operator, by in values.items() for name, value in by.items()
+    }
 
 
 class SensitivityCheckpoint:
@@ -157,7 +176,9 @@ class SensitivityCheckpoint:
         traces, seconds: of each method, of all steps so far.
     """
 
-    def __init__(self, path: Path | None, methods: Mapping[str, Method], about: str, model: nn.Module) -> None:
+    def __init__(
+        self, path: Path | None, methods: Mapping[str, Method], about: str, model: nn.Module
+    ) -> None:
         self.path, self.methods, self.steps = path, methods, 0
         self.traces: dict[str, list[dict[Key, float]]] = {name: [] for name in methods}
         self.seconds = dict.fromkeys(methods, 0.0)
@@ -180,7 +201,9 @@ class SensitivityCheckpoint:
     def add(self, result: Mapping[str, tuple[dict[Key, float], float]]) -> None:
         """Keeps what each method has found in a step, and the seconds that it took."""
         for name, (values, seconds) in result.items():
-            Sensitivity(name, "", by_operator(values))  # refuses what is no variance now, and not after all steps
+            Sensitivity(
+                name, "", by_operator(values)
+            )  # refuses what is no variance now, and not after all steps
             self.traces[name].append(values)
             self.seconds[name] += seconds
         if self.path is not None:

@@ -21,7 +21,11 @@ from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops.spec import Kind, Place
 from qsync_fx.predictor.indicator import formulas
 from qsync_fx.predictor.indicator.formulas import depths, omega
-from qsync_fx.predictor.indicator.rounding_variance import input_gradient_noise, product_noise, weight_gradient_noise
+from qsync_fx.predictor.indicator.rounding_variance import (
+    input_gradient_noise,
+    product_noise,
+    weight_gradient_noise,
+)
 from qsync_fx.profiler.sensitivity.checkpoint import Values
 from qsync_fx.profiler.sensitivity.gate_flips import factored
 from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key
@@ -75,7 +79,9 @@ class Formulas:
         deepest = max(deep.values(), default=0)
         sums: dict[Key, float] = {}
         for index, visited in enumerate(taps.seen):
-            looked = Looked(visited, gradients.get(index, {}), deep[visited.operator], deepest, 1 / step.samples)
+            looked = Looked(
+                visited, gradients.get(index, {}), deep[visited.operator], deepest, 1 / step.samples
+            )
             for name, change in step.changes[visited.operator].items():
                 if change.places:
                     key = visited.operator, name
@@ -89,7 +95,9 @@ def model_depths(step: GradientStep) -> dict[str, int]:
     for part in step.captured.graphs:
         inputs: dict[fx.Node, list[fx.Node]] = {}
         _flatten(part.graph, {}, inputs)
-        ids = {node: str(node_metadata.NOTE[node].id) for node in inputs if node in node_metadata.NOTE}
+        ids = {
+            node: str(node_metadata.NOTE[node].id) for node in inputs if node in node_metadata.NOTE
+        }
         counted = [node for node in ids if node_metadata.NOTE[node].kind is Kind.ADJUSTABLE]
         before = max(result.values(), default=0)
         for node, depth in depths(inputs, counted).items():
@@ -98,12 +106,18 @@ def model_depths(step: GradientStep) -> dict[str, int]:
     return result
 
 
-def _flatten(graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[fx.Node, list[fx.Node]]) -> None:
+def _flatten(
+    graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[fx.Node, list[fx.Node]]
+) -> None:
     """Adds what each node of a graph and of its bodies reads."""
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
             placeholders = [p for p in body.nodes if p.op == "placeholder"]
-            inputs = {p: used for p, used in zip(placeholders, node.args[1:], strict=True) if isinstance(used, fx.Node)}
+            inputs = {
+                p: used
+                for p, used in zip(placeholders, node.args[1:], strict=True)
+                if isinstance(used, fx.Node)
+            }
             _flatten(body, inputs, into)
             into[node] = [body.nodes[-1]]
         if not node_metadata.bodies(node):
@@ -120,7 +134,11 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
     """
     fmt = precision(name)
     values = looked.seen.tensors
-    factors = [formulas.moments(values[place].value, fmt) for place in looked.seen.row.scaled if place in values]
+    factors = [
+        formulas.moments(values[place].value, fmt)
+        for place in looked.seen.row.scaled
+        if place in values
+    ]
     if len(factors) == 2:
         gradient = looked.gradients.get(OUTPUT)
         of_gradient = formulas.Moments(0, 0)
@@ -138,9 +156,17 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
 def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
     """The closed form with exact variances of each product."""
     errors = erring(looked.seen, change, looked.gradients)
-    x, weight = (_square(errors, place) for place in looked.seen.row.scaled) if looked.seen.row.scaled else (None, None)
+    x, weight = (
+        (_square(errors, place) for place in looked.seen.row.scaled)
+        if looked.seen.row.scaled
+        else (None, None)
+    )
     g = _square(errors, OUTPUT, gradient=True)
-    rest = sum(float(e.square.sum()) for e in errors if not e.gradient and e.place not in looked.seen.row.scaled)
+    rest = sum(
+        float(e.square.sum())
+        for e in errors
+        if not e.gradient and e.place not in looked.seen.row.scaled
+    )
     incoming = looked.gradients.get(OUTPUT)
     if x is None or weight is None or incoming is None:
         backward = sum(float(e.square.sum()) for e in errors if e.gradient)
@@ -148,8 +174,12 @@ def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
     product, a, b = factored(looked.seen)
     nothing = torch.zeros_like(incoming, dtype=torch.float64)
     forward = float(product_noise(product, a, b, x, weight).sum())
-    to_weight = float(weight_gradient_noise(product, a, b, incoming, x, nothing if g is None else g).sum())
-    to_input = float(input_gradient_noise(product, a, b, incoming, weight, nothing if g is None else g).sum())
+    to_weight = float(
+        weight_gradient_noise(product, a, b, incoming, x, nothing if g is None else g).sum()
+    )
+    to_input = float(
+        input_gradient_noise(product, a, b, incoming, weight, nothing if g is None else g).sum()
+    )
     return omega(looked.gamma, looked.depth, looked.deepest, forward + rest, to_weight, to_input)
 
 
@@ -183,6 +213,8 @@ class RandomIndicator:
         for name, by in step.changes.items():
             drawn = self._drawn.setdefault(name, float(torch.rand((), generator=step.generator)))
             narrow = [fmt for fmt, change in by.items() if change.places]
-            for place, fmt in enumerate(sorted(narrow, key=lambda p: (FORMATS[p].bits, FORMATS[p].mantissa))):
+            for place, fmt in enumerate(
+                sorted(narrow, key=lambda p: (FORMATS[p].bits, FORMATS[p].mantissa))
+            ):
                 result[name, fmt] = drawn / 2**place
         return result

@@ -73,9 +73,13 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
     result = {key: [step.get(key, 0.0) for step in trace] for key in set().union(*trace)}
     sums: dict[str, list[float]] = {}
     for (_, precision), values in result.items():
-        sums[precision] = [a + b for a, b in zip(sums.get(precision, [0.0] * len(trace)), values, strict=True)]
+        sums[precision] = [
+            a + b for a, b in zip(sums.get(precision, [0.0] * len(trace)), values, strict=True)
+        ]
     full = {precision: statistics.fmean(values) for precision, values in sums.items()}
-    if not all(_error(values) <= 2 * within * full[precision] for precision, values in sums.items()):
+    if not all(
+        _error(values) <= 2 * within * full[precision] for precision, values in sums.items()
+    ):
         return False
     for (_, precision), values in result.items():
         mean, neighbours = statistics.fmean(values), sums[precision]
@@ -140,7 +144,18 @@ def sensitivity(
         SENSITIVITY.check_writable(path)
     partial = None if path is None else pathlib.Path(f"{path}.partial")
     (result,) = several(
-        model, step, batches, [method], precisions, steps, fraction, optimizer, options, seed, say, partial
+        model,
+        step,
+        batches,
+        [method],
+        precisions,
+        steps,
+        fraction,
+        optimizer,
+        options,
+        seed,
+        say,
+        partial,
     )
     if path is not None and partial is not None:
         result.save(path)
@@ -175,14 +190,23 @@ def several(
     captured = Captured(root, Options.parse(options))
     about = f"{type(root).__name__} in {', '.join(names)}, {steps} steps of {fraction} of a batch, seed {seed}"
     about = ", ".join(
-        filter(None, (about, captured.options.non_default_options, "" if optimizer is None else "trained between"))
+        filter(
+            None,
+            (
+                about,
+                captured.options.non_default_options,
+                "" if optimizer is None else "trained between",
+            ),
+        )
     )
     if partial is not None:
         INTERRUPTED.check_writable(partial)
     saved = SensitivityCheckpoint(partial, made, about, root)
     # From the first pass on: Dynamo would capture the model again for another kernel of attention.
     attention = (
-        sdpa_kernel(SDPBackend.MATH) if any(entry.twice for entry in available.values()) else contextlib.nullcontext()
+        sdpa_kernel(SDPBackend.MATH)
+        if any(entry.twice for entry in available.values())
+        else contextlib.nullcontext()
     )
     tell: Say = say or (_on_a_terminal if shown else lambda _: None)
     bar = progress(f"sensitivity of {type(root).__name__}", steps, shown and say is None)
@@ -192,7 +216,11 @@ def several(
         for index, batch in enumerate(stepped(batches, steps, fraction)):
             if index == 0:
                 saved.resume(batch)
-            if within and index >= saved.steps and all(settled(trace, within) for trace in saved.traces.values()):
+            if (
+                within
+                and index >= saved.steps
+                and all(settled(trace, within) for trace in saved.traces.values())
+            ):
                 break
             with looking.at(index, batch) as now:
                 if index == 0:
@@ -205,7 +233,12 @@ def several(
                 if index < saved.steps:
                     looking.through(now)
                 else:
-                    saved.add({name: _timed(lambda name=name: looking.settled(made[name], now)) for name in methods})  # type: ignore[misc]
+                    saved.add(
+                        {
+                            name: _timed(lambda name=name: looking.settled(made[name], now))  # type: ignore[misc]
+                            for name in methods
+                        }
+                    )
                 if trainer is not None:
                     _train(trainer, now())
             left = saved.seconds_left(steps, index + 1)
@@ -214,7 +247,15 @@ def several(
                 say(f"step {index + 1} of {steps}, about {left:.0f} s left")
     order = [str(operator.id) for operator in captured.operators]
     return [
-        _value(name, root, order, looking.changes, saved.traces[name], saved.seconds[name], looking.coding)
+        _value(
+            name,
+            root,
+            order,
+            looking.changes,
+            saved.traces[name],
+            saved.seconds[name],
+            looking.coding,
+        )
         for name in methods
     ]
 
@@ -233,7 +274,9 @@ class _SensitivityRun:
     """What a model's operators do otherwise, as far as its graphs are known; graphs for new shapes may come with any step. What codecs add
     to gradients is found in the pass that makes the first of them, also where a run goes on from one that was interrupted."""
 
-    def __init__(self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int) -> None:
+    def __init__(
+        self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int
+    ) -> None:
         self.captured, self.step, self.names, self.seed = captured, step, tuple(names), seed
         self.changes: dict[str, dict[str, RoundingSite]] = {}
         self.coding: Mapping[str, Mapping[str, float]] = {}
@@ -242,7 +285,9 @@ class _SensitivityRun:
     @contextlib.contextmanager
     def at(self, index: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
         """Yields what makes the step of a batch, the same each time."""
-        seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {index}".encode(), digest_size=4).digest(), "little")
+        seed = int.from_bytes(
+            hashlib.blake2b(f"{self.seed} {index}".encode(), digest_size=4).digest(), "little"
+        )
 
         def loss() -> Tensor:
             return _checked(self.step(self.captured.call, batch), index)
@@ -257,7 +302,9 @@ class _SensitivityRun:
                     self.learn()
                     self.coding = of_gradients(exact)
                 generator = torch.Generator().manual_seed(seed)
-                return GradientStep(self.captured, loss, again, self.changes, generator, samples(batch))
+                return GradientStep(
+                    self.captured, loss, again, self.changes, generator, samples(batch)
+                )
 
             yield now
 
@@ -291,7 +338,9 @@ class _SensitivityRun:
 
 def _check(model: nn.Module, fraction: float) -> None:
     if not 0 < fraction <= 1:
-        raise ProfileError(f"a fraction of {fraction} is no part of a batch", do="give a number above 0, at most 1")
+        raise ProfileError(
+            f"a fraction of {fraction} is no part of a batch", do="give a number above 0, at most 1"
+        )
     if not trained(model):
         message = f"{type(model).__name__} has no parameter that requires a gradient"
         raise ProfileError(message, do="measure what is to be trained")
@@ -325,8 +374,13 @@ def _value(
     seconds: float,
     coding: Mapping[str, Mapping[str, float]],
 ) -> Sensitivity:
-    trace = [{op: {p: item.get((op, p), 0.0) for p in made[op]} for op in order if op in made} for item in steps]
+    trace = [
+        {op: {p: item.get((op, p), 0.0) for p in made[op]} for op in order if op in made}
+        for item in steps
+    ]
     mean = {
-        op: {p: sum(values[op][p] for values in trace) / len(trace) for p in made[op]} for op in order if op in made
+        op: {p: sum(values[op][p] for values in trace) / len(trace) for p in made[op]}
+        for op in order
+        if op in made
     }
     return Sensitivity(name, type(model).__name__, mean, len(trace), trace, seconds, coding)

@@ -29,7 +29,13 @@ def flipping(observed: OperatorCall, errors: Sequence[Erring]) -> Flipping:
     current = [item for item in errors if not item.gradient]
     random = {item.place: item.values for item in current if item.random}
     moved = _moved(
-        observed, value, [item for item in current if not item.random and not (item.place == OUTPUT and item.ordered)]
+        observed,
+        value,
+        [
+            item
+            for item in current
+            if not item.random and not (item.place == OUTPUT and item.ordered)
+        ],
     )
     deviation = _variance(observed, random).sqrt() if random else None
 

@@ -61,12 +61,20 @@ class GradientStep:
     @property
     def keys(self) -> list[Key]:
         """The operators and precisions in which something changes."""
-        return [(op, name) for op, by in self.changes.items() for name, change in by.items() if change.places]
+        return [
+            (op, name)
+            for op, by in self.changes.items()
+            for name, change in by.items()
+            if change.places
+        ]
 
     @property
     def places(self) -> dict[str, set[Place]]:
         """Of each operator the places of the tensors that change in some precision."""
-        return {op: {p for change in by.values() for p in change.places} for op, by in self.changes.items()}
+        return {
+            op: {p for change in by.values() for p in change.places}
+            for op, by in self.changes.items()
+        }
 
     @property
     def following(self) -> dict[str, dict[Follower, list[Key]]]:
@@ -101,7 +109,9 @@ def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
 def square_distance(result: Gradients, exact: Gradients) -> float:
     """Returns the square of the distance of two sets of gradients."""
     return sum(
-        float((result[name].double() - g.double()).square().sum()) for name, g in exact.items() if name in result
+        float((result[name].double() - g.double()).square().sum())
+        for name, g in exact.items()
+        if name in result
     )
 
 
@@ -136,7 +146,9 @@ def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any
         none = False
         yield part_of(batch, fraction)
     if none:
-        raise ProfileError("there are no batches to look at", do="give at least one batch, and at least one step")
+        raise ProfileError(
+            "there are no batches to look at", do="give at least one batch, and at least one step"
+        )
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -169,7 +181,14 @@ def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]
         for codec in codecs:
             fitted = codec.fitted(gradient.shape)
             ordered = fitted.columns(gradient)
-            values = (gradient if ordered is None else ordered).detach().float().cpu().contiguous().flatten()
+            values = (
+                (gradient if ordered is None else ordered)
+                .detach()
+                .float()
+                .cpu()
+                .contiguous()
+                .flatten()
+            )
             if not values.numel() or not bool(values.isfinite().all()):
                 break
             part = _part(values)

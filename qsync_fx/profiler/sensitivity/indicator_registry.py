@@ -58,7 +58,9 @@ METHODS: Final[dict[str, MethodSpec]] = {
         lambda operators, precisions: 2,
     ),
     "paper": MethodSpec(
-        lambda: Formulas(qsync_indicator), "QSync's equations 3 to 5 to the letter", lambda operators, precisions: 1
+        lambda: Formulas(qsync_indicator),
+        "QSync's equations 3 to 5 to the letter",
+        lambda operators, precisions: 1,
     ),
     "hessian": MethodSpec(
         HessianIndicator,
@@ -67,9 +69,13 @@ METHODS: Final[dict[str, MethodSpec]] = {
         twice=True,
     ),
     "fisher": MethodSpec(
-        lambda: Formulas(by_fisher), "squared gradients, weighed with exact variances", lambda operators, precisions: 1
+        lambda: Formulas(by_fisher),
+        "squared gradients, weighed with exact variances",
+        lambda operators, precisions: 1,
     ),
-    "random": MethodSpec(RandomIndicator, "drawn, halved with each wider precision", lambda operators, precisions: 0),
+    "random": MethodSpec(
+        RandomIndicator, "drawn, halved with each wider precision", lambda operators, precisions: 0
+    ),
     "monte_carlo": MethodSpec(
         MonteCarlo,
         "each operator in turn runs in the precision: the truth that the others are held to",
@@ -81,5 +87,7 @@ METHODS: Final[dict[str, MethodSpec]] = {
 def method(name: str) -> MethodSpec:
     """Returns the method called `name`; raises `ProfileError` where there is none."""
     if name not in METHODS:
-        raise ProfileError(f"{name!r} is no method to find a sensitivity", do=nearest(str(name), METHODS))
+        raise ProfileError(
+            f"{name!r} is no method to find a sensitivity", do=nearest(str(name), METHODS)
+        )
     return METHODS[name]

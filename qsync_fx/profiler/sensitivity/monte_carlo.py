@@ -58,7 +58,9 @@ class MonteCarlo:
         for key in step.keys:
             name, precision = key
             run = self._lowered.setdefault(key, lowered(Plan("fp32", operators={name: precision})))
-            result[key] = truth(step, run, self.draws if step.changes[name][precision].random else 1, exact)
+            result[key] = truth(
+                step, run, self.draws if step.changes[name][precision].random else 1, exact
+            )
         return result
 
 

@@ -40,7 +40,10 @@ class Injected:
         result: dict[Key, float] = {}
         for name, precision in keys:
             change = step.changes[name][precision]
-            run = tapped(injecting(name, change, step.generator), also={item.operator for item in change.following})
+            run = tapped(
+                injecting(name, change, step.generator),
+                also={item.operator for item in change.following},
+            )
             draws = self.draws if change.random else 1
             total = sum(square_distance(step.gradients(run), exact) for _ in range(draws))
             result[name, precision] = total / draws
@@ -96,7 +99,9 @@ def _inside(fmt: Precision, places: Iterable[int], argument: list[Any], call: Ca
     for index in places:
         value = narrow[index]
         narrow[index] = (
-            [_narrow(item, fmt) for item in value] if isinstance(value, (list, tuple)) else _narrow(value, fmt)
+            [_narrow(item, fmt) for item in value]
+            if isinstance(value, (list, tuple))
+            else _narrow(value, fmt)
         )
     result = call(narrow)
     wide = next(item.dtype for item in _flat(argument) if _is_float(item))
@@ -121,4 +126,6 @@ def _drawn(item: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
     if not item.random:
         return error(of, item.fmt, item.rounding, item.keep).to(of.dtype)
     deviation = noise(of, item.fmt, item.rounding, item.keep).sqrt()
-    return (torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation).to(of.dtype)
+    return (
+        torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation
+    ).to(of.dtype)

@@ -37,7 +37,14 @@ from qsync_fx.profiler.sensitivity.checkpoint import Values, by_key, by_operator
 from qsync_fx.profiler.sensitivity.gate_flips import flipping
 from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
-from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, Probed, erring, erring_behind, probed, signs
+from qsync_fx.profiler.tensor_capture.gradient_probes import (
+    Erring,
+    Probed,
+    erring,
+    erring_behind,
+    probed,
+    signs,
+)
 from qsync_fx.profiler.tensor_capture.nonsmooth_ops import Flips, NonsmoothOperator
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OperatorCall, Taps, tapped
@@ -64,16 +71,22 @@ class HessianIndicator:
         with step.captured.running(tapped(taps.tap)):
             loss = step.loss()
         edges = [visited.tensors[weights[visited.operator]].edge for visited in taps.seen]
-        slopes: tuple[Tensor | None, ...] = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+        slopes: tuple[Tensor | None, ...] = torch.autograd.grad(
+            loss, edges, create_graph=True, allow_unused=True
+        )
         sums: dict[Key, float] = {}
         for visited, edge, slope in zip(taps.seen, edges, slopes, strict=True):
             largest = (
-                0.0 if slope is None or not slope.requires_grad else self._largest(visited.operator, edge, slope, step)
+                0.0
+                if slope is None or not slope.requires_grad
+                else self._largest(visited.operator, edge, slope, step)
             )
             size = visited.tensors[weights[visited.operator]].value.numel()
             for name, change in step.changes[visited.operator].items():
                 errors = erring(visited, change, {})
-                square = sum(float(e.square.sum()) for e in errors if e.place == weights[visited.operator])
+                square = sum(
+                    float(e.square.sum()) for e in errors if e.place == weights[visited.operator]
+                )
                 key = visited.operator, name
                 sums[key] = sums.get(key, 0.0) + largest / size * square
         return sums
@@ -146,7 +159,9 @@ class SecondOrder:
     def learn(self, learned: Mapping[str, Values]) -> None:
         """Takes up what the steps before an interruption have said."""
         self.reach.runs = {gate: int(by[""]) for gate, by in learned.get("runs", {}).items()}
-        self.reach.sums = {gate: by_key(learned[gate]) for gate in self.reach.runs if gate in learned}
+        self.reach.sums = {
+            gate: by_key(learned[gate]) for gate in self.reach.runs if gate in learned
+        }
 
     def look(self, step: GradientStep) -> dict[Key, float]:
         following = step.following
@@ -157,12 +172,21 @@ class SecondOrder:
         numbers = {place: number for number, place in enumerate(taps.edges)}
         edges = list(taps.edges.values())
         ends = [edge for gate in taps.gates for edge in (gate.entry, gate.exit)]
-        matches = probed(loss, list(trained(step.captured.model).values()), [*edges, *ends], self.draws, step.generator)
+        matches = probed(
+            loss,
+            list(trained(step.captured.model).values()),
+            [*edges, *ends],
+            self.draws,
+            step.generator,
+        )
         requested = self.reach.rarest(taps.gates, self.gates)
         before = {gate: len(edges) + 2 * index for index, gate in enumerate(taps.gates)}
         sums = _Sums(
             matches,
-            [_GateQuery(gate, self._gains(gate, matches.gradients[before[gate]], edges, step)) for gate in requested],
+            [
+                _GateQuery(gate, self._gains(gate, matches.gradients[before[gate]], edges, step))
+                for gate in requested
+            ],
         )
         for index, visited in enumerate(taps.seen):
             mine = {place: numbers[index, place] for place in visited.tensors}
@@ -172,7 +196,9 @@ class SecondOrder:
                 for change, keys in _alike(step, visited).items()
             ]
             behind = following.get(visited.operator, {}).items()
-            errors += [(keys, erring_behind(visited, follower, gradients)) for follower, keys in behind]
+            errors += [
+                (keys, erring_behind(visited, follower, gradients)) for follower, keys in behind
+            ]
             sums.add(index, mine, errors)
         for item in sums.asked:
             self.reach.add(item.gate, item.squares)
@@ -188,15 +214,24 @@ class SecondOrder:
         return result
 
     def _flipped(
-        self, step: GradientStep, taps: Taps, value: Probed, gate: NonsmoothOperator, weights: Tensor
+        self,
+        step: GradientStep,
+        taps: Taps,
+        value: Probed,
+        gate: NonsmoothOperator,
+        weights: Tensor,
     ) -> dict[Key, float]:
         """Returns what operators add by the flips of one gate."""
         flips = Flips(gate.histogram(weights))
-        result = {key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()}
+        result = {
+            key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()
+        }
         if gate.reads is None:
             return result
         visited = taps.seen[gate.reads]
-        gradients = value.of({place: index for index, (call, place) in enumerate(taps.edges) if call == gate.reads})
+        gradients = value.of(
+            {place: index for index, (call, place) in enumerate(taps.edges) if call == gate.reads}
+        )
         for change, keys in _alike(step, visited).items():
             chance = flipping(visited, erring(visited, change, gradients, change.handed))
             jumps = [(height, chance(place).view_as(weights)) for _, height, place in gate.places]
@@ -206,7 +241,11 @@ class SecondOrder:
         return result
 
     def _gains(
-        self, gate: NonsmoothOperator, like: Tensor | None, edges: Sequence[object], step: GradientStep
+        self,
+        gate: NonsmoothOperator,
+        like: Tensor | None,
+        edges: Sequence[object],
+        step: GradientStep,
     ) -> Sequence[Tensor | None]:
         """Returns what each tensor does to a random sum of what a gate reads."""
         if like is None or not edges:
@@ -238,7 +277,10 @@ class _Sums:
     fixed: dict[Key, list[float]] = field(default_factory=dict)
 
     def add(
-        self, call: int, numbers: Mapping[Place, int], result: Sequence[tuple[Sequence[Key], Sequence[Erring]]]
+        self,
+        call: int,
+        numbers: Mapping[Place, int],
+        result: Sequence[tuple[Sequence[Key], Sequence[Erring]]],
     ) -> None:
         """Takes in what errs in one call of an operator: for operators and precisions that come to the same, its tensors' errors."""
         by_tensor: dict[tuple[int, bool], list[_Errs]] = {}
@@ -258,7 +300,10 @@ class _Sums:
 
     def _weigh(self, number: int, gradient: bool, errs: Sequence[_Errs]) -> None:
         """Adds what errors of one tensor do to the gradients of all parameters. It is in FP64 once for all errors: that takes longest."""
-        result = [probe.by_gradient.get(number) if gradient else probe.by_value[number] for probe in self.found.probes]
+        result = [
+            probe.by_gradient.get(number) if gradient else probe.by_value[number]
+            for probe in self.found.probes
+        ]
         squares: Tensor | None = None
         for index, weight in enumerate(result):
             if weight is None:
@@ -292,7 +337,10 @@ class _Sums:
     def smooth(self) -> dict[Key, float]:
         """Returns what each operator adds in each precision."""
         draws = len(self.found.probes)
-        return {key: value + sum(item**2 for item in self.fixed[key]) / draws for key, value in self.random.items()}
+        return {
+            key: value + sum(item**2 for item in self.fixed[key]) / draws
+            for key, value in self.random.items()
+        }
 
 
 def _alike(step: GradientStep, observed: OperatorCall) -> dict[RoundingSite, list[Key]]:
@@ -305,6 +353,13 @@ def _alike(step: GradientStep, observed: OperatorCall) -> dict[RoundingSite, lis
 
 def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | None:
     """Returns what flips of a gate's elements do; `number` is of its entry, and its exit follows. None where nothing depends on it."""
-    incoming, slopes = result.gradients[number + 1], [probe.by_gradient.get(number) for probe in result.probes]
-    weights = [gate.weights(slope, incoming) for slope in slopes if slope is not None and incoming is not None]
+    incoming, slopes = (
+        result.gradients[number + 1],
+        [probe.by_gradient.get(number) for probe in result.probes],
+    )
+    weights = [
+        gate.weights(slope, incoming)
+        for slope in slopes
+        if slope is not None and incoming is not None
+    ]
     return sum(weights[1:], weights[0]) / len(slopes) if weights else None

@@ -58,7 +58,10 @@ class Erring:
 
 
 def erring(
-    observed: OperatorCall, change: RoundingSite, gradients: Mapping[Place, Tensor], handed: Precision | None = None
+    observed: OperatorCall,
+    change: RoundingSite,
+    gradients: Mapping[Place, Tensor],
+    handed: Precision | None = None,
 ) -> list[Erring]:
     """Returns what errs in a call of an operator.
 
@@ -71,15 +74,21 @@ def erring(
     result = []
     for item in change.rounded:
         tapped = observed.tensors.get(item.place)
-        of = gradients.get(item.place) if item.gradient else None if tapped is None else tapped.value
+        of = (
+            gradients.get(item.place) if item.gradient else None if tapped is None else tapped.value
+        )
         if of is not None and not (item.gradient and item.place == OUTPUT and item.fmt == handed):
             errs = noise if item.random else error
             values = errs(of, item.fmt, item.rounding, item.keep)
-            result.append(Erring(item.place, item.gradient, values, item.random, item.rounding == "nearest"))
+            result.append(
+                Erring(item.place, item.gradient, values, item.random, item.rounding == "nearest")
+            )
     return result
 
 
-def erring_behind(observed: OperatorCall, follower: Follower, gradients: Mapping[Place, Tensor]) -> list[Erring]:
+def erring_behind(
+    observed: OperatorCall, follower: Follower, gradients: Mapping[Place, Tensor]
+) -> list[Erring]:
     """Returns what errs in a call of an operator that computes in a narrow format as what it reads is narrow: beside that."""
     incoming, fmt = gradients.get(OUTPUT), follower.fmt
     if incoming is None:
@@ -94,7 +103,10 @@ def erring_behind(observed: OperatorCall, follower: Follower, gradients: Mapping
 
 
 def _measured(
-    observed: OperatorCall, fmt: Precision, gradients: Mapping[Place, Tensor], handed: Precision | None
+    observed: OperatorCall,
+    fmt: Precision,
+    gradients: Mapping[Place, Tensor],
+    handed: Precision | None,
 ) -> list[Erring]:
     incoming = gradients.get(OUTPUT)
     if incoming is None:
@@ -104,7 +116,10 @@ def _measured(
     exact = _run(observed, incoming, lambda t: t, lambda t, place: t)
     # Only the tensor that the plan converts is narrow; parameters and statistics keep their format, as the backend has it.
     narrow = _run(
-        observed, incoming, lambda t: t, lambda t, place: t.to(fmt.dtype) if place in observed.converted else t
+        observed,
+        incoming,
+        lambda t: t,
+        lambda t, place: t.to(fmt.dtype) if place in observed.converted else t,
     )
     return _differences(narrow, exact)
 
@@ -133,11 +148,17 @@ def _run(
             put(inputs, place, change(leaves[place], place))
         result: Tensor = observed.call(inputs)
         used = list(leaves)
-        matches = torch.autograd.grad(result, [leaves[p] for p in used], incoming.to(result.dtype), allow_unused=True)
-    return {OUTPUT: result.detach()} | {p: g for p, g in zip(used, matches, strict=True) if g is not None}
+        matches = torch.autograd.grad(
+            result, [leaves[p] for p in used], incoming.to(result.dtype), allow_unused=True
+        )
+    return {OUTPUT: result.detach()} | {
+        p: g for p, g in zip(used, matches, strict=True) if g is not None
+    }
 
 
-_EIGHT: Final = torch.tensor([[1.0 - 2.0 * ((byte >> bit) & 1) for bit in range(8)] for byte in range(256)])
+_EIGHT: Final = torch.tensor(
+    [[1.0 - 2.0 * ((byte >> bit) & 1) for bit in range(8)] for byte in range(256)]
+)
 """The signs that a byte stands for."""
 
 
@@ -166,11 +187,19 @@ class Probed:
 
     def of(self, numbers: Mapping[Place, int]) -> dict[Place, Tensor]:
         """Returns the gradients of a call's tensors, those that have one, by place."""
-        return {place: g for place, number in numbers.items() if (g := self.gradients[number]) is not None}
+        return {
+            place: g
+            for place, number in numbers.items()
+            if (g := self.gradients[number]) is not None
+        }
 
 
 def probed(
-    loss: Tensor, parameters: Sequence[Tensor], edges: Sequence[GradientEdge], draws: int, generator: torch.Generator
+    loss: Tensor,
+    parameters: Sequence[Tensor],
+    edges: Sequence[GradientEdge],
+    draws: int,
+    generator: torch.Generator,
 ) -> Probed:
     """Differentiates a loss, and `draws` random sums of the gradients of its parameters. The graph stays as it is.
 
@@ -194,10 +223,16 @@ def _not_twice(why: str) -> ProfileError:
 
 
 def _probed(
-    loss: Tensor, parameters: Sequence[Tensor], edges: Sequence[GradientEdge], draws: int, generator: torch.Generator
+    loss: Tensor,
+    parameters: Sequence[Tensor],
+    edges: Sequence[GradientEdge],
+    draws: int,
+    generator: torch.Generator,
 ) -> Probed:
     methods: list[Any] = [*parameters, *edges]
-    result: Sequence[Tensor | None] = torch.autograd.grad(loss, methods, create_graph=True, allow_unused=True)
+    result: Sequence[Tensor | None] = torch.autograd.grad(
+        loss, methods, create_graph=True, allow_unused=True
+    )
     # Where the loss is linear in everything, its gradients depend on nothing.
     owned, inner = (
         [g for g in result[: len(parameters)] if g is not None and g.requires_grad],
@@ -212,8 +247,14 @@ def _probed(
         derived: Sequence[Tensor | None] = [None] * len(wanted)
         if owned and wanted:
             drawn = [signs(g, generator) for g in owned]
-            derived = torch.autograd.grad(owned, wanted, drawn, allow_unused=True, retain_graph=True)
-        probes.append(GradientProbe(derived[: len(edges)], dict(zip(available, derived[len(edges) :], strict=True))))
+            derived = torch.autograd.grad(
+                owned, wanted, drawn, allow_unused=True, retain_graph=True
+            )
+        probes.append(
+            GradientProbe(
+                derived[: len(edges)], dict(zip(available, derived[len(edges) :], strict=True))
+            )
+        )
     return Probed([None if g is None else g.detach() for g in inner], probes)
 
 
@@ -233,5 +274,7 @@ def _check(gradients: Sequence[Tensor]) -> None:
             continue
         visited.add(node)
         if node.name().endswith("::Error"):
-            raise _not_twice("it holds a torch.autograd.Function that is marked with once_differentiable")
+            raise _not_twice(
+                "it holds a torch.autograd.Function that is marked with once_differentiable"
+            )
         todo += [before for before, _ in node.next_functions]

@@ -38,14 +38,20 @@ _KINKS: dict[str, Kinks] = {
     "leaky_relu": lambda value: [(0.0, 1.0 - float(value["negative_slope"]))],
     "threshold": lambda value: [(float(value["threshold"]), 1.0)],
     "hardtanh": lambda value: [(float(value["min_val"]), 1.0), (float(value["max_val"]), 1.0)],
-    "clamp_min": lambda value: [(float(value["min"]), 1.0)] if isinstance(value["min"], (int, float)) else [],
+    "clamp_min": lambda value: (
+        [(float(value["min"]), 1.0)] if isinstance(value["min"], (int, float)) else []
+    ),
     "hardswish": lambda value: [(-3.0, 0.5), (3.0, 0.5)],
     "hardsigmoid": lambda value: [(-3.0, 1 / 6), (3.0, 1 / 6)],
     "abs": lambda value: [(0.0, 2.0)],
 }
 """Where the derivative of an operator jumps, and by how much."""
 
-_POOLS: dict[str, Any] = {"max_pool1d": F.max_pool1d, "max_pool2d": F.max_pool2d, "max_pool3d": F.max_pool3d}
+_POOLS: dict[str, Any] = {
+    "max_pool1d": F.max_pool1d,
+    "max_pool2d": F.max_pool2d,
+    "max_pool3d": F.max_pool3d,
+}
 _POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 
@@ -80,7 +86,8 @@ class NonsmoothOperator:
         """
         if self.rivals is not None:
             first, second = (
-                slope.flatten(-self._spread).gather(-1, index.flatten(-self._spread)) for index in self.rivals
+                slope.flatten(-self._spread).gather(-1, index.flatten(-self._spread))
+                for index in self.rivals
             )
             slope = (first - second).view_as(incoming)
         return (incoming.double() * slope.double()).square()
@@ -89,7 +96,9 @@ class NonsmoothOperator:
         """Returns c by bins."""
         result = torch.zeros(_BINS, dtype=torch.float64)
         for bins, height, _ in self.places:
-            result += torch.bincount(bins.flatten().long(), weights.flatten(), _BINS).cpu() * height**2
+            result += (
+                torch.bincount(bins.flatten().long(), weights.flatten(), _BINS).cpu() * height**2
+            )
         result[-1] = 0.0  # what noise does not reach
         return result
 
@@ -113,7 +122,9 @@ class Flips:
         return float((self.mass * torch.special.ndtr(-middle / deviation)).sum())
 
 
-def gate(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, list[Jump], Any] | None:
+def gate(
+    node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Tensor, list[Jump], Any] | None:
     """Returns what is to be known of a gate before it runs: what it reads, `Gate.places` and `Gate.rivals`; None for another operator."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -129,10 +140,16 @@ def gate(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Te
     if name in _POOLS:
         places, rivals = _rivals(_POOLS[name], value, inputs)
         return x, places, rivals
-    return x, [(_bins(value - index), height, index) for index, height in _KINKS[name](inputs)], None
+    return (
+        x,
+        [(_bins(value - index), height, index) for index, height in _KINKS[name](inputs)],
+        None,
+    )
 
 
-def _rivals(pool: Any, x: Tensor, value: dict[str, Any]) -> tuple[list[Jump], tuple[Tensor, Tensor]]:
+def _rivals(
+    pool: Any, x: Tensor, value: dict[str, Any]
+) -> tuple[list[Jump], tuple[Tensor, Tensor]]:
     """Of each window the distance of its two largest values, in units of one's noise, and where they are."""
     settings = {name: value[name] for name in _POOLING}
     settings["stride"] = settings["stride"] or None
@@ -149,4 +166,8 @@ def _rivals(pool: Any, x: Tensor, value: dict[str, Any]) -> tuple[list[Jump], tu
 def _bins(distance: Tensor) -> Tensor:
     """Returns the bin of each distance, one byte an element."""
     result = ((torch.log2(distance.abs().float()) - _LOWEST) * _OCTAVE).floor()
-    return result.nan_to_num(nan=_BINS - 1, posinf=_BINS - 1, neginf=0).clamp(0, _BINS - 1).to(torch.uint8)
+    return (
+        result.nan_to_num(nan=_BINS - 1, posinf=_BINS - 1, neginf=0)
+        .clamp(0, _BINS - 1)
+        .to(torch.uint8)
+    )

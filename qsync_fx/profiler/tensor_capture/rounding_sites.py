@@ -59,7 +59,11 @@ class Follower:
 
 def narrowed(operators: Sequence[Operator], before: Mapping[str, Precision | None]) -> Narrow:
     """Returns the dependent operators that compute in another format than `before`, of a graph's operators under a plan."""
-    return {op.node: op for op in operators if op.kind is Kind.DEPENDENT and op.precision != before.get(str(op.id))}
+    return {
+        op.node: op
+        for op in operators
+        if op.kind is Kind.DEPENDENT and op.precision != before.get(str(op.id))
+    }
 
 
 def followers(narrow: Narrow) -> tuple[Follower, ...]:
@@ -94,7 +98,9 @@ def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
         return [index] if is_float(value(argument)) else []
     if isinstance(argument, (list, tuple)):
         return [
-            (index, item) for item, used in enumerate(argument) if isinstance(used, fx.Node) and is_float(value(used))
+            (index, item)
+            for item, used in enumerate(argument)
+            if isinstance(used, fx.Node) and is_float(value(used))
         ]
     return []
 
@@ -102,7 +108,12 @@ def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
 def _hands_on(operator: Operator) -> bool:
     """Whether nothing is rounded: what is read is on the grid, and so is the result. What is drawn cannot be computed again to see."""
     row, target = operator.row, operator.node.target
-    if row is None or row.moves or row.name in CHOOSING or not isinstance(target, torch._ops.OpOverload):
+    if (
+        row is None
+        or row.moves
+        or row.name in CHOOSING
+        or not isinstance(target, torch._ops.OpOverload)
+    ):
         return True
     drawn = torch.Tag.nondeterministic_seeded in target.tags
     return drawn or target._schema.is_mutable or not is_float(operator.graph.value(operator.node))
@@ -162,7 +173,9 @@ Changes = Mapping[str, Mapping[str, RoundingSite]]
 """By operator and precision. In a precision of 32 bits or more nothing changes."""
 
 
-def changes(part: Explained, precisions: Sequence[str], options: Options) -> dict[str, dict[str, RoundingSite]]:
+def changes(
+    part: Explained, precisions: Sequence[str], options: Options
+) -> dict[str, dict[str, RoundingSite]]:
     """Returns what each adjustable operator of a graph does otherwise in each precision, where all others compute in FP32."""
     result: dict[str, dict[str, RoundingSite]] = {}
     before = {str(op.id): op.precision for op in part.operators if op.kind is Kind.DEPENDENT}
@@ -177,7 +190,9 @@ def changes(part: Explained, precisions: Sequence[str], options: Options) -> dic
                 plan = Plan("fp32", operators={str(item.id): name})
                 operators = ReplayedPlan(part.snapshots, part.costing, plan).operators
                 owned = next(op for op in operators if op.id == item.id)
-                result.setdefault(str(item.id), {})[name] = _change(owned, narrowed(operators, before), options)
+                result.setdefault(str(item.id), {})[name] = _change(
+                    owned, narrowed(operators, before), options
+                )
     return result
 
 
@@ -199,8 +214,12 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
             if index not in row.writes
             for p in floats(operator, index, value)
         ]
-        return RoundingSite(inside=fmt, places=frozenset([*places, OUTPUT]), following=following, handed=handed)
-    rounded = tuple(_plain(operator, fmt, out, options) if fmt.plain else _scaled(operator, fmt, out, options))
+        return RoundingSite(
+            inside=fmt, places=frozenset([*places, OUTPUT]), following=following, handed=handed
+        )
+    rounded = tuple(
+        _plain(operator, fmt, out, options) if fmt.plain else _scaled(operator, fmt, out, options)
+    )
     return RoundingSite(rounded, None, frozenset(item.place for item in rounded), following, handed)
 
 
@@ -228,7 +247,11 @@ def _scaled(operator: Operator, fmt: Precision, out: Precision, options: Options
     for place, role in zip(row.scaled, Role, strict=True):
         keep: tuple[int, ...] = ()
         if fmt.scaled and lowering is not None:
-            keep = tuple((lowering.keep if options.scaling == "channel" else lowering.separate)(operator.node, role))
+            keep = tuple(
+                (lowering.keep if options.scaling == "channel" else lowering.separate)(
+                    operator.node, role
+                )
+            )
         result.append(Rounded(place, fmt, rounding, keep))
         if carrier.bits < 32:
             result.append(Rounded(place, carrier, options.gradient_rounding, gradient=True))

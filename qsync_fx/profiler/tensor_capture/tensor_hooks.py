@@ -43,7 +43,9 @@ def tapped(tap: Tap, watch: Watch | None = None, also: Container[str] = ()) -> R
 
 
 class _Tapped(fx.Interpreter):
-    def __init__(self, graph: PrecisionGraph, tap: Tap, watch: Watch | None, also: Container[str]) -> None:
+    def __init__(
+        self, graph: PrecisionGraph, tap: Tap, watch: Watch | None, also: Container[str]
+    ) -> None:
         super().__init__(graph.module)
         self._precision_graph, self._tap, self._watch, self._also = graph, tap, watch, also
 
@@ -133,7 +135,9 @@ class Taps:
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
         """Where the gradient of each tensor is, by the number of the call and the tensor's place."""
         return {
-            (index, place): t.edge for index, visited in enumerate(self.seen) for place, t in visited.tensors.items()
+            (index, place): t.edge
+            for index, visited in enumerate(self.seen)
+            for place, t in visited.tensors.items()
         }
 
     def tap(self, operator: Operator, argument: list[Any], call: Call) -> Any:
@@ -151,10 +155,16 @@ class Taps:
         branched, tensors = list(argument), {}
         for place in places - {OUTPUT}:
             value = argument_at(argument, place)
-            branch = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            branch = (
+                value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            )
             put(branched, place, branch)
             tensors[place] = Tapped(_kept(branch, written), get_gradient_edge(branch))
-        result = self.watch(operator.node, branched, {}, lambda: call(branched)) if follows else call(branched)
+        result = (
+            self.watch(operator.node, branched, {}, lambda: call(branched))
+            if follows
+            else call(branched)
+        )
         if OUTPUT in places and isinstance(result, Tensor):
             # Behind a view: some operators differentiate by their own result, and what that errs by there is found by running them.
             result = result if written else result.view_as(result)
@@ -169,7 +179,9 @@ class Taps:
             result = result.view_as(result)
         return result
 
-    def watch(self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+    def watch(
+        self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]
+    ) -> Any:
         """Computes any other node, as `tapped.Watch` says."""
         read = self._handed_on(node)
         matches = gate(node, args, kwargs)
@@ -181,12 +193,18 @@ class Taps:
         numel = x.numel() if rivals is None else int(torch.count_nonzero(x.detach()))
         result = call()
         name = f"{len(self.gates)} {node.name}"  # the same in every process
-        self.gates.append(NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, reads))
+        self.gates.append(
+            NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, reads)
+        )
         return result
 
     def _handed_on(self, node: fx.Node) -> int | None:
         """Returns the number of the call whose result a node reads, or what has only moved its values."""
-        read = self._given.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        read = (
+            self._given.get(node.args[0])
+            if node.args and isinstance(node.args[0], fx.Node)
+            else None
+        )
         note = node_metadata.NOTE.get(node)
         if read is not None and note is not None and note.row is not None and note.row.moves:
             self._given[node] = read

@@ -94,7 +94,9 @@ def attribute(seconds: Seconds, files: Files) -> Attributed:
                 nobody[backward] += used
             for owner, share in owners.items() if result is None else ():
                 operators[owner][backward] += used * share
-    return Attributed({name: (f, b) for name, (f, b) in operators.items()}, quantized, (nobody[0], nobody[1]))
+    return Attributed(
+        {name: (f, b) for name, (f, b) in operators.items()}, quantized, (nobody[0], nobody[1])
+    )
 
 
 def _by_file(seconds: Seconds) -> dict[tuple[str, bool], dict[int, float]]:

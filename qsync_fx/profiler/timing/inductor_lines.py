@@ -96,7 +96,9 @@ _KEPT = Schema(
 def keep(wrapper: str, model: str, lines: Mapping[int, InductorKernel]) -> None:
     """Keeps what the lines of a wrapper compute for a model; where nothing can be written there, nothing is kept."""
     try:
-        saved = _CachedLines(_digest(wrapper), {str(index): kernel for index, kernel in lines.items()})
+        saved = _CachedLines(
+            _digest(wrapper), {str(index): kernel for index, kernel in lines.items()}
+        )
         _KEPT.write(_beside(wrapper, model), _KEPT.encode(saved))
     except (OSError, ProfileError):
         return
@@ -207,7 +209,9 @@ def watching(model: str = "") -> Iterator[WatchedLowering]:
         PyCodeCache.load_by_key_path = load_by_key_path  # type: ignore[method-assign]
 
 
-def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dict[int, InductorKernel]:
+def _lines(
+    file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph
+) -> dict[int, InductorKernel]:
     nodes = {node.name: node for node in graph.nodes}
     reported: dict[int, tuple[str, list[fx.Node]]] = {}
     called: tuple[str, list[fx.Node]] | None = None
@@ -219,12 +223,18 @@ def _lines(file: Path, made_of: Mapping[str, list[str]], graph: fx.Graph) -> dic
             reported[index], called = called, None
     charged = charges(graph)
     return {
-        index: InductorKernel(name, _is_library(name), tuple(_computed(node, charged.get(node)) for node in of))
-        for (index, (name, _)), of in zip(reported.items(), computed_by(graph, list(reported.values())), strict=True)
+        index: InductorKernel(
+            name, _is_library(name), tuple(_computed(node, charged.get(node)) for node in of)
+        )
+        for (index, (name, _)), of in zip(
+            reported.items(), computed_by(graph, list(reported.values())), strict=True
+        )
     }
 
 
-def computed_by(graph: fx.Graph, reported: Sequence[tuple[str, Sequence[fx.Node]]]) -> list[list[fx.Node]]:
+def computed_by(
+    graph: fx.Graph, reported: Sequence[tuple[str, Sequence[fx.Node]]]
+) -> list[list[fx.Node]]:
     """Returns which nodes kernels compute, from the name of each and what Inductor tells of it.
 
     It tells too much on both sides of a library's call whose operands are not in memory when it comes to the call: of the call, if it has
@@ -232,7 +242,10 @@ def computed_by(graph: fx.Graph, reported: Sequence[tuple[str, Sequence[fx.Node]
     operands, the call. But a call computes what it was made for, the last of its nodes, and no fused kernel computes that.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    called = [max(nodes, key=order.__getitem__) if _is_library(name) and nodes else None for name, nodes in reported]
+    called = [
+        max(nodes, key=order.__getitem__) if _is_library(name) and nodes else None
+        for name, nodes in reported
+    ]
     calls = set(called)
     return [
         # Where nothing else is left it turns an operand as the call wants it, which is work for that call.
@@ -247,7 +260,9 @@ def _is_library(name: str) -> bool:
 
 def _computed(node: fx.Node, charge: CostAttribution | None) -> KernelOutput:
     owner = None if charge is None else charge.owner
-    return KernelOutput(owner, str(node.target), 0 if _shows(node) else _moved(node), _quantizes(node))
+    return KernelOutput(
+        owner, str(node.target), 0 if _shows(node) else _moved(node), _quantizes(node)
+    )
 
 
 def _shows(node: fx.Node) -> bool:
@@ -256,20 +271,26 @@ def _shows(node: fx.Node) -> bool:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(
-        argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments
+        argument.alias_info is not None and not argument.alias_info.is_write
+        for argument in schema.arguments
     )
 
 
 def _moved(node: fx.Node) -> int:
     values = [node.meta.get("val"), *(used.meta.get("val") for used in node.all_input_nodes)]
-    return sum(int(tensor.numel()) * tensor.element_size() for value in values for tensor in tensors(value))
+    return sum(
+        int(tensor.numel()) * tensor.element_size() for value in values for tensor in tensors(value)
+    )
 
 
 def _quantizes(node: fx.Node) -> tuple[str, str, int] | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.name.startswith("qsync::quantize"):
         return None
-    source, fmt = node.args[0], node.args[[argument.name for argument in schema.arguments].index("fmt")]
+    source, fmt = (
+        node.args[0],
+        node.args[[argument.name for argument in schema.arguments].index("fmt")],
+    )
     assert isinstance(source, fx.Node) and isinstance(fmt, str)
     value = source.meta["val"]
     return str(format_of(value)), fmt, int(value.numel())

@@ -87,8 +87,14 @@ class AllocationRecording:
         self._profiler.stop()
         recorded: Any = self._profiler.profiler
         events = recorded.kineto_results.events()
-        begin = next((event.start_ns() for event in events if event.name() == _SECOND), float("inf"))
-        result = [event for event in events if event.name() == "[memory]" and event.device_type().name == "CPU"]
+        begin = next(
+            (event.start_ns() for event in events if event.name() == _SECOND), float("inf")
+        )
+        result = [
+            event
+            for event in events
+            if event.name() == "[memory]" and event.device_type().name == "CPU"
+        ]
         result.sort(key=lambda event: event.start_ns())
         first = [event.nbytes() for event in result if event.start_ns() < begin]
         return first, [event.nbytes() for event in result[len(first) :]]
@@ -134,7 +140,9 @@ def loss_in_step(
         step needs more of a model than these.
     """
     leaves, spec = pytree.tree_flatten(returned)
-    differentiated = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+    differentiated = {
+        id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
     if not differentiated or any(leaf.device.type != "cpu" for leaf in differentiated.values()):
         return None
 
@@ -175,7 +183,10 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
     item, two, three = (_peak(optimizer, count) for count in (1, 2, 3))
     together = three[1] - two[1]
     return OptimizerMemory(
-        state=item[0], temporary=item[1] - together, before=two[1] - item[1] - together, together=together
+        state=item[0],
+        temporary=item[1] - together,
+        before=two[1] - item[1] - together,
+        together=together,
     )
 
 
@@ -202,6 +213,11 @@ def _peak(optimizer: Optimizer, count: int) -> tuple[float, float]:
             f"what a step of {type(optimizer).__name__} takes cannot be found out: {error}",
             do="give it: predictor.memory.OptimizerMemory",
         ) from error
-    live = [value for state in like.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    live = [
+        value
+        for state in like.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     state = sum(tensor.nbytes for tensor in live if tensor.numel() == _ELEMENTS) / count
     return state / _ELEMENTS / 4, round(used / _ELEMENTS / 4, 2)

@@ -123,13 +123,19 @@ def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
 def checked_loss(loss: object, where: str) -> Tensor:
     """Returns what a user's step returned; raises `ProfileError` where that is no loss that trains anything."""
     if not isinstance(loss, Tensor) or loss.dim():
-        message = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        message = (
+            f"a tensor of shape {list(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
         do = "return the loss of the batch, a tensor without dimensions"
         raise ProfileError(f"the step returned {message}, which is no loss", where=where, do=do)
     if not loss.requires_grad:
         message = "the loss depends on no parameter that requires a gradient"
         raise ProfileError(
-            message, where=where, do="let the step compute it from what the model returns, with gradients"
+            message,
+            where=where,
+            do="let the step compute it from what the model returns, with gradients",
         )
     return loss
 
@@ -306,7 +312,9 @@ class Queued:
         for backward, used in ((False, full.forward), (True, full.backward)):
             available = sum(seconds for line, seconds in result.items() if line[2] == backward)
             waiting = max(0.0, used - available - outside[backward])
-            python = {line: seconds for line, seconds in self._python.items() if line[2] == backward}
+            python = {
+                line: seconds for line, seconds in self._python.items() if line[2] == backward
+            }
             total = sum(python.values())
             for line, seconds in python.items():
                 result[line] += waiting * seconds / total
@@ -317,7 +325,12 @@ class _Call:
     """One call of a wrapper."""
 
     def __init__(self, result: Queued, file: str, kernels: Container[int]) -> None:
-        self._found, self._file, self._kernels, self._backward = result, file, kernels, result.backward
+        self._found, self._file, self._kernels, self._backward = (
+            result,
+            file,
+            kernels,
+            result.backward,
+        )
         self._at: Key | None = None
         self._begun: Any = None
         self._since, self._marks = 0.0, 0

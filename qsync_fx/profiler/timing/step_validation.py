@@ -35,10 +35,14 @@ def compiling() -> Iterator[Callable[[nn.Module, Mapping[str, object], TrainingS
     """Yields what compiles a module with some options, by training it for one step."""
     codes: set[CodeType] = set()
 
-    def compile_with(module: nn.Module, options: Mapping[str, object], training: TrainingStep) -> Compiled:
+    def compile_with(
+        module: nn.Module, options: Mapping[str, object], training: TrainingStep
+    ) -> Compiled:
         inputs: dict[str, Any] = dict(options)
         with collecting(Options.parse(options)) as log:
-            compiled: Compiled = torch.compile(module, backend="qsync", options=inputs, dynamic=False)
+            compiled: Compiled = torch.compile(
+                module, backend="qsync", options=inputs, dynamic=False
+            )
             training.run(compiled)
             codes.update(code for code, _ in log.frames)
         return compiled
@@ -73,7 +77,11 @@ def _watched(module: nn.Module) -> Iterator[None]:
     def accumulated(_: Tensor) -> None:
         raise _differentiated("step")
 
-    leaves = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.is_leaf]
+    leaves = [
+        parameter
+        for parameter in module.parameters()
+        if parameter.requires_grad and parameter.is_leaf
+    ]
     hooks = [leaf.register_post_accumulate_grad_hook(accumulated) for leaf in leaves]  # type: ignore[no-untyped-call]
     try:
         yield

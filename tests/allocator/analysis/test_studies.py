@@ -35,18 +35,26 @@ from tests.support.planning.allocation_problems import PlainTimes, alone, drawn_
 class NarrowIsFaster(PlainTimes):
     """Times that fall with the bits of the format."""
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         found, share = self._drawn(operator), (state.precision.bits if state.precision else 32) / 32
         return Seconds(found.forward * share, found.backward * share)
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         return Seconds(1e-6, 0.0)
 
 
 def tight() -> Problem:
     """Returns a problem in which not everything can be FP32."""
     problem = fleet("mlp", times=NarrowIsFaster)
-    fastest = MilpAllocator().allocate(replace(problem, least="seconds", variance=float("inf"))).judged.seconds
+    fastest = (
+        MilpAllocator()
+        .allocate(replace(problem, least="seconds", variance=float("inf")))
+        .judged.seconds
+    )
     return replace(problem, seconds=fastest * 1.1)
 
 
@@ -58,11 +66,15 @@ def test_allocators_stand_side_by_side() -> None:
     problem = tight()
     graph = problem.classes["slow"].graph
     done: list[str] = []
-    found = compare(problem, side_by_side(problem, [HessianGreedy(drawn_sensitivity(graph, 3))]), done.append)
+    found = compare(
+        problem, side_by_side(problem, [HessianGreedy(drawn_sensitivity(graph, 3))]), done.append
+    )
     names = [one.allocator for one in found]
     assert names == done
     formats = [f"uniform-{fmt}" for fmt in ("int8", "bf16", "fp32")]
-    assert sorted(names) == sorted(["milp", "paper", *formats, "full-precision", "random", "hessian"])
+    assert sorted(names) == sorted(
+        ["milp", "paper", *formats, "full-precision", "random", "hessian"]
+    )
     exact = next(one for one in found if one.allocator == "milp")
     assert exact.answer is not None
     assert exact.gap is not None
@@ -99,7 +111,10 @@ def test_each_format_of_an_operator_says_what_speaks_against_it() -> None:
             assert step.judged == then
             assert step.seconds == then.seconds - answer.judged.seconds
             assert step.variance == then.variance - answer.judged.variance
-            assert step.computing == then.classes["slow"].computing - answer.judged.classes["slow"].computing
+            assert (
+                step.computing
+                == then.classes["slow"].computing - answer.judged.classes["slow"].computing
+            )
             assert step.exceeds == then.exceeds(answer.problem)
             assert (step.why is Why.CHOSEN) == (answer.plans["slow"][operator] == step.fmt)
             seen.add(step.why)
@@ -113,7 +128,11 @@ def test_what_the_allocator_missed_is_told() -> None:
     problem = alone("mlp")
     answer = what_if(answered(problem), dict.fromkeys(problem.classes["device"].choices, "int8"))
     steps = single_change(answer, next(iter(problem.classes["device"].choices)))
-    assert {step.fmt: step.why for step in steps} == {"int8": Why.CHOSEN, "bf16": Why.BETTER, "fp32": Why.BETTER}
+    assert {step.fmt: step.why for step in steps} == {
+        "int8": Why.CHOSEN,
+        "bf16": Why.BETTER,
+        "fp32": Why.BETTER,
+    }
 
 
 def test_what_is_tied_changes_together() -> None:
@@ -121,7 +140,9 @@ def test_what_is_tied_changes_together() -> None:
     first, second = list(problem.classes["slow"].choices)[:2]
     answer = replace(answered(problem), problem=replace(problem, tied=[[first, second]]))
     both = {**answer.plans["slow"], first: "int8", second: "int8"}
-    assert single_change(answer, second)[0].judged == evaluate_plan(problem, {**answer.plans, "slow": both})
+    assert single_change(answer, second)[0].judged == evaluate_plan(
+        problem, {**answer.plans, "slow": both}
+    )
 
 
 def test_what_if_says_what_it_breaks() -> None:
@@ -175,7 +196,10 @@ def test_a_front_goes_from_the_fastest_plan_to_that_of_least_variance(tmp_path: 
     picture = ElementTree.fromstring(front_svg(front))
     circles = list(picture.iter("{http://www.w3.org/2000/svg}circle"))
     assert len([dot for dot in circles if dot.get("class") == "point"]) == len(front.points)
-    assert all(0 <= float(dot.get("cx") or -1) <= 720 and 0 <= float(dot.get("cy") or -1) <= 440 for dot in circles)
+    assert all(
+        0 <= float(dot.get("cx") or -1) <= 720 and 0 <= float(dot.get("cy") or -1) <= 440
+        for dot in circles
+    )
     for name in ("front.svg", "front.html"):
         save_front(front, tmp_path / name)
         assert "<svg" in (tmp_path / name).read_text()

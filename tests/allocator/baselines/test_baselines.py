@@ -77,14 +77,24 @@ def test_orders_decide_what_is_widened() -> None:
     problem = hybrid("odd")
     part = problem.classes["slow"]
     halving = {
-        op: {part.runs(op, fmt): 0.5**at for at, fmt in enumerate(known) if part.runs(op, fmt) != "fp32"}
+        op: {
+            part.runs(op, fmt): 0.5**at
+            for at, fmt in enumerate(known)
+            if part.runs(op, fmt) != "fp32"
+        }
         for op, known in part.choices.items()
     }
     base = {op: part.omega(op, known[0]) for op, known in part.choices.items()}
-    like = {op: {fmt: base[op] * share for fmt, share in shares.items()} for op, shares in halving.items()}
+    like = {
+        op: {fmt: base[op] * share for fmt, share in shares.items()}
+        for op, shares in halving.items()
+    }
     same = replace(
         problem,
-        classes={n: replace(p, sensitivity=Sensitivity("halved", "", like)) for n, p in problem.classes.items()},
+        classes={
+            n: replace(p, sensitivity=Sensitivity("halved", "", like))
+            for n, p in problem.classes.items()
+        },
     )
     assert (
         HessianGreedy(same.classes["slow"].sensitivity).allocate(problem).plans
@@ -95,7 +105,9 @@ def test_orders_decide_what_is_widened() -> None:
 def test_what_is_drawn_decides() -> None:
     """One of two equal layers can be in FP32."""
     problem = Problem({"t4": sized("perceptron", "t4", 1024)}, Cluster({"t4": ClusterDevice()}))
-    narrow, wide = (evaluate_plan(problem, problem.uniform(fmt)).seconds for fmt in ("fp16", "fp32"))
+    narrow, wide = (
+        evaluate_plan(problem, problem.uniform(fmt)).seconds for fmt in ("fp16", "fp32")
+    )
     problem = replace(problem, seconds=narrow + 0.7 * (wide - narrow))
     plans = [RandomGreedy(seed).allocate(problem).plans["t4"] for seed in range(6)]
     assert {plan["0/linear"] for plan in plans} == {plan["2/linear"] for plan in plans}

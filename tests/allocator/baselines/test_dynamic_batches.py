@@ -22,7 +22,10 @@ def part(device: str, batch: int) -> DeviceClass:
 def fleet(batch: int = 1024, v100: int = 2, t4: int = 2) -> Problem:
     problem = of_catalog("perceptron", batch, bandwidth=1e11)
     counts = {"v100": v100, "t4": t4}
-    devices = {name: replace(device, count=counts[name]) for name, device in problem.cluster.devices.items()}
+    devices = {
+        name: replace(device, count=counts[name])
+        for name, device in problem.cluster.devices.items()
+    }
     return replace(problem, cluster=replace(problem.cluster, devices=devices))
 
 
@@ -70,18 +73,26 @@ def test_memory_takes_samples_from_a_class() -> None:
     assert found["v100"] < batches(free)["v100"]
     assert found["v100"] + found["t4"] == 2048
     more = evaluate_plan(
-        replace(answer.problem, classes={**answer.problem.classes, "v100": part("v100", found["v100"] + 1)}),
+        replace(
+            answer.problem,
+            classes={**answer.problem.classes, "v100": part("v100", found["v100"] + 1)},
+        ),
         answer.plans,
     )
-    assert (more.classes["v100"].peak_bytes or 0) > 0.8 * limit, "it trains with as many samples as it holds"
+    assert (more.classes["v100"].peak_bytes or 0) > 0.8 * limit, (
+        "it trains with as many samples as it holds"
+    )
 
 
 def test_where_no_class_holds_its_share_the_learning_rate_shrinks() -> None:
     problem = fleet()
     least, share = (
-        evaluate_plan(each, each.uniform("fp32")).classes["t4"].peak_bytes or 0 for each in (fleet(2), problem)
+        evaluate_plan(each, each.uniform("fp32")).classes["t4"].peak_bytes or 0
+        for each in (fleet(2), problem)
     )
-    classes = {name: replace(found, memory=(least + share) / 2) for name, found in problem.classes.items()}
+    classes = {
+        name: replace(found, memory=(least + share) / 2) for name, found in problem.classes.items()
+    }
     answer = allocated(replace(problem, classes=classes))
     samples = sum(batches(answer).values())
     assert answer.fits
@@ -94,9 +105,14 @@ def test_where_no_class_holds_its_share_the_learning_rate_shrinks() -> None:
 def test_what_a_loss_takes_follows_what_the_model_returns() -> None:
     measured = part("t4", 1024)
     assert measured.training is not None
-    for known, twice in ((None, None), (LossMemory(held=1001, most=4000), LossMemory(held=2002, most=8000))):
+    for known, twice in (
+        (None, None),
+        (LossMemory(held=1001, most=4000), LossMemory(held=2002, most=8000)),
+    ):
         asked = replace(measured, training=replace(measured.training, loss=known))
-        same, double = (resized(asked, symbolic("perceptron", "t4"), batch).training for batch in (1024, 2048))
+        same, double = (
+            resized(asked, symbolic("perceptron", "t4"), batch).training for batch in (1024, 2048)
+        )
         assert same == asked.training
         assert double == replace(measured.training, loss=twice)
 
@@ -112,9 +128,12 @@ def test_what_was_measured_is_scaled() -> None:
     assert isinstance(same.times, Scaled)
     problem = Problem({"t4": measured}, Cluster({"t4": ClusterDevice(batch=1024)}))
     other = replace(problem, classes={"t4": same})
-    assert evaluate_plan(other, problem.uniform("fp32")) == evaluate_plan(problem, problem.uniform("fp32"))
+    assert evaluate_plan(other, problem.uniform("fp32")) == evaluate_plan(
+        problem, problem.uniform("fp32")
+    )
     double = replace(
-        measured, times=Scaled(measured.times, measured.graph, symbolic("perceptron", "t4").at(batch=2048))
+        measured,
+        times=Scaled(measured.times, measured.graph, symbolic("perceptron", "t4").at(batch=2048)),
     )
     once, twice = (
         evaluate_plan(replace(problem, classes={"t4": found}), problem.uniform("fp32")).seconds
@@ -125,7 +144,9 @@ def test_what_was_measured_is_scaled() -> None:
 
 def test_what_is_missing_is_said() -> None:
     problem = fleet()
-    devices = {name: replace(device, batch=None) for name, device in problem.cluster.devices.items()}
+    devices = {
+        name: replace(device, batch=None) for name, device in problem.cluster.devices.items()
+    }
     with pytest.raises(PlanError, match="how many samples"):
         allocated(replace(problem, cluster=replace(problem.cluster, devices=devices)))
     with pytest.raises(ProfileError, match="one symbolic size") as caught:

@@ -21,7 +21,15 @@ from tests.support.planning.predicted_models import DrawnTimes
 from tests.support.tiers import chosen
 
 CODECS = ("fp32", "qsgd8", "qsgd2")
-SCALE = {"fp16": 1e-4, "bf16": 1e-3, "1bit*": 3.0, "qsgd16": 1e-6, "qsgd8": 0.02, "qsgd4": 0.4, "qsgd2": 4.0}
+SCALE = {
+    "fp16": 1e-4,
+    "bf16": 1e-3,
+    "1bit*": 3.0,
+    "qsgd16": 1e-6,
+    "qsgd8": 0.02,
+    "qsgd4": 0.4,
+    "qsgd2": 4.0,
+}
 
 
 def with_gradients(part: DeviceClass, seed: int) -> DeviceClass:
@@ -38,7 +46,10 @@ def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Prob
     """Returns ranks that send about as long as they compute; "kept" has a class that is not open to choice, "two" another that is."""
     draw = random.Random(f"codecs {seed}")
     slow = with_gradients(device_class("mlp", ("fp32", "bf16"), seed, times), seed)
-    parts, devices = {"slow": slow}, {"slow": ClusterDevice(count=draw.choice([2, 3]), slowdown=1.5, delay=1e-5)}
+    parts, devices = (
+        {"slow": slow},
+        {"slow": ClusterDevice(count=draw.choice([2, 3]), slowdown=1.5, delay=1e-5)},
+    )
     if classes != "one":
         other = with_gradients(device_class("mlp", ("fp32", "bf16"), seed + 1, times), seed)
         parts["fast"] = replace(other, kept=other.uniform("fp32")) if classes == "kept" else other
@@ -55,7 +66,11 @@ def drawn(seed: int, classes: str, times: type[DrawnTimes] = PlainTimes) -> Prob
 
 
 def every(problem: Problem) -> list[Evaluation]:
-    choices = {(name, op): known for name in problem.open for op, known in problem.classes[name].choices.items()}
+    choices = {
+        (name, op): known
+        for name in problem.open
+        for op, known in problem.classes[name].choices.items()
+    }
     judge, found = PlanEvaluator(problem, problem.uniform()), []
     for picked in itertools.product(*choices.values()):
         plans: dict[str, dict[str, str]] = {name: {} for name in problem.open}
@@ -67,9 +82,19 @@ def every(problem: Problem) -> list[Evaluation]:
 
 
 @pytest.mark.parametrize("classes", ["one", "kept"])
-@settings(max_examples=chosen([3], [8], [25])[0], deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 10**6), tight=st.floats(0.0, 0.6), least=st.sampled_from(["variance", "seconds"]))
-def test_formats_and_codecs_are_those_of_brute_force(classes: str, seed: int, tight: float, least: str) -> None:
+@settings(
+    max_examples=chosen([3], [8], [25])[0],
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    seed=st.integers(0, 10**6),
+    tight=st.floats(0.0, 0.6),
+    least=st.sampled_from(["variance", "seconds"]),
+)
+def test_formats_and_codecs_are_those_of_brute_force(
+    classes: str, seed: int, tight: float, least: str
+) -> None:
     problem = drawn(seed, classes)
     known = every(problem)
     assert 2 <= len(known[0].codecs) <= 5
@@ -93,7 +118,8 @@ def test_two_classes_get_one_choice_of_codecs() -> None:
         problem = drawn(seed, "two")
         judge = PlanEvaluator(problem, problem.uniform())
         coded, plain = (
-            judge.become(problem.uniform("bf16"), (codec,) * len(judge.buckets)).seconds for codec in ("qsgd8", "fp32")
+            judge.become(problem.uniform("bf16"), (codec,) * len(judge.buckets)).seconds
+            for codec in ("qsgd8", "fp32")
         )
         if coded < 0.8 * plain:
             break
@@ -104,13 +130,17 @@ def test_two_classes_get_one_choice_of_codecs() -> None:
     assert answer.gap <= 1.1e-4
 
 
-def test_of_many_choices_the_relaxed_program_finds_as_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_choices_the_relaxed_program_finds_as_good_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for seed in range(3):
         problem = drawn(seed, "kept")
         judge = PlanEvaluator(problem, problem.uniform())
         quick = judge.become(problem.uniform("bf16"), ("qsgd2",) * len(judge.buckets)).seconds
         problem = replace(
-            problem, seconds=0.6 * quick + 0.4 * judge.become(problem.uniform(), judge.options.plain).seconds
+            problem,
+            seconds=0.6 * quick
+            + 0.4 * judge.become(problem.uniform(), judge.options.plain).seconds,
         )
         answer = MilpAllocator().allocate(problem)
         with monkeypatch.context() as patch:
@@ -138,10 +168,15 @@ def test_over_a_quick_link_nothing_is_compressed_and_over_a_slow_one_it_is() -> 
     assert network is not None and network.bandwidth is not None
     found = {}
     for times in (1e-3, 1e6):
-        linked = replace(problem.cluster, network=replace(network, bandwidth=network.bandwidth * times, latency=0.0))
+        linked = replace(
+            problem.cluster,
+            network=replace(network, bandwidth=network.bandwidth * times, latency=0.0),
+        )
         asked = replace(problem, cluster=linked)
         limit = 1.5 * PlanEvaluator(asked, asked.uniform()).variance + 1.0
-        found[times] = MilpAllocator().allocate(replace(asked, least="seconds", variance=limit)).judged.codecs
+        found[times] = (
+            MilpAllocator().allocate(replace(asked, least="seconds", variance=limit)).judged.codecs
+        )
     assert set(found[1e6]) == {"fp32"}
     assert set(found[1e-3]) != {"fp32"}
 

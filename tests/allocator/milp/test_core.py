@@ -20,7 +20,10 @@ def drawn(seed: int, tight: float) -> tuple[LinearProgram, list[list[int]], list
     draw = random.Random(seed)
     program = LinearProgram()
     groups = [
-        [program.variable(draw.lognormvariate(0, 1) * way, full=True) for way in range(draw.choice((2, 3)))]
+        [
+            program.variable(draw.lognormvariate(0, 1) * way, full=True)
+            for way in range(draw.choice((2, 3)))
+        ]
         for _ in range(6)
     ]
     weights = [draw.choice((1.0, 2.0, draw.random())) for _ in program.costs]
@@ -36,10 +39,13 @@ def drawn(seed: int, tight: float) -> tuple[LinearProgram, list[list[int]], list
     return program, groups, weights, limit
 
 
-def least(program: LinearProgram, groups: list[list[int]], weights: list[float], limit: float) -> float | None:
+def least(
+    program: LinearProgram, groups: list[list[int]], weights: list[float], limit: float
+) -> float | None:
     """Returns what the best of all choices costs; None where none keeps the limit."""
     found = [
-        sum(program.costs[at] for at in picked) + 0.3 * sum(picked[n] == groups[n][0] and one for n in range(3))
+        sum(program.costs[at] for at in picked)
+        + 0.3 * sum(picked[n] == groups[n][0] and one for n in range(3))
         for picked in itertools.product(*groups)
         for one in (picked[3] == groups[3][0],)
         if sum(weights[at] for at in picked) <= limit
@@ -49,7 +55,10 @@ def least(program: LinearProgram, groups: list[list[int]], weights: list[float],
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    seed=st.integers(0, 10**6), tight=st.floats(-0.2, 1.0), opened=st.integers(0, 6), gap=st.sampled_from([0.0, 0.3])
+    seed=st.integers(0, 10**6),
+    tight=st.floats(-0.2, 1.0),
+    opened=st.integers(0, 6),
+    gap=st.sampled_from([0.0, 0.3]),
 )
 def test_it_finds_what_brute_force_finds(seed: int, tight: float, opened: int, gap: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -70,11 +79,17 @@ def test_it_finds_what_brute_force_finds(seed: int, tight: float, opened: int, g
         assert not found.between(program.choices).any()
 
 
-def test_what_costs_more_than_all_others_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_costs_more_than_all_others_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lagrangian_relaxation, "_OPEN", 3)
     program, *_ = drawn(3, 0.5)
     solve, given = program.solve, []
-    monkeypatch.setattr(program, "solve", lambda *how, **what: given.append(what.get("fixed")) or solve(*how, **what))
+    monkeypatch.setattr(
+        program,
+        "solve",
+        lambda *how, **what: given.append(what.get("fixed")) or solve(*how, **what),
+    )
     found = lagrangian_relaxation.solve(program, 0.1, 60.0, {})
     assert found.values is not None
     relaxed, *cores = given

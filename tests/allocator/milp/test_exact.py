@@ -11,7 +11,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from qsync_fx import PlanError
 from qsync_fx.allocator import PlanEvaluator, PlanNoteKind, Problem
-from qsync_fx.allocator.milp import build_and_solve, lagrangian_relaxation, milp_allocator, neighbour_terms
+from qsync_fx.allocator.milp import (
+    build_and_solve,
+    lagrangian_relaxation,
+    milp_allocator,
+    neighbour_terms,
+)
 from qsync_fx.allocator.milp.linear_program import LinearProgram
 from qsync_fx.allocator.milp.milp_allocator import FEW, MilpAllocator, widen
 from qsync_fx.allocator.milp.search import MilpSearch
@@ -32,10 +37,19 @@ def examples(few: int) -> int:
 
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), tight=st.floats(0.0, 0.9), small=st.booleans())
-def test_least_variance_is_that_of_brute_force(seed: int, formats: tuple[str, ...], tight: float, small: bool) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    formats=st.sampled_from(SETS),
+    tight=st.floats(0.0, 0.9),
+    small=st.booleans(),
+)
+def test_least_variance_is_that_of_brute_force(
+    seed: int, formats: tuple[str, ...], tight: float, small: bool
+) -> None:
     part = device(seed, formats)
-    cluster = Cluster({"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
+    cluster = Cluster(
+        {"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200)
+    )
     problem = Problem({"a": part}, cluster)
     known = every(problem, "a")
     seconds = sorted(judged.seconds for _, judged in known)
@@ -66,7 +80,9 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
     monkeypatch.setattr(milp_allocator, "FEW", 0)
     best = 0
     for seed in range(examples(6)):
-        part = replace(device(seed, SETS[2 * (seed % 2)]), training=TrainingMemory(loss=LOSSES[seed % 3]))
+        part = replace(
+            device(seed, SETS[2 * (seed % 2)]), training=TrainingMemory(loss=LOSSES[seed % 3])
+        )
         problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
         known = every(problem, "a")
         peaks = sorted(judged.classes["a"].peak_bytes or 0 for _, judged in known)
@@ -74,7 +90,9 @@ def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.Mo
         answer = MilpAllocator().allocate(problem)
         assert answer.fits
         assert answer.gap is not None
-        assert (PlanNoteKind.RECKONED in {note.kind for note in answer.notes}) == (answer.gap > 1e-4)
+        assert (PlanNoteKind.RECKONED in {note.kind for note in answer.notes}) == (
+            answer.gap > 1e-4
+        )
         least = min(judged.variance for _, judged in known if not judged.exceeds(problem))
         assert answer.bound is not None
         assert answer.bound <= least * (1 + 1e-6)
@@ -103,7 +121,9 @@ def test_a_plan_that_is_ruled_out_leaves_the_next_best(seed: int) -> None:
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), formats=st.sampled_from(SETS), share=st.floats(0.0, 1.0))
-def test_least_seconds_are_those_of_brute_force(seed: int, formats: tuple[str, ...], share: float) -> None:
+def test_least_seconds_are_those_of_brute_force(
+    seed: int, formats: tuple[str, ...], share: float
+) -> None:
     part = device(seed, formats)
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = every(problem, "a")
@@ -119,7 +139,11 @@ def test_least_seconds_are_those_of_brute_force(seed: int, formats: tuple[str, .
 
 @ALL
 @settings(max_examples=examples(2), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 10**6), tight=st.floats(0.1, 0.9), least=st.sampled_from(["variance", "seconds"]))
+@given(
+    seed=st.integers(0, 10**6),
+    tight=st.floats(0.1, 0.9),
+    least=st.sampled_from(["variance", "seconds"]),
+)
 def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: str) -> None:
     first = device(seed - seed % 2, ("fp32", "bf16"))
     second = replace(first, times=PlainTimes(seed + 1), formats=("fp32", "int8"))
@@ -155,7 +179,9 @@ def test_two_classes_are_those_of_brute_force(seed: int, tight: float, least: st
     assert answer.fits
 
 
-def test_times_that_follow_neighbours_are_learned_or_in_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_follow_neighbours_are_learned_or_in_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     near = 0
     for seed in range(4):
         part = device(2 * seed, SETS[0], DrawnTimes)
@@ -213,10 +239,14 @@ def test_limits_as_prices_first_lead_to_what_brute_force_finds(
 ) -> None:
     """With several buckets, of which any may be what the step waits for; a choice at a time is made anew."""
     part = device(seed, formats)
-    cluster = Cluster({"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200))
+    cluster = Cluster(
+        {"a": ClusterDevice(count=2)}, Network(1e6, 1e-5), Buckets(first_bytes=64, bytes=200)
+    )
     problem = Problem({"a": part}, cluster)
     known = every(problem, "a")
-    problem = replace(problem, seconds=sorted(one.seconds for _, one in known)[int(tight * (len(known) - 1))])
+    problem = replace(
+        problem, seconds=sorted(one.seconds for _, one in known)[int(tight * (len(known) - 1))]
+    )
     best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_and_solve, "LARGE", 0)
@@ -253,11 +283,17 @@ def test_one_problem_has_one_answer() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_cycles_are_searched_for_afterwards_as_before(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cycles_are_searched_for_afterwards_as_before(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     part, seen = device(3, SETS[2]), []
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     slow = PlanEvaluator(problem, problem.uniform()).judged().seconds
-    monkeypatch.setattr(milp_allocator, "MilpSearch", lambda *asked: seen.append(gc.isenabled()) or MilpSearch(*asked))
+    monkeypatch.setattr(
+        milp_allocator,
+        "MilpSearch",
+        lambda *asked: seen.append(gc.isenabled()) or MilpSearch(*asked),
+    )
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -275,7 +311,10 @@ def test_any_variance_is_no_limit() -> None:
     part = device(3, SETS[2])
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}), least="seconds")
     free = MilpAllocator().allocate(replace(problem, variance=float("inf")))
-    assert (free.plans, free.bound) == ((known := MilpAllocator().allocate(problem)).plans, known.bound)
+    assert (free.plans, free.bound) == (
+        (known := MilpAllocator().allocate(problem)).plans,
+        known.bound,
+    )
     assert free.gap is not None
     assert free.gap <= 1e-4
 
@@ -291,7 +330,11 @@ def test_tied_operators_get_one_format() -> None:
     part = device(1, SETS[0])
     linear = [operator for operator, known in part.choices.items() if len(known) == 3]
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}), tied=(linear,))
-    known = [judged for plan, judged in every(problem, "a") if len({plan[operator] for operator in linear}) == 1]
+    known = [
+        judged
+        for plan, judged in every(problem, "a")
+        if len({plan[operator] for operator in linear}) == 1
+    ]
     limit = sorted(judged.seconds for judged in known)[1]
     answer = MilpAllocator().allocate(replace(problem, seconds=limit))
     assert len({answer.plans["a"][operator] for operator in linear}) == 1
@@ -310,8 +353,12 @@ def test_what_cannot_be_is_named_with_what_can() -> None:
         MilpAllocator().allocate(replace(problem, seconds=fastest / 2))
     assert f"{fastest * 1e3:.4g} ms" in str(error.value.do)
     with pytest.raises(PlanError, match=r"'a' takes .* at least") as error:
-        MilpAllocator().allocate(replace(problem, classes={"a": replace(part, memory=smallest / 2)}))
+        MilpAllocator().allocate(
+            replace(problem, classes={"a": replace(part, memory=smallest / 2)})
+        )
     assert f"{smallest / 1e6:.4g} MB" in str(error.value.do)
     narrow = replace(part, formats=("bf16", "int8"))
     with pytest.raises(PlanError, match=r"variance is .* at least"):
-        MilpAllocator().allocate(Problem({"a": narrow}, problem.cluster, least="seconds", variance=0.0))
+        MilpAllocator().allocate(
+            Problem({"a": narrow}, problem.cluster, least="seconds", variance=0.0)
+        )

@@ -32,13 +32,19 @@ from tests.support.tiers import ALL
 FIVE = ("fp32", "fp16", "bf16", "int8", "fp8")
 SIX = ("fp64", "fp32", "tf32", "bf16", "int8_grad", "int8")
 NAMES = ["mlp", "checkpointed", "odd", "tied", "broken", "prenorm", "postnorm", "gated"]
-MORE = [pytest.param(name, marks=ALL) for name in ("attending", "dropping", "bert2", "vgg", "resnet", "gpt2")]
+MORE = [
+    pytest.param(name, marks=ALL)
+    for name in ("attending", "dropping", "bert2", "vgg", "resnet", "gpt2")
+]
 
 
 def drawn(problem: Problem, draw: random.Random) -> dict[str, str]:
     bias = draw.random()
     choices = problem.classes[problem.open[0]].choices
-    return {op: draw.choice(known) if draw.random() < bias else known[-1] for op, known in choices.items()}
+    return {
+        op: draw.choice(known) if draw.random() < bias else known[-1]
+        for op, known in choices.items()
+    }
 
 
 def solved(
@@ -64,14 +70,18 @@ def solved(
     }
     found = program.solve(0.0, 60.0, fixed=fixed)
     assert found.values is not None
-    found_states = [{at: value(e, found.values) for at, e in known.items()} for known in device.formats.states]
+    found_states = [
+        {at: value(e, found.values) for at, e in known.items()} for known in device.formats.states
+    ]
     most = max((value(expression, found.values) for expression in device.held), default=0.0)
     return float(found.values[step]) / THOUSANDTHS, judge, found_states, most
 
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_states_and_seconds_are_those_of_mapper_and_replayer(name: str, formats: tuple[str, ...]) -> None:
+def test_states_and_seconds_are_those_of_mapper_and_replayer(
+    name: str, formats: tuple[str, ...]
+) -> None:
     draw = random.Random(name)
     for seed in range(4):
         problem = (fleet if seed % 2 else alone)(name, formats, seed, OwnedTimes)
@@ -79,13 +89,18 @@ def test_states_and_seconds_are_those_of_mapper_and_replayer(name: str, formats:
         seconds, judge, states, _ = solved(problem, asked)
         device = problem.open[0]
         for found, names in zip(states, judge.states(device).names, strict=True):
-            assert found == pytest.approx({state: float(state == names) for state in found}, abs=1e-6)
+            assert found == pytest.approx(
+                {state: float(state == names) for state in found}, abs=1e-6
+            )
         timeline = judge.timeline
         at = list(problem.classes).index(device)
         step = timeline.played.step
         own = timeline.played.devices[device]
         rest = [sum(judge.transfer[m:]) for m in range(len(judge.transfer))]
-        ends = [own.computed, *(ready + more for ready, more in zip(own.ready.tolist(), rest, strict=True))]
+        ends = [
+            own.computed,
+            *(ready + more for ready, more in zip(own.ready.tolist(), rest, strict=True)),
+        ]
         assert seconds == pytest.approx(max(ends) + timeline.played.after(device), rel=1e-7)
         assert timeline.seconds >= seconds * (1 - 1e-7), (at, step)
 
@@ -100,12 +115,16 @@ def test_states_are_those_of_the_pipeline(name: str) -> None:
         _, _, states, _ = solved(problem, asked)
         real = explanation.replanned(Plan(operators=asked))
         for found, operator in zip(states, real.operators, strict=True):
-            names = tuple(None if f is None else f.name for f in (operator.note.precision, operator.note.output))
+            names = tuple(
+                None if f is None else f.name
+                for f in (operator.note.precision, operator.note.output)
+            )
             assert found[names] == pytest.approx(1.0, abs=1e-6), operator.id  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "checkpointed", pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)]
+    "name",
+    ["mlp", "checkpointed", pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)],
 )
 def test_what_is_held_is_learned_from_plans(name: str) -> None:
     draw, problem, held = random.Random(name), alone(name, FIVE, 0, OwnedTimes), LinearizedMemory()
@@ -121,9 +140,13 @@ def test_what_is_held_is_learned_from_plans(name: str) -> None:
         assert solved(problem, asked, held)[3] == pytest.approx(passes(now))
 
 
-@pytest.mark.parametrize("loss", [LossMemory(), LossMemory(held=30_000, most=90_000)], ids=["none", "kept"])
+@pytest.mark.parametrize(
+    "loss", [LossMemory(), LossMemory(held=30_000, most=90_000)], ids=["none", "kept"]
+)
 @pytest.mark.parametrize("name", NAMES + MORE)
-def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_keeps(name: str, loss: LossMemory) -> None:
+def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_keeps(
+    name: str, loss: LossMemory
+) -> None:
     """Of gradients that a pass begins with none is held longer than it is read."""
     for certain, known, part, memory, least in certainties(name, FIVE, loss):
         assert least <= passes(known, part.training) * (1 + 1e-9)
@@ -142,9 +165,12 @@ def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, .
         assert least >= before + certain.kept.of(known.names) - 1.0
 
 
-@pytest.mark.parametrize("loss", [None, LossMemory(), LossMemory(held=30_000)], ids=["unknown", "none", "kept"])
 @pytest.mark.parametrize(
-    "name", ["prenorm", *(pytest.param(name, marks=ALL) for name in ("odd", "resnet", "gpt2", "vgg"))]
+    "loss", [None, LossMemory(), LossMemory(held=30_000)], ids=["unknown", "none", "kept"]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["prenorm", *(pytest.param(name, marks=ALL) for name in ("odd", "resnet", "gpt2", "vgg"))],
 )
 def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | None) -> None:
     """While each gradient is computed, in the order in which the backward pass is written."""
@@ -197,12 +223,18 @@ def test_masks_of_gates_are_certain() -> None:
     least, held = 0, 0
     for certain, known, _, _, _ in certainties("gated", FIVE):
         now, lost = Passes(known), dict[int, bool]()
-        masks = {at: mask.bytes for at in range(len(known.names)) if (mask := now.mask(at)) and mask.bytes}
+        masks = {
+            at: mask.bytes
+            for at in range(len(known.names))
+            if (mask := now.mask(at)) and mask.bytes
+        }
         for gate in certain.kept.gates:
             certainly = gate.of(known.names, lost)
             assert certainly <= masks.get(gate.at, 0)
             least += certainly
-        held += sum(size for at, size in masks.items() if now.forward.graph.operators[at].row in GATES)
+        held += sum(
+            size for at, size in masks.items() if now.forward.graph.operators[at].row in GATES
+        )
     assert least > SHARE * held > 0
 
 
@@ -226,10 +258,15 @@ def test_what_is_written_for_the_last_product_is_certain(fmt: str) -> None:
     part = problem.classes["device"]
     known = states(part.graph, part.uniform("bf16") | {"head/linear": fmt})
     fed = FusedProducer.of_product(
-        MemoryLowerBound(part, step_memory(known, part.training)).kept, part.graph.operator("head/linear")
+        MemoryLowerBound(part, step_memory(known, part.training)).kept,
+        part.graph.operator("head/linear"),
     )
     assert fed is not None
-    kernel = [task for task in Orders.of(known).written if task.operator == "head/linear" and not task.backward]
+    kernel = [
+        task
+        for task in Orders.of(known).written
+        if task.operator == "head/linear" and not task.backward
+    ]
     end = next(at for at, task in enumerate(kernel) if task.library)
     written = sum(buffer.bytes for task in kernel[:end] for buffer in task.writes)
     assert fed.of(known.names) == written > 0
@@ -256,7 +293,11 @@ def drawn_as(problem: Problem, known: States) -> dict[str, str]:
     """The plan that leads to states, in the words of `choices`."""
     part = problem.classes[problem.open[0]]
     return {
-        operator: next(fmt for fmt in choices if part.runs(operator, fmt) == known.names[part.graph.place(operator)][0])
+        operator: next(
+            fmt
+            for fmt in choices
+            if part.runs(operator, fmt) == known.names[part.graph.place(operator)][0]
+        )
         for operator, choices in part.choices.items()
     }
 
@@ -265,7 +306,12 @@ def passes(known: States, training: TrainingMemory | None = None) -> float:
     """The most that both passes hold, in whichever of both orders."""
     orders = Orders.of(known, training)
     memories = [step_memory(known, training, tasks) for tasks in (orders.expected, orders.written)]
-    return max(moment.bytes for memory in memories for moment in memory.moments if moment.place != "optimizer")
+    return max(
+        moment.bytes
+        for memory in memories
+        for moment in memory.moments
+        if moment.place != "optimizer"
+    )
 
 
 def test_moments_above_a_limit_are_those_of_all_moments() -> None:
@@ -274,7 +320,10 @@ def test_moments_above_a_limit_are_those_of_all_moments() -> None:
     for certain, known, part, memory, _ in certainties("prenorm", FIVE):
         written = step_memory(known, part.training, Orders.of(known, part.training).written)
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        held = {moment: before + certain.during.of(known.names, moment) for moment in certain.during.moments}
+        held = {
+            moment: before + certain.during.of(known.names, moment)
+            for moment in certain.during.moments
+        }
         certain.moments.clear()
         limit = sorted(held.values())[-2] - 1.0
         above = {moment for moment, size in held.items() if size > limit}

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from qsync_fx.allocator.milp.lagrangian_relaxation import Coupling, IndependentChoices, LagrangianRelaxation
+from qsync_fx.allocator.milp.lagrangian_relaxation import (
+    Coupling,
+    IndependentChoices,
+    LagrangianRelaxation,
+)
 from qsync_fx.allocator.milp.linear_program import LinearProgram
 from tests.support.tiers import chosen
 
@@ -22,7 +26,12 @@ def drawn(seed: int, count: int) -> tuple[LinearProgram, list[list[int]], list[f
     groups = []
     for _ in range(count):
         ways = draw.choice((1, 2, 3, 5))
-        groups.append([program.variable(draw.choice((0.0, draw.lognormvariate(0, 2))), full=True) for _ in range(ways)])
+        groups.append(
+            [
+                program.variable(draw.choice((0.0, draw.lognormvariate(0, 2))), full=True)
+                for _ in range(ways)
+            ]
+        )
         weights += [draw.choice((1.0, draw.lognormvariate(0, 1))) for _ in range(ways)]
         program.row(dict.fromkeys(groups[-1], 1.0), 1.0, 1.0)
     return program, groups, weights
@@ -56,8 +65,13 @@ def test_few_programs_are_solved_to_the_bound_of_the_relaxed_one(
     limit = least + share * (most - least)
     # The first of two running limits follows from the second, which is the one that counts.
     half = len(weights) // 2
-    parts = [dict(enumerate(weights[:half])), {half + at: weight for at, weight in enumerate(weights[half:])}]
-    relaxing = LagrangianRelaxation(program, [Coupling(parts, [limit, limit], running=True)], groups, 60.0)
+    parts = [
+        dict(enumerate(weights[:half])),
+        {half + at: weight for at, weight in enumerate(weights[half:])},
+    ]
+    relaxing = LagrangianRelaxation(
+        program, [Coupling(parts, [limit, limit], running=True)], groups, 60.0
+    )
     runs: list[None] = []
     run = LagrangianRelaxation._run
 
@@ -70,7 +84,9 @@ def test_few_programs_are_solved_to_the_bound_of_the_relaxed_one(
     assert found is not None
     assert found.values is not None
     assert float(factors @ found.values) <= limit * (1 + 1e-6)
-    assert len(runs) <= 8, "choices are all that there is: the price is known from the start, but for a step"
+    assert len(runs) <= 8, (
+        "choices are all that there is: the price is known from the start, but for a step"
+    )
     program.row(dict(enumerate(weights)), most=limit)
     relaxed = program.solve(0.0, 60.0, relaxed=True)
     assert relaxing.bound >= relaxed.bound * (1 - 1e-6)

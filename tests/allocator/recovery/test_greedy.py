@@ -31,14 +31,20 @@ def limited(problem: Problem, seed: int) -> Problem:
     return replace(problem, classes=classes, seconds=between([each.seconds for each in known]))
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied", "odd", "checkpointed", pytest.param("bert2", marks=tiers.ALL)])
+@pytest.mark.parametrize(
+    "name", ["mlp", "tied", "odd", "checkpointed", pytest.param("bert2", marks=tiers.ALL)]
+)
 @pytest.mark.parametrize("make", [alone, fleet])
 @pytest.mark.parametrize("least", ["variance", "seconds"])
-def test_answers_keep_limits_and_are_no_worse_than_uniform_plans(name: str, make: type, least: str) -> None:
+def test_answers_keep_limits_and_are_no_worse_than_uniform_plans(
+    name: str, make: type, least: str
+) -> None:
     for seed in range(1 if name == "bert2" else 3):
         problem = replace(limited(make(name, seed=seed), seed), least=least)
         if least == "seconds":
-            worst = max(evaluate_plan(problem, plans).variance for plans in uniforms(problem).values())
+            worst = max(
+                evaluate_plan(problem, plans).variance for plans in uniforms(problem).values()
+            )
             problem = replace(problem, variance=worst * random.Random(seed).random())
         known = [evaluate_plan(problem, plans) for plans in uniforms(problem).values()]
         fit = [each for each in known if not each.exceeds(problem)]
@@ -88,9 +94,9 @@ def test_equal_blocks_are_searched_once_and_start_alike() -> None:
     part = device_class("bert2")
     own = units(part)
     found = parts(part.graph, own)
-    assert sorted(unit.operators for equal in found for block in equal.units for unit in block) == sorted(
-        unit.operators for unit in own
-    )
+    assert sorted(
+        unit.operators for equal in found for block in equal.units for unit in block
+    ) == sorted(unit.operators for unit in own)
     assert {len(equal.units) for equal in found} == {1, 2}
     for equal in found:
         tried = 1
@@ -100,7 +106,9 @@ def test_equal_blocks_are_searched_once_and_start_alike() -> None:
     problem = alone("bert2")
     start = initial(part, own, PlanEvaluator(problem, problem.uniform()), "device")
     for equal in found:
-        assert len({tuple(start[unit.operators[0]] for unit in block) for block in equal.units}) == 1
+        assert (
+            len({tuple(start[unit.operators[0]] for unit in block) for block in equal.units}) == 1
+        )
 
 
 def test_the_start_is_the_fastest_of_a_small_model() -> None:
@@ -118,7 +126,9 @@ def test_the_start_is_the_fastest_of_a_small_model() -> None:
 def test_tied_operators_get_one_format() -> None:
     problem = fleet("bert2")
     tied = [list(group) for group in zip(*_layers(problem), strict=True)]
-    problem = replace(problem, tied=tied, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.05)
+    problem = replace(
+        problem, tied=tied, seconds=evaluate_plan(problem, problem.uniform()).seconds * 1.05
+    )
     answer = PrecisionRecovery().allocate(problem)
     assert answer.fits and tied
     for group in tied:

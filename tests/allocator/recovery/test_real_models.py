@@ -29,7 +29,9 @@ def hybrid(problem: Problem, room: float | None) -> Problem:
 
 @pytest.mark.parametrize("name", COMPRESSIBLE)
 @pytest.mark.parametrize("room", [None, 0.0, 0.3, 0.7])
-def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(name: str, room: float | None) -> None:
+def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(
+    name: str, room: float | None
+) -> None:
     problem = hybrid(of_catalog(name), room)
     answer = PrecisionRecovery().allocate(problem)
     assert answer.judged == evaluate_plan(problem, answer.plans)
@@ -40,7 +42,9 @@ def test_it_is_as_fast_as_the_narrowest_plan_and_better_than_any_uniform_one(nam
     assert fit
     assert answer.value <= min(fit)
     if room != 0.0:
-        assert answer.value < min(fit), "T4 wait for V100 in narrow formats: there is something to recover"
+        assert answer.value < min(fit), (
+            "T4 wait for V100 in narrow formats: there is something to recover"
+        )
     assert answer.plans == PrecisionRecovery().allocate(problem).plans
 
 

@@ -25,7 +25,11 @@ BROUGHT = Path(__file__).parents[3] / ".triton"
 TRITON = importlib.util.find_spec("triton") is not None or (BROUGHT / "triton").is_dir()
 WHOLE = os.environ.get("QSYNC_GPU_CODE", "")
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int8_grad", "fp8")
-SAMPLE = [("t4", "mlp", "int8", "kernels"), ("t4", "mlp", "int8", "plain"), ("h100", "mlp", "fp8", "kernels")]
+SAMPLE = [
+    ("t4", "mlp", "int8", "kernels"),
+    ("t4", "mlp", "int8", "plain"),
+    ("h100", "mlp", "fp8", "kernels"),
+]
 GPUS = ("t4", "a100", "h100")
 MODELS = ("mlp", "resnet", "bert", "gpt2")
 MATRIX = [
@@ -48,17 +52,23 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("gpu", "model", "precision", "how"), MATRIX if WHOLE else SAMPLE)
-def test_what_is_generated_compiles(guard: Path, gpu: str, model: str, precision: str, how: str) -> None:
+def test_what_is_generated_compiles(
+    guard: Path, gpu: str, model: str, precision: str, how: str
+) -> None:
     if model != "mlp" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     command = [sys.executable, gpu_code.__file__, gpu, model, precision, how, str(guard)]
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(BROUGHT))))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if WHOLE:
         _keep(Path(WHOLE), f"{gpu}, {model}, {precision}, {how}", found)
-    assert found["ended"] and not found["lost"], "the whole model is one graph, of which all was traced"
+    assert found["ended"] and not found["lost"], (
+        "the whole model is one graph, of which all was traced"
+    )
     broken = [kernel for kernel in found["kernels"] if kernel["why_not"]]
     assert found["kernels"] and not broken, broken
     if gpu == "t4":
@@ -68,13 +78,17 @@ def test_what_is_generated_compiles(guard: Path, gpu: str, model: str, precision
     )
     assert found["calls"] == len(found["products"])
     # There are units for FP8 on an H100 alone, and no convolution of ours for it.
-    multiplied = precision.startswith("int8") or ((gpu, precision) == ("h100", "fp8") and model != "resnet")
+    multiplied = precision.startswith("int8") or (
+        (gpu, precision) == ("h100", "fp8") and model != "resnet"
+    )
     if how == "kernels" and multiplied:
         assert found["planned"], "there are layers large enough for a kernel"
     scaled = precision in ("int8", "int8_grad", "fp8")
     if how == "plain" and precision.startswith("int8"):
         # Quantizing is what Inductor makes of it: nothing opaque is left that torch would compute operator by operator.
-        assert found["quantizers"] == 0 and any("quantize" in kernel["name"] for kernel in found["kernels"])
+        assert found["quantizers"] == 0 and any(
+            "quantize" in kernel["name"] for kernel in found["kernels"]
+        )
     if how == "kernels":
         assert (found["quantizers"] > 0) is scaled
 

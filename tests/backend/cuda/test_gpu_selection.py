@@ -54,11 +54,20 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def asked() -> dict[str, dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("QSYNC_KERNELS", "QSYNC_NVCC", "QSYNC_GPU_COLLECT")}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("QSYNC_KERNELS", "QSYNC_NVCC", "QSYNC_GPU_COLLECT")
+    }
     path = os.pathsep.join([str(TESTS.parent), *sys.path])
     command = [sys.executable, "-c", ASKS, json.dumps([FORMATS, list(DEVICES)])]
     done = subprocess.run(
-        command, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120
+        command,
+        env=environment | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -66,14 +75,18 @@ def asked() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("capability", DEVICES)
-def test_a_gpu_is_asked_for_what_it_has(capability: tuple[int, int], asked: dict[str, dict[str, Any]]) -> None:
+def test_a_gpu_is_asked_for_what_it_has(
+    capability: tuple[int, int], asked: dict[str, dict[str, Any]]
+) -> None:
     found = asked[".".join(map(str, capability))]
     lacks = {fmt: why for fmt, why in found["lacks"].items() if why}
     # Where nothing compiles for a V100, it has no kernels for INT8 either.
     unserved = {"int8", "int8_grad"} if found["missing"] and capability == (7, 0) else set()
     assert set(lacks) == LACKS[capability] | unserved
     for why in lacks.values():
-        assert f"this GPU is of {capability[0]}.{capability[1]}" in why, "who is left out is told why"
+        assert f"this GPU is of {capability[0]}.{capability[1]}" in why, (
+            "who is left out is told why"
+        )
     assert found["here"] == [fmt for fmt in FORMATS if fmt not in lacks]
     assert found["marks"] == [int(fmt in lacks) for fmt in FORMATS]
     if found["missing"]:
@@ -82,12 +95,18 @@ def test_a_gpu_is_asked_for_what_it_has(capability: tuple[int, int], asked: dict
         )
         return
     assert found["arch"] == DEVICES[capability] and found["archs"] == [found["arch"]]
-    assert not LACKS[capability] & set(found["multiplied"]) and {"fp16", "int8"} <= set(found["multiplied"])
+    assert not LACKS[capability] & set(found["multiplied"]) and {"fp16", "int8"} <= set(
+        found["multiplied"]
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_90a"])
-@pytest.mark.parametrize(("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")])
-def test_models_are_asked_for_the_operators_that_have_kernels_there(arch: Arch, name: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")]
+)
+def test_models_are_asked_for_the_operators_that_have_kernels_there(
+    arch: Arch, name: str, precision: str
+) -> None:
     """On a V100 INT8's linear layers, by products of four bytes at a time (dp4a), and no convolutions."""
     asked = models.problems(name, precision, arch)
     assert any(problem.a == "int8" for problem in asked)

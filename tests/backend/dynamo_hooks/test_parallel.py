@@ -76,7 +76,11 @@ def test_a_model_that_made_a_step_before_is_split(graphs: list[int]) -> None:
 def test_in_the_other_order_too(graphs: list[int]) -> None:
     model, same = Layers(), options(graphs)
     step(torch.compile(model, backend="qsync", options=same))
-    step(torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="qsync", options=same))
+    step(
+        torch.compile(
+            DistributedDataParallel(model, bucket_cap_mb=1), backend="qsync", options=same
+        )
+    )
     assert graphs == [3, 1, 1, 1]
 
 

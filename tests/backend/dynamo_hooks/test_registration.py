@@ -44,7 +44,9 @@ PROGRAM = """
 @pytest.mark.parametrize("imported", ["", "import qsync_fx"])
 def test_threads_may_name_the_backend_at_once(imported: str) -> None:
     program = textwrap.dedent(PROGRAM).format(imported=imported)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
@@ -79,5 +81,9 @@ def test_other_backends_register_as_torch_documents() -> None:
 
 
 def test_torch_registers_backends_as_this_package_expects() -> None:
-    assert list(inspect.signature(registry.register_backend).parameters) == ["compiler_fn", "name", "tags"]
+    assert list(inspect.signature(registry.register_backend).parameters) == [
+        "compiler_fn",
+        "name",
+        "tags",
+    ]
     assert not inspect.unwrap(registry.register_backend).__code__.co_freevars

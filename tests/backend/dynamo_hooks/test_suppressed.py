@@ -25,7 +25,9 @@ def failing(graph: qsync_fx.PrecisionGraph) -> None:
 
 
 def test_an_error_of_a_pass_reaches_the_user_where_a_plan_was_given() -> None:
-    fast = torch.compile(build(Perceptron), backend="qsync", options={"precision": "bf16", "passes": [failing]})
+    fast = torch.compile(
+        build(Perceptron), backend="qsync", options={"precision": "bf16", "passes": [failing]}
+    )
     for _ in range(2):
         with pytest.raises(PassError, match="this pass fails"):
             fast(torch.randn(4, 16))
@@ -37,7 +39,9 @@ def test_without_a_plan_it_is_suppressed() -> None:
     assert torch.equal(fast(x), model(x))
 
 
-def test_an_error_of_the_inner_compiler_reaches_the_user_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_inner_compiler_reaches_the_user_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch._dynamo.backends.registry as registry
 
     def broken(module: torch.fx.GraphModule, inputs: object) -> None:
@@ -45,7 +49,9 @@ def test_an_error_of_the_inner_compiler_reaches_the_user_too(monkeypatch: pytest
 
     monkeypatch.setitem(registry._COMPILER_FNS, "aot_eager", broken)
     fast = torch.compile(
-        build(Perceptron), backend="qsync", options={"precision": "bf16", "inner_backend": "aot_eager"}
+        build(Perceptron),
+        backend="qsync",
+        options={"precision": "bf16", "inner_backend": "aot_eager"},
     )
     with pytest.raises(PlanError, match="ZeroDivisionError: the compiler fails") as caught:
         fast(torch.randn(4, 16))

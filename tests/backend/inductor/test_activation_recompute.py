@@ -25,7 +25,9 @@ from tests.support import tiers
 def test_bits_are_those_of_the_mask(n: int, seed: int, at: int, threads: int) -> None:
     every = torch.rand(n + at, generator=torch.Generator().manual_seed(seed)) < 0.5
     mask = every[at:]  # from an address that eight does not divide
-    wanted = [sum(int(bit) << place for place, bit in enumerate(mask[i : i + 8])) for i in range(0, n, 8)]
+    wanted = [
+        sum(int(bit) << place for place, bit in enumerate(mask[i : i + 8])) for i in range(0, n, 8)
+    ]
     packed = torch.full(((n + 7) // 8 + 1,), 0xAA, dtype=torch.uint8)
     _C.pack_bits(mask.data_ptr(), packed.data_ptr(), n, threads)
     assert packed.tolist() == [*wanted, 0xAA]
@@ -67,13 +69,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(q, k, v, dropout_p=self.p).transpose(1, 2).reshape(x.shape)
+        attended = (
+            scaled_dot_product_attention(q, k, v, dropout_p=self.p).transpose(1, 2).reshape(x.shape)
+        )
         x = self.first(x + self.dropout(attended))
         found: Tensor = self.last(x + self.dropout(self.down(torch.nn.functional.gelu(self.up(x)))))
         return found
 
 
-def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast: bool) -> tuple[int, list[Tensor]]:
+def differentiated(
+    block: nn.Module, x: Tensor, precision: str, less: bool, fast: bool
+) -> tuple[int, list[Tensor]]:
     """Returns the bytes that are kept of a step beside its inputs, and the gradients, traced as Inductor does and run as it stands."""
     kept: dict[int, int] = {}
     lowered = qsync_fx.explain(block, x, options={"precision": precision}).graph_module("lower")
@@ -96,7 +102,11 @@ def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast
 
     table = for_inductor(torch.device("cpu"), fast, less)
     parameters = {name.replace(".", "_"): value for name, value in block.named_parameters()}
-    given = [{"x": x, **parameters}[node.name] for node in lowered.graph.nodes if node.op == "placeholder"]
+    given = [
+        {"x": x, **parameters}[node.name]
+        for node in lowered.graph.nodes
+        if node.op == "placeholder"
+    ]
     with recompute_policy.settings() if less else nullcontext():
         step = aot_function(lowered, forward, backward, partition, decompositions=table)
         torch.manual_seed(3)
@@ -115,7 +125,9 @@ def differentiated(block: nn.Module, x: Tensor, precision: str, less: bool, fast
         pytest.param("fp32", False, 0.75, marks=tiers.ALL),
     ],
 )
-def test_less_is_kept_and_gradients_stay_to_the_bit(precision: str, fast: bool, most: float) -> None:
+def test_less_is_kept_and_gradients_stay_to_the_bit(
+    precision: str, fast: bool, most: float
+) -> None:
     torch.manual_seed(0)
     block, x = Block(), torch.randn(4, 24, 32, requires_grad=True)
     plain, wanted = differentiated(block, x, precision, False, fast)
@@ -138,7 +150,9 @@ def test_a_compiled_model_trains_with_it(precision: str) -> None:
         compiled: Callable[..., Any] = torch.compile(block, backend="qsync", options=options)  # type: ignore[arg-type]
         torch.manual_seed(1)
         (compiled(x) - x.sin()).square().mean().backward()
-        found[less] = torch.cat([p.grad.flatten() for p in block.parameters() if p.grad is not None])
+        found[less] = torch.cat(
+            [p.grad.flatten() for p in block.parameters() if p.grad is not None]
+        )
     torch._dynamo.reset()
     difference = (found[True] - found[False]).norm() / found[False].norm()
     assert difference < (0.02 if precision == "bf16" else 0.05)
@@ -152,7 +166,9 @@ def test_a_checkpoint_within_the_graph_stays_one() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Dropout(0.25))
+            self.block = nn.Sequential(
+                nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Dropout(0.25)
+            )
             self.last = nn.Linear(48, 32)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -164,9 +180,13 @@ def test_a_checkpoint_within_the_graph_stays_one() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Checkpointed()
-        compiled = torch.compile(model, backend="qsync", options={"precision": "fp32", "activation_recompute": less})
+        compiled = torch.compile(
+            model, backend="qsync", options={"precision": "fp32", "activation_recompute": less}
+        )
         torch.manual_seed(1)
         compiled(x).square().mean().backward()
-        found[less] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found[less] = torch.cat(
+            [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        )
     torch._dynamo.reset()
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-6)

@@ -50,14 +50,17 @@ def gradients_of(network: str, x: Tensor) -> list[Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = NETWORKS[network][0]()
-    step: Any = torch.compile(model, backend="qsync", options={"precision": "int8", "activation_recompute": True})
+    step: Any = torch.compile(
+        model, backend="qsync", options={"precision": "int8", "activation_recompute": True}
+    )
     x = x.clone().requires_grad_()
     step(x).square().sum().backward()
     return [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item, misc]
 
 
 @pytest.mark.parametrize(
-    "network", [pytest.param("rows", marks=tiers.ALL), "images", pytest.param("volumes", marks=tiers.ALL)]
+    "network",
+    [pytest.param("rows", marks=tiers.ALL), "images", pytest.param("volumes", marks=tiers.ALL)],
 )
 def test_gradients_are_those_of_bytes_to_the_bit(
     network: str, settings: Graphs, monkeypatch: pytest.MonkeyPatch
@@ -67,16 +70,26 @@ def test_gradients_are_those_of_bytes_to_the_bit(
     forward, backward = settings.seen[:2]
     kept = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
     bits = [node for node in kept if node.target is torch.ops.qsync.pack_bits.default]
-    masks = [node for node in kept if node.meta["val"].dtype in (torch.bool, torch.int8) and node not in bits]
+    masks = [
+        node
+        for node in kept
+        if node.meta["val"].dtype in (torch.bool, torch.int8) and node not in bits
+    ]
     assert bits
-    assert all(node.target is operator.getitem for node in masks), "but for what quantizers round, no byte is kept"
+    assert all(node.target is operator.getitem for node in masks), (
+        "but for what quantizers round, no byte is kept"
+    )
     order = {node: at for at, node in enumerate(forward.nodes)}
     for node in bits:
         source: Any = node
         while source.target is not torch.ops.aten.relu.default:
             source = source.args[0]
-        assert order[node] - order[source] <= 5, "right behind what it is made of, and not at the end"
-    assert len(backward.find_nodes(op="call_function", target=torch.ops.qsync.unpack_bits.default)) == len(bits)
+        assert order[node] - order[source] <= 5, (
+            "right behind what it is made of, and not at the end"
+        )
+    assert len(
+        backward.find_nodes(op="call_function", target=torch.ops.qsync.unpack_bits.default)
+    ) == len(bits)
 
     monkeypatch.setattr(
         recompute_policy.InBits,
@@ -84,7 +97,9 @@ def test_gradients_are_those_of_bytes_to_the_bit(
         lambda _, *given, **how: min_cut_rematerialization_partition(*given, **how),
     )
     wanted = gradients_of(network, x)
-    assert not settings.seen[2].find_nodes(op="call_function", target=torch.ops.qsync.pack_bits.default)
+    assert not settings.seen[2].find_nodes(
+        op="call_function", target=torch.ops.qsync.pack_bits.default
+    )
     assert all(map(torch.equal, found, wanted))
 
 
@@ -92,12 +107,16 @@ def test_a_partitioner_of_the_users_own_is_asked_first() -> None:
     asked = []
 
     class Theirs(recompute_policy.InBits):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Any, **how: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
             asked.append(gm)
             return min_cut_rematerialization_partition(gm, joint_inputs, **how)  # type: ignore[no-untyped-call]
 
     with torch._inductor.config.patch(custom_partitioner_fn=Theirs()):
-        ours = inductor_config.inductor(torch.device("cpu"), activation_recompute=True)["custom_partitioner_fn"]
+        ours = inductor_config.inductor(torch.device("cpu"), activation_recompute=True)[
+            "custom_partitioner_fn"
+        ]
         assert isinstance(ours.partition, Theirs)
         assert ours.uuid() != recompute_policy.InBits().uuid()
         assert "custom_partitioner_fn" not in inductor_config.inductor(torch.device("cpu"))

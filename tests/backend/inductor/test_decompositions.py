@@ -23,7 +23,9 @@ aten = torch.ops.aten
 CHECKS = ("test_schema", "test_faketensor")
 
 
-def gradients(function: Callable[..., Tensor], x: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:
+def gradients(
+    function: Callable[..., Tensor], x: Tensor, incoming: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns the input gradients in eager mode and compiled."""
     # Each case is a version of one function to Dynamo, which keeps 8 and runs the next as it was written.
     torch._dynamo.reset()
@@ -70,7 +72,9 @@ POOLED = [
         *(pytest.param(*POOLED[at], marks=tiers.EVERY) for at in (1, 3, 5)),
     ],
 )
-def test_max_pooling_passes_the_gradients_that_eager_mode_passes(shape: tuple[int, ...], window: Any) -> None:
+def test_max_pooling_passes_the_gradients_that_eager_mode_passes(
+    shape: tuple[int, ...], window: Any
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape)
     kernel, stride, padding, dilation, ceil_mode = window
@@ -85,7 +89,9 @@ def test_max_pooling_passes_the_gradients_that_eager_mode_passes(shape: tuple[in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_the_gradient_of_max_pooling_needs_no_input(dtype: torch.dtype, channels_last: bool) -> None:
+def test_the_gradient_of_max_pooling_needs_no_input(
+    dtype: torch.dtype, channels_last: bool
+) -> None:
     torch.manual_seed(0)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(2, 5, 11, 9).to(dtype).contiguous(memory_format=memory_format)
@@ -95,10 +101,14 @@ def test_the_gradient_of_max_pooling_needs_no_input(dtype: torch.dtype, channels
 
     found = max_pool2d_gradient(incoming, indices, x.shape, *window)
 
-    assert torch.equal(found, aten.max_pool2d_with_indices_backward.default(incoming, x, *window, indices))
+    assert torch.equal(
+        found, aten.max_pool2d_with_indices_backward.default(incoming, x, *window, indices)
+    )
     assert found.stride() == x.stride()
     torch.library.opcheck(
-        torch.ops.qsync.max_pool2d_gradient.default, (incoming, indices, x.shape, *window), test_utils=CHECKS
+        torch.ops.qsync.max_pool2d_gradient.default,
+        (incoming, indices, x.shape, *window),
+        test_utils=CHECKS,
     )
 
 
@@ -115,7 +125,9 @@ def test_the_gradient_of_max_pooling_allocates_its_result_alone(channels_last: b
 
 
 def test_a_closed_gate_lets_nothing_through() -> None:
-    incoming = torch.tensor([1.0, float("nan"), float("inf"), 2.0, float("nan")], dtype=torch.bfloat16)
+    incoming = torch.tensor(
+        [1.0, float("nan"), float("inf"), 2.0, float("nan")], dtype=torch.bfloat16
+    )
     closed = torch.tensor([1, 1, 1, 0, 0], dtype=torch.int8)
 
     found = gate(incoming, closed)
@@ -129,7 +141,9 @@ def test_a_closed_gate_lets_nothing_through() -> None:
 @tiers.ALL
 def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)
+    )
     graphs = Graphs()
 
     with torch._inductor.config.patch(post_grad_custom_pre_pass=graphs):
@@ -141,9 +155,15 @@ def test_a_quantized_layer_behind_relu_keeps_bytes_and_no_bools() -> None:
     assert not [node for node in kept if node.meta["val"].dtype == torch.bool]
     order = {node: at for at, node in enumerate(forward.nodes)}
     # The last of them has an FP32 output, and is summed in integers.
-    (last,) = forward.find_nodes(op="call_function", target=torch.ops.qsync.integer_convolution.default)
+    (last,) = forward.find_nodes(
+        op="call_function", target=torch.ops.qsync.integer_convolution.default
+    )
     # What layers keep comes from the quantizer, of which it is one of two results.
-    closed = [node for node in kept if node.meta["val"].dtype == torch.int8 and node.target != operator.getitem]
+    closed = [
+        node
+        for node in kept
+        if node.meta["val"].dtype == torch.int8 and node.target != operator.getitem
+    ]
     assert len(closed) == 2
     assert all(order[node] < order[last] for node in closed)
 
@@ -153,5 +173,6 @@ def test_a_pass_of_the_users_own_is_not_replaced() -> None:
     with torch._inductor.config.patch(post_grad_custom_pre_pass=theirs):
         assert inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"] is theirs
     assert isinstance(
-        inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"], recompute_policy.EarlyBytes
+        inductor_config.inductor(torch.device("cpu"))["post_grad_custom_pre_pass"],
+        recompute_policy.EarlyBytes,
     )

@@ -21,7 +21,10 @@ CHECKS = ("test_schema", "test_faketensor")
 def operands(kernel: int, groups: int, stride: int, dtype: torch.dtype = BF16) -> tuple[Any, ...]:
     """Gradient, input and weight of a convolution of eight channels, and its geometry."""
     torch.manual_seed(0)
-    x, weight = torch.randn(2, 8, 12, 12).to(dtype), torch.randn(8, 8 // groups, kernel, kernel).to(dtype)
+    x, weight = (
+        torch.randn(2, 8, 12, 12).to(dtype),
+        torch.randn(8, 8 // groups, kernel, kernel).to(dtype),
+    )
     rest = [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], groups
     gradient = torch.randn_like(torch.ops.aten.convolution.default(x, weight, None, *rest))
     return gradient, x, weight, [8], *rest
@@ -60,7 +63,10 @@ def test_slow_ones_are_computed_in_fp32(
 ) -> None:
     arguments = operands(kernel, groups, stride)
     if channels_last:
-        arguments = *(t.to(memory_format=torch.channels_last) for t in arguments[:2]), *arguments[2:]
+        arguments = (
+            *(t.to(memory_format=torch.channels_last) for t in arguments[:2]),
+            *arguments[2:],
+        )
     asked, of_torch, found = computed(arguments, [True, True, True])
     assert (asked, of_torch) == (ours, torchs)
     in_bf16 = BACKWARD(*arguments, [True, True, True])
@@ -110,7 +116,9 @@ def test_a_model_trains_with_them() -> None:
     found = []
     for precision in ("fp32", "bf16"):
         model.zero_grad()
-        torch.compile(model, backend="qsync", options={"precision": precision})(x).square().sum().backward()
+        torch.compile(model, backend="qsync", options={"precision": precision})(
+            x
+        ).square().sum().backward()
         found.append([p.grad for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None

@@ -23,7 +23,9 @@ from tests.support import tiers
         pytest.param(torch.bfloat16, 3, False, marks=tiers.ALL),
     ],
 )
-def test_it_is_the_kernel_of_eager_mode(dtype: torch.dtype, padding: int | None, by_frequency: bool) -> None:
+def test_it_is_the_kernel_of_eager_mode(
+    dtype: torch.dtype, padding: int | None, by_frequency: bool
+) -> None:
     graphs: list[fx.GraphModule] = []
 
     def compiler(graph: fx.GraphModule, inputs: object) -> Any:
@@ -54,7 +56,9 @@ def test_it_is_the_kernel_of_eager_mode(dtype: torch.dtype, padding: int | None,
 
 def test_the_operator_is_what_tracing_takes_it_for() -> None:
     gradient, indices = torch.randn(2, 3, 5), torch.tensor([[0, 1, 1], [6, 0, 2]])
-    torch.library.opcheck(torch.ops.qsync.embedding_gradient.default, (gradient, indices, 7, -1, False))
+    torch.library.opcheck(
+        torch.ops.qsync.embedding_gradient.default, (gradient, indices, 7, -1, False)
+    )
 
 
 @tiers.ALL
@@ -65,7 +69,11 @@ def test_inductor_trains_a_table() -> None:
     for compiled in (False, True):
         torch.manual_seed(1)
         model: Any = nn.Sequential(nn.Embedding(11, 16, padding_idx=3), nn.Linear(16, 4))
-        run = torch.compile(model, backend="qsync", options={"precision": "fp32"}) if compiled else model
+        run = (
+            torch.compile(model, backend="qsync", options={"precision": "fp32"})
+            if compiled
+            else model
+        )
         run(indices).square().sum().backward()
         gradients.append(model[0].weight.grad)
     torch._dynamo.reset()

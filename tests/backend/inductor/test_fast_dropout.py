@@ -142,7 +142,9 @@ def test_where_it_cannot_be_torchs_dropout_stays(model: Any) -> None:
 
     module = Native() if model == "native" else model
     x = torch.ones(40, 40, requires_grad=True)
-    compiled = torch.compile(module, backend="qsync", options={"fast_dropout": True, "precision": "fp32"})
+    compiled = torch.compile(
+        module, backend="qsync", options={"fast_dropout": True, "precision": "fp32"}
+    )
     with pytest.warns(qsync_fx.PlanWarning, match="fast_dropout"):
         found = compiled(x)
     torch.manual_seed(0)
@@ -150,7 +152,9 @@ def test_where_it_cannot_be_torchs_dropout_stays(model: Any) -> None:
     found.sum().backward()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    assert torch.equal(found, torch.compile(module, backend="qsync", options={"precision": "fp32"})(x))
+    assert torch.equal(
+        found, torch.compile(module, backend="qsync", options={"precision": "fp32"})(x)
+    )
     torch._dynamo.reset()
 
 
@@ -160,7 +164,9 @@ def test_where_nothing_is_asked_for_it_is_drawn_wherever_it_can_be() -> None:
     for asked in (None, True, False):
         given = {} if asked is None else {"fast_dropout": asked}
         torch._dynamo.reset()
-        compiled = torch.compile(nn.Dropout(0.25), backend="qsync", options={"precision": "fp32", **given})
+        compiled = torch.compile(
+            nn.Dropout(0.25), backend="qsync", options={"precision": "fp32", **given}
+        )
         torch.manual_seed(0)
         found[asked] = compiled(torch.ones(100, 100))
         torch.manual_seed(0)
@@ -182,7 +188,9 @@ def test_a_model_trains_with_it() -> None:
     x = torch.randn(128, 32)
     target = x[:, :8].sin()
     optimizer = qsync_fx.optim.AdamW(model.parameters(), lr=1e-2)
-    compiled = torch.compile(model, backend="qsync", options={"fast_dropout": True, "precision": "bf16"})
+    compiled = torch.compile(
+        model, backend="qsync", options={"fast_dropout": True, "precision": "bf16"}
+    )
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", qsync_fx.PlanWarning)

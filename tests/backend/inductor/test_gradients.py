@@ -17,8 +17,13 @@ prims = torch.ops.prims
 
 def network(memory_format: torch.memory_format) -> nn.Module:
     torch.manual_seed(0)
-    first, second = nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.Conv2d(32, 32, 3, padding=1, bias=False)
-    made: nn.Module = nn.Sequential(first, nn.BatchNorm2d(32), nn.ReLU(), second).to(memory_format=memory_format)  # type: ignore[call-overload]
+    first, second = (
+        nn.Conv2d(16, 32, 3, padding=1, bias=False),
+        nn.Conv2d(32, 32, 3, padding=1, bias=False),
+    )
+    made: nn.Module = nn.Sequential(first, nn.BatchNorm2d(32), nn.ReLU(), second).to(
+        memory_format=memory_format
+    )  # type: ignore[call-overload]
     return made
 
 
@@ -47,10 +52,14 @@ def test_gradients_lie_as_their_weights(memory_format: torch.memory_format, prec
 def joint() -> tuple[fx.Graph, Tensor]:
     """Returns a joint graph of one result, a gradient of a weight and none of a scale that was given."""
     graph, value = fx.Graph(), torch.empty(8, 4, 3, 3)
-    weight, scale, tangent = (graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1"))
+    weight, scale, tangent = (
+        graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1")
+    )
     weight.meta["val"], scale.meta["val"] = value, torch.empty(())
     tangent.meta["val"] = torch.empty_like(value, memory_format=torch.channels_last)
-    result, gradient = (graph.call_function(torch.ops.aten.neg.default, (of,)) for of in (weight, tangent))
+    result, gradient = (
+        graph.call_function(torch.ops.aten.neg.default, (of,)) for of in (weight, tangent)
+    )
     result.meta["val"], gradient.meta["val"] = value, tangent.meta["val"]
     graph.output((result, gradient, None))
     return graph, value
@@ -81,7 +90,9 @@ def test_another_pass_runs_first_and_is_part_of_the_name() -> None:
         ran = False
 
         def __call__(self, graph: fx.Graph) -> None:
-            self.ran = not graph.find_nodes(op="call_function", target=prims.inductor_force_stride_order.default)
+            self.ran = not graph.find_nodes(
+                op="call_function", target=prims.inductor_force_stride_order.default
+            )
 
         def uuid(self) -> Any:
             return "before"

@@ -28,7 +28,9 @@ def test_every_choice_of_units_has_a_tag_of_its_own(monkeypatch: pytest.MonkeyPa
 
 
 @tiers.ALL
-def test_a_kernel_of_a_path_with_a_unit_is_not_taken_on_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_a_path_with_a_unit_is_not_taken_on_one_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was: by the kernel of "scalar" a step took 500 ms, in place of 50."""
     found = []
     with fresh_cache():
@@ -37,7 +39,9 @@ def test_a_kernel_of_a_path_with_a_unit_is_not_taken_on_one_without(monkeypatch:
                 monkeypatch.setattr(where, "native_integer_unit", lambda unit=unit: unit)
             torch._dynamo.reset()
             counters.clear()
-            run: Any = torch.compile(nn.Linear(32, 16), backend="qsync", options={"precision": "int8"}, dynamic=False)
+            run: Any = torch.compile(
+                nn.Linear(32, 16), backend="qsync", options={"precision": "int8"}, dynamic=False
+            )
             run(torch.randn(8, 32)).sum().backward()
             found.append("hit" if counters["aot_autograd"]["autograd_cache_hit"] else "miss")
     assert found == ["miss", "hit", "miss", "hit"]

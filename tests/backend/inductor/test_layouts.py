@@ -45,7 +45,9 @@ class Block(nn.Module):
         return rows
 
 
-def test_what_linear_layers_read_as_rows_is_quantized_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_linear_layers_read_as_rows_is_quantized_as_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In a graph with convolutions, too, whose images have their channels last: a copy stood between quantizer and layer."""
     from torch._inductor.utils import run_and_get_code
 
@@ -62,7 +64,9 @@ def test_what_linear_layers_read_as_rows_is_quantized_as_rows(monkeypatch: pytes
     compiled = torch.compile(Block(c), backend="qsync", options={"precision": "int8"})
     with torch.compiler.config.patch(force_disable_caches=True):
         _, (code,) = run_and_get_code(compiled, torch.randn(n, 3, h, w))
-    assert lies[n, c, h, w] == {(h * w * c, 1, w * c, c)}, "the input of a convolution: channels last"
+    assert lies[n, c, h, w] == {(h * w * c, 1, w * c, c)}, (
+        "the input of a convolution: channels last"
+    )
     assert lies[n, h, w, c] == {(h * w * c, w * c, c, 1)}, "that of a linear layer: rows"
     copied = rf"empty_strided_cpu\(\({n * h * w}, {c}\), \({c}, 1\), torch\.int8\)"
     assert not re.search(copied, code), "values are quantized, and then copied"
@@ -73,12 +77,18 @@ class Convolved(nn.Sequential):
 
     def __init__(self, channels: int) -> None:
         super().__init__(
-            nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
         )
 
 
-@pytest.mark.parametrize(("precision", "size", "first"), [("bf16", 4, True), ("fp32", 4, True), ("bf16", 16, False)])
-def test_images_keep_their_layout_where_weights_are_far_more(precision: str, size: int, first: bool) -> None:
+@pytest.mark.parametrize(
+    ("precision", "size", "first"), [("bf16", 4, True), ("fp32", 4, True), ("bf16", 16, False)]
+)
+def test_images_keep_their_layout_where_weights_are_far_more(
+    precision: str, size: int, first: bool
+) -> None:
     """Weights with channels first were else laid out anew in every step."""
     from torch._inductor.utils import run_and_get_code
 

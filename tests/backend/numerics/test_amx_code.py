@@ -23,14 +23,19 @@ def test_tiles_are_configured_by_data() -> None:
     if objdump is None or readelf is None:
         pytest.skip("binutils are not here")
     code = subprocess.run(
-        [objdump, "-d", "--no-show-raw-insn", _C.__file__], capture_output=True, text=True, check=True
+        [objdump, "-d", "--no-show-raw-insn", _C.__file__],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     configured = re.findall(r"\bldtilecfg\s+(.*)", code.stdout)
     if not configured:
         pytest.skip("this module was built without AMX")
     places = [re.search(r"#\s*([0-9a-f]+)", operand) for operand in configured]
     assert all(places), f"tiles are configured from what was written to the stack: {configured}"
-    sections = subprocess.run([readelf, "-SW", _C.__file__], capture_output=True, text=True, check=True).stdout
+    sections = subprocess.run(
+        [readelf, "-SW", _C.__file__], capture_output=True, text=True, check=True
+    ).stdout
     with open(_C.__file__, "rb") as file:
         content = file.read()
     for place in places:
@@ -38,7 +43,9 @@ def test_tiles_are_configured_by_data() -> None:
         at = int(place[1], 16)
         (offset,) = [
             at - int(start, 16) + int(lies, 16)
-            for start, lies, size in re.findall(r"PROGBITS\s+([0-9a-f]+) ([0-9a-f]+) ([0-9a-f]+)", sections)
+            for start, lies, size in re.findall(
+                r"PROGBITS\s+([0-9a-f]+) ([0-9a-f]+) ([0-9a-f]+)", sections
+            )
             if int(start, 16) <= at < int(start, 16) + int(size, 16)
         ]
         assert content[offset : offset + 64] == SHAPES

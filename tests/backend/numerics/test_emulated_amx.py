@@ -33,7 +33,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kernel, made = folder / "amx.o", folder / "amx_against_scalar"
     how = [compiler, *FLAGS, f"-I{REPOSITORY / 'cpp'}"]
     subprocess.run([*how, *AVX512, "-c", SUPPORT / "emulated_amx.cpp", "-o", kernel], check=True)
-    sources = [SUPPORT / "amx_against_scalar.cpp", *(GEMM / f"{name}.cpp" for name in ("gemm", "windows", "workspace"))]
+    sources = [
+        SUPPORT / "amx_against_scalar.cpp",
+        *(GEMM / f"{name}.cpp" for name in ("gemm", "windows", "workspace")),
+    ]
     scalar = [
         *how,
         "-DQSYNC_INT8=scalar_int8",
@@ -52,5 +55,7 @@ def test_products_of_all_sizes_layouts_and_outputs_are_the_scalar_ones(program: 
 
 def test_a_tile_is_not_used_before_it_is_configured(program: Path) -> None:
     """That the emulation sees it is what makes the products above a test of when tiles are configured."""
-    done = subprocess.run([program, "unconfigured"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [program, "unconfigured"], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout) == (3, "a tile is used that is not configured\n")

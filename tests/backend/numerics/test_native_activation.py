@@ -34,7 +34,10 @@ def activated(x: Tensor, how: _C.Activation, isa: str) -> Tensor:
 def test_relu_is_that_of_the_result(isa: str, operands: torch.dtype, dtype: torch.dtype) -> None:
     a, b = matrix(35, 70, "rows", operands), matrix(70, 37, "columns", operands)
     how = dtype, torch.rand(35), torch.rand(37), torch.randn(37) * 1000
-    assert torch.equal(multiplied(a, b, *how, isa=isa, activation="relu"), torch.relu(multiplied(a, b, *how, isa=isa)))
+    assert torch.equal(
+        multiplied(a, b, *how, isa=isa, activation="relu"),
+        torch.relu(multiplied(a, b, *how, isa=isa)),
+    )
 
 
 @every_isa
@@ -42,7 +45,11 @@ def test_relu_is_that_of_the_result(isa: str, operands: torch.dtype, dtype: torc
 def test_gelu_is_near(isa: str, how: _C.Activation) -> None:
     """As near as torch's, which is off by 3.5 and 1.1 units of 1e-7 of the value."""
     x = torch.cat(
-        [torch.linspace(-12, 12, 200_001), torch.randn(10_000) * 1e-3, torch.tensor([1e30, -1e30, 0.0, 1e-40])]
+        [
+            torch.linspace(-12, 12, 200_001),
+            torch.randn(10_000) * 1e-3,
+            torch.tensor([1e30, -1e30, 0.0, 1e-40]),
+        ]
     )
     found, exact = activated(x, how, isa).double(), ACTIVATIONS[how](x.double())
     assert ((found - exact).abs() <= 3e-7 * x.double().abs() + 2**-149).all()
@@ -52,13 +59,17 @@ def test_gelu_is_near(isa: str, how: _C.Activation) -> None:
 @every_isa
 @every_operand
 @pytest.mark.parametrize("how", ["gelu", "gelu_tanh"])
-def test_gelu_follows_bias_and_is_rounded_once(isa: str, operands: torch.dtype, how: _C.Activation) -> None:
+def test_gelu_follows_bias_and_is_rounded_once(
+    isa: str, operands: torch.dtype, how: _C.Activation
+) -> None:
     a, b = matrix(35, 70, "rows", operands), matrix(70, 37, "columns", operands)
     given = torch.tensor(1e-4), None, torch.randn(37)
     wide = multiplied(a, b, torch.float32, *given, isa=isa, activation=how)
     sums = multiplied(a, b, torch.float32, *given, isa=isa)
     assert torch.equal(wide, torch.stack([activated(row, how, isa) for row in sums]))
-    assert torch.equal(multiplied(a, b, torch.bfloat16, *given, isa=isa, activation=how), wide.bfloat16())
+    assert torch.equal(
+        multiplied(a, b, torch.bfloat16, *given, isa=isa, activation=how), wide.bfloat16()
+    )
 
 
 @every_isa

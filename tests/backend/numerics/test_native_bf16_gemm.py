@@ -33,7 +33,9 @@ def near(found: Tensor, a: Tensor, b: Tensor) -> bool:
 
 def like(layout: Tensor, low: int, high: int) -> Tensor:
     """Returns random numbers of magnitudes from 2**low to 2**high that lie as a matrix does, zeros among them."""
-    numbers = torch.randn(layout.shape) * torch.exp2(torch.randint(low, high + 1, layout.shape).float())
+    numbers = torch.randn(layout.shape) * torch.exp2(
+        torch.randint(low, high + 1, layout.shape).float()
+    )
     layout.copy_(numbers.where(torch.rand(layout.shape) < 0.95, 0))
     return layout
 
@@ -66,7 +68,10 @@ def test_other_sums_are_near(
 ) -> None:
     """Down to denormals, of operands and of sums."""
     torch.manual_seed(seed)
-    a, b = like(matrix(m, k, layout, BF16), *magnitudes), like(matrix(k, n, layout, BF16), *magnitudes)
+    a, b = (
+        like(matrix(m, k, layout, BF16), *magnitudes),
+        like(matrix(k, n, layout, BF16), *magnitudes),
+    )
     found = multiplied(a, b, torch.float32, isa=isa)
     assert near(found, a, b)
     assert torch.equal(multiplied(a, b, BF16, isa=isa), found.to(BF16)), "rounded once"
@@ -85,7 +90,8 @@ def test_scales_and_bias_follow_in_fp32(isa: str, dtype: torch.dtype) -> None:
 
 @every_isa
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(100, 150, 200), (700, 60, 130), (1, 1000, 300), (20, 50, 6000), (30, 1100, 5001)]
+    ("m", "n", "k"),
+    [(100, 150, 200), (700, 60, 130), (1, 1000, 300), (20, 50, 6000), (30, 1100, 5001)],
 )
 def test_threads_change_no_bit(isa: str, m: int, n: int, k: int) -> None:
     a, b = torch.randn(k, m).t().to(BF16), torch.randn(k, n).to(BF16)
@@ -119,18 +125,33 @@ def test_what_is_not_finite_goes_through(isa: str) -> None:
 def test_operands_lie_at_any_address(isa: str, places: int) -> None:
     m, n, k = 35, 37, 67
     for layout in ("rows", "columns"):
-        a, b = moved(matrix(m, k, layout, BF16), places), moved(matrix(k, n, layout, BF16), 2 * places)
+        a, b = (
+            moved(matrix(m, k, layout, BF16), places),
+            moved(matrix(k, n, layout, BF16), 2 * places),
+        )
         for dtype in (torch.float32, BF16):
             bias = moved(torch.randn(n), places)
             memory = torch.full((m * n + 2 * places,), 77, dtype=dtype)
             result = memory[places : places + m * n]
             _C.gemm(
-                *(a.data_ptr(), b.data_ptr(), result.data_ptr(), m, n, k, a.stride(), b.stride(), DTYPES[dtype]),
+                *(
+                    a.data_ptr(),
+                    b.data_ptr(),
+                    result.data_ptr(),
+                    m,
+                    n,
+                    k,
+                    a.stride(),
+                    b.stride(),
+                    DTYPES[dtype],
+                ),
                 bias=bias.data_ptr(),
                 isa=isa,
                 operands="bfloat16",
             )
-            assert torch.equal(result.view(m, n), ((a.double() @ b.double()).float() + bias).to(dtype))
+            assert torch.equal(
+                result.view(m, n), ((a.double() @ b.double()).float() + bias).to(dtype)
+            )
             assert (memory[:places] == 77).all() and (memory[places + m * n :] == 77).all()
 
 

@@ -37,15 +37,24 @@ def expected(
     if dtype == torch.int32:
         return sums.to(torch.int32)
     value = sums.float()
-    for scale in (a_scale, None if b_scale is None else b_scale.view(1, -1) if b_scale.dim() else b_scale):
-        value = value if scale is None else value * (scale.view(-1, 1) if scale is a_scale and scale.dim() else scale)
+    for scale in (
+        a_scale,
+        None if b_scale is None else b_scale.view(1, -1) if b_scale.dim() else b_scale,
+    ):
+        value = (
+            value
+            if scale is None
+            else value * (scale.view(-1, 1) if scale is a_scale and scale.dim() else scale)
+        )
     return (value if bias is None else value + bias).to(dtype)
 
 
 @every_isa
 @settings(max_examples=60)
 @given(SIZES, SIZES, LENGTHS, LAYOUTS, LAYOUTS, st.integers(1, 3), st.integers(0, 2**32))
-def test_sums_are_exact(isa: str, m: int, n: int, k: int, first: str, second: str, threads: int, seed: int) -> None:
+def test_sums_are_exact(
+    isa: str, m: int, n: int, k: int, first: str, second: str, threads: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     a, b = matrix(m, k, first), matrix(k, n, second)
     assert torch.equal(multiplied(a, b, threads=threads, isa=isa), expected(a, b, torch.int32))
@@ -78,7 +87,8 @@ def test_the_epilogue_rounds_as_torch_does(
 
 @every_isa
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(100, 150, 200), (700, 60, 130), (1, 1000, 300), (20, 50, 6000), (30, 1100, 5001)]
+    ("m", "n", "k"),
+    [(100, 150, 200), (700, 60, 130), (1, 1000, 300), (20, 50, 6000), (30, 1100, 5001)],
 )
 def test_blocks_and_threads_change_nothing(isa: str, m: int, n: int, k: int) -> None:
     a, b = matrix(m, k, "columns"), matrix(k, n, "rows")
@@ -95,7 +105,11 @@ def test_the_largest_sums_do_not_saturate(isa: str, sign: int) -> None:
     b = torch.full((length, 2), -128 if sign > 0 else 127, dtype=torch.int8)
     assert (multiplied(a, b, isa=isa) == -128 * length * (-128 if sign > 0 else 127)).all()
     with pytest.raises(ValueError, match="131072"):
-        multiplied(torch.zeros(1, length + 1, dtype=torch.int8), torch.zeros(length + 1, 1, dtype=torch.int8), isa=isa)
+        multiplied(
+            torch.zeros(1, length + 1, dtype=torch.int8),
+            torch.zeros(length + 1, 1, dtype=torch.int8),
+            isa=isa,
+        )
 
 
 @every_isa
@@ -116,7 +130,9 @@ def test_what_is_not_finite_goes_through(isa: str) -> None:
         found = multiplied(a, b, dtype, scale, isa=isa)
         assert found[0].isnan().all() and (found[1] == float("inf")).all() and (found[2] == 2).all()
     huge = torch.tensor(torch.finfo(torch.float32).max / 2)
-    assert (multiplied(a, b, torch.bfloat16, huge, isa=isa) == float("inf")).all(), "rounded up, as torch rounds"
+    assert (multiplied(a, b, torch.bfloat16, huge, isa=isa) == float("inf")).all(), (
+        "rounded up, as torch rounds"
+    )
 
 
 @every_isa
@@ -130,7 +146,17 @@ def test_operands_lie_at_any_address(isa: str, places: int) -> None:
             memory = torch.full((m * n + 2 * places,), 77, dtype=dtype)
             result = memory[places : places + m * n]
             _C.gemm(
-                *(a.data_ptr(), b.data_ptr(), result.data_ptr(), m, n, k, a.stride(), b.stride(), DTYPES[dtype]),
+                *(
+                    a.data_ptr(),
+                    b.data_ptr(),
+                    result.data_ptr(),
+                    m,
+                    n,
+                    k,
+                    a.stride(),
+                    b.stride(),
+                    DTYPES[dtype],
+                ),
                 a_scale=of_a.data_ptr(),
                 a_scale_each=True,
                 b_scale=of_b.data_ptr(),

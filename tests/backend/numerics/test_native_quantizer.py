@@ -30,7 +30,8 @@ every_isa = pytest.mark.parametrize("isa", _C.available_isas())
 
 
 def same(
-    found: tuple[NDArray[np.int8], NDArray[np.float32]], expected: tuple[NDArray[np.int8], NDArray[np.float32]]
+    found: tuple[NDArray[np.int8], NDArray[np.float32]],
+    expected: tuple[NDArray[np.int8], NDArray[np.float32]],
 ) -> None:
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(found[1], expected[1])
@@ -42,9 +43,18 @@ def same(
 def test_equals_the_reference(isa: str, data: st.DataObject) -> None:
     rows = data.draw(st.integers(0, 5))
     columns = data.draw(st.one_of(st.integers(0, 130), st.integers(0, 40_000 // max(rows, 1))))
-    x = data.draw(vectors(rows * columns, data.draw(st.sampled_from(list(DTYPES.values()))))).view(rows, columns)
-    rounding, levels = data.draw(st.sampled_from(ROUNDINGS)), data.draw(st.sampled_from([127, 7, 1, 100]))
-    seed, stream, first = data.draw(SEEDS), data.draw(STREAMS), data.draw(st.sampled_from([0, 5, 2**32 - 50, 2**63]))
+    x = data.draw(vectors(rows * columns, data.draw(st.sampled_from(list(DTYPES.values()))))).view(
+        rows, columns
+    )
+    rounding, levels = (
+        data.draw(st.sampled_from(ROUNDINGS)),
+        data.draw(st.sampled_from([127, 7, 1, 100])),
+    )
+    seed, stream, first = (
+        data.draw(SEEDS),
+        data.draw(STREAMS),
+        data.draw(st.sampled_from([0, 5, 2**32 - 50, 2**63])),
+    )
     threads = data.draw(st.integers(1, 4))
     found = run_quantize(x, rounding, levels, seed, stream, threads, first, isa)
     same(found, quantized(x, rounding, levels, seed, stream, first))
@@ -66,7 +76,13 @@ def test_every_sixteen_bit_value(isa: str, dtype: torch.dtype, rounding: _C.Roun
 def test_special_rows(isa: str) -> None:
     huge = torch.finfo(torch.float32).max
     x = torch.tensor(
-        [[0.0, -0.0, 0.0], [1.0, torch.nan, 2.0], [1.0, -torch.inf, 2.0], [huge, -huge, 1.0], [1e-45, -1e-45, 0.0]]
+        [
+            [0.0, -0.0, 0.0],
+            [1.0, torch.nan, 2.0],
+            [1.0, -torch.inf, 2.0],
+            [huge, -huge, 1.0],
+            [1e-45, -1e-45, 0.0],
+        ]
     )
     for rounding in ROUNDINGS:
         q, scales = run_quantize(x, rounding, isa=isa)
@@ -97,7 +113,10 @@ def test_parts_equal_the_whole(data: st.DataObject, seed: int, stream: int) -> N
     whole = run_quantize(x, "stochastic", seed=seed, stream=stream)
     parts = [run_quantize(x[:cut], "stochastic", seed=seed, stream=stream)]
     parts += [run_quantize(x[cut:], "stochastic", seed=seed, stream=stream, first=50 * cut)]
-    same((np.concatenate([parts[0][0], parts[1][0]]), np.concatenate([parts[0][1], parts[1][1]])), whole)
+    same(
+        (np.concatenate([parts[0][0], parts[1][0]]), np.concatenate([parts[0][1], parts[1][1]])),
+        whole,
+    )
 
 
 @every_isa
@@ -117,20 +136,26 @@ def bias(isa: str, rounding: _C.Rounding, x: torch.Tensor, repeats: int) -> tupl
     """Returns z of the mean error over all elements, and z of the sum of squares of each element's own z."""
     total = np.zeros(x.shape, np.int64)
     for stream in range(repeats):
-        q, scales = run_quantize(x, rounding, seed=int(torch.randint(2**62, ()).item()), stream=stream, isa=isa)
+        q, scales = run_quantize(
+            x, rounding, seed=int(torch.randint(2**62, ()).item()), stream=stream, isa=isa
+        )
         total += q
     u = x.double().numpy() / scales[:, None].astype(np.float64)
     variance = repeats * (u - np.floor(u)) * (1 - (u - np.floor(u)))
     inner = variance > 1
     error = (total - repeats * u)[inner]
     squares = (error**2 / variance[inner]).sum()
-    return abs(error.sum()) / variance[inner].sum() ** 0.5, (squares - inner.sum()) / (2 * inner.sum()) ** 0.5
+    return abs(error.sum()) / variance[inner].sum() ** 0.5, (squares - inner.sum()) / (
+        2 * inner.sum()
+    ) ** 0.5
 
 
 @every_isa
 def test_stochastic_rounding_is_unbiased(isa: str) -> None:
     x = torch.randn(1, 4000).double().float()
-    x[0, :1000] = x.abs().max() * (1 - torch.rand(1000) / 127)  # the last two levels, where a rounded sum would be off
+    x[0, :1000] = x.abs().max() * (
+        1 - torch.rand(1000) / 127
+    )  # the last two levels, where a rounded sum would be off
     mean, squares = bias(isa, "stochastic", x, 600 if isa == "scalar" else 5000)
     assert mean < 5
     assert abs(squares) < 6
@@ -142,7 +167,9 @@ N = 2**19
 
 def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     """Returns the correlation of two samples of uniform numbers, in standard errors."""
-    return float(((a.astype(np.float64) - 0.5) * (b.astype(np.float64) - 0.5)).mean() * 12 * a.size**0.5)
+    return float(
+        ((a.astype(np.float64) - 0.5) * (b.astype(np.float64) - 0.5)).mean() * 12 * a.size**0.5
+    )
 
 
 @settings(max_examples=10)
@@ -186,12 +213,18 @@ for size, dtype in ((4, "float32"), (2, "bfloat16"), (2, "float16")):
                 _C.round_float(source, start + 3 * page - n * size, n, 3, -6, 448.0, rounding, isa={isa!r})
 print("intact")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout == "intact\n", f"exit {done.returncode}: {done.stderr[-500:]}"
 
 
 def test_other_threads_run_meanwhile() -> None:
-    x, q, scale = torch.ones(2**25, dtype=torch.bfloat16), torch.empty(2**25, dtype=torch.int8), torch.empty(1)
+    x, q, scale = (
+        torch.ones(2**25, dtype=torch.bfloat16),
+        torch.empty(2**25, dtype=torch.int8),
+        torch.empty(1),
+    )
     stamps: list[float] = []
     done = threading.Event()
 
@@ -201,7 +234,16 @@ def test_other_threads_run_meanwhile() -> None:
 
     def ran_in_the_middle() -> bool:
         start = time.perf_counter()
-        _C.quantize(x.data_ptr(), q.data_ptr(), scale.data_ptr(), 1, x.numel(), "bfloat16", "stochastic", isa="scalar")
+        _C.quantize(
+            x.data_ptr(),
+            q.data_ptr(),
+            scale.data_ptr(),
+            1,
+            x.numel(),
+            "bfloat16",
+            "stochastic",
+            isa="scalar",
+        )
         length = time.perf_counter() - start
         return any(start + length / 4 < moment < start + length * 3 / 4 for moment in stamps)
 
@@ -247,7 +289,12 @@ def test_the_environment_chooses_the_path(asked: str) -> None:
     code = "from qsync_fx import _C; print(_C.isa())"
     environment = os.environ | {"QSYNC_CPU_ISA": asked}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
     )
     if asked == "quantum":
         assert "OptionError: this build and this processor have no path 'quantum'" in done.stderr

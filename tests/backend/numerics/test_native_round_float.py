@@ -28,7 +28,18 @@ def rounded(
     isa: str | None = None,
 ) -> torch.Tensor:
     y = torch.full((x.numel() + 2,), 77.0)
-    _C.round_float(x.data_ptr(), y.data_ptr() + 4, x.numel(), *grid, rounding, seed, stream, threads, first, isa)
+    _C.round_float(
+        x.data_ptr(),
+        y.data_ptr() + 4,
+        x.numel(),
+        *grid,
+        rounding,
+        seed,
+        stream,
+        threads,
+        first,
+        isa,
+    )
     assert y[0] == y[-1] == 77.0
     return y[1:-1]
 
@@ -37,7 +48,9 @@ def bits(x: torch.Tensor) -> NDArray[np.int32]:
     return np.asarray(x.contiguous().view(torch.int32).numpy())
 
 
-def reference(x: torch.Tensor, grid: tuple[int, int, float], rounding: str, r: NDArray[np.float32]) -> torch.Tensor:
+def reference(
+    x: torch.Tensor, grid: tuple[int, int, float], rounding: str, r: NDArray[np.float32]
+) -> torch.Tensor:
     mantissa, e_min, largest = grid
     values = x.double().numpy()
     finite = np.isfinite(values)
@@ -45,9 +58,15 @@ def reference(x: torch.Tensor, grid: tuple[int, int, float], rounding: str, r: N
     exponent = np.maximum(np.frexp(np.where(values == 0, 2.0**-150, values))[1] - 1, e_min)
     u = np.ldexp(values, mantissa - exponent)
     below = np.floor(u)
-    up = {"stochastic": r < u - below, "nearest": np.rint(u) > below, "floor": np.zeros(u.shape, bool)}[rounding]
+    up = {
+        "stochastic": r < u - below,
+        "nearest": np.rint(u) > below,
+        "floor": np.zeros(u.shape, bool),
+    }[rounding]
     y = np.clip(np.ldexp(below + up, exponent - mantissa), -largest, largest)
-    return torch.where(torch.from_numpy(finite), torch.from_numpy(np.copysign(np.abs(y), x.numpy())).float(), x)
+    return torch.where(
+        torch.from_numpy(finite), torch.from_numpy(np.copysign(np.abs(y), x.numpy())).float(), x
+    )
 
 
 @every_isa
@@ -59,16 +78,26 @@ def test_equals_the_reference(isa: str, data: st.DataObject, seed: int, stream: 
     e_min = data.draw(st.integers(-126, 127))
     mantissa = data.draw(st.integers(0, 23))
     largest = data.draw(st.sampled_from([LARGEST, 1.0, 448.0, 2.0**-140, 3.0e-38]))
-    rounding, first = data.draw(st.sampled_from(ROUNDINGS)), data.draw(st.sampled_from([0, 2**32 - 50]))
+    rounding, first = (
+        data.draw(st.sampled_from(ROUNDINGS)),
+        data.draw(st.sampled_from([0, 2**32 - 50])),
+    )
     grid = (mantissa, e_min, largest)
     found = rounded(x, grid, rounding, seed, stream, data.draw(st.integers(1, 3)), first, isa)
-    np.testing.assert_array_equal(bits(found), bits(reference(x, grid, rounding, uniform(n, seed, stream, first))))
+    np.testing.assert_array_equal(
+        bits(found), bits(reference(x, grid, rounding, uniform(n, seed, stream, first)))
+    )
 
 
 @every_isa
 @pytest.mark.parametrize("fmt", FLOATS, ids=str)
 def test_nearest_equals_the_conversion_of_torch(isa: str, fmt) -> None:  # type: ignore[no-untyped-def]
-    x = torch.cat([torch.randint(-(2**31), 2**31, (50_000,)).int().view(torch.float32), torch.randn(50_000) * 2.0**-6])
+    x = torch.cat(
+        [
+            torch.randint(-(2**31), 2**31, (50_000,)).int().view(torch.float32),
+            torch.randn(50_000) * 2.0**-6,
+        ]
+    )
     x = x[x.isfinite() & (x.abs() <= fmt.max)]
     found = rounded(x, (fmt.mantissa, fmt.e_min, fmt.max), "nearest", isa=isa)
     if fmt.dtype != torch.float32:
@@ -79,13 +108,19 @@ def test_nearest_equals_the_conversion_of_torch(isa: str, fmt) -> None:  # type:
         # A grid within float32: every value is on it, and none is nearer.
         step = 2.0**-fmt.mantissa
         assert (bits(found) & (2 ** (23 - fmt.mantissa) - 1) == 0).all()
-        assert ((found - x).abs().double() <= x.abs().double() * step / 2 + 2.0 ** (fmt.e_min - fmt.mantissa - 1)).all()
+        assert (
+            (found - x).abs().double()
+            <= x.abs().double() * step / 2 + 2.0 ** (fmt.e_min - fmt.mantissa - 1)
+        ).all()
 
 
 @every_isa
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_what_is_on_the_grid_stays(isa: str, rounding: _C.Rounding) -> None:
-    for dtype, grid in ((torch.float8_e4m3fn, (3, -6, 448.0)), (torch.float8_e5m2, (2, -14, 57344.0))):
+    for dtype, grid in (
+        (torch.float8_e4m3fn, (3, -6, 448.0)),
+        (torch.float8_e5m2, (2, -14, 57344.0)),
+    ):
         x = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
         np.testing.assert_array_equal(bits(rounded(x, grid, rounding, isa=isa)), bits(x))
     inf_nan = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38])
@@ -119,11 +154,21 @@ def test_in_place_and_stochastic_is_unbiased(isa: str) -> None:
     p = (x.double() - below) / step
     variance = (repeats * p * (1 - p) * step**2).sum()
     assert abs((total - repeats * x.double()).sum() / variance.sqrt()) < 5
-    assert abs((repeats * (below - x)).sum() / variance.sqrt()) > 100, "the measure must see a biased rounding"
+    assert abs((repeats * (below - x)).sum() / variance.sqrt()) > 100, (
+        "the measure must see a biased rounding"
+    )
 
 
 @pytest.mark.parametrize(
-    "grid", [(24, -6, 448.0), (-1, -6, 448.0), (3, -127, 448.0), (3, 128, 1.0), (3, -6, 0.0), (3, -6, torch.nan)]
+    "grid",
+    [
+        (24, -6, 448.0),
+        (-1, -6, 448.0),
+        (3, -127, 448.0),
+        (3, 128, 1.0),
+        (3, -6, 0.0),
+        (3, -6, torch.nan),
+    ],
 )
 def test_wrong_grids(grid: tuple[int, int, float]) -> None:
     with pytest.raises(ValueError, match="not within"):

@@ -18,9 +18,18 @@ STREAMS = st.integers(0, 2**32 - 1)
 @pytest.mark.parametrize(
     ("given_", "block"),
     [
-        ("00000000 00000000 00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "00000000 00000000 00000000 00000000 00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
     ids=["zeros", "ones", "pi"],
 )
@@ -30,7 +39,9 @@ def test_known_answers(given_: str, block: str) -> None:
 
 
 @given(seed=SEEDS, stream=STREAMS, n=st.integers(1, 40), transposed=st.booleans())
-def test_numbers_belong_to_places_in_memory(seed: int, stream: int, n: int, transposed: bool) -> None:
+def test_numbers_belong_to_places_in_memory(
+    seed: int, stream: int, n: int, transposed: bool
+) -> None:
     like = torch.empty(n, 3).t() if transposed else torch.empty(3, n)
     found = philox.uniform(like, torch.tensor([seed]), stream)
     assert found.stride() == like.stride()
@@ -102,7 +113,9 @@ def test_roundings_are_unbiased(fmt: str, seed: int) -> None:
     part = torch.where(above > below, (units.double() - below) / (above - below), 0.0)
     ups = torch.zeros(2048, dtype=torch.float64)
     for stream in range(repeats):
-        found = reference.to_grid(units, row, "stochastic", philox.uniform(units, torch.tensor(seed), stream)).double()
+        found = reference.to_grid(
+            units, row, "stochastic", philox.uniform(units, torch.tensor(seed), stream)
+        ).double()
         assert ((found == below) | (found == above)).all()
         ups += (found > below).double()
     between = above > below
@@ -133,5 +146,7 @@ def test_the_reference_takes_them_on_cuda_only(monkeypatch: pytest.MonkeyPatch) 
     called: list[torch.device] = []
     monkeypatch.setattr(philox, "uniform", lambda like, seed, stream: called.append(like.device))
     with torch._subclasses.FakeTensorMode():
-        reference.uniform(torch.empty(4, device="cuda"), torch.empty(1, dtype=torch.int64, device="cuda"), 7)
+        reference.uniform(
+            torch.empty(4, device="cuda"), torch.empty(1, dtype=torch.int64, device="cuda"), 7
+        )
     assert [device.type for device in called] == ["cuda"]

@@ -34,7 +34,9 @@ def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype], finite: bool = False
     x = draw(vectors(int(np.prod(shape)), dtype, finite)).view(shape)
     x = x.permute(draw(st.permutations(range(x.dim()))))
     for dim in range(x.dim()):
-        how = draw(st.sampled_from(["whole", "whole", "whole", "part", "every second", "one for all"]))
+        how = draw(
+            st.sampled_from(["whole", "whole", "whole", "part", "every second", "one for all"])
+        )
         if how == "part" and x.shape[dim]:
             x = x.narrow(dim, 1, x.shape[dim] - 1)
         elif how == "every second":
@@ -53,7 +55,9 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def neighbours(u: np.ndarray, row: Precision) -> tuple[np.ndarray, np.ndarray]:
     """Returns the values of the format below (or at) and above (or at) each of `u`, which lies within its range."""
     grid = grid_of(row)
-    return grid[np.searchsorted(grid, u, side="right") - 1], grid[np.searchsorted(grid, u, side="left")]
+    return grid[np.searchsorted(grid, u, side="right") - 1], grid[
+        np.searchsorted(grid, u, side="left")
+    ]
 
 
 @pytest.mark.parametrize("row", [*(FORMATS[fmt] for fmt in SCALED), INT4], ids=str)
@@ -93,7 +97,11 @@ def test_ties_go_to_the_even_neighbour(fmt: str) -> None:
     middles = torch.tensor((grid[:-1] + grid[1:]) / 2, dtype=torch.float32)
     q = reference.to_grid(middles, row, "nearest", None).double().numpy()
     place = np.searchsorted(grid, q)
-    even = grid % 2 == 0 if row.kind == "integer" else (np.abs(np.arange(len(grid)) - len(grid) // 2) % 2 == 0)
+    even = (
+        grid % 2 == 0
+        if row.kind == "integer"
+        else (np.abs(np.arange(len(grid)) - len(grid) // 2) % 2 == 0)
+    )
     assert even[place].all()
 
 
@@ -115,7 +123,9 @@ def test_random_numbers_are_those_of_the_kernels_in_any_layout() -> None:
 @pytest.mark.parametrize("row", [*(FORMATS[fmt] for fmt in SCALED), INT4], ids=str)
 @settings(max_examples=150)
 @given(x=tensors(FLOATS), data=st.data())
-def test_native_quantization_has_the_bits_of_the_reference(row: Precision, x: Tensor, data: st.DataObject) -> None:
+def test_native_quantization_has_the_bits_of_the_reference(
+    row: Precision, x: Tensor, data: st.DataObject
+) -> None:
     keep = data.draw(st.lists(st.integers(-x.dim(), x.dim() - 1), max_size=3)) if x.dim() else []
     seed, stream = torch.tensor([data.draw(SEEDS)]), data.draw(st.integers(0, 2**32 - 1))
     rounding = data.draw(st.sampled_from(ROUNDINGS))
@@ -127,7 +137,12 @@ def test_native_quantization_has_the_bits_of_the_reference(row: Precision, x: Te
 
 @pytest.mark.parametrize("fmt", GRIDDED)
 @settings(max_examples=100)
-@given(x=tensors(FLOATS), seed=SEEDS, stream=st.integers(0, 2**32 - 1), rounding=st.sampled_from(ROUNDINGS))
+@given(
+    x=tensors(FLOATS),
+    seed=SEEDS,
+    stream=st.integers(0, 2**32 - 1),
+    rounding=st.sampled_from(ROUNDINGS),
+)
 def test_native_rounding_has_the_bits_of_the_reference(
     fmt: str, x: Tensor, seed: int, stream: int, rounding: Rounding
 ) -> None:

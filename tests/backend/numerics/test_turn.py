@@ -16,7 +16,15 @@ def turned(source: Tensor, threads: int) -> Tensor:
     """Returns `[C, N, M]` of `[C, M, N]`; what stands around it must stay as it is."""
     count, rows, columns = source.shape
     memory = torch.full((source.numel() + 6,), 77, dtype=source.dtype)
-    _C.turn(source.data_ptr(), memory[3:].data_ptr(), count, rows, columns, source.dtype.itemsize, threads)
+    _C.turn(
+        source.data_ptr(),
+        memory[3:].data_ptr(),
+        count,
+        rows,
+        columns,
+        source.dtype.itemsize,
+        threads,
+    )
     assert (memory[:3] == 77).all() and (memory[source.numel() + 3 :] == 77).all()
     return memory[3 : source.numel() + 3].view(count, columns, rows)
 
@@ -34,14 +42,18 @@ def test_the_bits_are_those_of_the_transpose(
 ) -> None:
     """Whole blocks and parts of them; integers of as many bytes stand for all bits that floats have."""
     limits = torch.iinfo(dtype)
-    every = torch.randint(limits.min, limits.max + 1, (first + count * rows * columns,), dtype=dtype)
+    every = torch.randint(
+        limits.min, limits.max + 1, (first + count * rows * columns,), dtype=dtype
+    )
     source = every[first:].view(count, rows, columns)
     assert torch.equal(turned(source, threads), source.mT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_no_number_stays_what_it_is(dtype: torch.dtype) -> None:
-    source = torch.tensor([[[0.0, -0.0, float("nan")], [float("inf"), -float("inf"), 1e-40]]], dtype=dtype)
+    source = torch.tensor(
+        [[[0.0, -0.0, float("nan")], [float("inf"), -float("inf"), 1e-40]]], dtype=dtype
+    )
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     assert torch.equal(turned(source, 1).view(bits), source.mT.contiguous().view(bits))
 

@@ -17,7 +17,8 @@ PATHS = _C.available_isas()
 KERNELS = [(name, which) for name, count in _C.spoilable() for which in range(count)]
 
 several = pytest.mark.skipif(
-    len(PATHS) == 1, reason="this processor has the scalar path alone, against which others are tried"
+    len(PATHS) == 1,
+    reason="this processor has the scalar path alone, against which others are tried",
 )
 
 QUANTIZED = """
@@ -43,9 +44,16 @@ print(doctor_report._quantizer_text(doctor_report.look().quantizer))
 
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {name: value for name, value in os.environ.items() if name != "QSYNC_CPU_ISA"} | environment
+    given = {
+        name: value for name, value in os.environ.items() if name != "QSYNC_CPU_ISA"
+    } | environment
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=given, timeout=300, check=False
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=given,
+        timeout=300,
+        check=False,
     )
 
 
@@ -69,14 +77,22 @@ def test_its_path_is_refused_and_told_and_the_next_one_is_right(kernel: str, whi
     chosen, report = done.stdout.splitlines()
     first, second = PATHS[:2]
     assert chosen == f"path {second} refused {first}"
-    assert f"RuntimeWarning: qsync_fx: the {first} kernels give other results than the scalar ones" in done.stderr
-    assert report.startswith(f"{second} (of ") and f"; {first} gives wrong results on this processor" in report
+    assert (
+        f"RuntimeWarning: qsync_fx: the {first} kernels give other results than the scalar ones"
+        in done.stderr
+    )
+    assert (
+        report.startswith(f"{second} (of ")
+        and f"; {first} gives wrong results on this processor" in report
+    )
 
 
 @several
 def test_a_wrong_path_that_is_asked_for_is_an_error() -> None:
     done = run(QUANTIZED, "quantize", "0", QSYNC_CPU_ISA=PATHS[0])
-    assert f"OptionError: the path '{PATHS[0]}' gives other results than the scalar one" in done.stderr
+    assert (
+        f"OptionError: the path '{PATHS[0]}' gives other results than the scalar one" in done.stderr
+    )
     assert "QSYNC_CPU_ISA" in done.stderr and not done.stdout
 
 

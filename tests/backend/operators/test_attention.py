@@ -32,12 +32,18 @@ def unit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Attending(nn.Module):
     def __init__(self, trained: bool = True, **how: Any) -> None:
         super().__init__()
-        self.parts, self.out, self.how = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH), nn.Linear(HEADS * WIDTH, 4), how
+        self.parts, self.out, self.how = (
+            nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH),
+            nn.Linear(HEADS * WIDTH, 4),
+            how,
+        )
         self.parts.requires_grad_(trained)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = *x.shape[:2], HEADS, WIDTH
-        query, key, value = (part.view(shape).transpose(1, 2) for part in self.parts(x).chunk(3, -1))
+        query, key, value = (
+            part.view(shape).transpose(1, 2) for part in self.parts(x).chunk(3, -1)
+        )
         found: Tensor = self.out(attend(query, key, value, **self.how).transpose(1, 2).flatten(2))
         return found
 
@@ -52,7 +58,9 @@ def by_products(model: nn.Module, x: Tensor, dynamic: bool = False, **options: A
     if dynamic:
         torch._dynamo.mark_dynamic(x, 1)
     explained = qsync_fx.explain(model.train(), x, options={"precision": "bf16", **options})
-    (said,) = [op.reason for op in explained.operators if op.id.operator == "scaled_dot_product_attention"]
+    (said,) = [
+        op.reason for op in explained.operators if op.id.operator == "scaled_dot_product_attention"
+    ]
     return "computed as products" in said
 
 
@@ -89,7 +97,9 @@ def test_products_are_what_runs(batch: int) -> None:
         ({}, TOKENS, {"dynamic": True}),
     ],
 )
-def test_all_else_is_left_to_torch(how: dict[str, Any], tokens: int, options: dict[str, Any]) -> None:
+def test_all_else_is_left_to_torch(
+    how: dict[str, Any], tokens: int, options: dict[str, Any]
+) -> None:
     assert not by_products(Attending(**how), rows(tokens), **options)
 
 
@@ -123,7 +133,9 @@ def test_a_step_by_inductor_is_that_of_the_model() -> None:
     model(x).square().mean().backward()
     wanted = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    torch.compile(model, backend="qsync", options={"precision": "bf16"})(x).square().mean().backward()
+    torch.compile(model, backend="qsync", options={"precision": "bf16"})(
+        x
+    ).square().mean().backward()
     for parameter, expected in zip(model.parameters(), wanted, strict=True):
         assert parameter.grad is not None and expected is not None
         assert float((parameter.grad - expected).norm() / expected.norm()) < 0.02
@@ -134,7 +146,9 @@ def test_what_it_keeps_is_foreseen_by_the_same_function() -> None:
     weights = 3 * HEADS * TOKENS * TOKENS * 2
     for options, products in ({}, True), ({"activation_recompute": True}, False):
         torch._dynamo.reset()
-        graph = build_model_graph(qsync_fx.explain(Attending().train(), rows(), options=options), ("fp32", "bf16"))
+        graph = build_model_graph(
+            qsync_fx.explain(Attending().train(), rows(), options=options), ("fp32", "bf16")
+        )
         (operator,) = [one for one in graph.operators if "attention" in one.row]
         kept = {state[0]: set(cost.saved.values()) for state, cost in operator.costs.items()}
         fused = {state[0]: is_fused(graph, operator, state) for state in operator.costs}

@@ -37,7 +37,9 @@ def masks() -> dict[str, Tensor]:
     }
 
 
-def strides(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
+def strides(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor
+) -> tuple[list[tuple[int, ...]], Tensor]:
     """Returns how the masks of attention lie, and the result."""
     found: list[tuple[int, ...]] = []
     lay_out = attention.lay_out_masks
@@ -52,7 +54,9 @@ def strides(monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor) -> tup
 
     monkeypatch.setattr("qsync_fx.backend.compile.lay_out_masks", noting)
     torch._dynamo.reset()
-    made = torch.compile(model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"})(x)
+    made = torch.compile(
+        model, backend="qsync", options={"precision": "fp32", "inner_backend": "aot_eager"}
+    )(x)
     return found, made
 
 

@@ -29,7 +29,13 @@ def images(shape: tuple[int, ...], last: bool) -> Tensor:
 @settings(max_examples=120)
 @given(
     st.tuples(
-        st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), SIDE, SIDE, st.integers(1, 4), st.integers(1, 4)
+        st.integers(1, 3),
+        st.integers(1, 40),
+        st.integers(1, 40),
+        SIDE,
+        SIDE,
+        st.integers(1, 4),
+        st.integers(1, 4),
     ),
     PAIR,
     st.tuples(st.integers(0, 3), st.integers(0, 3)),
@@ -41,9 +47,15 @@ def test_the_bits_are_those_of_the_reference(
     sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, last: bool, out: torch.dtype
 ) -> None:
     n, c, k, h, w, r, s = sizes
-    problem = ConvProblem("fprop", n, h, w, c, k, r, s, padding, stride, dilation, "fp32", "fp32", "fp32")
+    problem = ConvProblem(
+        "fprop", n, h, w, c, k, r, s, padding, stride, dilation, "fp32", "fp32", "fp32"
+    )
     assume(problem.p > 0 and problem.q > 0)
-    x, weight, y = images((n, c, h, w), last), images((k, c, r, s), last), images((n, k, problem.p, problem.q), last)
+    x, weight, y = (
+        images((n, c, h, w), last),
+        images((k, c, r, s), last),
+        images((n, k, problem.p, problem.q), last),
+    )
     how = list(stride), list(padding), list(dilation)
     one, each = (torch.rand(()), torch.rand(())), torch.rand(1, k, 1, 1)
     asked: list[tuple[ConvOperation, Tensor, Tensor, tuple[Tensor | None, ...], list[int]]] = [
@@ -52,7 +64,9 @@ def test_the_bits_are_those_of_the_reference(
         ("wgrad", y, x, (*one, None), [r, s]),
     ]
     for operation, a, b, scales, size in asked:
-        assert cpu_kernels.multiplies_conv(a, b, stride, operation) == (operation != "dgrad" or stride == (1, 1))
+        assert cpu_kernels.multiplies_conv(a, b, stride, operation) == (
+            operation != "dgrad" or stride == (1, 1)
+        )
         found = conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
         want = reference_result.conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
         assert found.dtype == out and torch.equal(found, want)
@@ -83,7 +97,9 @@ def test_layers_use_it_where_it_is_faster(
         assert y.is_contiguous(memory_format=torch.channels_last)
         found.append((y, *gradients))
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6 * float(other.detach().abs().max()))
+        torch.testing.assert_close(
+            one, other, rtol=2**-6, atol=2**-6 * float(other.detach().abs().max())
+        )
 
 
 @tiers.ALL
@@ -91,7 +107,9 @@ def test_compiled_models_use_it_however_their_images_lie(monkeypatch: pytest.Mon
     """Inductor puts channels last where a graph convolves; what leaves the graph lies as the model's own."""
     monkeypatch.setattr(dispatch, "native_integer_unit", lambda: True)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 96, 3))
+    model = nn.Sequential(
+        nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 96, 3)
+    )
     x = torch.randn(2, 64, 9, 8)
     compiled = torch.compile(model, backend="qsync", options={"precision": "int8_grad"})
     compiled(leaf(x)).sum().backward()
@@ -108,7 +126,9 @@ def test_compiled_models_use_it_however_their_images_lie(monkeypatch: pytest.Mon
     plain = leaf(x)
     z = model(plain)
     z.square().sum().backward()
-    for one, other in zip(found, [z, plain.grad, *(p.grad for p in model.parameters())], strict=True):
+    for one, other in zip(
+        found, [z, plain.grad, *(p.grad for p in model.parameters())], strict=True
+    ):
         assert one is not None and other is not None
         assert one.stride() == other.stride()
         # The bias in front of a norm has no gradient but noise.
@@ -122,12 +142,19 @@ def test_images_lie_at_any_address(isa: str, places: int, monkeypatch: pytest.Mo
     def moved(*shape: int) -> Tensor:
         like = images(shape, True)
         return (
-            torch.empty(like.numel() + places, dtype=torch.int8)[places:].as_strided(shape, like.stride()).copy_(like)
+            torch.empty(like.numel() + places, dtype=torch.int8)[places:]
+            .as_strided(shape, like.stride())
+            .copy_(like)
         )
 
     native = _C.conv
     monkeypatch.setattr(_C, "conv", lambda *given, **named: native(*given, **named | {"isa": isa}))
-    x, weight, y, how = moved(3, 13, 7, 6), moved(9, 13, 3, 2), moved(3, 9, 7, 7), ([1, 1], [1, 1], [1, 1])
+    x, weight, y, how = (
+        moved(3, 13, 7, 6),
+        moved(9, 13, 3, 2),
+        moved(3, 9, 7, 7),
+        ([1, 1], [1, 1], [1, 1]),
+    )
     asked: list[tuple[ConvOperation, Tensor, Tensor, list[int]]] = [
         ("fprop", x, weight, [3, 2]),
         ("dgrad", y, weight, [7, 6]),
@@ -136,7 +163,9 @@ def test_images_lie_at_any_address(isa: str, places: int, monkeypatch: pytest.Mo
     for operation, a, b, size in asked:
         for out in (torch.float32, torch.bfloat16):
             rest = (torch.rand(()), torch.rand(()), None, size, *how, operation, out)
-            assert torch.equal(conv2d_product(a, b, *rest), reference_result.conv2d_product(a, b, *rest))
+            assert torch.equal(
+                conv2d_product(a, b, *rest), reference_result.conv2d_product(a, b, *rest)
+            )
 
 
 @pytest.mark.parametrize("isa", _C.available_isas())
@@ -149,7 +178,9 @@ def test_blocks_and_threads_change_nothing(isa: str, monkeypatch: pytest.MonkeyP
     ]
     native = _C.conv
     for operation, a, b in asked:
-        want = reference_result.conv2d_product(a, b, None, None, None, [3, 3], *how, operation, torch.float32)
+        want = reference_result.conv2d_product(
+            a, b, None, None, None, [3, 3], *how, operation, torch.float32
+        )
         for threads in (1, 3):
 
             def chosen(*given: Any, threads_to_use: int = threads, **named: Any) -> None:

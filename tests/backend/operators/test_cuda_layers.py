@@ -41,7 +41,9 @@ def everything(arch: Arch, problems: list[Problem]) -> TuningTable:
         found = way(problem, arch, known)
         if not isinstance(found, str):
             name = found.configs[0].name
-            choices[problem.bucket()] = TunedChoice(problem.bucket(), name, {"torch": 2.0, name: 1.0})
+            choices[problem.bucket()] = TunedChoice(
+                problem.bucket(), name, {"torch": 2.0, name: 1.0}
+            )
     return TuningTable(Environment("", "", "", "", "", 1), choices)
 
 
@@ -66,7 +68,9 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
     x, weight, bias = leaf(torch.randn(4, 8, 64)), leaf(torch.randn(48, 64)), leaf(torch.randn(48))
     layer = Layer(fmt, channel=channel)
     problems = asked_by(layer, x, weight, bias)
-    assert [p.bias for p in problems] == [True, False, False] and all(isinstance(p, GemmProblem) for p in problems)
+    assert [p.bias for p in problems] == [True, False, False] and all(
+        isinstance(p, GemmProblem) for p in problems
+    )
     with kernels_on_the_cpu(arch, problems) as calls:
         assert_right(layer, x, weight, bias)
     # FP8 has units from sm_89 on. Gradients with a scale of their own are wanted by columns as well.
@@ -78,12 +82,22 @@ def test_a_linear_layer_by_kernels(fmt: str, arch: Arch, channel: bool) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad", "tf32"])
-@pytest.mark.parametrize("geometry", [Geometry([1, 1], [1, 1], [1, 1]), Geometry([2, 1], [0, 1], [1, 2])])
+@pytest.mark.parametrize(
+    "geometry", [Geometry([1, 1], [1, 1], [1, 1]), Geometry([2, 1], [0, 1], [1, 2])]
+)
 def test_a_convolution_by_kernels(fmt: str, geometry: Geometry) -> None:
-    x, weight, bias = leaf(torch.randn(2, 32, 9, 8)), leaf(torch.randn(64, 32, 3, 3)), leaf(torch.randn(64))
+    x, weight, bias = (
+        leaf(torch.randn(2, 32, 9, 8)),
+        leaf(torch.randn(64, 32, 3, 3)),
+        leaf(torch.randn(64)),
+    )
     layer = Layer(fmt, geometry)
     problems = asked_by(layer, x, weight, bias)
-    assert [p.operation for p in problems if isinstance(p, ConvProblem)] == ["fprop", "dgrad", "wgrad"]
+    assert [p.operation for p in problems if isinstance(p, ConvProblem)] == [
+        "fprop",
+        "dgrad",
+        "wgrad",
+    ]
     served = [p for p in problems if not isinstance(way(p, "sm_80", known), str)]
     # There are no convolutions of INT8 for gradients.
     assert len(served) == 1 if fmt == "int8_grad" else len(served) > 1
@@ -112,7 +126,10 @@ def test_one_dimensional_convolutions_are_images_of_height_one() -> None:
 )
 def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
     spatial = len(geometry.stride)
-    x, weight = leaf(torch.randn(2, 32, *[5] * spatial)), leaf(torch.randn(32, 32 // geometry.groups, *[3] * spatial))
+    x, weight = (
+        leaf(torch.randn(2, 32, *[5] * spatial)),
+        leaf(torch.randn(32, 32 // geometry.groups, *[3] * spatial)),
+    )
     assert asked_by(Layer("int8", geometry), x, weight, None) == []
 
 
@@ -152,13 +169,21 @@ def test_int8_that_does_not_pay_is_carried_by_bf16() -> None:
 
 @pytest.mark.parametrize(("size", "ours"), [(4096, True), (64, False)])
 def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
-    with torch._subclasses.FakeTensorMode(), torch.device("cuda"), assumed("sm_90a"), recorded() as calls:
+    with (
+        torch._subclasses.FakeTensorMode(),
+        torch.device("cuda"),
+        assumed("sm_90a"),
+        recorded() as calls,
+    ):
         q, scale = torch.empty(size, size, dtype=torch.int8), torch.empty(())
         y = linear.output(q, scale, q, scale, torch.empty(size), FORMATS["int8"], torch.bfloat16)
         g = torch.empty(size, size, dtype=torch.float8_e5m2)
         e4m3 = torch.empty(size, size, dtype=torch.float8_e4m3fn)
         grad = linear.weight_gradient(g, scale, e4m3, scale, FORMATS["fp8"], torch.float32)
-    assert y.device.type == grad.device.type == "cuda" and (y.dtype, grad.dtype) == (torch.bfloat16, torch.float32)
+    assert y.device.type == grad.device.type == "cuda" and (y.dtype, grad.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+    )
     assert calls.count("qsync::gemm") == (2 if ours else 0)
 
 
@@ -167,10 +192,18 @@ def test_symbolic_sizes_choose_by_the_example_and_guard_nothing() -> None:
 
     env = ShapeEnv()
     x = torch.randn(32, 64)
-    with torch._subclasses.FakeTensorMode(shape_env=env) as mode, assumed("sm_80", on="cpu"), recorded() as calls:
-        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    with (
+        torch._subclasses.FakeTensorMode(shape_env=env) as mode,
+        assumed("sm_80", on="cpu"),
+        recorded() as calls,
+    ):
+        context: Any = StatelessSymbolicContext(
+            dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC]
+        )
         rows = mode.from_tensor(x, symbolic_context=context)
-        y = linear.output(rows, None, torch.empty(16, 64), None, None, FORMATS["tf32"], torch.float32)
+        y = linear.output(
+            rows, None, torch.empty(16, 64), None, None, FORMATS["tf32"], torch.float32
+        )
     assert "qsync::gemm" in calls and isinstance(y.shape[0], torch.SymInt) and not env.guards
 
 
@@ -198,28 +231,45 @@ def test_explain_says_what_computes() -> None:
         ("bf16", "bf16"),
         ("bf16", "fp32"),
     ]
-    [first, second] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"]
+    [first, second] = [
+        n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"
+    ]
     device = torch.device("cuda")
     with assumed(None):
         assert str(computed(first, device)) == "torch computes: no kernels are assumed"
     with assumed("sm_90a"):
-        assert "torch computes output: 8 x 96 x 64 is too small for int8" in str(computed(first, device))
+        assert "torch computes output: 8 x 96 x 64 is too small for int8" in str(
+            computed(first, device)
+        )
     with assumed("sm_80", everything("sm_80", problems)):
-        assert str(computed(second, device)) == "CUTLASS sm_80 kernels for output, input gradient, weight gradient"
+        assert (
+            str(computed(second, device))
+            == "CUTLASS sm_80 kernels for output, input gradient, weight gradient"
+        )
     with assumed("sm_80", everything("sm_80", problems), on="cpu"):
         again = explain(model(), torch.randn(8, 64), options={"precision": "int8"})
     reasons = [op.reason for op in again.operators if str(op.node.target) == "qsync.linear.default"]
-    assert len(reasons) == 2 and all("CUTLASS sm_80 kernels for output" in reason for reason in reasons)
+    assert len(reasons) == 2 and all(
+        "CUTLASS sm_80 kernels for output" in reason for reason in reasons
+    )
     json.dumps(reasons)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize(("rows", "inner", "channels"), [(8192, 8192, 8192), (16384, 768, 3072), (16384, 3072, 768)])
-def test_int8_gradients_of_large_layers_are_kernels_untuned(arch: Arch, rows: int, inner: int, channels: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "inner", "channels"), [(8192, 8192, 8192), (16384, 768, 3072), (16384, 3072, 768)]
+)
+def test_int8_gradients_of_large_layers_are_kernels_untuned(
+    arch: Arch, rows: int, inner: int, channels: int
+) -> None:
     """The copies that they take are those that torch's integer product would take as well."""
 
-    def config(m: int, n: int, k: int, out: str, b_major: Literal["row", "column"]) -> KernelConfig | None:
-        return decide(GemmProblem(m, n, k, "int8", "int8", out, "row", b_major, "tensor", "tensor"), arch).config
+    def config(
+        m: int, n: int, k: int, out: str, b_major: Literal["row", "column"]
+    ) -> KernelConfig | None:
+        return decide(
+            GemmProblem(m, n, k, "int8", "int8", out, "row", b_major, "tensor", "tensor"), arch
+        ).config
 
     assert config(rows, channels, inner, "bf16", "column")
     assert config(rows, inner, channels, "bf16", "row")
@@ -231,17 +281,26 @@ def test_explain_says_what_computes_int8_gradients() -> None:
     linears = explain(model(), torch.randn(32, 64), options={"precision": "int8_grad"})
     problems = problems_of(linears.lowered_graphs)
     assert {(p.a, p.b) for p in problems} == {("int8", "int8")} and len(problems) == 5
-    layers = [n for n in linears.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"]
+    layers = [
+        n for n in linears.graph_module().graph.nodes if str(n.target) == "qsync.linear.default"
+    ]
     device = torch.device("cuda")
     with assumed("sm_90a", everything("sm_90a", problems)):
         first, second = (str(computed(layer, device)) for layer in layers)
     assert first == "CUTLASS sm_90a kernels for output, weight gradient"
     assert second == "CUTLASS sm_90a kernels for output, input gradient, weight gradient"
     quantizers = _quantizers(linears.graphs[0].graph, "sm_90a")
-    assert {unit.name for unit in quantizers} == {"quantize_sm_90a_fp32_int8", "quantize_sm_90a_bf16_int8"}
+    assert {unit.name for unit in quantizers} == {
+        "quantize_sm_90a_fp32_int8",
+        "quantize_sm_90a_bf16_int8",
+    }
     convolutions = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3))
     explained = explain(convolutions, torch.randn(4, 16, 9, 9), options={"precision": "int8_grad"})
-    [_, layer] = [n for n in explained.graph_module().graph.nodes if str(n.target) == "qsync.convolution.default"]
+    [_, layer] = [
+        n
+        for n in explained.graph_module().graph.nodes
+        if str(n.target) == "qsync.convolution.default"
+    ]
     with assumed("sm_80", everything("sm_80", problems_of(explained.lowered_graphs))):
         assert str(computed(layer, device)) == (
             "CUTLASS sm_80 kernels for output; "
@@ -251,7 +310,9 @@ def test_explain_says_what_computes_int8_gradients() -> None:
 
 @tiers.ALL
 @pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
-def test_a_model_trains_through_the_operators(inner_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_trains_through_the_operators(
+    inner_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiled graph calls `qsync::gemm` for every product, saves one byte a value, and computes what it does without."""
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
 
@@ -267,7 +328,9 @@ def test_a_model_trains_through_the_operators(inner_backend: str, monkeypatch: p
         torch.compiler.reset()
         net = model()
         compiled = torch.compile(net, backend="qsync", options=options)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (saved.append(t), t)[1], lambda t: t
+        ):
             y = compiled(x)
         y.float().square().mean().backward()
         found = [y.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
@@ -276,7 +339,9 @@ def test_a_model_trains_through_the_operators(inner_backend: str, monkeypatch: p
         return found, sum(event.name == "qsync::gemm" for event in profile.events())
 
     before, calls = train()
-    assert calls == (2 if native_integer_unit() else 0), "the output of each layer, by the kernel of the CPU"
+    assert calls == (2 if native_integer_unit() else 0), (
+        "the output of each layer, by the kernel of the CPU"
+    )
     saved.clear()
     with assumed("sm_80", everything("sm_80", problems), on="cpu"):
         after, calls = train()
@@ -285,7 +350,9 @@ def test_a_model_trains_through_the_operators(inner_backend: str, monkeypatch: p
     # What "aot_eager" keeps is not chosen by bytes: of the second weight it keeps what the backward pass converts it to.
     assert sum(t.dtype == torch.int8 for t in saved) == (3 if inner_backend == "inductor" else 2)
     for one, other in zip(before, after, strict=True):
-        assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * one.abs().max().item())
+        assert torch.allclose(
+            one.float(), other.float(), rtol=0.02, atol=0.02 * one.abs().max().item()
+        )
 
 
 def test_candidates_are_there_for_what_the_tests_assume() -> None:

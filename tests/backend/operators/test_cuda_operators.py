@@ -19,7 +19,14 @@ from qsync_fx.errors import PrecisionError
 from tests.support.computing.lowered_layers import leaf
 from tests.support.computing.products_in_fp64 import Product
 
-TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32)
+TYPES = (
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+)
 SIZES = st.integers(1, 40)
 
 
@@ -65,7 +72,9 @@ def test_gemm_is_what_fp64_gives(
     a_scale, b_scale = scale(a_kind, (m, 1)), scale(b_kind, (1, n))
     bias = torch.randn(n) if biased else None
     found = gemm(a, b, a_scale, b_scale, bias, out_dtype=out)
-    first, second = (t.double() * (1.0 if s is None else s.double()) for t, s in ((a, a_scale), (b, b_scale)))
+    first, second = (
+        t.double() * (1.0 if s is None else s.double()) for t, s in ((a, a_scale), (b, b_scale))
+    )
     Product.of(torch.matmul, first, second, bias).assert_met(found, None)
     assert found.dtype == out and found.is_contiguous()
 
@@ -75,7 +84,8 @@ def test_int8_sums_are_exact_at_any_length() -> None:
     assert gemm(a, a.t(), None, None, None).tolist() == [[131_071 * 2.0**14] * 2] * 2
     odd = torch.full((1, 3001), 127, dtype=torch.int8)
     assert (
-        gemm(odd, odd.t(), None, None, None).item() == torch.tensor(3001 * 127.0**2, dtype=torch.float64).float().item()
+        gemm(odd, odd.t(), None, None, None).item()
+        == torch.tensor(3001 * 127.0**2, dtype=torch.float64).float().item()
     )
 
 
@@ -101,7 +111,10 @@ def test_what_is_not_finite_goes_through(bad: float) -> None:
     ],
 )
 def test_what_is_no_product_is_refused(change: dict[str, Any], error: type[Exception]) -> None:
-    good: dict[str, Any] = {"a": torch.zeros(2, 3, dtype=torch.int8), "b": torch.zeros(3, 4, dtype=torch.int8)}
+    good: dict[str, Any] = {
+        "a": torch.zeros(2, 3, dtype=torch.int8),
+        "b": torch.zeros(3, 4, dtype=torch.int8),
+    }
     good |= {"a_scale": None, "b_scale": None, "bias": None}
     gemm(**good)
     with pytest.raises(error):
@@ -110,7 +123,12 @@ def test_what_is_no_product_is_refused(change: dict[str, Any], error: type[Excep
         gemm(**good | change)
 
 
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
@@ -118,7 +136,11 @@ def test_gemm_passes_torchs_checks(dtype: torch.dtype) -> None:
     a, b = values((5, 16), dtype), values((7, 16), dtype).t()
     how = torch.rand(5, 1), torch.rand(()), torch.rand(7), torch.bfloat16, False
     # torch compares arguments before and after with operators that FP8 does not have.
-    checks = [check for check in CHECKS if dtype.itemsize > 1 or dtype == torch.int8 or check != "test_schema"]
+    checks = [
+        check
+        for check in CHECKS
+        if dtype.itemsize > 1 or dtype == torch.int8 or check != "test_schema"
+    ]
     torch.library.opcheck(torch.ops.qsync.gemm.default, (a, b, *how), test_utils=checks)
 
 
@@ -130,7 +152,9 @@ def test_conv_passes_torchs_checks(operation: str) -> None:
     size = [9, 8] if operation == "dgrad" else [3, 2]
     how = size, [2, 1], [1, 1], [1, 1], operation, torch.float32, False
     torch.library.opcheck(
-        torch.ops.qsync.conv2d_product.default, (a, b, torch.rand(()), None, None, *how), test_utils=CHECKS
+        torch.ops.qsync.conv2d_product.default,
+        (a, b, torch.rand(()), None, None, *how),
+        test_utils=CHECKS,
     )
 
 
@@ -147,11 +171,18 @@ PAIR = st.tuples(st.integers(1, 2), st.integers(1, 2))
     st.booleans(),
 )
 def test_convolutions_are_what_fp64_gives(
-    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, types: tuple[torch.dtype, torch.dtype], last: bool
+    sizes: tuple[int, ...],
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    types: tuple[torch.dtype, torch.dtype],
+    last: bool,
 ) -> None:
     """The three products against autograd's in FP64, from the same operands."""
     n, c, k, h, w, r, s = sizes
-    problem = ConvProblem("fprop", n, h, w, c, k, r, s, padding, stride, dilation, "fp32", "fp32", "fp32")
+    problem = ConvProblem(
+        "fprop", n, h, w, c, k, r, s, padding, stride, dilation, "fp32", "fp32", "fp32"
+    )
     assume(problem.p > 0 and problem.q > 0)
     how = list(stride), list(padding), list(dilation)
 
@@ -176,10 +207,14 @@ def test_convolutions_are_what_fp64_gives(
     one = torch.empty(1, dtype=torch.float64)
     like_x, like_w = one.expand(x.shape).contiguous(), one.expand(weight.shape).contiguous()
     found = conv2d_product(x, weight, a_scale, None, bias, [r, s], *how, "fprop")
-    Product.of(convolve, x.double() * a_scale.double(), weight.double(), bias.view(-1, 1, 1)).assert_met(found, None)
+    Product.of(
+        convolve, x.double() * a_scale.double(), weight.double(), bias.view(-1, 1, 1)
+    ).assert_met(found, None)
     found = conv2d_product(g, weight, None, a_scale, None, [h, w], *how, "dgrad")
-    Product.of(lambda g, w: backward(g, like_x, w, 0), g.double(), weight.double() * a_scale.double()).assert_met(
+    Product.of(
+        lambda g, w: backward(g, like_x, w, 0), g.double(), weight.double() * a_scale.double()
+    ).assert_met(found, None)
+    found = conv2d_product(g, x, None, None, None, [r, s], *how, "wgrad")
+    Product.of(lambda g, x: backward(g, x, like_w, 1), g.double(), x.double()).assert_met(
         found, None
     )
-    found = conv2d_product(g, x, None, None, None, [r, s], *how, "wgrad")
-    Product.of(lambda g, x: backward(g, x, like_w, 1), g.double(), x.double()).assert_met(found, None)

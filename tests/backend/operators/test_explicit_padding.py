@@ -58,7 +58,9 @@ def gradients(step: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
     return [g.float() for g in torch.autograd.grad(loss, [x, *model.parameters()])]
 
 
-def check(model: nn.Module, x: Tensor, precision: str | None, inner_backend: str, **compiling: Any) -> None:
+def check(
+    model: nn.Module, x: Tensor, precision: str | None, inner_backend: str, **compiling: Any
+) -> None:
     torch._dynamo.reset()
     expected = gradients(model.double(), model, x.double())
     model.float()
@@ -182,7 +184,9 @@ def test_region_of_autocast(inner_backend: str) -> None:
     model, x = Region(), torch.randn(2, 16, 2, 8, 8)
     expected = gradients(model.layer, model, x)
     torch._dynamo.reset()
-    results = gradients(torch.compile(model, backend="qsync", options={"inner_backend": inner_backend}), model, x)
+    results = gradients(
+        torch.compile(model, backend="qsync", options={"inner_backend": inner_backend}), model, x
+    )
     for result, right in zip(results, expected, strict=True):
         assert (result - right).norm() <= 0.03 * right.norm()
 

@@ -33,24 +33,32 @@ def matrix(rows: int, columns: int, layout: str) -> Tensor:
         case "columns":
             return torch.randint(-127, 128, (columns, rows), dtype=torch.int8).t()
         case "within":
-            return torch.randint(-127, 128, (rows + 3, columns + 5), dtype=torch.int8)[2 : rows + 2, 3 : columns + 3]
+            return torch.randint(-127, 128, (rows + 3, columns + 5), dtype=torch.int8)[
+                2 : rows + 2, 3 : columns + 3
+            ]
         case _:
             return torch.randint(-127, 128, (rows, 2 * columns), dtype=torch.int8)[:, ::2]
 
 
 @settings(max_examples=150)
 @given(SIZES, SIZES, SIZES, LAYOUTS, LAYOUTS, st.integers(0, 2**32))
-def test_a_product_is_exact_or_none(m: int, n: int, k: int, first: str, second: str, seed: int) -> None:
+def test_a_product_is_exact_or_none(
+    m: int, n: int, k: int, first: str, second: str, seed: int
+) -> None:
     torch.manual_seed(seed)
     a, bt = matrix(m, k, first), matrix(n, k, second)
     found = int_mm.product(a, bt, (INT8, INT8))
     assert (found is None) == (k == 1)
     if found is not None:
-        assert found.dtype == torch.int32 and torch.equal(found.double(), a.double() @ bt.double().t())
+        assert found.dtype == torch.int32 and torch.equal(
+            found.double(), a.double() @ bt.double().t()
+        )
 
 
 @pytest.mark.parametrize(("rows", "unit"), [(133_144, True), (133_145, False)])
-def test_weight_gradients_that_int32_does_not_hold_are_summed_in_fp32(rows: int, unit: bool) -> None:
+def test_weight_gradients_that_int32_does_not_hold_are_summed_in_fp32(
+    rows: int, unit: bool
+) -> None:
     x, weight = torch.ones(rows, 1), leaf(torch.ones(2, 1))
     y = Layer("int8_grad")(x, weight)
     with recorded() as calls:
@@ -65,14 +73,20 @@ def test_gradients_in_int8_cost_three_products_by_the_kernel() -> None:
     with recorded() as calls:
         y = Layer("int8_grad")(x, weight)
         torch.autograd.grad(y, (x, weight), torch.randn_like(y))
-    assert calls.count("qsync::gemm") == 3 and "aten::mm" not in calls and "qsync::integer_products" not in calls
-    assert calls.count("qsync::quantize") == 3, "two operands and one gradient, which both products share"
+    assert (
+        calls.count("qsync::gemm") == 3
+        and "aten::mm" not in calls
+        and "qsync::integer_products" not in calls
+    )
+    assert calls.count("qsync::quantize") == 3, (
+        "two operands and one gradient, which both products share"
+    )
 
 
 def test_formats_with_the_same_values_are_known_by_one_name() -> None:
-    assert {row.name: encoding(row).name for row in FORMATS.values() if encoding(row) is not row} == {
-        "int8_grad": "int8"
-    }
+    assert {
+        row.name: encoding(row).name for row in FORMATS.values() if encoding(row) is not row
+    } == {"int8_grad": "int8"}
 
 
 WITHOUT_UNITS = """
@@ -125,9 +139,16 @@ def test_a_processor_without_units_trains_in_fp32_by_default_and_right_in_int8(
     isa: str, path: str, capability: str
 ) -> None:
     """A unit of oneDNN's that saturates is not used, and layers and a whole model are those of FP32, but for roundings."""
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "QSYNC_CPU_ISA": path, "ATEN_CPU_CAPABILITY": capability}
+    env = {
+        **os.environ,
+        "ONEDNN_MAX_CPU_ISA": isa,
+        "QSYNC_CPU_ISA": path,
+        "ATEN_CPU_CAPABILITY": capability,
+    }
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    ran = subprocess.run([sys.executable, "-c", WITHOUT_UNITS], env=env, capture_output=True, text=True, timeout=250)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_UNITS], env=env, capture_output=True, text=True, timeout=250
+    )
     assert ran.returncode == 0, ran.stderr
     layers = ["int8 False simulated", "int8_grad False simulated"]
     assert ran.stdout.splitlines() == [path, *layers, "fp32 exact", "int8 near", "int8_grad near"]

@@ -46,11 +46,25 @@ def geometries(draw: st.DrawFn) -> tuple[list[int], list[int], Geometry]:
     def each(low: int, high: int) -> list[int]:
         return draw(st.lists(st.integers(low, high), min_size=spatial, max_size=spatial))
 
-    size, kernel, stride, padding, dilation = each(1, 7), each(1, 5), each(1, 4), each(0, 6), each(1, 3)
+    size, kernel, stride, padding, dilation = (
+        each(1, 7),
+        each(1, 5),
+        each(1, 4),
+        each(0, 6),
+        each(1, 3),
+    )
     more = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
     for n, k, s, p, d, one in zip(size, kernel, stride, padding, dilation, more, strict=True):
-        assume((n - 1) * s - 2 * p + d * (k - 1) + one + 1 > 0 if transposed else n + 2 * p - d * (k - 1) > 0)
-    return size, kernel, (stride, padding, dilation, transposed, more if transposed else [0] * spatial, 1)
+        assume(
+            (n - 1) * s - 2 * p + d * (k - 1) + one + 1 > 0
+            if transposed
+            else n + 2 * p - d * (k - 1) > 0
+        )
+    return (
+        size,
+        kernel,
+        (stride, padding, dilation, transposed, more if transposed else [0] * spatial, 1),
+    )
 
 
 @given(geometries())
@@ -64,7 +78,9 @@ def test_dead_taps_are_those_that_meet_nothing(case: tuple[list[int], list[int],
     stride, padding, dilation, transposed, more, groups = geometry
     unsafe = unsafe_dimensions(kernel, size, geometry)
     remaining = [0 if pad else p for pad, p in zip(unsafe, padding, strict=True)]
-    padded = [n + 2 * (p - r) * (not transposed) for n, p, r in zip(size, padding, remaining, strict=True)]
+    padded = [
+        n + 2 * (p - r) * (not transposed) for n, p, r in zip(size, padding, remaining, strict=True)
+    ]
     assert alive(padded, kernel, (stride, remaining, dilation, transposed, more, groups)).all()
 
 
@@ -73,7 +89,9 @@ def test_dead_taps_have_no_gradient(case: tuple[list[int], list[int], Geometry],
     torch.manual_seed(seed)
     size, kernel, geometry = case
     x, weight = torch.randn(3, 2, *size), torch.randn(2, 2, *kernel).requires_grad_()
-    [found] = torch.autograd.grad(torch.ops.aten.convolution(x, weight, None, *geometry).square().sum(), weight)
+    [found] = torch.autograd.grad(
+        torch.ops.aten.convolution(x, weight, None, *geometry).square().sum(), weight
+    )
     assert (found[:, :, ~alive(size, kernel, geometry)] == 0).all()
 
 
@@ -104,14 +122,19 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "3d": (lambda: nn.Conv3d(4, 6, 3, stride=2, padding=1), (2, 4, 1, 5, 2)),
     "groups": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 2, 2)),
     "dilation": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=2, dilation=2), (2, 4, 2, 1)),
-    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1), (2, 4, 1, 1)),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+        (2, 4, 1, 1),
+    ),
     "transposed, cropped": (lambda: nn.ConvTranspose1d(4, 6, 5, stride=3, padding=2), (2, 4, 1)),
     "no batch": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (4, 1, 1)),
 }
 FORMATS = ("bf16", "int8", "fp8", "int8_grad")
 
 
-def gradients(step: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, around: Any) -> list[Tensor]:
+def gradients(
+    step: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, around: Any
+) -> list[Tensor]:
     torch.manual_seed(2)
     y = step(x)
     with around:
@@ -140,7 +163,12 @@ def check(model: nn.Module, x: Tensor, **how: Any) -> None:
 def test_gradients_of_dead_taps_are_zero(layer: str, precision: str) -> None:
     make, shape = LAYERS[layer]
     torch.manual_seed(0)
-    check(make(), torch.randn(shape), dynamic=False, options={"precision": precision, "inner_backend": "aot_eager"})
+    check(
+        make(),
+        torch.randn(shape),
+        dynamic=False,
+        options={"precision": precision, "inner_backend": "aot_eager"},
+    )
 
 
 @pytest.mark.parametrize("inner_backend", ["eager", pytest.param("inductor", marks=tiers.ALL)])
@@ -148,7 +176,12 @@ def test_gradients_of_dead_taps_are_zero(layer: str, precision: str) -> None:
 def test_with_every_inner_compiler(precision: str, inner_backend: str) -> None:
     torch.manual_seed(0)
     make, shape = LAYERS["one pixel"]
-    check(make(), torch.randn(shape), dynamic=False, options={"precision": precision, "inner_backend": inner_backend})
+    check(
+        make(),
+        torch.randn(shape),
+        dynamic=False,
+        options={"precision": precision, "inner_backend": inner_backend},
+    )
 
 
 @pytest.mark.parametrize("precision", FORMATS)
@@ -159,14 +192,20 @@ def test_symbolic_sizes(precision: str, transposed: bool) -> None:
     model = kind(4, 6, 3, stride=2, padding=1)
     torch._dynamo.reset()
     step = torch.compile(
-        model, backend="qsync", dynamic=True, options={"precision": precision, "inner_backend": "aot_eager"}
+        model,
+        backend="qsync",
+        dynamic=True,
+        options={"precision": precision, "inner_backend": "aot_eager"},
     )
     torch.manual_seed(3)
     for size in ((5, 4), (2, 4), (3, 2), (2, 2)):
         x = torch.randn(2, 4, *size)
         found = gradients(step, model, x, Spoilt())
         exact = gradients(model, model, x, nullcontext())
-        assert all(one.isfinite().all() and (one[e == 0] == 0).all() for one, e in zip(found, exact, strict=True))
+        assert all(
+            one.isfinite().all() and (one[e == 0] == 0).all()
+            for one, e in zip(found, exact, strict=True)
+        )
         assert all((one - e).norm() <= 0.3 * e.norm() for one, e in zip(found, exact, strict=True))
 
 
@@ -182,7 +221,9 @@ class Autocast(nn.Module):
 
 def test_the_models_own_autocast_region() -> None:
     torch.manual_seed(0)
-    check(Autocast(), torch.randn(2, 4, 1, 1), dynamic=False, options={"inner_backend": "aot_eager"})
+    check(
+        Autocast(), torch.randn(2, 4, 1, 1), dynamic=False, options={"inner_backend": "aot_eager"}
+    )
 
 
 def text(model: nn.Module, x: Tensor, precision: str) -> str:
@@ -191,7 +232,11 @@ def text(model: nn.Module, x: Tensor, precision: str) -> str:
 
 
 def test_nothing_is_padded_where_no_kernel_is_longer_than_its_data() -> None:
-    model, pixel, image = nn.Conv2d(4, 6, 3, stride=2, padding=1), torch.randn(2, 4, 1, 1), torch.randn(2, 4, 3, 3)
+    model, pixel, image = (
+        nn.Conv2d(4, 6, 3, stride=2, padding=1),
+        torch.randn(2, 4, 1, 1),
+        torch.randn(2, 4, 3, 3),
+    )
     assert "padded_convolution" in text(model, pixel, "bf16")
     assert "padded_convolution" not in text(model, image, "bf16")
     assert "padded_convolution" not in text(model, pixel, "fp32")

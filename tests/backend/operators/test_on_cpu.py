@@ -56,7 +56,9 @@ def test_the_bits_are_those_of_the_reference(
 
 def test_sums_beyond_int32_are_the_references() -> None:
     a = torch.full((1, 131_072), -128, dtype=torch.int8)
-    assert not cpu_kernels.multiplies(a, a.t()) and gemm(a, a.t(), None, None, None).item() == 2.0**31
+    assert (
+        not cpu_kernels.multiplies(a, a.t()) and gemm(a, a.t(), None, None, None).item() == 2.0**31
+    )
 
 
 def test_a_matrix_that_is_given_turned_passes_torchs_checks() -> None:
@@ -67,7 +69,9 @@ def test_a_matrix_that_is_given_turned_passes_torchs_checks() -> None:
 
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("fmt", ["int8", "int8_grad"])
-def test_no_rows_are_no_error_and_have_no_gradient(fmt: str, unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rows_are_no_error_and_have_no_gradient(
+    fmt: str, unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatch, "native_integer_unit", lambda: unit)
     images = leaf(torch.randn(0, 64, 5, 5).to(memory_format=torch.channels_last))
     layers = (

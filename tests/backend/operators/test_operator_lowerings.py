@@ -22,7 +22,11 @@ SEED = torch.tensor([3])
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, fx.Node]:
     """Returns the pre-dispatch graph, whose nodes know their values, and its one operator that takes scaled formats."""
     module = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*inputs)
-    (found,) = [node for node in module.graph.nodes if (row := row_for(node.target)) is not None and row.scaled]
+    (found,) = [
+        node
+        for node in module.graph.nodes
+        if (row := row_for(node.target)) is not None and row.scaled
+    ]
     return module, found
 
 
@@ -39,9 +43,12 @@ def lowered(module: fx.GraphModule, node: fx.Node, keep: dict[str, list[int]]) -
         for stream, (at, role) in enumerate(zip(row.scaled, ("activation", "weight"), strict=True)):
             given: Any = node.args[at] if at < len(node.args) else node.kwargs[names[at]]
             pair = graph.call_function(
-                torch.ops.qsync.quantize.default, (given, seed, stream, "int8", "nearest", keep[role])
+                torch.ops.qsync.quantize.default,
+                (given, seed, stream, "int8", "nearest", keep[role]),
             )
-            values = quantize(torch.empty(given.meta["val"].shape), SEED, 0, "int8", "nearest", keep[role])
+            values = quantize(
+                torch.empty(given.meta["val"].shape), SEED, 0, "int8", "nearest", keep[role]
+            )
             parts = [graph.call_function(operator.getitem, (pair, at)) for at in range(2)]
             for part, value in zip(parts, values, strict=True):
                 part.meta["val"] = value.to("meta")
@@ -65,7 +72,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], list[int], lis
     "linear": (F.linear, (weights(2, 3, 6), weights(4, 6), weights(4)), [0, 1], [0]),
     "linear without bias": (F.linear, (weights(5, 6), weights(4, 6)), [0], [0]),
     "linear of a vector": (F.linear, (weights(6), weights(4, 6), weights(4)), [], [0]),
-    "addmm": (lambda x, w, b: torch.addmm(b, x, w), (weights(5, 6), weights(6, 4), weights(4)), [0], [1]),
+    "addmm": (
+        lambda x, w, b: torch.addmm(b, x, w),
+        (weights(5, 6), weights(6, 4), weights(4)),
+        [0],
+        [1],
+    ),
     "conv1d": (F.conv1d, (weights(2, 3, 7), weights(4, 3, 3), weights(4)), [0], [0]),
     "conv2d": (
         lambda x, w: F.conv2d(x, w, None, (2, 1), 1, (1, 2), 2),
@@ -74,7 +86,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], list[int], lis
         [0],
     ),
     "conv2d by name": (
-        lambda x, w, b: torch.ops.aten.conv2d.default(input=x, weight=w, bias=b, padding=[1], stride=[2]),
+        lambda x, w, b: torch.ops.aten.conv2d.default(
+            input=x, weight=w, bias=b, padding=[1], stride=[2]
+        ),
         (weights(2, 3, 7, 6), weights(4, 3, 3, 3), weights(4)),
         [0],
         [0],
@@ -111,7 +125,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], list[int], lis
         [0],
         [],
     ),
-    "conv_transpose3d": (F.conv_transpose3d, (weights(2, 4, 3, 3, 3), weights(4, 3, 2, 2, 2)), [0], [1]),
+    "conv_transpose3d": (
+        F.conv_transpose3d,
+        (weights(2, 4, 3, 3, 3), weights(4, 3, 2, 2, 2)),
+        [0],
+        [1],
+    ),
     "convolution": (
         lambda x, w: torch.ops.aten.convolution.default(x, w, None, [2], [1], [1], True, [1], 1),
         (weights(2, 4, 5), weights(4, 3, 3)),
@@ -154,7 +173,11 @@ def test_the_lowered_operator_computes_the_same(case: str, channel: bool) -> Non
 @pytest.mark.parametrize(
     ("function", "inputs", "says"),
     [
-        (lambda x, w, b: torch.addmm(b, x, w, beta=2), (weights(5, 6), weights(6, 4), weights(4)), "weighs its bias"),
+        (
+            lambda x, w, b: torch.addmm(b, x, w, beta=2),
+            (weights(5, 6), weights(6, 4), weights(4)),
+            "weighs its bias",
+        ),
         (
             lambda x, w, b: torch.addmm(b, x, w, alpha=0.5),
             (weights(5, 6), weights(6, 4), weights(4)),
@@ -165,9 +188,17 @@ def test_the_lowered_operator_computes_the_same(case: str, channel: bool) -> Non
             (weights(5, 6), weights(6, 4), weights(5, 4)),
             "a bias per output channel",
         ),
-        (lambda x, w, b: torch.addmm(b, x, w), (weights(5, 6), weights(6, 4), weights(1)), "a bias per output channel"),
+        (
+            lambda x, w, b: torch.addmm(b, x, w),
+            (weights(5, 6), weights(6, 4), weights(1)),
+            "a bias per output channel",
+        ),
         (F.linear, (weights(5, 6), weights(6)), "vector"),
-        (lambda x, w: F.conv1d(x, w, padding="same"), (weights(2, 3, 7), weights(4, 3, 2)), "two sides"),
+        (
+            lambda x, w: F.conv1d(x, w, padding="same"),
+            (weights(2, 3, 7), weights(4, 3, 2)),
+            "two sides",
+        ),
     ],
 )
 def test_what_cannot_be_lowered_says_why(

@@ -10,7 +10,14 @@ from torch import Tensor
 from qsync_fx.devices import cpu_multiplies_integers
 from qsync_fx.formats import FORMATS
 from tests.support.computing.layers_in_fp64 import assert_right
-from tests.support.computing.lowered_layers import OUT, Geometry, Layer, every_format, leaf, recorded
+from tests.support.computing.lowered_layers import (
+    OUT,
+    Geometry,
+    Layer,
+    every_format,
+    leaf,
+    recorded,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,16 +72,30 @@ def convolutions(draw: st.DrawFn) -> tuple[Geometry, Tensor, Tensor, int]:
     def each(low: int, high: int) -> list[int]:
         return draw(st.lists(st.integers(low, high), min_size=spatial, max_size=spatial))
 
-    kernel, stride, padding, dilation, size = each(1, 3), each(1, 3), each(0, 2), each(1, 2), each(1, 7)
+    kernel, stride, padding, dilation, size = (
+        each(1, 3),
+        each(1, 3),
+        each(0, 2),
+        each(1, 2),
+        each(1, 7),
+    )
     # Below the stride, where torch has the fast kernel; beyond, it adds the samples' weight gradients up in BF16.
     output_padding = [draw(st.integers(0, step - 1)) for step in stride]
-    geometry = Geometry(stride, padding, dilation, transposed, output_padding if transposed else [0], groups)
+    geometry = Geometry(
+        stride, padding, dilation, transposed, output_padding if transposed else [0], groups
+    )
     inputs, outputs = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))
     shape = (inputs, outputs // groups) if transposed else (outputs, inputs // groups)
     batch = draw(st.sampled_from([(), (0,), (1,), (3,)]))
     x, weight = torch.randn(*batch, inputs, *size), torch.randn(*shape, *kernel)
-    for n, k, s, p, d, more in zip(size, kernel, stride, padding, dilation, output_padding, strict=True):
-        assume((n - 1) * s - 2 * p + d * (k - 1) + more + 1 > 0 if transposed else n + 2 * p - d * (k - 1) > 0)
+    for n, k, s, p, d, more in zip(
+        size, kernel, stride, padding, dilation, output_padding, strict=True
+    ):
+        assume(
+            (n - 1) * s - 2 * p + d * (k - 1) + more + 1 > 0
+            if transposed
+            else n + 2 * p - d * (k - 1) > 0
+        )
     if spatial == 2 and batch and draw(st.booleans()):
         x = x.to(memory_format=torch.channels_last)
     return geometry, x, weight, outputs
@@ -128,7 +149,9 @@ def test_a_kernel_of_one_tap_is_not_dilated(fmt: str) -> None:
     """With this dilation torch 2.13 dies of a segmentation fault in BF16."""
     x = torch.randn(3, 1, 3, 1).as_strided((3, 1, 3, 1), (3, 1, 1, 1))
     weight = torch.randn(2, 1, 3, 1)
-    found, expected = (Layer(fmt, Geometry([3, 2], [1, 1], [1, step]))(x, weight) for step in (2, 1))
+    found, expected = (
+        Layer(fmt, Geometry([3, 2], [1, 1], [1, step]))(x, weight) for step in (2, 1)
+    )
     assert torch.equal(found, expected)
 
 
@@ -137,7 +160,11 @@ def test_a_kernel_of_one_tap_is_not_dilated(fmt: str) -> None:
 @pytest.mark.parametrize("channel", [False, True])
 def test_linear_of_a_common_size(fmt: str, shape: tuple[int, int, int], channel: bool) -> None:
     rows, inner, channels = shape
-    x, weight, bias = leaf(torch.randn(rows, inner)), leaf(torch.randn(channels, inner)), leaf(torch.randn(channels))
+    x, weight, bias = (
+        leaf(torch.randn(rows, inner)),
+        leaf(torch.randn(channels, inner)),
+        leaf(torch.randn(channels)),
+    )
     assert_right(Layer(fmt, channel=channel), x, weight, bias)
 
 
@@ -146,10 +173,14 @@ def test_linear_of_a_common_size(fmt: str, shape: tuple[int, int, int], channel:
 def test_convolution_of_a_common_size(fmt: str, groups: int) -> None:
     x = leaf(torch.randn(2, 16, 15, 13).to(memory_format=torch.channels_last))
     geometry = Geometry([2, 2], [1, 1], [1, 1], groups=groups)
-    assert_right(Layer(fmt, geometry), x, leaf(torch.randn(32, 16 // groups, 3, 3)), leaf(torch.randn(32)))
+    assert_right(
+        Layer(fmt, geometry), x, leaf(torch.randn(32, 16 // groups, 3, 3)), leaf(torch.randn(32))
+    )
 
 
-@pytest.mark.parametrize(("inner", "unit"), [(133_143, True), (133_144, True), (133_145, False), (200_000, False)])
+@pytest.mark.parametrize(
+    ("inner", "unit"), [(133_143, True), (133_144, True), (133_145, False), (200_000, False)]
+)
 def test_sums_that_int32_does_not_hold_are_taken_in_the_carrier(inner: int, unit: bool) -> None:
     x, weight = torch.ones(1, inner), torch.ones(2, inner)
     assert (inner * 127**2 < 2**31) == unit
@@ -157,7 +188,9 @@ def test_sums_that_int32_does_not_hold_are_taken_in_the_carrier(inner: int, unit
         y = Layer("int8", out_dtype=torch.float32)(x, weight)
     assert ("qsync::integer_products" in calls) == unit
     # Integers are summed exactly; FP32 loses up to half a last place with each of the equal summands.
-    torch.testing.assert_close(y, torch.full((1, 2), float(inner)), rtol=2**-22 if unit else inner * 2**-24, atol=0.0)
+    torch.testing.assert_close(
+        y, torch.full((1, 2), float(inner)), rtol=2**-22 if unit else inner * 2**-24, atol=0.0
+    )
 
 
 @every_format
@@ -166,7 +199,9 @@ def test_zeros_give_the_bias(fmt: str) -> None:
     assert torch.equal(Layer(fmt)(x, weight, bias), bias.expand(3, 4, 2))
     assert torch.equal(Layer(fmt)(torch.randn(7, 5), torch.zeros(2, 5), bias), bias.expand(7, 2))
     geometry = Geometry([1], [0], [1])
-    assert torch.equal(Layer(fmt, geometry)(x, torch.randn(2, 4, 3), bias), bias[:, None].expand(3, 2, 3))
+    assert torch.equal(
+        Layer(fmt, geometry)(x, torch.randn(2, 4, 3), bias), bias[:, None].expand(3, 2, 3)
+    )
 
 
 @every_format
@@ -193,11 +228,17 @@ def test_what_is_not_finite_is_seen(fmt: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "inner", "channels", "unit"), [(32, 16, 8, True), (16, 16, 8, False), (32, 12, 8, False)]
+    ("rows", "inner", "channels", "unit"),
+    [(32, 16, 8, True), (16, 16, 8, False), (32, 12, 8, False)],
 )
-def test_cublas_gets_no_integer_product_that_it_refuses(rows: int, inner: int, channels: int, unit: bool) -> None:
+def test_cublas_gets_no_integer_product_that_it_refuses(
+    rows: int, inner: int, channels: int, unit: bool
+) -> None:
     with torch._subclasses.FakeTensorMode(), torch.device("cuda"):
-        xq, wq = torch.empty(rows, inner, dtype=torch.int8), torch.empty(channels, inner, dtype=torch.int8)
+        xq, wq = (
+            torch.empty(rows, inner, dtype=torch.int8),
+            torch.empty(channels, inner, dtype=torch.int8),
+        )
         x, weight, scale = torch.empty(rows, inner), torch.empty(channels, inner), torch.empty(())
         seed = torch.empty(1, dtype=torch.int64)
         with recorded() as calls:
@@ -210,8 +251,12 @@ def test_cublas_gets_no_integer_product_that_it_refuses(rows: int, inner: int, c
 
 @pytest.mark.skipif(not cpu_multiplies_integers(), reason="this CPU's unit saturates")
 @pytest.mark.parametrize(("out_dtype", "unit"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_a_convolution_with_a_wide_output_is_summed_in_integers(out_dtype: torch.dtype, unit: bool) -> None:
+def test_a_convolution_with_a_wide_output_is_summed_in_integers(
+    out_dtype: torch.dtype, unit: bool
+) -> None:
     layer = Layer("int8", Geometry([2, 1], [1, 0], [1, 2]), out_dtype=out_dtype)
     with recorded() as calls:
         layer(torch.randn(3, 8, 9, 7), torch.randn(5, 8, 3, 2))
-    assert ("qsync::integer_convolution" in calls) == unit and ("aten::convolution" in calls) != unit
+    assert ("qsync::integer_convolution" in calls) == unit and (
+        "aten::convolution" in calls
+    ) != unit

@@ -16,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from qsync_fx.errors import PrecisionError
 from qsync_fx.formats import FORMATS
 from tests.support import tiers
-from tests.support.computing.lowered_layers import FORMATS_OF_PRODUCTS, Geometry, Layer, every_format, leaf, recorded
+from tests.support.computing.lowered_layers import (
+    FORMATS_OF_PRODUCTS,
+    Geometry,
+    Layer,
+    every_format,
+    leaf,
+    recorded,
+)
 
 
 @every_format
@@ -24,10 +31,15 @@ def test_products_that_nobody_needs_are_not_computed(fmt: str) -> None:
     x, weight, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(3)
     rounded = FORMATS[fmt].gradient
     roundings = None if rounded.plain else "qsync::quantize" if rounded.scaled else "qsync::round"
-    for channel, needed in itertools.product((False, True), itertools.product((False, True), repeat=3)):
+    for channel, needed in itertools.product(
+        (False, True), itertools.product((False, True), repeat=3)
+    ):
         if not any(needed):
             continue
-        inputs = [t.clone().requires_grad_(need) for t, need in zip((x, weight, bias), needed, strict=True)]
+        inputs = [
+            t.clone().requires_grad_(need)
+            for t, need in zip((x, weight, bias), needed, strict=True)
+        ]
         layer = Layer(fmt, channel=channel)
         y = layer(*inputs)
         with recorded() as calls:
@@ -44,7 +56,9 @@ def test_a_convolution_computes_both_gradients_in_one_call() -> None:
     x, weight = leaf(torch.randn(2, 4, 6)), leaf(torch.randn(3, 4, 3))
     formats, each = ("int8", "int8_grad", "fp8"), ((True, True), (True, False), (False, True))
     for fmt, channel, needed in itertools.product(formats, (False, True), each):
-        inputs = [t.detach().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)]
+        inputs = [
+            t.detach().requires_grad_(need) for t, need in zip((x, weight), needed, strict=True)
+        ]
         y = Layer(fmt, Geometry([1], [0], [1]), channel)(*inputs)
         with recorded() as calls:
             y.backward(torch.randn_like(y))
@@ -74,8 +88,15 @@ def test_operands_are_saved_in_their_format(fmt: str, partitioner: str | None) -
     x, weight = leaf(torch.randn(64, 128)), leaf(torch.randn(32, 128))
     image, kernel = leaf(torch.randn(4, 16, 9, 9)), leaf(torch.randn(8, 16, 3, 3))
     small = 128  # bytes for scales and seed
-    for layer, a, b in ((Layer(fmt), x, weight), (Layer(fmt, Geometry([1, 1], [1, 1], [1, 1])), image, kernel)):
-        run = torch.compile(layer.__call__, backend=partitioner, fullgraph=True) if partitioner else layer
+    for layer, a, b in (
+        (Layer(fmt), x, weight),
+        (Layer(fmt, Geometry([1, 1], [1, 1], [1, 1])), image, kernel),
+    ):
+        run = (
+            torch.compile(layer.__call__, backend=partitioner, fullgraph=True)
+            if partitioner
+            else layer
+        )
         saved, y = saved_bytes(functools.partial(run, a, b))
         assert a.numel() + b.numel() <= saved <= a.numel() + b.numel() + small
         y.sum().backward()
@@ -102,7 +123,9 @@ def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
         return Layer(fmt)(F.gelu(Layer(fmt)(x, weight)), weight)
 
     expected = torch.autograd.grad(block(x).float().square().sum(), (x, weight))
-    found = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).float().square().sum(), (x, weight))
+    found = torch.autograd.grad(
+        checkpoint(block, x, use_reentrant=False).float().square().sum(), (x, weight)
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -110,9 +133,13 @@ def test_checkpointing_recomputes_the_same_bits(fmt: str) -> None:
 @pytest.mark.parametrize("geometry", [None, Geometry([1], [0], [1])])
 def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> None:
     """Whatever the gradient comes from: that of a sum is a constant, and what torch makes of a gradient of constants is one too."""
-    x, weight = (leaf(torch.randn(shape)) for shape in ((2, 5, 8), (3, 8) if geometry is None else (3, 5, 4)))
+    x, weight = (
+        leaf(torch.randn(shape)) for shape in ((2, 5, 8), (3, 8) if geometry is None else (3, 5, 4))
+    )
     for loss in (Tensor.sum, lambda y: y.float().square().sum()):
-        (gradient,) = torch.autograd.grad(loss(Layer(fmt, geometry)(x, weight)), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            loss(Layer(fmt, geometry)(x, weight)), x, create_graph=True
+        )
         with pytest.raises(PrecisionError, match=f"no second derivative in {fmt}:"):
             gradient.square().sum().backward()
         assert x.grad is None
@@ -122,7 +149,12 @@ def test_a_second_derivative_is_refused(fmt: str, geometry: Geometry | None) -> 
 # torch.compile.
 
 # The schema check compares inputs before and after with `allclose`, which torch does not have for FP8. The schema is the same for all.
-CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+CHECKS = (
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
 
 
 @every_format
@@ -130,16 +162,28 @@ CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_st
     ("rounding", "channel"), [("stochastic", False), pytest.param("nearest", True, marks=tiers.ALL)]
 )
 def test_operators_are_such_that_torch_accepts(fmt: str, rounding: str, channel: bool) -> None:
-    checks = CHECKS if FORMATS[fmt].dtype.itemsize == 1 and FORMATS[fmt].kind == "float" else ("test_schema", *CHECKS)
+    checks = (
+        CHECKS
+        if FORMATS[fmt].dtype.itemsize == 1 and FORMATS[fmt].kind == "float"
+        else ("test_schema", *CHECKS)
+    )
     transposed = Geometry([2], [1], [1], True, [1], 2)
     cases = (
         (Layer(fmt, None, channel, rounding), (5, 6), (7, 6)),
         (Layer(fmt, None, channel, rounding), (2, 3, 6), (7, 6)),
-        (Layer(fmt, Geometry([2, 1], [1, 0], [1, 2]), channel, rounding), (2, 4, 7, 6), (6, 4, 3, 2)),
+        (
+            Layer(fmt, Geometry([2, 1], [1, 0], [1, 2]), channel, rounding),
+            (2, 4, 7, 6),
+            (6, 4, 3, 2),
+        ),
         (Layer(fmt, transposed, channel, rounding), (3, 4, 5), (4, 3, 3)),
     )
     for layer, shape, weight_shape in cases:
-        x, weight, outputs = torch.randn(shape), torch.randn(weight_shape), 7 if layer.geometry is None else 6
+        x, weight, outputs = (
+            torch.randn(shape),
+            torch.randn(weight_shape),
+            7 if layer.geometry is None else 6,
+        )
         arguments = layer.arguments(
             x.requires_grad_(), weight.requires_grad_(), torch.randn(outputs, requires_grad=True)
         )
@@ -156,14 +200,23 @@ def test_carry_is_a_conversion_that_torch_accepts(dtype: torch.dtype) -> None:
 
 
 def network(
-    first: Layer, second: Layer, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, seed: Tensor
+    first: Layer,
+    second: Layer,
+    x: Tensor,
+    kernel: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor,
 ) -> Tensor:
     return second(F.relu(first(x, kernel, None, seed)).mean((2, 3)), weight, bias, seed)
 
 
 def step(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     y = run(*inputs)
-    return [y, *torch.autograd.grad(y.float().square().sum(), [t for t in inputs if t.requires_grad])]
+    return [
+        y,
+        *torch.autograd.grad(y.float().square().sum(), [t for t in inputs if t.requires_grad]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,5 +246,7 @@ def test_compiled_for_every_batch_size_at_once(fmt: str, channel: bool, inner_ba
                 assert torch.equal(one, other)
             else:
                 # Fused code rounds intermediate results less often, and a value near the middle of two levels may take the other one.
-                torch.testing.assert_close(one.float(), other.float(), rtol=2**-6, atol=0.05 * other.abs().max().item())
+                torch.testing.assert_close(
+                    one.float(), other.float(), rtol=2**-6, atol=0.05 * other.abs().max().item()
+                )
     assert counter.frame_count == 1

@@ -65,7 +65,9 @@ SIZES: Sequence[tuple[int, ...]] = (
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_quantized_tensors_lie_as_the_reference_lays_them(size: tuple[int, ...], transposed: bool) -> None:
+def test_quantized_tensors_lie_as_the_reference_lays_them(
+    size: tuple[int, ...], transposed: bool
+) -> None:
     x = torch.randn(size)
     if transposed:
         x = x.permute(*reversed(range(x.dim()))) if x.dim() else x
@@ -74,7 +76,9 @@ def test_quantized_tensors_lie_as_the_reference_lays_them(size: tuple[int, ...],
         expected, expected_scale = reference.quantize(source, SEED, 0, INT8, "nearest", ())
         assert q.stride() == expected.stride() and q.dtype == torch.int8
         assert torch.equal(q, expected)
-        assert (scale.shape, scale.dtype) == ((), torch.float32) and torch.equal(scale, expected_scale)
+        assert (scale.shape, scale.dtype) == ((), torch.float32) and torch.equal(
+            scale, expected_scale
+        )
 
 
 def test_scales_are_fp32_whatever_the_default_dtype_is() -> None:
@@ -85,14 +89,17 @@ def test_scales_are_fp32_whatever_the_default_dtype_is() -> None:
             _, scale = quantize(x, SEED, 0, "int8", "nearest", keep)
             assert scale.dtype == torch.float32
             assert torch.equal(
-                scale.amax(), torch.tensor(5.0, dtype=torch.float32) / torch.tensor(127.0, dtype=torch.float32)
+                scale.amax(),
+                torch.tensor(5.0, dtype=torch.float32) / torch.tensor(127.0, dtype=torch.float32),
             )
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 5, 4), (1, 5, 1), (3, 0, 4), (0, 5, 4), (3, 5, 0)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(3, 5, 4), (1, 5, 1), (3, 0, 4), (0, 5, 4), (3, 5, 0)]
+)
 def test_products_of_either_orientation(rows: int, inner: int, columns: int, turned: bool) -> None:
     a = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
     b = torch.randint(-127, 128, (columns, inner) if turned else (inner, columns), dtype=torch.int8)
@@ -120,4 +127,6 @@ def test_wrong_operands_are_reported_as_before() -> None:
     with pytest.raises(RuntimeError, match="a_scale has 1 dimensions"):
         gemm(a, torch.zeros(5, 5, dtype=torch.int8), torch.zeros(3), None, None)
     with pytest.raises(PrecisionError, match=r"a_scale is torch\.float64"):
-        gemm(a, torch.zeros(5, 5, dtype=torch.int8), torch.zeros((), dtype=torch.float64), None, None)
+        gemm(
+            a, torch.zeros(5, 5, dtype=torch.int8), torch.zeros((), dtype=torch.float64), None, None
+        )

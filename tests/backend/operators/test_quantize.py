@@ -47,7 +47,9 @@ def test_zero_empty_and_not_finite_groups(fmt: str, rounding: str) -> None:
         assert empty.shape == shape
         assert (
             ones.shape
-            == torch.empty(shape).sum([d for d in range(len(shape)) if d not in keep], keepdim=bool(keep)).shape
+            == torch.empty(shape)
+            .sum([d for d in range(len(shape)) if d not in keep], keepdim=bool(keep))
+            .shape
         )
         assert (ones == 1).all()
 
@@ -60,7 +62,9 @@ def test_the_range_of_fp32_is_served(fmt: str, largest: float) -> None:
     assert scale.isfinite()
     error = (q.double() * scale.double() - x.double()).abs().max()
     row = FORMATS[fmt]
-    assert error <= scale.double() * (0.5 if row.kind == "integer" else row.max * row.eps / 2) * (1 + 2.0**-22)
+    assert error <= scale.double() * (0.5 if row.kind == "integer" else row.max * row.eps / 2) * (
+        1 + 2.0**-22
+    )
 
 
 @every_scaled
@@ -78,7 +82,10 @@ def test_a_seed_repeats_and_streams_differ() -> None:
     first = quantize(x, SEED, 0, "int8", "stochastic", [])[0]
     assert torch.equal(first, quantize(x, SEED, 0, "int8", "stochastic", [])[0])
     assert torch.equal(first, quantize(x, SEED[0], 0, "int8", "stochastic", [])[0])
-    others = [quantize(x, SEED, 1, "int8", "stochastic", [])[0], quantize(x, SEED + 1, 0, "int8", "stochastic", [])[0]]
+    others = [
+        quantize(x, SEED, 1, "int8", "stochastic", [])[0],
+        quantize(x, SEED + 1, 0, "int8", "stochastic", [])[0],
+    ]
     for other in others:
         differing = (first != other).float().mean().item()
         assert (
@@ -101,7 +108,15 @@ def test_results_have_no_gradient_and_rounding_passes_it_on() -> None:
 def test_rounding_to_tf32() -> None:
     below_max = FORMATS["tf32"].max
     x = torch.tensor(
-        [1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-12, 3.4028234663852886e38, torch.inf, torch.nan, 2.0**-149]
+        [
+            1 + 2.0**-11,
+            1 + 3 * 2.0**-11,
+            -1 - 2.0**-12,
+            3.4028234663852886e38,
+            torch.inf,
+            torch.nan,
+            2.0**-149,
+        ]
     )
     found = round_to(x, SEED, 0, "tf32", "nearest")
     expected = torch.tensor([1.0, 1 + 2.0**-9, -1.0, below_max, torch.inf, torch.nan, 0.0])
@@ -123,7 +138,12 @@ def test_values_are_exact_in_the_carrier_and_gradients_too(fmt: str) -> None:
     assert gradient.max <= carrier.max
 
 
-OPCHECKED = [(torch.float32, (4, 6)), (torch.bfloat16, (2, 3, 4, 5)), (torch.float16, (0, 3)), (torch.float32, ())]
+OPCHECKED = [
+    (torch.float32, (4, 6)),
+    (torch.bfloat16, (2, 3, 4, 5)),
+    (torch.float16, (0, 3)),
+    (torch.float32, ()),
+]
 
 
 @every_scaled
@@ -132,7 +152,9 @@ def test_quantize_is_an_operator_that_torch_accepts(fmt: str, rounding: str) -> 
     for dtype, shape in OPCHECKED:
         for keep in ([], [0], [-1])[: 3 if shape else 1]:
             x = torch.randn(shape).to(dtype).requires_grad_()
-            torch.library.opcheck(torch.ops.qsync.quantize.default, (x, SEED, 3, fmt, rounding, keep))
+            torch.library.opcheck(
+                torch.ops.qsync.quantize.default, (x, SEED, 3, fmt, rounding, keep)
+            )
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     torch.library.opcheck(torch.ops.qsync.quantize.default, (x[:, 1:], SEED, 3, fmt, rounding, [1]))
 
@@ -148,15 +170,35 @@ def test_round_is_an_operator_that_torch_accepts(fmt: str, rounding: str) -> Non
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda x: quantize(x, SEED, 0, "int9", "nearest", []), PrecisionError, "did you mean 'int8'"),
+        (
+            lambda x: quantize(x, SEED, 0, "int9", "nearest", []),
+            PrecisionError,
+            "did you mean 'int8'",
+        ),
         (lambda x: quantize(x, SEED, 0, "bf16", "nearest", []), PrecisionError, "has no scale"),
-        (lambda x: quantize(x, SEED, 0, "int8", "neerest", []), OptionError, "did you mean 'nearest'"),
+        (
+            lambda x: quantize(x, SEED, 0, "int8", "neerest", []),
+            OptionError,
+            "did you mean 'nearest'",
+        ),
         (lambda x: quantize(x, SEED, 0, "int8", "nearest", [2]), PrecisionError, "2 dimensions"),
-        (lambda x: quantize(x.int(), SEED, 0, "int8", "nearest", []), PrecisionError, "torch.int32"),
+        (
+            lambda x: quantize(x.int(), SEED, 0, "int8", "nearest", []),
+            PrecisionError,
+            "torch.int32",
+        ),
         (lambda x: round_to(x, SEED, 0, "int8", "nearest"), PrecisionError, "qsync::quantize"),
-        (lambda x: round_to(x, SEED, 0, "fp32", "nearest"), PrecisionError, "convert to torch.float32"),
+        (
+            lambda x: round_to(x, SEED, 0, "fp32", "nearest"),
+            PrecisionError,
+            "convert to torch.float32",
+        ),
         (lambda x: round_to(x.int(), SEED, 0, "tf32", "nearest"), PrecisionError, "torch.int32"),
-        (lambda x: round_to(x, SEED, 0, "tf32", "up"), OptionError, "known: floor, nearest, stochastic"),
+        (
+            lambda x: round_to(x, SEED, 0, "tf32", "up"),
+            OptionError,
+            "known: floor, nearest, stochastic",
+        ),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])

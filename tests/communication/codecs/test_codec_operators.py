@@ -23,7 +23,9 @@ NORMS, LAYOUTS = st.sampled_from(["max", "two"]), st.sampled_from(["sign", "endp
 FIRST = st.sampled_from([0, 512, 2**31 - 512, 2**32 - 2048])
 
 
-def kernels(codec: Codec, x: torch.Tensor, draw: Draw, residual: torch.Tensor | None = None) -> tuple[Any, Any]:
+def kernels(
+    codec: Codec, x: torch.Tensor, draw: Draw, residual: torch.Tensor | None = None
+) -> tuple[Any, Any]:
     """Returns what the native kernels write, and read from that."""
     wire, found = torch.zeros(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
     codec.encode(x, wire, draw, residual)
@@ -33,12 +35,18 @@ def kernels(codec: Codec, x: torch.Tensor, draw: Draw, residual: torch.Tensor | 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    signs = found.isnan() | (found.signbit() == expected.signbit()) if found.is_floating_point() else None
+    signs = (
+        found.isnan() | (found.signbit() == expected.signbit())
+        if found.is_floating_point()
+        else None
+    )
     assert signs is None or bool(signs.all())
 
 
 @given(st.data(), BITS, UNITS, NORMS, LAYOUTS, SEEDS, STREAMS, FIRST)
-def test_qsgd(data: Any, bits: int, size: int, norm: Any, layout: Any, seed: int, stream: int, first: int) -> None:
+def test_qsgd(
+    data: Any, bits: int, size: int, norm: Any, layout: Any, seed: int, stream: int, first: int
+) -> None:
     x, draw = data.draw(vectors(data.draw(st.integers(0, 1200)))), Draw(seed, stream, first)
     wire, values = kernels(Qsgd(bits, size, norm, layout), x, draw)
     same(torch_kernels.qsgd_encode(x, bits, size, norm, layout, draw), wire)
@@ -71,7 +79,11 @@ def test_truncation(data: Any, bits: int, partition: int) -> None:
     tiers.chosen(
         [],
         [(2, "sign", (1000,)), (16, "endpoints", (4096,))],
-        [(bits, layout, (1000, 4096)) for bits in (2, 4, 8, 16) for layout in ("sign", "endpoints")],
+        [
+            (bits, layout, (1000, 4096))
+            for bits in (2, 4, 8, 16)
+            for layout in ("sign", "endpoints")
+        ],
     ),
 )
 def test_inductor_makes_the_same_bytes(bits: int, layout: Any, sizes: tuple[int, ...]) -> None:
@@ -79,8 +91,16 @@ def test_inductor_makes_the_same_bytes(bits: int, layout: Any, sizes: tuple[int,
     for n in sizes:
         x = torch.randn(n, generator=torch.Generator().manual_seed(n)) * torch.logspace(-44, 38, n)
         wire, values = kernels(Qsgd(bits, 512, "max", layout), x, draw)
-        same(torch.compile(torch_kernels.qsgd_encode, fullgraph=True)(x, bits, 512, "max", layout, draw), wire)
-        same(torch.compile(torch_kernels.qsgd_decode, fullgraph=True)(wire, n, bits, 512, layout), values)
+        same(
+            torch.compile(torch_kernels.qsgd_encode, fullgraph=True)(
+                x, bits, 512, "max", layout, draw
+            ),
+            wire,
+        )
+        same(
+            torch.compile(torch_kernels.qsgd_decode, fullgraph=True)(wire, n, bits, 512, layout),
+            values,
+        )
 
 
 @tiers.ALL
@@ -96,11 +116,16 @@ def test_inductor_makes_the_same_bits_of_signs_and_of_levels() -> None:
     for bits in tiers.chosen([12], [12], [12, 16, 28]):
         wire, values = kernels(Truncated(bits, STEP), x, Draw())
         same(torch.compile(torch_kernels.truncate_encode, fullgraph=True)(x, bits, STEP), wire)
-        same(torch.compile(torch_kernels.truncate_decode, fullgraph=True)(wire, 1001, bits, STEP), values)
+        same(
+            torch.compile(torch_kernels.truncate_decode, fullgraph=True)(wire, 1001, bits, STEP),
+            values,
+        )
 
 
 @pytest.mark.parametrize("codec", [Qsgd(4, 512), Qsgd(8, 512, "two", "endpoints"), Reshaped(64)])
-def test_codecs_use_operators_where_there_are_no_kernels(codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codecs_use_operators_where_there_are_no_kernels(
+    codec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As they do on other devices than the CPU."""
     x = torch.randn(1300, generator=torch.Generator().manual_seed(0))
     left = [torch.ones(1300), torch.ones(1300)]

@@ -44,7 +44,9 @@ def encoded(nbytes: int, call: Callable[[int], None]) -> NDArray[np.uint8]:
     return wire.taken()
 
 
-def decoded(n: int, call: Callable[[int], None], start: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+def decoded(
+    n: int, call: Callable[[int], None], start: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
     values = Guarded(4 * n)
     values.bytes.view(np.float32)[:] = 5 if start is None else start
     call(values.address)
@@ -55,19 +57,46 @@ def same(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def qsgd(x: torch.Tensor, bits: int, unit: int, *how: Any, first: int = 0, threads: int = 1, isa: Any = None) -> Any:
+def qsgd(
+    x: torch.Tensor,
+    bits: int,
+    unit: int,
+    *how: Any,
+    first: int = 0,
+    threads: int = 1,
+    isa: Any = None,
+) -> Any:
     n = x.numel()
     return encoded(
         native.qsgd_bytes(n, bits, unit),
-        lambda wire: native.qsgd_encode(x.data_ptr(), wire, n, bits, unit, *how, first, threads, isa),
+        lambda wire: native.qsgd_encode(
+            x.data_ptr(), wire, n, bits, unit, *how, first, threads, isa
+        ),
     )
 
 
 @every_isa
 @settings(max_examples=30)
-@given(data=st.data(), n=SIZES, bits=BITS, unit=UNITS, norm=NORMS, layout=LAYOUTS, seed=SEEDS, stream=STREAMS)
+@given(
+    data=st.data(),
+    n=SIZES,
+    bits=BITS,
+    unit=UNITS,
+    norm=NORMS,
+    layout=LAYOUTS,
+    seed=SEEDS,
+    stream=STREAMS,
+)
 def test_qsgd(
-    isa: str, data: st.DataObject, n: int, bits: int, unit: int, norm: str, layout: str, seed: int, stream: int
+    isa: str,
+    data: st.DataObject,
+    n: int,
+    bits: int,
+    unit: int,
+    norm: str,
+    layout: str,
+    seed: int,
+    stream: int,
 ) -> None:
     x = data.draw(vectors(n))
     first, threads = data.draw(st.sampled_from([0, 64, 2**31])), data.draw(st.integers(1, 4))
@@ -78,7 +107,10 @@ def test_qsgd(
     expected = reference.qsgd_decoded(wire, n, bits, unit, layout)
     for add in (False, True):
         found = decoded(
-            n, lambda y, add=add: native.qsgd_decode(wire.ctypes.data, y, n, bits, unit, layout, add, threads, isa)
+            n,
+            lambda y, add=add: native.qsgd_decode(
+                wire.ctypes.data, y, n, bits, unit, layout, add, threads, isa
+            ),
         )
         same(found, expected + np.float32(5) if add else expected)
 
@@ -87,21 +119,39 @@ def test_qsgd(
 @settings(max_examples=25)
 @given(data=st.data(), n=SIZES, unit=st.sampled_from([1, 3, 7, 64, 100, 512, 5000]))
 def test_one_bit(isa: str, data: st.DataObject, n: int, unit: int) -> None:
-    x, old, threads = data.draw(vectors(n)), data.draw(vectors(n, finite=True)), data.draw(st.integers(1, 4))
+    x, old, threads = (
+        data.draw(vectors(n)),
+        data.draw(vectors(n, finite=True)),
+        data.draw(st.integers(1, 4)),
+    )
     residual = Guarded(4 * n)
     residual.bytes.view(np.float32)[:] = old.numpy()
     nbytes = native.onebit_bytes(n, unit)
     wire = encoded(
-        nbytes, lambda wire: native.onebit_encode(x.data_ptr(), residual.address, wire, n, unit, threads, isa)
+        nbytes,
+        lambda wire: native.onebit_encode(
+            x.data_ptr(), residual.address, wire, n, unit, threads, isa
+        ),
     )
     expected, left = reference.onebit_encoded(x.numpy(), old.numpy(), unit)
     same_means(wire, expected, -(-n // unit))
     same(residual.taken().view(np.float32), left)
-    without = encoded(nbytes, lambda wire: native.onebit_encode(x.data_ptr(), 0, wire, n, unit, threads, isa))
-    same_means(without, reference.onebit_encoded(x.numpy(), np.zeros(n, np.float32), unit)[0], -(-n // unit))
+    without = encoded(
+        nbytes, lambda wire: native.onebit_encode(x.data_ptr(), 0, wire, n, unit, threads, isa)
+    )
+    same_means(
+        without,
+        reference.onebit_encoded(x.numpy(), np.zeros(n, np.float32), unit)[0],
+        -(-n // unit),
+    )
     values = reference.onebit_decoded(wire, n, unit)
     for add in (False, True):
-        found = decoded(n, lambda y, add=add: native.onebit_decode(wire.ctypes.data, y, n, unit, add, threads, isa))
+        found = decoded(
+            n,
+            lambda y, add=add: native.onebit_decode(
+                wire.ctypes.data, y, n, unit, add, threads, isa
+            ),
+        )
         same(found, values + np.float32(5) if add else values)
 
 
@@ -113,14 +163,26 @@ def same_means(found: NDArray[np.uint8], expected: NDArray[np.uint8], units: int
 
 @every_isa
 @settings(max_examples=25)
-@given(data=st.data(), n=SIZES, bits=st.sampled_from(range(12, 36, 4)), partition=st.sampled_from([420, 1260, 13_440]))
+@given(
+    data=st.data(),
+    n=SIZES,
+    bits=st.sampled_from(range(12, 36, 4)),
+    partition=st.sampled_from([420, 1260, 13_440]),
+)
 def test_truncation(isa: str, data: st.DataObject, n: int, bits: int, partition: int) -> None:
-    x, old, threads = data.draw(vectors(n)), data.draw(vectors(n, finite=True)), data.draw(st.integers(1, 4))
+    x, old, threads = (
+        data.draw(vectors(n)),
+        data.draw(vectors(n, finite=True)),
+        data.draw(st.integers(1, 4)),
+    )
     residual = Guarded(4 * n)
     residual.bytes.view(np.float32)[:] = old.numpy()
     nbytes = native.truncate_bytes(n, bits, partition)
     call = native.truncate_encode
-    wire = encoded(nbytes, lambda wire: call(x.data_ptr(), residual.address, wire, n, bits, partition, threads, isa))
+    wire = encoded(
+        nbytes,
+        lambda wire: call(x.data_ptr(), residual.address, wire, n, bits, partition, threads, isa),
+    )
     expected, left = reference.truncate_encoded(x.numpy(), old.numpy(), bits, partition)
     with np.errstate(all="ignore"):
         kept = reference.truncated(x.numpy() + old.numpy(), bits)
@@ -128,7 +190,12 @@ def test_truncation(isa: str, data: st.DataObject, n: int, bits: int, partition:
         np.testing.assert_array_equal(wire, expected)
     same(residual.taken().view(np.float32), left)
     for add in (False, True):
-        found = decoded(n, lambda y, add=add: native.truncate_decode(wire.ctypes.data, nbytes, y, n, add, threads, isa))
+        found = decoded(
+            n,
+            lambda y, add=add: native.truncate_decode(
+                wire.ctypes.data, nbytes, y, n, add, threads, isa
+            ),
+        )
         same(found, kept + np.float32(5) if add else kept)
 
 
@@ -138,10 +205,16 @@ def test_parts_are_those_of_the_whole(
 ) -> None:
     n, at = 4 * unit - 5, min(cut * unit, 4 * unit - 5)
     x = data.draw(vectors(n, finite=True))
-    whole = reference.qsgd_decoded(qsgd(x, bits, unit, "max", layout, seed, 3), n, bits, unit, layout)
+    whole = reference.qsgd_decoded(
+        qsgd(x, bits, unit, "max", layout, seed, 3), n, bits, unit, layout
+    )
     parts = [
         reference.qsgd_decoded(
-            qsgd(part, bits, unit, "max", layout, seed, 3, first=first), part.numel(), bits, unit, layout
+            qsgd(part, bits, unit, "max", layout, seed, 3, first=first),
+            part.numel(),
+            bits,
+            unit,
+            layout,
         )
         for part, first in ((x[:at], 0), (x[at:], at))
     ]
@@ -151,7 +224,9 @@ def test_parts_are_those_of_the_whole(
 @every_isa
 @pytest.mark.parametrize("shift", [0, 4])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_too_long_for_caches_is_decoded_as_in_parts(isa: str, shift: int, threads: int) -> None:
+def test_what_is_too_long_for_caches_is_decoded_as_in_parts(
+    isa: str, shift: int, threads: int
+) -> None:
     """It is written past them from where a line begins, and as anything else from elsewhere."""
     n, unit = 2**19 + 77, 512
     x = torch.randn(n, generator=torch.Generator().manual_seed(1))
@@ -162,20 +237,28 @@ def test_what_is_too_long_for_caches_is_decoded_as_in_parts(isa: str, shift: int
     decodings: dict[str, tuple[Any, Callable[..., None]]] = {
         f"qsgd{bits}": (
             qsgd(x, bits, unit, "max", "sign", 1, 2, isa=isa),
-            lambda wire, y, n, bits=bits: native.qsgd_decode(wire, y, n, bits, unit, "sign", False, threads, isa, True),
+            lambda wire, y, n, bits=bits: native.qsgd_decode(
+                wire, y, n, bits, unit, "sign", False, threads, isa, True
+            ),
         )
         for bits in (2, 4, 8, 16)
     }
     onebit = encoded(
-        native.onebit_bytes(n, unit), lambda wire: native.onebit_encode(x.data_ptr(), 0, wire, n, unit, 1, isa)
+        native.onebit_bytes(n, unit),
+        lambda wire: native.onebit_encode(x.data_ptr(), 0, wire, n, unit, 1, isa),
     )
-    decodings["1bit"] = (onebit, lambda wire, y, n: native.onebit_decode(wire, y, n, unit, False, threads, isa, True))
+    decodings["1bit"] = (
+        onebit,
+        lambda wire, y, n: native.onebit_decode(wire, y, n, unit, False, threads, isa, True),
+    )
     for name, (wire, decode) in decodings.items():
         added = torch.zeros(n)
         if name == "1bit":
             native.onebit_decode(wire.ctypes.data, added.data_ptr(), n, unit, True, 1, isa)
         else:
-            native.qsgd_decode(wire.ctypes.data, added.data_ptr(), n, int(name[4:]), unit, "sign", True, 1, isa)
+            native.qsgd_decode(
+                wire.ctypes.data, added.data_ptr(), n, int(name[4:]), unit, "sign", True, 1, isa
+            )
         decode(wire.ctypes.data, values.data_ptr(), n)
         assert torch.equal(values, added), name
         assert (room[:begin] == 5).all() and (room[begin + n :] == 5).all()
@@ -226,7 +309,9 @@ def test_what_makes_no_sense_is_an_error(call: Callable[[], Any]) -> None:
 def test_headers_that_do_not_fit_are_an_error_and_nothing_is_written_beyond(harm: str) -> None:
     x = torch.randn(1000)
     nbytes = native.truncate_bytes(1000, 12, 420)
-    wire = encoded(nbytes, lambda wire: native.truncate_encode(x.data_ptr(), 0, wire, 1000, 12, 420))
+    wire = encoded(
+        nbytes, lambda wire: native.truncate_encode(x.data_ptr(), 0, wire, 1000, 12, 420)
+    )
     heads = wire.view(np.uint32)
     size = nbytes - 8 if harm == "cut" else nbytes
     if harm == "level":

@@ -24,10 +24,14 @@ KINDS = [
     for norm in ("max", "two")
     for layout in ("sign", "endpoints")
 ]
-every_kind = pytest.mark.parametrize("codec", KINDS, ids=lambda codec: f"{codec.name}-{codec.norm}-{codec.layout}")
+every_kind = pytest.mark.parametrize(
+    "codec", KINDS, ids=lambda codec: f"{codec.name}-{codec.norm}-{codec.layout}"
+)
 
 
-def sent(codec: Codec, x: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
+def sent(
+    codec: Codec, x: Tensor, draw: Draw | None = None, residual: Tensor | None = None
+) -> Tensor:
     """Returns what a receiver makes of values."""
     wire, found = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
     codec.encode(x, wire, draw or Draw(), residual)
@@ -64,7 +68,9 @@ def test_qsgd_is_unbiased_within_a_step_and_its_variance_within_the_bound(codec:
     variance, d, s = float(errors.square().sum(1).mean()), x.numel(), codec.levels
     if codec.layout == "sign":
         norm = float(scale(codec, x))
-        bound = d * norm**2 / (4 * s**2) if codec.norm == "max" else min(d / s**2, d**0.5 / s) * norm**2
+        bound = (
+            d * norm**2 / (4 * s**2) if codec.norm == "max" else min(d / s**2, d**0.5 / s) * norm**2
+        )
         assert variance <= bound
     assert variance <= d * width**2 / 4
     assert codec.variance(x) == pytest.approx(variance, rel=0.05)
@@ -72,7 +78,9 @@ def test_qsgd_is_unbiased_within_a_step_and_its_variance_within_the_bound(codec:
 
 @every_kind
 @given(data=st.data(), n=st.integers(1, 128))
-def test_qsgd_is_within_a_step_of_whatever_it_is_given(codec: Qsgd, data: st.DataObject, n: int) -> None:
+def test_qsgd_is_within_a_step_of_whatever_it_is_given(
+    codec: Qsgd, data: st.DataObject, n: int
+) -> None:
     x = data.draw(vectors(n, finite=True))
     found = sent(codec, x, Draw(data.draw(st.integers(0, 2**64 - 1)), 1))
     assert found.isfinite().all()
@@ -101,7 +109,11 @@ def test_qsgd_tells_of_what_is_not_finite(codec: Qsgd, bad: float) -> None:
 @given(data=st.data(), n=st.integers(0, 700), size=st.sampled_from([1, 3, 64, 512]))
 def test_one_bit_loses_nothing(data: st.DataObject, n: int, size: int) -> None:
     codec = Reshaped(size)
-    residual, given, decoded = torch.zeros(n), torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    residual, given, decoded = (
+        torch.zeros(n),
+        torch.zeros(n, dtype=torch.float64),
+        torch.zeros(n, dtype=torch.float64),
+    )
     magnitude = 10.0 ** data.draw(st.integers(-30, 30))
     largest = 1e-45
     for seed in range(data.draw(st.integers(1, 12))):
@@ -140,7 +152,9 @@ def test_what_is_not_finite_does_not_stay_in_a_residual(codec: Codec) -> None:
 
 
 @given(data=st.data(), n=st.integers(0, 900), bits=st.sampled_from(LEVELS))
-def test_truncation_is_towards_zero_and_within_its_bits(data: st.DataObject, n: int, bits: int) -> None:
+def test_truncation_is_towards_zero_and_within_its_bits(
+    data: st.DataObject, n: int, bits: int
+) -> None:
     x = data.draw(vectors(n))
     found = sent(Truncated(bits, 420), x)
     assert (found.isnan() == x.isnan()).all()
@@ -170,10 +184,14 @@ def test_partitions_of_several_levels_are_read_by_who_knows_none() -> None:
         codec.encode(part, wires[-1], Draw())
     found = torch.empty(700)
     Truncated(32, 420).decode(torch.cat(wires), found)
-    assert torch.equal(found, torch.cat([sent(Truncated(12), x[:300]), sent(Truncated(24), x[300:])]))
+    assert torch.equal(
+        found, torch.cat([sent(Truncated(12), x[:300]), sent(Truncated(24), x[300:])])
+    )
 
 
-@pytest.mark.parametrize("row", [row for row in FORMATS.values() if row.plain and row.bits <= 32], ids=str)
+@pytest.mark.parametrize(
+    "row", [row for row in FORMATS.values() if row.plain and row.bits <= 32], ids=str
+)
 @given(data=st.data(), n=st.integers(0, 100))
 def test_casts_are_those_of_torch(row: object, data: st.DataObject, n: int) -> None:
     x = data.draw(vectors(n))
@@ -219,8 +237,12 @@ def test_columns_of_resnet_50_take_more_bytes_than_fp32() -> None:
     weights = [p for p in model.parameters() if p.dim() > 1]
     raw = sum(4 * p.numel() for p in weights)
     assert raw / 1e6 == pytest.approx(102.0, abs=0.05)
-    assert sum(columns.fitted(p.shape).nbytes(p.numel()) for p in weights) / 1e6 == pytest.approx(191.1, abs=0.1)
-    assert sum(consecutive.nbytes(p.numel()) for p in weights) / raw == pytest.approx(1 / 16, rel=0.01)
+    assert sum(columns.fitted(p.shape).nbytes(p.numel()) for p in weights) / 1e6 == pytest.approx(
+        191.1, abs=0.1
+    )
+    assert sum(consecutive.nbytes(p.numel()) for p in weights) / raw == pytest.approx(
+        1 / 16, rel=0.01
+    )
 
 
 def test_columns_are_those_of_cntk() -> None:
@@ -241,7 +263,17 @@ def test_columns_are_those_of_cntk() -> None:
 
 
 def test_a_codec_of_another_name_is_an_error_that_names_the_nearest() -> None:
-    assert NAMES[:9] == ("fp32", "bf16", "fp16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16")
+    assert NAMES[:9] == (
+        "fp32",
+        "bf16",
+        "fp16",
+        "1bit",
+        "1bit*",
+        "qsgd2",
+        "qsgd4",
+        "qsgd8",
+        "qsgd16",
+    )
     assert NAMES[9:] == (*(f"aqgb{bits}" for bits in LEVELS), "aqgb")
     assert all(codec_named(name).name == name for name in NAMES)
     with pytest.raises(OptionError, match="did you mean 'qsgd8'"):

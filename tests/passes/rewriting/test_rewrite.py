@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 import qsync_fx
 from qsync_fx import Plan
-from tests.support.compiling.rewrites import Net, addmm_gelu, explained, linear, linear_gelu, places, rewriting, step
+from tests.support.compiling.rewrites import (
+    Net,
+    addmm_gelu,
+    explained,
+    linear,
+    linear_gelu,
+    places,
+    rewriting,
+    step,
+)
 from tests.support.models.small_models import Counting, build, compiled
 
 torch.set_num_threads(1)
@@ -95,13 +104,16 @@ def test_the_pattern_is_spelled_as_the_model_is() -> None:
         return F.relu(x @ w + b, inplace=True)
 
     for pattern in (find, in_place):
-        explanation = explained(rewriting(pattern, lambda x, w, b: torch.addmm(b, x, w)), model=Spelled())
+        explanation = explained(
+            rewriting(pattern, lambda x, w, b: torch.addmm(b, x, w)), model=Spelled()
+        )
         assert places(explanation) == {pattern.__name__: 1}
 
 
 def test_one_tensor_may_be_two_arguments() -> None:
     explanation = explained(
-        rewriting(lambda a, b: a.sin() * b, lambda a, b: a * b, name="both"), model=lambda x: x.sin() * x
+        rewriting(lambda a, b: a.sin() * b, lambda a, b: a * b, name="both"),
+        model=lambda x: x.sin() * x,
     )
     assert places(explanation) == {"both": 1}
 
@@ -130,18 +142,23 @@ def test_places_that_follow_one_another() -> None:
                 x = torch.tanh(x) * 2
             return x
 
-    explanation = explained(rewriting(lambda x: torch.tanh(x) * 2, lambda x: x * 3, name="link"), model=Chain())
+    explanation = explained(
+        rewriting(lambda x: torch.tanh(x) * 2, lambda x: x * 3, name="link"), model=Chain()
+    )
     assert places(explanation) == {"link": 4}
     x = torch.randn(4, 8)
     run = compiled(
-        Chain(), precision="fp32", passes=[rewriting(lambda x: torch.tanh(x) * 2, lambda x: x * 3, name="link")]
+        Chain(),
+        precision="fp32",
+        passes=[rewriting(lambda x: torch.tanh(x) * 2, lambda x: x * 3, name="link")],
     )
     assert torch.equal(run(x), x * 3 * 3 * 3 * 3)
 
 
 def test_places_that_overlap_are_taken_in_order() -> None:
     explanation = explained(
-        rewriting(lambda x: x.sin().sin(), lambda x: x.cos(), name="twice"), model=lambda x: x.sin().sin().sin()
+        rewriting(lambda x: x.sin().sin(), lambda x: x.cos(), name="twice"),
+        model=lambda x: x.sin().sin().sin(),
     )
     assert places(explanation) == {"twice": 1}
     assert [op.id.operator for op in explanation.operators] == ["twice.cos", "sin"]
@@ -157,14 +174,19 @@ def test_one_rewrite_may_find_what_another_put_in() -> None:
 
 def test_a_replacement_may_contain_the_pattern_and_drop_arguments() -> None:
     explanation = explained(
-        rewriting(linear, lambda weight, x: F.linear(F.linear(x, weight), weight.t()) @ weight.t(), name="loop")
+        rewriting(
+            linear,
+            lambda weight, x: F.linear(F.linear(x, weight), weight.t()) @ weight.t(),
+            name="loop",
+        )
     )
     assert places(explanation) == {"loop": 2}
 
 
 def test_a_replacement_may_give_back_an_argument() -> None:
     explanation = explained(
-        rewriting(lambda x: torch.tanh(x), lambda x: x, name="drop"), model=lambda x: torch.tanh(x) + 1
+        rewriting(lambda x: torch.tanh(x), lambda x: x, name="drop"),
+        model=lambda x: torch.tanh(x) + 1,
     )
     assert [op.id.operator for op in explanation.operators] == ["add"]
 
@@ -179,7 +201,9 @@ def test_numbers_in_the_pattern_must_be_those_of_the_model() -> None:
     for eps, count in ((1e-5, 1), (1e-6, 0)):
         find = layer_norm(eps)
         assert places(explained(rewriting(find, lambda x: x, name="norm"))) == {"norm": count}
-    assert places(explained(rewriting(lambda x: F.dropout(x, 0.5), lambda x: x, name="drop"))) == {"drop": 0}
+    assert places(explained(rewriting(lambda x: F.dropout(x, 0.5), lambda x: x, name="drop"))) == {
+        "drop": 0
+    }
 
 
 def test_arguments_with_defaults_stand_for_any_value() -> None:
@@ -202,7 +226,11 @@ def test_numbers_that_sizes_decide() -> None:
     """`weight.shape` is [8] in one graph and symbolic in another; what the pattern makes of it is compared there."""
 
     def find(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, weight.shape, weight, bias).unflatten(-1, (2, weight.shape[0] // 2)).flatten(0, 1)
+        return (
+            F.layer_norm(x, weight.shape, weight, bias)
+            .unflatten(-1, (2, weight.shape[0] // 2))
+            .flatten(0, 1)
+        )
 
     class Heads(nn.Module):
         def __init__(self) -> None:

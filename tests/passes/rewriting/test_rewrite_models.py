@@ -20,7 +20,9 @@ from tests.support.models.zoo_torch import Inputs
 torch.set_num_threads(1)
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "howto-pass.md").read_text()
-BLOCKS = {block.values["rewrite"]: block.text for block in pages.blocks(PAGE) if "rewrite" in block.values}
+BLOCKS = {
+    block.values["rewrite"]: block.text for block in pages.blocks(PAGE) if "rewrite" in block.values
+}
 OPERATOR = next(block.text for block in pages.blocks(PAGE) if "custom_op" in block.text)
 CASES = {case.name: case for case in zoo.CASES if case.name in ("bert", "bert_recomputing", "vit")}
 LAYERS = {"bert": 8, "bert_recomputing": 14, "vit": 7}
@@ -40,7 +42,9 @@ def written(name: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(5)
     exec(BLOCKS[name], known)
     (found,) = {
-        id(value): value for value in known.values() if isinstance(value, qsync_fx.passes.pass_base.GraphPass)
+        id(value): value
+        for value in known.values()
+        if isinstance(value, qsync_fx.passes.pass_base.GraphPass)
     }.values()
     return found, known
 
@@ -62,7 +66,9 @@ def fast(model: nn.Module, *passes: Any, precision: str = "fp32") -> Any:
 
 
 def places(rewrite: Any, model: nn.Module, inputs: Inputs) -> int:
-    explanation = qsync_fx.explain(model, **inputs, options={"precision": "int8", "passes": [rewrite]})
+    explanation = qsync_fx.explain(
+        model, **inputs, options={"precision": "int8", "passes": [rewrite]}
+    )
     done = explanation.rewritten[rewrite.name]
     assert not done.left
     return done.count
@@ -104,7 +110,9 @@ def test_a_low_rank_adapter(case: str) -> None:
         changed = copy.deepcopy(model)
         for name, adapter in adapters.items():
 
-            def add(layer: nn.Module, args: tuple[Tensor], output: Tensor, adapter: nn.Module = adapter) -> Tensor:
+            def add(
+                layer: nn.Module, args: tuple[Tensor], output: Tensor, adapter: nn.Module = adapter
+            ) -> Tensor:
                 return output + adapter(args[0])
 
             changed.get_submodule(name).register_forward_hook(add)
@@ -191,7 +199,9 @@ def test_rewrites_together(case: str) -> None:
     explanation = qsync_fx.explain(model, **inputs, options={"precision": "int8", "passes": passes})
     counts = {name: done.count for name, done in explanation.rewritten.items()}
     assert counts["tap"] == LAYERS[case]
-    assert counts["any_layer"] == counts["tap"], "an adapter has no bias, and so is none of these layers"
+    assert counts["any_layer"] == counts["tap"], (
+        "an adapter has no bias, and so is none of these layers"
+    )
     loss, grads = step(fast(model, *passes, precision="int8"), model, inputs)
     assert loss.isfinite()
     assert all(grad.isfinite().all() for grad in grads.values())

@@ -9,7 +9,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qsync_fx import PassError
-from tests.support.compiling.rewrites import Net, addmm_gelu, explained, linear, linear_gelu, places, rewriting, step
+from tests.support.compiling.rewrites import (
+    Net,
+    addmm_gelu,
+    explained,
+    linear,
+    linear_gelu,
+    places,
+    rewriting,
+    step,
+)
 from tests.support.models.small_models import Counting, assert_equal, build, compiled
 
 torch.set_num_threads(1)
@@ -29,7 +38,10 @@ def test_guards_on_shapes_and_formats() -> None:
     wide = rewriting(linear_gelu, addmm_gelu, where=lambda match: match["x"].dtype is torch.float64)
     assert places(explained(wide)) == {"linear_gelu": 0}
     named = rewriting(linear_gelu, addmm_gelu, where=lambda match: match.module == "second")
-    assert next(str(op.id) for op in explained(named).operators if op.note.by) == "second/linear_gelu.t"
+    assert (
+        next(str(op.id) for op in explained(named).operators if op.note.by)
+        == "second/linear_gelu.t"
+    )
 
 
 def test_a_guard_that_fails_is_named() -> None:
@@ -49,7 +61,9 @@ def test_inner_values_that_others_read_are_left_alone_and_said() -> None:
         inner = x.sin()
         return inner.tanh() + inner
 
-    explanation = explained(rewriting(lambda x: x.sin().tanh(), lambda x: x, name="both"), model=model)
+    explanation = explained(
+        rewriting(lambda x: x.sin().tanh(), lambda x: x, name="both"), model=model
+    )
     done = explanation.rewritten["both"]
     assert (done.count, len(done.left)) == (0, 1)
     assert "its inner value %sin is read by %add too" in done.left[0]
@@ -67,7 +81,9 @@ def test_a_value_that_is_written_meanwhile_is_left_alone() -> None:
         return a.sin() * b
 
     explanation = explained(
-        rewriting(find, lambda a, b: b * a.sin()), model=model, args=(torch.randn(4, 8), torch.randn(4, 8))
+        rewriting(find, lambda a, b: b * a.sin()),
+        model=model,
+        args=(torch.randn(4, 8), torch.randn(4, 8)),
     )
     assert "writes in place" in explanation.rewritten["find"].left[0]
 
@@ -78,7 +94,9 @@ def test_a_place_across_modes_is_left_alone() -> None:
             first = x.sin()
         return first.tanh()
 
-    explanation = explained(rewriting(lambda x: x.sin().tanh(), lambda x: x, name="both"), model=model)
+    explanation = explained(
+        rewriting(lambda x: x.sin().tanh(), lambda x: x, name="both"), model=model
+    )
     assert "gradients" in explanation.rewritten["both"].left[0]
 
 
@@ -115,7 +133,9 @@ def test_bodies_of_higher_order_operators() -> None:
     wanted_scale, scale.grad = scale.grad, None
     found, found_grads = step(compiled(recomputed, precision="int8", passes=[fuse]), recomputed, x)
     assert torch.equal(found, wanted)
-    assert_equal({name.removeprefix("net."): grad for name, grad in found_grads.items()}, wanted_grads)
+    assert_equal(
+        {name.removeprefix("net."): grad for name, grad in found_grads.items()}, wanted_grads
+    )
     assert scale.grad is not None
     assert wanted_scale is not None
     assert torch.allclose(scale.grad, wanted_scale)
@@ -148,7 +168,12 @@ def test_frames_after_a_graph_break() -> None:
 
 
 def test_equal_rewrites_share_compiled_code() -> None:
-    backend, model, x, fuse = Counting(), build(Net), torch.randn(4, 8), rewriting(linear_gelu, addmm_gelu)
+    backend, model, x, fuse = (
+        Counting(),
+        build(Net),
+        torch.randn(4, 8),
+        rewriting(linear_gelu, addmm_gelu),
+    )
     for _ in range(2):
         backend.compile(model, passes=[fuse])(x)
     assert len(backend.graphs) == 1

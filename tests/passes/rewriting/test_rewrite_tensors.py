@@ -19,7 +19,10 @@ from tests.support.models.small_models import build, compiled
 
 torch.set_num_threads(1)
 
-INNER = ["aot_eager", *(pytest.param(inner_backend, marks=tiers.ALL) for inner_backend in ("eager", "inductor"))]
+INNER = [
+    "aot_eager",
+    *(pytest.param(inner_backend, marks=tiers.ALL) for inner_backend in ("eager", "inductor")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +67,11 @@ def test_parameters_that_a_replacement_refers_to_train(inner_backend: str) -> No
     fast = torch.compile(
         build(Net),
         backend="qsync",
-        options={"precision": "fp32", "inner_backend": inner_backend, "passes": [rewriting(linear, put)]},
+        options={
+            "precision": "fp32",
+            "inner_backend": inner_backend,
+            "passes": [rewriting(linear, put)],
+        },
     )
     found = trained(fast)
     assert not any(torch.equal(p, value) for p, value in zip(parameters, before, strict=True))
@@ -95,7 +102,11 @@ def test_buffers_that_a_replacement_writes_stay_written(inner_backend: str) -> N
     fast = torch.compile(
         build(Net),
         backend="qsync",
-        options={"precision": "fp32", "inner_backend": inner_backend, "passes": [rewriting(linear, put)]},
+        options={
+            "precision": "fp32",
+            "inner_backend": inner_backend,
+            "passes": [rewriting(linear, put)],
+        },
     )
     for x in batches:
         fast(x).sum().backward()
@@ -132,7 +143,9 @@ def test_operators_with_a_backward_pass_of_their_own() -> None:
     doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
     model, x = build(Net), torch.randn(4, 8)
     fuse = rewriting(
-        linear, lambda x, weight, bias: F.linear(x, doubled(weight), bias), where=lambda match: match.module == "second"
+        linear,
+        lambda x, weight, bias: F.linear(x, doubled(weight), bias),
+        where=lambda match: match.module == "second",
     )
     _, wanted = step(model, model, x)
     _, found = step(compiled(model, precision="fp32", passes=[fuse]), model, x)
@@ -163,11 +176,23 @@ _COMPUTED = _GIVEN * 2
     ("put", "what"),
     [
         (lambda x: x.sum().item(), "cannot be traced"),
-        (lambda x: x @ torch.ones(3, 3), "cannot be traced: RuntimeError: a and b must have same reduction dim"),
-        (lambda x: None, "cannot be traced: it returns NoneType, where a tensor or a tuple of tensors is expected"),
+        (
+            lambda x: x @ torch.ones(3, 3),
+            "cannot be traced: RuntimeError: a and b must have same reduction dim",
+        ),
+        (
+            lambda x: None,
+            "cannot be traced: it returns NoneType, where a tensor or a tuple of tensors is expected",
+        ),
         (lambda x: {"y": x}, "cannot be traced: it returns dict"),
-        (Rounded.apply, "cannot be traced: it calls the autograd function Rounded, whose backward pass"),
-        (lambda x: x + _COMPUTED, "cannot be traced: it refers to a tensor that was computed with gradients"),
+        (
+            Rounded.apply,
+            "cannot be traced: it calls the autograd function Rounded, whose backward pass",
+        ),
+        (
+            lambda x: x + _COMPUTED,
+            "cannot be traced: it refers to a tensor that was computed with gradients",
+        ),
         (lambda x: (x, x), r"gives f32\[4, 8\], f32\[4, 8\] where the model computes f32\[4, 8\]"),
         (lambda x: x[:, :4], r"gives f32\[4, 4\] where the model computes f32\[4, 8\]"),
         (lambda x: x.double(), r"gives f64\[4, 8\] where the model computes f32\[4, 8\]"),
@@ -220,7 +245,9 @@ def test_an_example_says_what_a_pattern_takes() -> None:
 
     example = torch.zeros(2, 3, dtype=torch.int64), torch.empty(5, 4)
     fuse = rewriting(find, lambda ids, weight: weight[ids], example=example)
-    assert places(explained(fuse, model=Embedded(), args=(torch.randint(10, (4, 6)),))) == {"find": 1}
+    assert places(explained(fuse, model=Embedded(), args=(torch.randint(10, (4, 6)),))) == {
+        "find": 1
+    }
 
 
 def test_what_is_wrong_with_a_rewrite_is_told_where_it_is_written() -> None:

@@ -16,7 +16,13 @@ from qsync_fx.devices import get
 from qsync_fx.errors import ProfileError
 from qsync_fx.formats import FORMATS
 from qsync_fx.graph.operand_formats import OperandState
-from qsync_fx.predictor.analytic_times import ConvolutionShape, DeviceTimes, ProductShape, convolution, product
+from qsync_fx.predictor.analytic_times import (
+    ConvolutionShape,
+    DeviceTimes,
+    ProductShape,
+    convolution,
+    product,
+)
 from qsync_fx.predictor.cost_mapper import scheduled, states
 from qsync_fx.predictor.model import ModelGraph
 from qsync_fx.predictor.model.model_graph import state_named
@@ -38,7 +44,11 @@ class Wide(nn.Module):
         return torch.softmax(x @ x.transpose(-1, -2), -1) @ self.down(torch.relu(self.up(x)))
 
 
-MODELS: dict[str, Any] = {**OWN, "resnet": resnet, "wide": lambda: (Wide(), {"x": torch.randn(8, 128, 1024)})}
+MODELS: dict[str, Any] = {
+    **OWN,
+    "resnet": resnet,
+    "wide": lambda: (Wide(), {"x": torch.randn(8, 128, 1024)}),
+}
 
 
 @functools.cache
@@ -46,7 +56,9 @@ def graph_of(name: str, target: str | None = "t4") -> ModelGraph:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
-    return build_model_graph(qsync_fx.explain(model.train(), **inputs, options={"precision": "int8", "target": target}))
+    return build_model_graph(
+        qsync_fx.explain(model.train(), **inputs, options={"precision": "int8", "target": target})
+    )
 
 
 def test_the_sides_of_convolutions_are_those_of_the_layers() -> None:
@@ -58,13 +70,19 @@ def test_the_sides_of_convolutions_are_those_of_the_layers() -> None:
         layer = model[name.partition("/")[0]]
         assert isinstance(layer, nn.Conv2d)
         assert isinstance(sides, ConvolutionShape)
-        assert (sides.c, sides.k, sides.r) == (layer.in_channels, layer.out_channels, layer.kernel_size[0])
+        assert (sides.c, sides.k, sides.r) == (
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size[0],
+        )
         assert (sides.stride, sides.padding) == (layer.stride[0], layer.padding[0])
 
 
 def test_the_sides_of_products_are_those_of_the_factors() -> None:
     times = DeviceTimes(T4, graph_of("wide"))
-    found = {op.id: times.sides(op.id) for op in times.graph.operators if times.sides(op.id) is not None}
+    found = {
+        op.id: times.sides(op.id) for op in times.graph.operators if times.sides(op.id) is not None
+    }
     assert list(found.values()) == [
         ProductShape(8, 128, 128, 1024),
         ProductShape(1, 1024, 4096, 1024),
@@ -106,7 +124,9 @@ def test_a_convolution_is_found_that_reads_and_makes_as_much(
     assert found is not None
     other = nn.Conv2d(found.c, found.k, found.r, found.stride, found.padding, device="meta")
     assert other.weight.numel() == layer.weight.numel()
-    assert other(torch.empty(found.n, found.c, found.h, found.w, device="meta")).shape == result.shape
+    assert (
+        other(torch.empty(found.n, found.c, found.h, found.w, device="meta")).shape == result.shape
+    )
     assert found.n * found.c * found.h * found.w == n * c * size[0] * size[1]
 
 
@@ -119,7 +139,9 @@ def test_a_layer_takes_what_its_three_products_take() -> None:
     # Nobody asks for the gradient of the input of the first layer.
     assert found.backward == T4.gemm_seconds(1024, 4096, 1024, "fp16", "nt")
     both = times.operator("down/linear", OperandState(fp16, fp16)).backward
-    assert both == T4.gemm_seconds(4096, 1024, 1024, "fp16", "nn") + T4.gemm_seconds(4096, 1024, 1024, "fp16", "nt")
+    assert both == T4.gemm_seconds(4096, 1024, 1024, "fp16", "nn") + T4.gemm_seconds(
+        4096, 1024, 1024, "fp16", "nt"
+    )
 
 
 def test_gradients_of_int8_layers_are_computed_in_what_they_are_rounded_to() -> None:
@@ -131,7 +153,10 @@ def test_gradients_of_int8_layers_are_computed_in_what_they_are_rounded_to() -> 
     assert int8.backward == fp16.backward < fp32.backward
     assert int8.forward != fp16.forward < fp32.forward
     a100 = DeviceTimes(get("a100"), graph_of("wide", "a100"))
-    assert a100.operator("down/linear", OperandState(FORMATS["bf16"], FORMATS["bf16"])).forward < fp16.forward
+    assert (
+        a100.operator("down/linear", OperandState(FORMATS["bf16"], FORMATS["bf16"])).forward
+        < fp16.forward
+    )
 
 
 @pytest.mark.parametrize("name", [*OWN, "resnet"])
@@ -140,7 +165,9 @@ def test_every_state_of_every_operator_has_a_time_and_a_plan_a_schedule(name: st
     times = DeviceTimes(T4, graph)
     for operator in graph.operators:
         for precision, output in operator.costs:
-            state = OperandState(FORMATS[precision] if precision else None, FORMATS[output] if output else None)
+            state = OperandState(
+                FORMATS[precision] if precision else None, FORMATS[output] if output else None
+            )
             found = times.operator(operator.id, state)
             assert 0 <= found.forward < 1
             assert 0 <= found.backward < 1
@@ -193,21 +220,29 @@ def test_what_is_not_known_is_an_error_that_names_it() -> None:
 def test_sizes_that_are_no_numbers_are_an_error_that_says_how_to_give_them() -> None:
     model, x = Wide(), torch.randn(8, 128, 1024)
     torch._dynamo.mark_dynamic(x, 0)
-    graph = build_model_graph(qsync_fx.explain(model, x, options={"target": "t4"}), ["fp32", "fp16"])
+    graph = build_model_graph(
+        qsync_fx.explain(model, x, options={"target": "t4"}), ["fp32", "fp16"]
+    )
     with pytest.raises(ProfileError, match="is not known") as raised:
         DeviceTimes(T4, graph).operator("up/linear", OperandState(FORMATS["fp16"], FORMATS["fp16"]))
     assert "give sizes first" in str(raised.value)
 
 
 def test_a_convolution_of_another_batch_is_known_by_its_sides() -> None:
-    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1))
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1)
+    )
     graphs = []
     for batch, dynamic in ((4, True), (8, False)):
         torch._dynamo.reset()
         x = torch.randn(batch, 16, 24, 24)
         if dynamic:
             torch._dynamo.mark_dynamic(x, 0)
-        graphs.append(build_model_graph(qsync_fx.explain(model, x, options={"target": "t4"}), ["fp32", "fp16"]))
+        graphs.append(
+            build_model_graph(
+                qsync_fx.explain(model, x, options={"target": "t4"}), ["fp32", "fp16"]
+            )
+        )
     symbolic, there = graphs
     sized = symbolic.at(batch=8)
     assert [op.shape for op in sized.operators] == [op.shape for op in there.operators]
@@ -216,4 +251,6 @@ def test_a_convolution_of_another_batch_is_known_by_its_sides() -> None:
         assert ours.sides(operator.id) == theirs.sides(operator.id)
         assert ("conv" in operator.row) == isinstance(theirs.sides(operator.id), ConvolutionShape)
         for names in operator.costs:
-            assert ours.operator(operator.id, state_named(names)) == theirs.operator(operator.id, state_named(names))
+            assert ours.operator(operator.id, state_named(names)) == theirs.operator(
+                operator.id, state_named(names)
+            )

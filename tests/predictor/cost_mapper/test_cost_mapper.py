@@ -26,7 +26,9 @@ TIMES = DrawnTimes()
 
 
 def total(schedule: Schedule, *parts: Part) -> tuple[float, float]:
-    forward, backward = ((e.seconds for e in way if e.part in parts) for way in (schedule.forward, schedule.backward))
+    forward, backward = (
+        (e.seconds for e in way if e.part in parts) for way in (schedule.forward, schedule.backward)
+    )
     return sum(forward), sum(backward)
 
 
@@ -63,8 +65,12 @@ def test_changes_add_up_to_the_plan(name: str, data: st.DataObject) -> None:
 def test_totals_are_those_of_the_schedule(name: str, data: st.DataObject) -> None:
     mapper = CostMapper(graph_of(name), TIMES, data.draw(plans(name)))
     found, totals = mapper.schedule(), mapper.totals
-    assert total(found, Part.FORWARD, Part.BACKWARD) == pytest.approx((totals.forward, totals.backward))
-    assert total(found, Part.CAST) == pytest.approx((totals.casts, totals.casts_backward + totals.unpacking))
+    assert total(found, Part.FORWARD, Part.BACKWARD) == pytest.approx(
+        (totals.forward, totals.backward)
+    )
+    assert total(found, Part.CAST) == pytest.approx(
+        (totals.casts, totals.casts_backward + totals.unpacking)
+    )
     assert found.seconds == pytest.approx(mapper.seconds)
 
 
@@ -90,13 +96,17 @@ def test_a_shared_weight_waits_for_its_first_reader() -> None:
     found = CostMapper(graph, TIMES, Plan.uniform("bf16")).schedule()
     (shared,) = graph.parameters
     assert [graph.operators[at].row for at in shared.readers] == ["embedding", "linear"]
-    assert found.backward[found.ready[shared.path]].operator == graph.operators[min(shared.readers)].id
+    assert (
+        found.backward[found.ready[shared.path]].operator == graph.operators[min(shared.readers)].id
+    )
 
 
 def test_what_gradients_of_a_graph_come_out_together() -> None:
     mapper = CostMapper(graph_of("mlp"), TIMES, Plan.uniform("bf16"))
     assert len(set(mapper.schedule().ready.values())) == 3
-    assert set(mapper.schedule(whole_graphs=True).ready.values()) == {len(mapper.schedule().backward) - 1}
+    assert set(mapper.schedule(whole_graphs=True).ready.values()) == {
+        len(mapper.schedule().backward) - 1
+    }
 
 
 def test_unpacking_is_of_what_is_kept_in_a_scaled_format() -> None:

@@ -33,18 +33,30 @@ def agree(found: States, told: Explanation) -> None:
         assert found.of(name) == OperandState.of(op.note), name
         assert op.note.cost is not None
         number = found.graph.operator(name).graph
-        kept = {(called(tensor, number), how): size for (tensor, how), size in op.note.cost.saved.items()}
+        kept = {
+            (called(tensor, number), how): size
+            for (tensor, how), size in op.note.cost.saved.items()
+        }
         assert found.cost(name) == dataclasses.replace(op.note.cost, saved=kept), name
     expected: Counter[tuple[object, ...]] = Counter()
     for at, part in enumerate(told.graphs):
         flow = part.costing.flow
-        for cast in casts(flow, {site.node: OperandState.of(operators[str(site.id)].note) for site in flow.sites}):
+        for cast in casts(
+            flow, {site.node: OperandState.of(operators[str(site.id)].note) for site in flow.sites}
+        ):
             assert cast.owner is not None
             source = called(cast.source.name, at)
-            expected[str(flow.by_node[cast.owner].id), source, str(cast.before), str(cast.after), cast.wanted] += 1
+            expected[
+                str(flow.by_node[cast.owner].id),
+                source,
+                str(cast.before),
+                str(cast.after),
+                cast.wanted,
+            ] += 1
     graph = found.graph
     assert expected == Counter(
-        (graph.operators[c.owner].id, graph.values[c.value].name, c.before, c.after, c.wanted) for c in found.casts
+        (graph.operators[c.owner].id, graph.values[c.value].name, c.before, c.after, c.wanted)
+        for c in found.casts
     )
 
 

@@ -22,9 +22,13 @@ def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_agreement() -> None:
-    truth = Sensitivity("monte_carlo", "Net", {"a/x": {"int8": 1.0}, "b/x": {"int8": 4.0}, "c/x": {"int8": 0.0}})
+    truth = Sensitivity(
+        "monte_carlo", "Net", {"a/x": {"int8": 1.0}, "b/x": {"int8": 4.0}, "c/x": {"int8": 0.0}}
+    )
     found = Sensitivity(
-        "second_order", "Net", {"a/x": {"int8": 2.0}, "b/x": {"int8": 8.0}, "c/x": {"int8": 0.0}, "d/x": {}}
+        "second_order",
+        "Net",
+        {"a/x": {"int8": 2.0}, "b/x": {"int8": 8.0}, "c/x": {"int8": 0.0}, "d/x": {}},
     )
     held = agreement(found, truth, "int8")
     assert (held.operators, held.ratio, held.spread) == (2, pytest.approx(2), 4)

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[3]
 COLUMNS = ("operators", "floor", "second_order", "injected", "depth", "paper")
 ROWS: list[dict[str, Any]] = [
     row
-    for row in json.loads((ROOT / "benchmarks" / "results" / "sensitivity.json").read_text())["rows"]
+    for row in json.loads((ROOT / "benchmarks" / "results" / "sensitivity.json").read_text())[
+        "rows"
+    ]
     if "floor" in row
 ]
 
@@ -33,10 +35,17 @@ def test_methods_tell_real_quantized_passes(precision: str) -> None:
 def test_the_page_tells_how_well_methods_do_as_the_benchmark_found_it() -> None:
     lines: list[str] = []
     for precision in ("int8", "bf16"):
-        lines += ["", f"| {precision.upper()} | {' | '.join(COLUMNS)} |", "|" + "---|" * (len(COLUMNS) + 1)]
+        lines += [
+            "",
+            f"| {precision.upper()} | {' | '.join(COLUMNS)} |",
+            "|" + "---|" * (len(COLUMNS) + 1),
+        ]
         for row in ROWS:
             if row["precision"] == precision:
-                cells = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS]
+                cells = [
+                    f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name])
+                    for name in COLUMNS
+                ]
                 lines.append(f"| {' | '.join([row['case'], *cells])} |")
     page = ROOT / "docs" / "predictor.md"
     text = page.read_text()
@@ -57,7 +66,9 @@ def test_the_picture_is_that_of_what_the_benchmark_found(tmp_path: Path) -> None
     command = [sys.executable, str(script), "--json", str(rows), "--picture", str(drawn)]
     subprocess.run(command, check=True, cwd=tmp_path)
     assert drawn.read_text() == (ROOT / "docs" / "indicators.svg").read_text()
-    points = ElementTree.fromstring(drawn.read_text()).findall(".//{http://www.w3.org/2000/svg}circle")
+    points = ElementTree.fromstring(drawn.read_text()).findall(
+        ".//{http://www.w3.org/2000/svg}circle"
+    )
     assert len(points) <= 3 * sum(row["operators"] for row in ROWS) and len(points) > 2 * sum(
         row["operators"] for row in ROWS
     )

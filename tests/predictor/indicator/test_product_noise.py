@@ -30,9 +30,17 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
     "activations": (torch.matmul, (2, 3, 8, 16), (2, 3, 16, 8)),
     "conv1d": (lambda x, w: F.conv1d(x, w, stride=2, padding=2), (3, 4, 17), (6, 4, 5)),
     "conv2d": (lambda x, w: F.conv2d(x, w, padding=1), (2, 4, 7, 6), (8, 4, 3, 3)),
-    "conv2d in groups": (lambda x, w: F.conv2d(x, w, groups=4, dilation=2), (2, 8, 9, 9), (8, 2, 3, 3)),
+    "conv2d in groups": (
+        lambda x, w: F.conv2d(x, w, groups=4, dilation=2),
+        (2, 8, 9, 9),
+        (8, 2, 3, 3),
+    ),
     "conv3d": (lambda x, w: F.conv3d(x, w, padding=1), (1, 3, 4, 4, 4), (4, 3, 3, 3, 3)),
-    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2), (2, 4, 5, 5), (4, 6, 3, 3)),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        (2, 4, 5, 5),
+        (4, 6, 3, 3),
+    ),
     "experts": (torch.bmm, (3, 6, 16), (3, 16, 10)),
     "einsum": (lambda x, w: torch.einsum("bi,eio->beo", x, w), (5, 16), (3, 16, 8)),
 }
@@ -43,7 +51,9 @@ def draws(x: Tensor, fmt: object, generator: torch.Generator) -> Tensor:
     factor = scale(x, fmt)  # type: ignore[arg-type]
     units = x.double() / factor
     below = units.floor()
-    return (below + (torch.rand(x.shape, generator=generator, dtype=torch.float64) < units - below)) * factor
+    return (
+        below + (torch.rand(x.shape, generator=generator, dtype=torch.float64) < units - below)
+    ) * factor
 
 
 def measured(make: Callable[[], Tensor], exact: Tensor) -> float:
@@ -53,7 +63,9 @@ def measured(make: Callable[[], Tensor], exact: Tensor) -> float:
 FAST = ("linear", "conv2d in groups")
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=tiers.ALL) for n in PRODUCTS])
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=tiers.ALL) for n in PRODUCTS]
+)
 def test_all_three_products_of_a_layer_are_within_two_percent_of_monte_carlo(name: str) -> None:
     product, of_x, of_w = PRODUCTS[name]
     generator = torch.Generator().manual_seed(7)
@@ -72,7 +84,10 @@ def test_all_three_products_of_a_layer_are_within_two_percent_of_monte_carlo(nam
         exact = computed(first.double(), second.double())
         assert variance.shape == exact.shape
         found = measured(
-            lambda c=computed, a=first, b=second: c(draws(a, INT8, generator), draws(b, INT8, generator)), exact
+            lambda c=computed, a=first, b=second: c(
+                draws(a, INT8, generator), draws(b, INT8, generator)
+            ),
+            exact,
         )  # type: ignore[misc]
         assert found / float(variance.sum()) == pytest.approx(1, abs=0.02)
 
@@ -95,14 +110,17 @@ def test_a_linear_layer_in_closed_form() -> None:
 
     rows, width, out = 64, 96, 32
     generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(rows, width, generator=generator), torch.randn(out, width, generator=generator)
+    x, w = (
+        torch.randn(rows, width, generator=generator),
+        torch.randn(out, width, generator=generator),
+    )
     v, u = float(scale(x, INT8)) ** 2 / 6, float(scale(w, INT8)) ** 2 / 6
     closed = rows * float(w.square().sum()) * v + out * float(x.square().sum()) * u
     exact = float(product_noise(F.linear, x, w, noise(x, INT8), noise(w, INT8)).sum())
     assert closed / exact == pytest.approx(1, abs=0.02)
-    assert formulas.forward(formulas.moments(x, INT8), formulas.moments(w, INT8)) / closed == pytest.approx(
-        width, rel=0.02
-    )
+    assert formulas.forward(
+        formulas.moments(x, INT8), formulas.moments(w, INT8)
+    ) / closed == pytest.approx(width, rel=0.02)
 
 
 def test_lookups_repeat_the_noise_of_their_row() -> None:

@@ -11,13 +11,22 @@ from torch import Tensor
 
 from qsync_fx.backend.numerics import reference
 from qsync_fx.formats import FORMATS, Precision
-from qsync_fx.predictor.indicator.rounding_variance import MEAN_SQUARE, error, expected_noise, noise, saturation, scale
+from qsync_fx.predictor.indicator.rounding_variance import (
+    MEAN_SQUARE,
+    error,
+    expected_noise,
+    noise,
+    saturation,
+    scale,
+)
 
 NARROW = [fmt for fmt in FORMATS.values() if fmt.bits < 32]
 SAMPLES = 20_000
 
 
-def rounded(x: Tensor, fmt: Precision, rounding: str, keep: tuple[int, ...] = (), seed: int = 0) -> Tensor:
+def rounded(
+    x: Tensor, fmt: Precision, rounding: str, keep: tuple[int, ...] = (), seed: int = 0
+) -> Tensor:
     if fmt.scaled:
         q, factor = reference.quantize(x, torch.tensor([seed]), 0, fmt, rounding, keep)
         return q.double() * factor.double()
@@ -31,7 +40,9 @@ def test_variance_of_stochastic_rounding_is_that_of_the_reference(fmt: Precision
     found = rounded(x.expand(SAMPLES, -1).contiguous(), fmt, "stochastic") - x.double()
     wanted = noise(x, fmt)
     assert float(found.square().mean(0).sum() / wanted.sum()) == pytest.approx(1, abs=0.02)
-    assert torch.allclose(found.square().mean(0), wanted, rtol=0.15, atol=float(wanted.max()) * 1e-3)
+    assert torch.allclose(
+        found.square().mean(0), wanted, rtol=0.15, atol=float(wanted.max()) * 1e-3
+    )
     assert found.mean(0).abs().max() < 5 * (wanted.max() / SAMPLES).sqrt()  # and without bias
 
 
@@ -41,8 +52,12 @@ def test_error_of_other_roundings_is_that_of_the_reference(fmt: Precision, round
     x = torch.randn(4000, generator=torch.Generator().manual_seed(5)) * torch.logspace(-6, 2, 4000)
     wanted = rounded(x, fmt, rounding) - x.double()
     found = error(x, fmt, rounding)  # type: ignore[arg-type]
-    tied = (found.abs() == wanted.abs()) & (found != wanted)  # ties go to even, or to the other side: as far
-    assert torch.allclose(torch.where(tied, wanted, found), wanted, rtol=1e-5, atol=1e-7 * float(x.abs().max()))
+    tied = (found.abs() == wanted.abs()) & (
+        found != wanted
+    )  # ties go to even, or to the other side: as far
+    assert torch.allclose(
+        torch.where(tied, wanted, found), wanted, rtol=1e-5, atol=1e-7 * float(x.abs().max())
+    )
     assert torch.equal(noise(x, fmt, rounding), found.square())  # type: ignore[arg-type]
 
 
@@ -70,18 +85,25 @@ def test_zeros_have_no_noise() -> None:
 @pytest.mark.parametrize("keep", [(), (0,), (1,), (0, 1), (-1,)])
 @pytest.mark.parametrize("fmt", [fmt for fmt in NARROW if fmt.scaled], ids=str)
 def test_scales_are_the_references(fmt: Precision, keep: tuple[int, ...]) -> None:
-    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(4)) * torch.logspace(-4, 4, 6)[:, None]
+    x = (
+        torch.randn(6, 5, generator=torch.Generator().manual_seed(4))
+        * torch.logspace(-4, 4, 6)[:, None]
+    )
     x[2], x[:, 3] = 0, 1e-42
     found, wanted = scale(x, fmt, keep), reference.scales(x, fmt, keep).double()
     assert torch.equal(found.expand(6, 5), wanted.expand(6, 5))
 
 
-EDGES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 3.4e38, -3.4e38, 65520.0, math.inf, -math.inf, math.nan])
+EDGES = torch.tensor(
+    [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 3.4e38, -3.4e38, 65520.0, math.inf, -math.inf, math.nan]
+)
 
 
 @pytest.mark.parametrize("fmt", NARROW, ids=str)
 @pytest.mark.parametrize("rounding", MEAN_SQUARE)
-def test_elements_that_are_not_finite_are_no_noise_of_their_own(fmt: Precision, rounding: str) -> None:
+def test_elements_that_are_not_finite_are_no_noise_of_their_own(
+    fmt: Precision, rounding: str
+) -> None:
     found = noise(EDGES, fmt, rounding)  # type: ignore[arg-type]
     if fmt.scaled:
         assert found.isnan().all()  # the group is lost, as its scale is NaN
@@ -102,8 +124,16 @@ def test_nothing_and_one_element(fmt: Precision) -> None:
 def test_what_is_beyond_the_range_is_bias_and_no_noise() -> None:
     x = torch.tensor([1.0, 65504.0, 65519.0, 65520.0, -1e6, math.inf, math.nan])
     assert saturation(x, FORMATS["fp16"]).tolist() == [0, 0, 15.0**2, math.inf, math.inf, 0, 0]
-    assert [math.isinf(v) for v in x.half().float()[:5]] == [False, False, False, True, True]  # as torch has it
-    assert not saturation(x[:5] * 1e30, FORMATS["int8"]).any()  # a scale reaches as far as its tensor
+    assert [math.isinf(v) for v in x.half().float()[:5]] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]  # as torch has it
+    assert not saturation(
+        x[:5] * 1e30, FORMATS["int8"]
+    ).any()  # a scale reaches as far as its tensor
 
 
 def test_a_stochastic_error_is_asked_for_its_variance() -> None:
@@ -113,11 +143,15 @@ def test_a_stochastic_error_is_asked_for_its_variance() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False), min_size=1, max_size=20),
+    st.lists(
+        st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False), min_size=1, max_size=20
+    ),
     st.sampled_from([fmt.name for fmt in NARROW]),
     st.sampled_from(sorted(MEAN_SQUARE)),
 )
-def test_noise_is_less_than_a_step_and_repeats_on_the_grid(values: list[float], name: str, rounding: str) -> None:
+def test_noise_is_less_than_a_step_and_repeats_on_the_grid(
+    values: list[float], name: str, rounding: str
+) -> None:
     x, fmt = torch.tensor(values), FORMATS[name]
     found, expected = noise(x, fmt, rounding), expected_noise(x, fmt, rounding)  # type: ignore[arg-type]
     assert (found >= 0).all() and (found <= expected / MEAN_SQUARE[rounding] * (1 + 1e-6)).all()  # type: ignore[index]

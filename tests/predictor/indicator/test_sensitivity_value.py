@@ -18,7 +18,10 @@ FOUND = Sensitivity(
     "Net",
     {"a/linear": {"int8": 3.0, "bf16": 0.5}, "b/linear": {"int8": 1.0, "bf16": 0.0}},
     2,
-    [{"a/linear": {"int8": 2.0}, "b/linear": {"int8": 2.5}}, {"a/linear": {"int8": 4.0}, "b/linear": {"int8": 0.5}}],
+    [
+        {"a/linear": {"int8": 2.0}, "b/linear": {"int8": 2.5}},
+        {"a/linear": {"int8": 4.0}, "b/linear": {"int8": 0.5}},
+    ],
     1.5,
 )
 

@@ -31,7 +31,10 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, size = x.shape
-        parts = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.parts(x).chunk(3, -1))
+        parts = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.parts(x).chunk(3, -1)
+        )
         found = nn.functional.scaled_dot_product_attention(*parts, dropout_p=self.dropout)
         return self.out(found.transpose(1, 2).reshape(batch, length, size))
 
@@ -47,19 +50,32 @@ def graph_of(model: nn.Module) -> ModelGraph:
 
 def test_attention_without_dropout_is_one_kernel() -> None:
     graph = graph_of(Attending(0.0))
-    assert any(is_fused(graph, operator, state) for operator in graph.operators for state in operator.costs)
+    assert any(
+        is_fused(graph, operator, state) for operator in graph.operators for state in operator.costs
+    )
 
 
 def test_attention_with_dropout_keeps_scores_weights_and_the_mask() -> None:
     graph = graph_of(Attending(0.1))
-    assert not any(is_fused(graph, operator, state) for operator in graph.operators for state in operator.costs)
+    assert not any(
+        is_fused(graph, operator, state) for operator in graph.operators for state in operator.costs
+    )
     scores = 8 * 4 * 256 * 256
     begun = next(live for live in live_buffers(states(graph, Plan("fp32"))) if live.backward)
-    assert sorted(begun.bytes.values())[-2:] == [4 * scores, 4 * scores] and scores in begun.bytes.values()
+    assert (
+        sorted(begun.bytes.values())[-2:] == [4 * scores, 4 * scores]
+        and scores in begun.bytes.values()
+    )
 
 
-def test_one_kernel_reads_parts_of_a_result_where_they_lie_and_keeps_its_own_with_sums_of_rows() -> None:
-    back = [live for live in live_buffers(states(graph_of(Attending(0.0)), Plan("fp32"))) if live.backward]
+def test_one_kernel_reads_parts_of_a_result_where_they_lie_and_keeps_its_own_with_sums_of_rows() -> (
+    None
+):
+    back = [
+        live
+        for live in live_buffers(states(graph_of(Attending(0.0)), Plan("fp32")))
+        if live.backward
+    ]
     attending = next(live for live in back if "attention" in live.operator)
     rows, wide = 8 * 256, 128
     assert not any(name.startswith("transpose") for name, _ in attending.bytes)
@@ -85,7 +101,9 @@ def test_attention_with_dropout_holds_what_is_foreseen(fmt: str) -> None:
 
 
 @ALL
-@pytest.mark.skipif(not native_bf16_unit(), reason="attention is products on a CPU with a unit for BF16")
+@pytest.mark.skipif(
+    not native_bf16_unit(), reason="attention is products on a CPU with a unit for BF16"
+)
 def test_attention_as_products_holds_what_is_foreseen() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -29,7 +29,10 @@ def test_a_buffer_is_there_until_its_last_reader_has_run() -> None:
 
 
 def test_what_stays_is_there_to_the_end() -> None:
-    assert held([task(buffer(5, stays=True), library=True), task(buffer(1), library=True)]) == [5, 6]
+    assert held([task(buffer(5, stays=True), library=True), task(buffer(1), library=True)]) == [
+        5,
+        6,
+    ]
 
 
 def test_one_kernel_allocates_all_that_it_writes_before_it_releases_anything() -> None:
@@ -58,5 +61,11 @@ def test_a_workspace_is_held_while_its_task_runs() -> None:
 def test_results_of_one_kernel_are_held_until_the_last_is_taken_out() -> None:
     a, b, c = buffer(1), buffer(10), buffer(100)
     first, second = (Task("", True, True, writes=(one,), holds=(a, b)) for one in (a, b))
-    tasks = [task(a, b, library=True), first, task(c, reads=(a,), library=True), second, task(reads=(c,), library=True)]
+    tasks = [
+        task(a, b, library=True),
+        first,
+        task(c, reads=(a,), library=True),
+        second,
+        task(reads=(c,), library=True),
+    ]
     assert held(tasks) == [11, 11, 111, 111, 100]

@@ -35,7 +35,9 @@ def graph_of(activation: nn.Module) -> ModelGraph:
 def test_the_graph_says_by_what_a_gelu_approximates(tmp_path: object) -> None:
     for activation, method in ((nn.GELU(approximate="tanh"), "tanh"), (nn.GELU(), "")):
         graph = graph_of(activation)
-        assert {operator.method for operator in graph.operators if operator.row == "gelu"} == {method}
+        assert {operator.method for operator in graph.operators if operator.row == "gelu"} == {
+            method
+        }
         graph.save(f"{tmp_path}/model.json")
         assert ModelGraph.load(f"{tmp_path}/model.json") == graph
 
@@ -45,7 +47,10 @@ def test_the_last_activation_is_still_there_with_its_gradient(activation: nn.Mod
     """The gradient of what the last product reads is computed before that of its weight, which reads the activation."""
 
     def most(activation: nn.Module) -> int:
-        return max(sum(one.bytes.values()) for one in live_buffers(states(graph_of(activation), Plan("int8"))))
+        return max(
+            sum(one.bytes.values())
+            for one in live_buffers(states(graph_of(activation), Plan("int8")))
+        )
 
     assert most(activation) > most(nn.GELU()) + ROWS * WIDE
 

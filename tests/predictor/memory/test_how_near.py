@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 UNIFORM = {"fp32", "bf16", "int8"}
 ROWS: list[dict[str, Any]] = [
     row
-    for row in json.loads((ROOT / "benchmarks" / "results" / "memory_accuracy.json").read_text())["rows"]
+    for row in json.loads((ROOT / "benchmarks" / "results" / "memory_accuracy.json").read_text())[
+        "rows"
+    ]
     if "at" in row and row["of"] == "passes" and row["plan"] not in UNIFORM
 ]
 
@@ -24,7 +26,10 @@ def off(rows: list[dict[str, Any]], key: str) -> str:
 
 
 def table() -> list[str]:
-    lines = ["| model | plans | peaks, MB | error, % | of all that is held, % |", "|---|---|---|---|---|"]
+    lines = [
+        "| model | plans | peaks, MB | error, % | of all that is held, % |",
+        "|---|---|---|---|---|",
+    ]
     for case in dict.fromkeys(row["case"] for row in ROWS):
         rows = [row for row in ROWS if row["case"] == case]
         peaks = [row["real_mb"] for row in rows]

@@ -20,7 +20,9 @@ def there(term: SavedTerm, found: States, before: int) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_buffers_of_a_moment_are_what_the_step_holds_then(name: str, data: st.DataObject) -> None:
     found = states(graph_of(name), data.draw(plans(name)))
@@ -35,7 +37,9 @@ def test_buffers_of_a_moment_are_what_the_step_holds_then(name: str, data: st.Da
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_terms_say_no_less_than_what_is_kept(name: str, data: st.DataObject) -> None:
     graph = graph_of(name)
@@ -44,8 +48,12 @@ def test_terms_say_no_less_than_what_is_kept(name: str, data: st.DataObject) -> 
     assert len({(term.value, term.format) for term in terms}) == len(terms)
     forward = Forward(found)
     backward = Backward(forward).tasks
-    saved = {b for task in forward.tasks for b in task.writes} & {b for task in backward for b in task.reads}
+    saved = {b for task in forward.tasks for b in task.writes} & {
+        b for task in backward for b in task.reads
+    }
     for live in lives([*forward.tasks, *backward], False, lambda buffer: buffer in saved, False):
         if live.backward and live.operator:
             before = graph.places[live.operator]
-            assert live.kinds.get(True, 0) <= sum(term.bytes for term in terms if there(term, found, before))
+            assert live.kinds.get(True, 0) <= sum(
+                term.bytes for term in terms if there(term, found, before)
+            )

@@ -36,7 +36,9 @@ def narrow_to_wide() -> nn.Module:
 def graph_of_wide() -> ModelGraph:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return build_model_graph(qsync_fx.explain(narrow_to_wide(), torch.randn(ROWS, 64)), ("fp32", "bf16"))
+    return build_model_graph(
+        qsync_fx.explain(narrow_to_wide(), torch.randn(ROWS, 64)), ("fp32", "bf16")
+    )
 
 
 def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer() -> None:
@@ -44,9 +46,14 @@ def test_what_a_loss_holds_is_there_throughout_the_backward_pass_and_no_longer()
     without = step_memory(found, TrainingMemory(loss=LossMemory())).moments
     moments = step_memory(found, TrainingMemory(loss=LossMemory(held=1000, most=50_000))).moments
     more = [one.bytes - before.bytes for one, before in zip(moments, without, strict=True)]
-    at = {place: {more[i] for i, one in enumerate(moments) if one.place == place} for place in ("forward", "optimizer")}
+    at = {
+        place: {more[i] for i, one in enumerate(moments) if one.place == place}
+        for place in ("forward", "optimizer")
+    }
     assert at == {"forward": {0}, "optimizer": {0}}
-    begun, *behind = [size for size, one in zip(more, moments, strict=True) if one.place == "backward"]
+    begun, *behind = [
+        size for size, one in zip(more, moments, strict=True) if one.place == "backward"
+    ]
     result = 4 * 4 * 4
     assert begun == 50_000 - result and set(behind) == {1000}
     assert moments[-2].of(Category.LOSS) == 1000
@@ -59,7 +66,9 @@ def test_a_gradient_that_the_pass_begins_with_goes_where_it_is_read_last() -> No
 
 
 def with_the_gradient(training: TrainingMemory | None) -> list[bool]:
-    live = [one for one in live_buffers(states(graph_of_wide(), Plan("bf16")), training) if one.backward]
+    live = [
+        one for one in live_buffers(states(graph_of_wide(), Plan("bf16")), training) if one.backward
+    ]
     return [4 * ROWS * WIDE in one.bytes.values() for one in live]
 
 
@@ -72,12 +81,16 @@ def test_where_no_loss_is_known_that_gradient_is_held_throughout_as_much_as_a_lo
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "odd", "vgg"])
-def test_a_loss_that_is_not_known_is_foreseen_to_take_no_less_than_one_that_keeps_nothing(name: str, fmt: str) -> None:
+def test_a_loss_that_is_not_known_is_foreseen_to_take_no_less_than_one_that_keeps_nothing(
+    name: str, fmt: str
+) -> None:
     found = states(graph_of(name), Plan(fmt))
     unknown, nothing = Orders.of(found), Orders.of(found, TrainingMemory(loss=LossMemory()))
     pairs = ((unknown.expected, nothing.expected), (unknown.written, nothing.written))
     for held, freed in pairs:
-        assert step_memory(found, None, held).peak.bytes >= step_memory(found, None, freed).peak.bytes
+        assert (
+            step_memory(found, None, held).peak.bytes >= step_memory(found, None, freed).peak.bytes
+        )
     assert most_bytes(found) >= most_bytes(found, TrainingMemory(loss=LossMemory()))
 
 
@@ -85,7 +98,11 @@ def test_a_loss_that_is_not_known_is_foreseen_to_take_no_less_than_one_that_keep
 @pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.cross_entropy])
 def test_a_step_with_its_loss_holds_what_is_foreseen(fmt: str, loss: object) -> None:
     graph, model, x = graph_of_wide(), narrow_to_wide(), torch.randn(ROWS, 64)
-    target = torch.randn(ROWS, WIDE) if loss is nn.functional.mse_loss else torch.zeros(ROWS, dtype=torch.long)
+    target = (
+        torch.randn(ROWS, WIDE)
+        if loss is nn.functional.mse_loss
+        else torch.zeros(ROWS, dtype=torch.long)
+    )
 
     def of(result: Tensor) -> Tensor:
         return loss(result, target)  # type: ignore[operator, no-any-return]
@@ -100,4 +117,6 @@ def test_a_step_with_its_loss_holds_what_is_foreseen(fmt: str, loss: object) -> 
         step()
         real = measured_peak(step)
     training = TrainingMemory(loss=loss_memory(of, torch.zeros(ROWS, WIDE)))
-    assert step_memory(states(graph, Plan(fmt)), training).step_bytes == pytest.approx(real, rel=0.03)
+    assert step_memory(states(graph, Plan(fmt)), training).step_bytes == pytest.approx(
+        real, rel=0.03
+    )

@@ -47,7 +47,11 @@ def elementwise(*writes: Buffer, reads: tuple[Buffer, ...] = (), sums: bool = Fa
 
 def test_what_reads_the_same_is_one_kernel_unless_something_it_needs_waits_for_the_other() -> None:
     given, a, b, c = (buffer(10) for _ in range(4))
-    first, product, second = elementwise(a, reads=(given,)), task(b, reads=(a,)), elementwise(c, reads=(given,))
+    first, product, second = (
+        elementwise(a, reads=(given,)),
+        task(b, reads=(a,)),
+        elementwise(c, reads=(given,)),
+    )
     assert fused([first, product, second]) == [[first, second], [product]]
     waiting = elementwise(c, reads=(given, b))
     assert fused([first, product, waiting]) == [[first], [product], [waiting]]
@@ -55,7 +59,11 @@ def test_what_reads_the_same_is_one_kernel_unless_something_it_needs_waits_for_t
 
 def test_what_a_kernel_needs_runs_before_all_of_it() -> None:
     given, a, zeros = (buffer(10) for _ in range(3))
-    first, empty, added = elementwise(a, reads=(given,)), elementwise(zeros), elementwise(zeros, reads=(a,))
+    first, empty, added = (
+        elementwise(a, reads=(given,)),
+        elementwise(zeros),
+        elementwise(zeros, reads=(a,)),
+    )
     assert fused([first, empty, added]) == [[empty], [first, added]]
 
 
@@ -83,8 +91,17 @@ def sorted_graphs() -> Iterator[list[tuple[list[Task], frozenset[Buffer], list[i
         tasks = []
         for node in nodes:
             # A kernel of several results writes no buffer itself; those are taken out by nodes behind it.
-            several = [out for user in node.mpi_node.succ_nodes for out in user.get_outputs() if not user.mpi_node.size]
-            own = [of(out) for out in node.get_outputs() if out.mpi_buffer.size_free or not node.mpi_node.size]
+            several = [
+                out
+                for user in node.mpi_node.succ_nodes
+                for out in user.get_outputs()
+                if not user.mpi_node.size
+            ]
+            own = [
+                of(out)
+                for out in node.get_outputs()
+                if out.mpi_buffer.size_free or not node.mpi_node.size
+            ]
             late = [of(out) for out in several] if node.mpi_node.size and not own else []
             reads = tuple(of(one) for one in node.mpi_node.pred_buffers if one.mpi_buffer.size_free)
             tasks.append(task(*own, *late, reads=reads))
@@ -105,12 +122,19 @@ def layer() -> nn.Module:
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128), nn.Linear(128, 32))
+    return nn.Sequential(
+        nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128), nn.Linear(128, 32)
+    )
 
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4)
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, 3),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 4),
     )
 
 
@@ -127,7 +151,9 @@ ROWS, IMAGES = torch.randn(96, 64), torch.randn(4, 3, 8, 8)
         pytest.param(convolutions, IMAGES, "bf16", marks=EVERY),
     ],
 )
-def test_the_order_is_the_one_that_inductor_takes(make: Callable[[], nn.Module], x: Tensor, fmt: str) -> None:
+def test_the_order_is_the_one_that_inductor_takes(
+    make: Callable[[], nn.Module], x: Tensor, fmt: str
+) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     with sorted_graphs() as found:

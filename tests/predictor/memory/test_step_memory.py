@@ -44,28 +44,44 @@ def saved(memory: StepMemory) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_of_any_plan_parameters_stay_and_gradients_are_all_there_in_the_end(name: str, data: st.DataObject) -> None:
+def test_of_any_plan_parameters_stay_and_gradients_are_all_there_in_the_end(
+    name: str, data: st.DataObject
+) -> None:
     graph = graph_of(name)
     memory = step_memory(states(graph, data.draw(plans(name))), TrainingMemory(ADAM))
     trained = [p for p in graph.parameters if p.trained]
     gradients = sum(int(p.numel) * p.dtype_bytes for p in trained)
-    assert {moment.of(Category.PARAMETERS) for moment in memory.moments} == {memory.moments[0].of(Category.PARAMETERS)}
+    assert {moment.of(Category.PARAMETERS) for moment in memory.moments} == {
+        memory.moments[0].of(Category.PARAMETERS)
+    }
     assert memory.moments[-1].of(Category.GRADIENTS) == gradients
-    assert memory.peak.bytes == max(moment.bytes for moment in memory.moments) >= memory.held_bytes + gradients
+    assert (
+        memory.peak.bytes
+        == max(moment.bytes for moment in memory.moments)
+        >= memory.held_bytes + gradients
+    )
     assert all(size >= 0 for moment in memory.moments for size in moment.kinds.values())
     # With the last task of the backward pass every gradient that a product or a norm has given is there, in its parameter's format.
-    read = {value.name for value in graph.values if value.source == "parameter" and value.differentiated}
+    read = {
+        value.name for value in graph.values if value.source == "parameter" and value.differentiated
+    }
     if name not in ("broken", "tied", "odd"):
         assert memory.moments[-2].of(Category.GRADIENTS) == gradients, read
     assert memory.moments[-2].of(Category.SAVED) <= saved(memory)
 
 
-@pytest.mark.parametrize("name", [*NAMES, pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)])
+@pytest.mark.parametrize(
+    "name", [*NAMES, pytest.param("bert2", marks=ALL), pytest.param("resnet", marks=ALL)]
+)
 def test_what_is_kept_in_one_byte_takes_no_more_than_in_two(name: str) -> None:
     graph = graph_of(name)
-    assert saved(step_memory(states(graph, Plan("int8")))) <= saved(step_memory(states(graph, Plan("bf16"))))
+    assert saved(step_memory(states(graph, Plan("int8")))) <= saved(
+        step_memory(states(graph, Plan("bf16")))
+    )
 
 
 def test_a_copy_of_a_weight_is_kept_beside_it_where_a_product_reads_it_in_another_format() -> None:
@@ -73,7 +89,8 @@ def test_a_copy_of_a_weight_is_kept_beside_it_where_a_product_reads_it_in_anothe
     graph = graph_of("mlp")
     kinds = {
         fmt: max(
-            dict(moment.kinds).get((Category.SAVED, fmt), 0) for moment in step_memory(states(graph, Plan(fmt))).moments
+            dict(moment.kinds).get((Category.SAVED, fmt), 0)
+            for moment in step_memory(states(graph, Plan(fmt))).moments
         )
         for fmt in ("fp32", "bf16")
     }
@@ -92,7 +109,9 @@ def test_the_optimizer_counts_by_what_it_keeps_and_takes(optimizer: OptimizerMem
 
 def test_buckets_are_a_copy_of_all_gradients() -> None:
     found = states(graph_of("mlp"), Plan("fp32"))
-    more = step_memory(found, TrainingMemory(buckets=True)).peak.bytes - step_memory(found).peak.bytes
+    more = (
+        step_memory(found, TrainingMemory(buckets=True)).peak.bytes - step_memory(found).peak.bytes
+    )
     assert more == sum(int(p.numel) * 4 for p in graph_of("mlp").parameters)
 
 
@@ -107,7 +126,9 @@ def test_symbolic_sizes_are_refused_with_what_to_do() -> None:
     graph = graph_of("mlp")
     batch = sympy.Symbol("batch", positive=True, integer=True)
     value = dataclasses.replace(graph.values[graph.operators[0].result], numel=16 * batch)
-    values = tuple(value if at == graph.operators[0].result else v for at, v in enumerate(graph.values))
+    values = tuple(
+        value if at == graph.operators[0].result else v for at, v in enumerate(graph.values)
+    )
     with pytest.raises(ProfileError, match="static shapes"):
         step_memory(states(dataclasses.replace(graph, values=values), Plan("fp32")))
 
@@ -161,7 +182,9 @@ class Added(nn.Module):
 
 def live_of_added(fmt: str) -> list[LiveBuffers]:
     torch._dynamo.reset()
-    graph = build_model_graph(qsync_fx.explain(Added().train(), torch.randn(4, 16, 32)), ("fp32", "bf16", "int8"))
+    graph = build_model_graph(
+        qsync_fx.explain(Added().train(), torch.randn(4, 16, 32)), ("fp32", "bf16", "int8")
+    )
     return live_buffers(states(graph, Plan(fmt)))
 
 
@@ -182,7 +205,12 @@ def test_values_that_need_no_laying_out_are_kept_as_the_whole_that_they_are_a_pa
 
 
 def test_an_integer_product_lies_in_the_format_of_its_result_alone() -> None:
-    sizes = [one.bytes[name, fmt] for one in live_of_added("int8") for name, fmt in one.bytes if name == "addmm"]
+    sizes = [
+        one.bytes[name, fmt]
+        for one in live_of_added("int8")
+        for name, fmt in one.bytes
+        if name == "addmm"
+    ]
     assert sizes and max(sizes) <= 4 * 4 * 16 * 96 and 2 * 4 * 16 * 96 in sizes
 
 
@@ -191,8 +219,13 @@ def test_an_integer_product_lies_in_the_format_of_its_result_alone() -> None:
 
 def test_a_plan_that_was_measured_is_predicted_as_measured() -> None:
     graph = graph_of("vgg")
-    anchors = [Anchor(states(graph, Plan(fmt)), 10**7 + at) for at, fmt in enumerate(("fp32", "bf16", "int8"))]
-    assert [anchored_bytes(anchor.states, anchors) for anchor in anchors] == [10**7 + at for at in range(3)]
+    anchors = [
+        Anchor(states(graph, Plan(fmt)), 10**7 + at)
+        for at, fmt in enumerate(("fp32", "bf16", "int8"))
+    ]
+    assert [anchored_bytes(anchor.states, anchors) for anchor in anchors] == [
+        10**7 + at for at in range(3)
+    ]
 
 
 @settings(max_examples=10, deadline=None)
@@ -200,7 +233,9 @@ def test_a_plan_that_was_measured_is_predicted_as_measured() -> None:
 def test_what_was_measured_corrects_a_plan_by_no_more_than_its_largest_error(plan: Plan) -> None:
     graph = graph_of("vgg")
     found = states(graph, plan)
-    pure = {fmt: step_memory(states(graph, Plan(fmt))).step_bytes for fmt in ("fp32", "bf16", "int8")}
+    pure = {
+        fmt: step_memory(states(graph, Plan(fmt))).step_bytes for fmt in ("fp32", "bf16", "int8")
+    }
     off = {"fp32": 1000, "bf16": -2000, "int8": 500}
     anchors = [Anchor(states(graph, Plan(fmt)), size + off[fmt]) for fmt, size in pure.items()]
     assert -2000 <= anchored_bytes(found, anchors) - step_memory(found).step_bytes <= 1000
@@ -235,7 +270,9 @@ def small() -> nn.Module:
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64))
+    return nn.Sequential(
+        nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)
+    )
 
 
 def real_and_foreseen(make: Callable[[], nn.Module], x: Tensor, plan: Plan) -> tuple[int, int]:
@@ -265,7 +302,9 @@ IMAGES = torch.randn(16, 3, 48, 48).to(memory_format=torch.channels_last)
         *(pytest.param(Convolutions, IMAGES, fmt, marks=ALL) for fmt in ("fp32", "bf16", "int8")),
     ],
 )
-def test_inductor_holds_what_is_foreseen(make: Callable[[], nn.Module], x: Tensor, fmt: str) -> None:
+def test_inductor_holds_what_is_foreseen(
+    make: Callable[[], nn.Module], x: Tensor, fmt: str
+) -> None:
     real, found = real_and_foreseen(make, x, Plan(fmt))
     # oneDNN's products in BF16 take up to a megabyte for themselves.
     assert abs(found - real) <= 0.03 * real + 2**20
@@ -293,4 +332,6 @@ def test_torchs_tracker_counts_the_same_parameters_gradients_and_states() -> Non
     told = {str(getattr(kind, "value", kind)): size for kind, size in held.items()}
     assert end.of(Category.PARAMETERS) == told["Parameter"] + told["Other"]  # the batch
     assert end.of(Category.GRADIENTS) == told["Gradient"]
-    assert end.of(Category.OPTIMIZER) == pytest.approx(told["Optstate"], abs=64)  # the number of steps, too
+    assert end.of(Category.OPTIMIZER) == pytest.approx(
+        told["Optstate"], abs=64
+    )  # the number of steps, too

@@ -20,7 +20,11 @@ class Tables(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.kinds, self.norm = nn.Embedding(WORDS, SIZE), nn.Embedding(2, SIZE), nn.LayerNorm(SIZE)
+        self.words, self.kinds, self.norm = (
+            nn.Embedding(WORDS, SIZE),
+            nn.Embedding(2, SIZE),
+            nn.LayerNorm(SIZE),
+        )
         self.up, self.down = nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -37,4 +41,6 @@ def test_the_gradient_of_a_table_is_written_by_the_last_kernels() -> None:
     graph = build_model_graph(qsync_fx.explain(Tables().train(), ids()), ("fp32",))
     back = [live for live in live_buffers(states(graph, Plan("fp32"))) if live.backward]
     there = [4 * WORDS * SIZE in live.bytes.values() for live in back]
-    assert there[-1] and not any("linear" in live.operator for live, found in zip(back, there, strict=True) if found)
+    assert there[-1] and not any(
+        "linear" in live.operator for live, found in zip(back, there, strict=True) if found
+    )

@@ -22,7 +22,13 @@ from tests.support.planning.predicted_models import DrawnTimes, explained, graph
 from tests.support.tiers import ALL
 
 torch.set_num_threads(1)
-NAMES = ["mlp", "broken", "checkpointed", "odd", *(pytest.param(n, marks=ALL) for n in ("bert2", "resnet", "gpt2"))]
+NAMES = [
+    "mlp",
+    "broken",
+    "checkpointed",
+    "odd",
+    *(pytest.param(n, marks=ALL) for n in ("bert2", "resnet", "gpt2")),
+]
 
 
 class Attending(nn.Module):
@@ -51,7 +57,10 @@ def test_parameters_stand_as_the_model_registers_them() -> None:
         ]
         for parameter in graph.parameters:
             for reader in parameter.readers:
-                assert parameter.path.rpartition(".")[0] in (graph.operators[reader].id.partition("/")[0], "table")
+                assert parameter.path.rpartition(".")[0] in (
+                    graph.operators[reader].id.partition("/")[0],
+                    "table",
+                )
     assert [p.path for p in graph_of("broken").parameters] == [
         "second.weight",
         "second.bias",
@@ -95,7 +104,12 @@ def test_what_is_frozen_gets_no_gradient() -> None:
 def test_values_say_where_they_come_from() -> None:
     graph = graph_of("tied")
     found = {value.name: value for value in graph.values}
-    assert (found["ids"].source, found["ids"].own, found["ids"].numel, found["ids"].fixed) == ("input", None, 0, 6 * 8)
+    assert (found["ids"].source, found["ids"].own, found["ids"].numel, found["ids"].fixed) == (
+        "input",
+        None,
+        0,
+        6 * 8,
+    )
     (table,) = (value for value in graph.values if value.source == "parameter")
     assert (table.own, table.numel, table.operator) == ("fp32", 128, None)
     linear = graph.operator("head/linear")
@@ -109,7 +123,10 @@ def test_other_sizes_take_no_other_trace() -> None:
     there = of(Attending(), torch.zeros(5, 9, dtype=torch.long))
     sized = symbolic.at(batch=5, sequence=9)
     assert not sized.symbols
-    assert symbolic.at(batch=5).symbols == {"sequence"} and symbolic.at(batch=5).at(sequence=9) == sized
+    assert (
+        symbolic.at(batch=5).symbols == {"sequence"}
+        and symbolic.at(batch=5).at(sequence=9) == sized
+    )
     for precision in ("int8", "bf16", "fp32"):
         plan = Plan.uniform(precision)
         first, second = states(sized, plan), states(there, plan)
@@ -117,7 +134,10 @@ def test_other_sizes_take_no_other_trace() -> None:
         for operator in there.operators:
             ours, theirs = first.cost(operator.id), second.cost(operator.id)
             assert (ours.work, ours.saved_bytes) == (theirs.work, theirs.saved_bytes), operator.id
-        assert CostMapper(sized, DrawnTimes(), plan).totals == CostMapper(there, DrawnTimes(), plan).totals
+        assert (
+            CostMapper(sized, DrawnTimes(), plan).totals
+            == CostMapper(there, DrawnTimes(), plan).totals
+        )
     with pytest.raises(ProfileError, match="no symbolic size 'bach'"):
         symbolic.at(bach=3)
     with pytest.raises(ProfileError, match="whole number"):
@@ -132,7 +152,10 @@ def test_costs_are_known_of_the_formats_that_are_asked_for() -> None:
     assert {state for operator in narrow.operators for state in operator.costs} <= {
         (p, o) for p in ("fp32", "int8", "bf16") for o in ("fp32", "bf16")
     }
-    assert states(narrow, Plan.uniform("int8")).names == states(graph_of("mlp"), Plan.uniform("int8")).names
+    assert (
+        states(narrow, Plan.uniform("int8")).names
+        == states(graph_of("mlp"), Plan.uniform("int8")).names
+    )
     with pytest.raises(qsync_fx.PlanError, match="was not made for plans with 'bf16'"):
         states(narrow, Plan.uniform("bf16"))
 
@@ -163,7 +186,23 @@ def spoilt(tree: Any, data: st.DataObject) -> None:
             tree = inside
             continue
         others = st.sampled_from(
-            [None, -1, 10**9, 0, 1, "", "x", "int9", "fp64", 1.5, [], {}, True, "batch**9**9", "1/0"]
+            [
+                None,
+                -1,
+                10**9,
+                0,
+                1,
+                "",
+                "x",
+                "int9",
+                "fp64",
+                1.5,
+                [],
+                {},
+                True,
+                "batch**9**9",
+                "1/0",
+            ]
         )
         if data.draw(st.booleans()) and isinstance(tree, list):
             del tree[key]
@@ -185,7 +224,10 @@ def test_a_spoilt_file_is_an_error_or_a_graph_that_any_plan_fits(data: st.DataOb
         chosen = {op.id: precision for op in graph.operators if op.kind == "adjustable"}
         found = states(graph, chosen)
         found.saved()
-        assert all(names in operator.costs for names, operator in zip(found.names, graph.operators, strict=True))
+        assert all(
+            names in operator.costs
+            for names, operator in zip(found.names, graph.operators, strict=True)
+        )
         with contextlib.suppress(ProfileError):  # of a size that has become symbolic
             assert CostMapper(graph, DrawnTimes(), chosen).states() == found
 

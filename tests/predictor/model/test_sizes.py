@@ -14,7 +14,9 @@ from qsync_fx.serialization import Malformed
 
 BATCH, SEQUENCE = symbol("batch"), symbol("sequence")
 # Of fractions torch's functions of sizes give no numbers.
-leaves: st.SearchStrategy[Any] = st.one_of(st.integers(-9, 10**6), st.sampled_from([BATCH, SEQUENCE]))
+leaves: st.SearchStrategy[Any] = st.one_of(
+    st.integers(-9, 10**6), st.sampled_from([BATCH, SEQUENCE])
+)
 
 
 def combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -23,7 +25,9 @@ def combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.builds(lambda a, b: a * b, inner, inner),
         st.builds(lambda a: a**2, inner),
         st.builds(
-            lambda a, b: FUNCTIONS["FloorDiv"](sympy.sympify(a) * BATCH, sympy.Integer(b)), inner, st.integers(2, 9)
+            lambda a, b: FUNCTIONS["FloorDiv"](sympy.sympify(a) * BATCH, sympy.Integer(b)),
+            inner,
+            st.integers(2, 9),
         ),
         st.builds(lambda a: FUNCTIONS["Max"](1, sympy.sympify(a) + SEQUENCE), inner),
     )
@@ -40,7 +44,16 @@ def test_what_is_written_is_read_again(size: Any) -> None:
 
 def test_every_function_of_torch_is_there() -> None:
     """They stand in torch.utils._sympy.functions, which is no public place."""
-    assert set(FUNCTIONS) == {"FloorDiv", "CleanDiv", "ModularIndexing", "Mod", "PythonMod", "CeilDiv", "Max", "Min"}
+    assert set(FUNCTIONS) == {
+        "FloorDiv",
+        "CleanDiv",
+        "ModularIndexing",
+        "Mod",
+        "PythonMod",
+        "CeilDiv",
+        "Max",
+        "Min",
+    }
     for name in ("FloorDiv", "Mod", "Max"):
         found = FUNCTIONS[name](BATCH, 2)
         assert canonical(found).subs(BATCH, 7) == {"FloorDiv": 3, "Mod": 1, "Max": 7}[name]

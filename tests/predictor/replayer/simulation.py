@@ -60,7 +60,11 @@ def simulated(
                 continue
             if device.left is None and device.handed_over[device.entry] <= device.clock:
                 device.left = device.seconds[device.entry]
-            ahead = device.handed_over[device.entry] - device.clock if device.left is None else device.left
+            ahead = (
+                device.handed_over[device.entry] - device.clock
+                if device.left is None
+                else device.left
+            )
             until.append(ahead / device_rate)
         if travelling is not None:
             until.append(travelling / transfer_rate)
@@ -72,7 +76,9 @@ def simulated(
             next_one = left == after
             passed = after * device_rate
             if device.left is None:
-                device.clock = device.handed_over[device.entry] if next_one else device.clock + passed
+                device.clock = (
+                    device.handed_over[device.entry] if next_one else device.clock + passed
+                )
             else:
                 device.clock += passed
                 device.left = 0.0 if next_one else device.left - passed
@@ -83,9 +89,15 @@ def simulated(
             travelling = travelling - after * transfer_rate if until[-1] > after else None
             if travelling is None:
                 arrived.append(now + after)
-        late = [device.begins for device in busy if device.begins > now and device.begins - now == after]
+        late = [
+            device.begins for device in busy if device.begins > now and device.begins - now == after
+        ]
         now = late[0] if late else now + after
     last = max(arrived, default=0.0)
     computed = [device.ended[-1] if device.ended else device.begins for device in devices]
     synchronized = [max(end, last) if transfers else end for end in computed]
-    return sent, arrived, [end + device.optimizer for end, device in zip(synchronized, devices, strict=True)]
+    return (
+        sent,
+        arrived,
+        [end + device.optimizer for end, device in zip(synchronized, devices, strict=True)],
+    )

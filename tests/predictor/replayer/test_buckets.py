@@ -27,7 +27,10 @@ def models(draw: st.DrawFn) -> tuple[list[Tensor], list[int], list[bool]]:
     numels = draw(st.lists(st.integers(0, 2**13), min_size=count, max_size=count))
     types = draw(st.lists(st.sampled_from(TYPES), min_size=count, max_size=count))
     sparse = draw(st.lists(st.sampled_from([False] * 7 + [True]), min_size=count, max_size=count))
-    parameters = [torch.empty(1, dtype=dtype).expand(numel) for numel, dtype in zip(numels, types, strict=True)]
+    parameters = [
+        torch.empty(1, dtype=dtype).expand(numel)
+        for numel, dtype in zip(numels, types, strict=True)
+    ]
     return parameters, draw(st.permutations(range(count))), sparse
 
 
@@ -42,13 +45,17 @@ def arguments(parameters: list[Tensor], sparse: list[bool]) -> dict[str, object]
 
 @settings(max_examples=60, deadline=None)
 @given(models(), LIMITS)
-def test_as_torch_assigns_them(model: tuple[list[Tensor], list[int], list[bool]], limits: tuple[int, ...]) -> None:
+def test_as_torch_assigns_them(
+    model: tuple[list[Tensor], list[int], list[bool]], limits: tuple[int, ...]
+) -> None:
     parameters, arrival, sparse = model
     arrived = [parameters[at] for at in arrival]
     torchs, _ = dist._compute_bucket_assignment_by_size(arrived, limits, sparse, arrival)
     assert ddp_buckets(**arguments(parameters, sparse), arrival=arrival, limits=limits) == torchs
     torchs, _ = dist._compute_bucket_assignment_by_size(parameters, limits, sparse)
-    ours = first_ddp_buckets(**arguments(parameters, sparse), limits=limits, find_unused_parameters=True)
+    ours = first_ddp_buckets(
+        **arguments(parameters, sparse), limits=limits, find_unused_parameters=True
+    )
     assert ours == torchs[::-1]
 
 
@@ -83,14 +90,19 @@ def networks() -> Iterator[tuple[nn.Module, Tensor]]:
 
     yield Twisted(768), torch.randn(2, 768)
     yield nn.Sequential(*(nn.Linear(256, 256) for _ in range(9))), torch.randn(2, 256)
-    bert = hf.BertConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=1024, num_attention_heads=4)
+    bert = hf.BertConfig(
+        num_hidden_layers=2, hidden_size=256, intermediate_size=1024, num_attention_heads=4
+    )
     yield hf.BertForSequenceClassification(bert), torch.randint(1000, (2, 8))
-    resnet = hf.ResNetConfig(depths=[1, 1, 1, 1], hidden_sizes=[64, 128, 256, 512], layer_type="basic")
+    resnet = hf.ResNetConfig(
+        depths=[1, 1, 1, 1], hidden_sizes=[64, 128, 256, 512], layer_type="basic"
+    )
     yield hf.ResNetForImageClassification(resnet), torch.randn(2, 3, 32, 32)
 
 
 @pytest.mark.parametrize(
-    ("which", "cap"), [(0, None), (0, 2), (1, None), *(pytest.param(at, None, marks=tiers.ALL) for at in (2, 3))]
+    ("which", "cap"),
+    [(0, None), (0, 2), (1, None), *(pytest.param(at, None, marks=tiers.ALL) for at in (2, 3))],
 )
 @pytest.mark.usefixtures("alone")
 def test_as_a_real_run_of_ddp_logs_them(which: int, cap: int | None) -> None:
@@ -106,7 +118,9 @@ def test_as_a_real_run_of_ddp_logs_them(which: int, cap: int | None) -> None:
 
     def logged(name: str) -> list[list[int]]:
         text = wrapped._get_ddp_logging_data()[name]
-        return [[int(at) for at in bucket.split()] for bucket in text.replace(",", ", ").split(", ")]
+        return [
+            [int(at) for at in bucket.split()] for bucket in text.replace(",", ", ").split(", ")
+        ]
 
     assert logged("bucket_sizes") == [
         [sum(given["dtype_bytes"][at] * given["numels"][at] for at in bucket)]  # type: ignore[index]
@@ -129,7 +143,9 @@ def vgg16() -> nn.Module:
     for width in (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512):
         layers.append(nn.Conv2d(before, width, 3))
         before = width
-    return nn.Sequential(*layers, nn.Linear(25088, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000))
+    return nn.Sequential(
+        *layers, nn.Linear(25088, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000)
+    )
 
 
 def resnet50() -> nn.Module:
@@ -161,10 +177,16 @@ def test_sizes_that_others_published() -> None:
         "resnet50": [2049000, 7875584, 6563840, 6637568, 2431040],
     }
     with torch.device("meta"):
-        models = {"bert": hf.BertForQuestionAnswering(hf.BertConfig()), "vgg16": vgg16(), "resnet50": resnet50()}
+        models = {
+            "bert": hf.BertForQuestionAnswering(hf.BertConfig()),
+            "vgg16": vgg16(),
+            "resnet50": resnet50(),
+        }
     for name, model in models.items():
         numels = [parameter.numel() for parameter in model.parameters()]
-        assert [sum(numels[at] for at in bucket) for bucket in ddp_buckets(numels)] == published[name]
+        assert [sum(numels[at] for at in bucket) for bucket in ddp_buckets(numels)] == published[
+            name
+        ]
 
 
 @pytest.mark.parametrize(

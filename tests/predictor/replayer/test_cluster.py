@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from qsync_fx.errors import ProfileError
-from qsync_fx.predictor.replayer.cluster import CLUSTER, Cluster, ClusterDevice, Network, NodeGroup, Size, memory_size
+from qsync_fx.predictor.replayer.cluster import (
+    CLUSTER,
+    Cluster,
+    ClusterDevice,
+    Network,
+    NodeGroup,
+    Size,
+    memory_size,
+)
 from qsync_fx.predictor.replayer.collectives import CollectiveLink, Levels, MeasuredCollectives
 
 GOOD = """
@@ -48,9 +56,15 @@ def test_a_good_file(tmp_path: Path) -> None:
     cluster = Cluster.load(path)
     assert cluster.ranks == 3
     assert cluster.devices["t4"] == ClusterDevice(
-        profile=str(tmp_path / "profiles/t4.json"), batch=16, memory=15.8e9, bandwidth=1.25e9, slowdown=1.1
+        profile=str(tmp_path / "profiles/t4.json"),
+        batch=16,
+        memory=15.8e9,
+        bandwidth=1.25e9,
+        slowdown=1.1,
     )
-    assert cluster.all_reduce == CollectiveLink(1.25e9, 30e-6), "a ring is as fast as its slowest link"
+    assert cluster.all_reduce == CollectiveLink(1.25e9, 30e-6), (
+        "a ring is as fast as its slowest link"
+    )
     assert (cluster.overlap.compute, cluster.overlap.transfer) == (0.05, 0)
     assert (cluster.buckets.first_bytes, cluster.buckets.bytes) == (2**20, 50 * 2**20)
     assert cluster.compression is not None and cluster.compression.ratio == 0.25
@@ -68,7 +82,21 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("30%", Size(0.3, share=True)),
         *(
             (wrong, None)
-            for wrong in ("", "30", "GB", "1 TB", "-3%", "1e3 B", "1..5 GB", "nan%", "4 ib", 0, -1, math.nan, math.inf)
+            for wrong in (
+                "",
+                "30",
+                "GB",
+                "1 TB",
+                "-3%",
+                "1e3 B",
+                "1..5 GB",
+                "nan%",
+                "4 ib",
+                0,
+                -1,
+                math.nan,
+                math.inf,
+            )
         ),
     ],
 )
@@ -78,7 +106,9 @@ def test_memory_as_people_write_it(memory: float | str, size: Size | None) -> No
 
 def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text("[devices.t4]\nmemory = '30%'\n[devices.v100]\nmemory = 4\n[network]\nbandwidth = 1e9")
+    path.write_text(
+        "[devices.t4]\nmemory = '30%'\n[devices.v100]\nmemory = 4\n[network]\nbandwidth = 1e9"
+    )
     cluster = Cluster.load(path)
     assert (cluster.devices["t4"].memory, cluster.devices["v100"].memory) == ("30%", 4.0)
 
@@ -90,13 +120,29 @@ def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
         ("[devices]", "has no devices", ""),
         ("[devices.a]\ncount = 0", "has the count 0, which must be above 0", "devices.a"),
         ("[devices.a]\ncount = -3", "has the count -3, which must be above 0", "devices.a"),
-        ("[devices.a]\ncount = 2.0", "the number 2.0 in place of a whole number", "devices.a.count"),
+        (
+            "[devices.a]\ncount = 2.0",
+            "the number 2.0 in place of a whole number",
+            "devices.a.count",
+        ),
         ("[devices.a]\ncount = '2'", "has text in place of a whole number", "devices.a.count"),
         ("[devices.a]\nbatch = true", "has true in place of a whole number", "devices.a.batch"),
-        ("[devices.a]\nslowdown = nan", "the number nan in place of a number", "devices.a.slowdown"),
-        ("[devices.a]\nslowdown = inf", "the number inf in place of a number", "devices.a.slowdown"),
+        (
+            "[devices.a]\nslowdown = nan",
+            "the number nan in place of a number",
+            "devices.a.slowdown",
+        ),
+        (
+            "[devices.a]\nslowdown = inf",
+            "the number inf in place of a number",
+            "devices.a.slowdown",
+        ),
         ("[devices.a]\ndelay = -0.1", "has the delay -0.1, which must be at least 0", "devices.a"),
-        ("[devices.a]\ndevice = 'a'\nprofile = 'b'", "has both a device of the catalog and a profile", "devices.a"),
+        (
+            "[devices.a]\ndevice = 'a'\nprofile = 'b'",
+            "has both a device of the catalog and a profile",
+            "devices.a",
+        ),
         ("[devices.a]\nmemory = 'much'", "has the memory 'much', which is none", "devices.a"),
         ("[devices.a]\nmemory = '0%'", "has the memory '0%', which is none", "devices.a"),
         ("[devices.a]\nmemory = true", "has true in place of a number or text", "devices.a.memory"),
@@ -105,18 +151,54 @@ def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
         ("[device.a]", "has an unknown field 'device'", ""),
         ("devices = 3", "has the number 3 in place of an object", "devices"),
         ("devices = 1979-05-27", "a value of type date in place of an object", "devices"),
-        ("[devices.a]\n[network]\nbandwidth = 0", "has the bandwidth 0.0, which must be above 0", "network"),
-        ("[devices.a]\n[network]\nall_reduce = [[1]]", "has a list in place of a list of 2", "network.all_reduce[0]"),
-        ("[devices.a]\n[network]\nall_reduce = [[0, 1]]", "has a point in all_reduce that is not above 0", "network"),
-        ("[devices.a]\n[network]\nall_reduce = [[1, 1], [1, 2]]", "has two points of the same bytes", "network"),
-        ("[devices.a]\n[network]\nall_reduce = [[1, 1]]\nbandwidth = 3", "both a bandwidth and all_reduce", "network"),
-        ("[devices.a]\n[network]\nall_reduce = [[1, 1]]\nranks = 1", "all_reduce of fewer than 2 ranks", "network"),
-        ("[devices.a]\n[network]\nbusy = -0.5", "has the busy -0.5, which must be at least 0", "network"),
-        ("[devices.a]\n[network]\ncoding = -0.5", "has the coding -0.5, which must be at least 0", "network"),
+        (
+            "[devices.a]\n[network]\nbandwidth = 0",
+            "has the bandwidth 0.0, which must be above 0",
+            "network",
+        ),
+        (
+            "[devices.a]\n[network]\nall_reduce = [[1]]",
+            "has a list in place of a list of 2",
+            "network.all_reduce[0]",
+        ),
+        (
+            "[devices.a]\n[network]\nall_reduce = [[0, 1]]",
+            "has a point in all_reduce that is not above 0",
+            "network",
+        ),
+        (
+            "[devices.a]\n[network]\nall_reduce = [[1, 1], [1, 2]]",
+            "has two points of the same bytes",
+            "network",
+        ),
+        (
+            "[devices.a]\n[network]\nall_reduce = [[1, 1]]\nbandwidth = 3",
+            "both a bandwidth and all_reduce",
+            "network",
+        ),
+        (
+            "[devices.a]\n[network]\nall_reduce = [[1, 1]]\nranks = 1",
+            "all_reduce of fewer than 2 ranks",
+            "network",
+        ),
+        (
+            "[devices.a]\n[network]\nbusy = -0.5",
+            "has the busy -0.5, which must be at least 0",
+            "network",
+        ),
+        (
+            "[devices.a]\n[network]\ncoding = -0.5",
+            "has the coding -0.5, which must be at least 0",
+            "network",
+        ),
         ("[devices.a]\n[buckets]\nbytes = 0", "has the bytes 0", "buckets"),
         ("[devices.a]\n[compression]\nratio = 0", "has the ratio 0", "compression"),
         ("[devices.a]\n[nodes]\nranks = 0", "has the ranks 0, which must be above 0", "nodes"),
-        ("[devices.a]\ncount = 4\n[nodes]\nranks = 2", "does not say how fast the links inside are", "nodes"),
+        (
+            "[devices.a]\ncount = 4\n[nodes]\nranks = 2",
+            "does not say how fast the links inside are",
+            "nodes",
+        ),
         (
             "[devices.a]\ncount = 4\n[nodes]\nranks = 3\nbandwidth = 1",
             "4 devices 'a', which do not make nodes",
@@ -132,10 +214,26 @@ def test_a_file_says_memory_in_words(tmp_path: Path) -> None:
             "has 3 devices, which do not",
             "nodes",
         ),
-        ("[devices.a]\n[nodes]\ninside = [[1, 1]]\nbandwidth = 1", "both a bandwidth and a table", "nodes"),
-        ("[devices.a]\n[nodes]\nacross = [[1, 0]]", "has a point in across that is not above 0", "nodes"),
-        ("[devices.a]\n[nodes]\ninside = [[1, 1], [1, 2]]", "has two points of the same bytes in inside", "nodes"),
-        ("[devices.a]\n[nodes]\nacross = [[1, 1]]\ncount = 1", "across fewer than 2 nodes", "nodes"),
+        (
+            "[devices.a]\n[nodes]\ninside = [[1, 1]]\nbandwidth = 1",
+            "both a bandwidth and a table",
+            "nodes",
+        ),
+        (
+            "[devices.a]\n[nodes]\nacross = [[1, 0]]",
+            "has a point in across that is not above 0",
+            "nodes",
+        ),
+        (
+            "[devices.a]\n[nodes]\ninside = [[1, 1], [1, 2]]",
+            "has two points of the same bytes in inside",
+            "nodes",
+        ),
+        (
+            "[devices.a]\n[nodes]\nacross = [[1, 1]]\ncount = 1",
+            "across fewer than 2 nodes",
+            "nodes",
+        ),
         ("[devices.a]\n[devices.a]", "is not TOML", "line 2"),
         ("[devices.a\n", "is not TOML", "line 1"),
         ("x = " + "[" * 5000, "is nested too deeply", ""),
@@ -150,17 +248,29 @@ def test_bad_files(text: str | bytes, what: str, where: str, tmp_path: Path) -> 
     with pytest.raises(ProfileError) as caught:
         Cluster.load(path)
     assert what in caught.value.what
-    assert caught.value.where is not None and str(path) in caught.value.where and where in caught.value.where
+    assert (
+        caught.value.where is not None
+        and str(path) in caught.value.where
+        and where in caught.value.where
+    )
     assert caught.value.do
 
 
 def test_nodes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text("[devices.a]\ncount = 8\n[network]\nbandwidth = 1e9\n[nodes]\nranks = 4\nbandwidth = 1e11\n")
+    path.write_text(
+        "[devices.a]\ncount = 8\n[network]\nbandwidth = 1e9\n[nodes]\nranks = 4\nbandwidth = 1e11\n"
+    )
     cluster = Cluster.load(path)
     assert cluster.nodes == NodeGroup(4, 1e11)
-    assert cluster.all_reduce == cluster.exchange == Levels(CollectiveLink(1e9), CollectiveLink(1e11), 4)
-    assert replace(cluster, nodes=replace(cluster.nodes, ring=True)).all_reduce == CollectiveLink(1e9)
+    assert (
+        cluster.all_reduce
+        == cluster.exchange
+        == Levels(CollectiveLink(1e9), CollectiveLink(1e11), 4)
+    )
+    assert replace(cluster, nodes=replace(cluster.nodes, ring=True)).all_reduce == CollectiveLink(
+        1e9
+    )
     assert replace(cluster, nodes=NodeGroup()).all_reduce == CollectiveLink(1e9), (
         "by default each device is a node of its own"
     )
@@ -170,12 +280,18 @@ def test_tables_of_nodes_are_met(tmp_path: Path) -> None:
     """What was measured of all ranks is what DistributedDataParallel takes, and what was measured of nodes is for what is coded."""
     path = tmp_path / "cluster.toml"
     tables = "[nodes]\nranks = 2\ninside = [[1000, 0.25]]\nacross = [[2000, 4]]\ncount = 2\n"
-    path.write_text("[devices.a]\ncount = 3\n[devices.b]\n[network]\nall_reduce = [[1000, 3]]\n" + tables)
+    path.write_text(
+        "[devices.a]\ncount = 3\n[devices.b]\n[network]\nall_reduce = [[1000, 3]]\n" + tables
+    )
     cluster = Cluster.load(path)
     assert cluster.all_reduce == MeasuredCollectives(((1000, 3),), 4)
-    assert cluster.exchange == Levels(MeasuredCollectives(((2000, 4),), 2), MeasuredCollectives(((1000, 0.25),), 2), 2)
+    assert cluster.exchange == Levels(
+        MeasuredCollectives(((2000, 4),), 2), MeasuredCollectives(((1000, 0.25),), 2), 2
+    )
     assert cluster.exchange.seconds([1000, 2000], 4).tolist() == [0.25 + 4, 0.5 + 4]
-    assert cluster.exchange.seconds([1000, 2000], 8).tolist() == [0.25 + 6, 0.5 + 6], "of four nodes, 3/2 for 2/2"
+    assert cluster.exchange.seconds([1000, 2000], 8).tolist() == [0.25 + 6, 0.5 + 6], (
+        "of four nodes, 3/2 for 2/2"
+    )
     linked = replace(cluster, network=Network(1e3), nodes=replace(cluster.nodes, ring=True))
     assert linked.all_reduce == CollectiveLink(1e3)
     assert replace(
@@ -233,7 +349,9 @@ def test_a_table_is_met_and_goes_on() -> None:
 
 
 def test_a_ring() -> None:
-    assert CollectiveLink(1e9, 1e-5).seconds([0, 4e6], ranks=4).tolist() == pytest.approx([0, 1e-5 + 1.5 * 4e-3])
-    assert Cluster({"a": ClusterDevice(count=8)}, Network(all_reduce=[(4, 1e-5)])).all_reduce == MeasuredCollectives(
-        ((4, 1e-5),), 8
+    assert CollectiveLink(1e9, 1e-5).seconds([0, 4e6], ranks=4).tolist() == pytest.approx(
+        [0, 1e-5 + 1.5 * 4e-3]
     )
+    assert Cluster(
+        {"a": ClusterDevice(count=8)}, Network(all_reduce=[(4, 1e-5)])
+    ).all_reduce == MeasuredCollectives(((4, 1e-5),), 8)

@@ -21,7 +21,11 @@ def test_networks_that_were_left_out() -> None:
         own = [error for cell, error in found.items() if cell.primitive == primitive]
         assert statistics.median(own) <= 0.035
     assert statistics.median(found.values()) <= 0.025
-    unchanged = [abs(cell.sample.without / cell.sample.seconds - 1) for cell in every if cell.primitive == "MPI"]
+    unchanged = [
+        abs(cell.sample.without / cell.sample.seconds - 1)
+        for cell in every
+        if cell.primitive == "MPI"
+    ]
     assert statistics.median(unchanged) > 0.2, "the 32-bit row itself is no prediction"
 
 
@@ -30,7 +34,11 @@ def test_constants_are_what_the_tables_give() -> None:
     assert {(cell.primitive.lower(), cell.gpus) for cell in every} == EXCHANGES.keys()
     for (primitive, gpus), exchange in EXCHANGES.items():
         fitted = Exchange.fit(
-            [cell.sample for cell in every if (cell.primitive.lower(), cell.gpus) == (primitive, gpus)]
+            [
+                cell.sample
+                for cell in every
+                if (cell.primitive.lower(), cell.gpus) == (primitive, gpus)
+            ]
         )
         assert fitted.travel == pytest.approx(exchange.travel, rel=1e-2)
         assert fitted.coding == pytest.approx(exchange.coding, rel=1e-2)
@@ -38,7 +46,9 @@ def test_constants_are_what_the_tables_give() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(1e-11, 1e-8), st.floats(-1e-10, 1e-9), st.integers(0, 2**32))
-def test_fitting_finds_what_made_the_samples_past_a_misprint(travel: float, coding: float, seed: int) -> None:
+def test_fitting_finds_what_made_the_samples_past_a_misprint(
+    travel: float, coding: float, seed: int
+) -> None:
     import random
 
     draw, exchange = random.Random(seed), Exchange(travel, coding)
@@ -46,12 +56,18 @@ def test_fitting_finds_what_made_the_samples_past_a_misprint(travel: float, codi
     for width in (0.28, 0.5, 1.0, 2.0) * 4:
         elements = draw.uniform(1e6, 1e8)
         without = 1 + 4 * travel * elements
-        samples.append(CollectiveSample(elements, width, without, exchange.seconds(elements, width, without)))
+        samples.append(
+            CollectiveSample(elements, width, without, exchange.seconds(elements, width, without))
+        )
     wrong = samples[3]
-    samples[3] = CollectiveSample(wrong.elements, wrong.element_bytes, wrong.without, 2 * wrong.seconds)
+    samples[3] = CollectiveSample(
+        wrong.elements, wrong.element_bytes, wrong.without, 2 * wrong.seconds
+    )
     found = Exchange.fit(samples)
     for one in samples[:3] + samples[4:]:
-        assert found.seconds(one.elements, one.element_bytes, one.without) == pytest.approx(one.seconds, rel=5e-3)
+        assert found.seconds(one.elements, one.element_bytes, one.without) == pytest.approx(
+            one.seconds, rel=5e-3
+        )
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])

@@ -10,7 +10,15 @@ from numpy.testing import assert_allclose
 from simulation import Device, simulated
 
 from qsync_fx.predictor.replayer.cluster_step import Incremental, whole
-from qsync_fx.predictor.replayer.device_timeline import DeviceStep, Local, Overlap, iteration, local, steady, step
+from qsync_fx.predictor.replayer.device_timeline import (
+    DeviceStep,
+    Local,
+    Overlap,
+    iteration,
+    local,
+    steady,
+    step,
+)
 from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
@@ -30,9 +38,18 @@ class Fleet:
     begins: list[float]
 
     def locals(self) -> list[Local]:
-        ways = zip(self.schedules, self.slowdowns, self.launches, self.extra, self.beside, strict=True)
+        ways = zip(
+            self.schedules, self.slowdowns, self.launches, self.extra, self.beside, strict=True
+        )
         return [
-            local(schedule, self.buckets, slowdown=slowdown, launch=launch, extra=extra, neighbours=beside)
+            local(
+                schedule,
+                self.buckets,
+                slowdown=slowdown,
+                launch=launch,
+                extra=extra,
+                neighbours=beside,
+            )
             for schedule, slowdown, launch, extra, beside in ways
         ]
 
@@ -53,7 +70,11 @@ class Fleet:
             done_after, most = [], 0
             for bucket in self.buckets:
                 names = [schedule.parameters[parameter].path for parameter in bucket]
-                ready = [len(schedule.forward) + schedule.ready[name] + 1 for name in names if name in schedule.ready]
+                ready = [
+                    len(schedule.forward) + schedule.ready[name] + 1
+                    for name in names
+                    if name in schedule.ready
+                ]
                 most = max([most, len(schedule.forward), *ready])
                 done_after.append(most)
             seconds: list[float] = []
@@ -80,7 +101,11 @@ def fleets(draw: st.DrawFn) -> Fleet:
     count, devices = draw(st.integers(0, 6)), draw(st.integers(1, 3))
     forward, backward = draw(st.integers(0, 4)), draw(st.integers(1, 8))
     parameters = tuple(Parameter(f"p{at}", 1) for at in range(count))
-    ready = {f"p{at}": draw(st.integers(0, backward - 1)) for at in range(count) if draw(st.integers(0, 9))}
+    ready = {
+        f"p{at}": draw(st.integers(0, backward - 1))
+        for at in range(count)
+        if draw(st.integers(0, 9))
+    }
     order = draw(st.permutations(range(count)))
     cuts = sorted(draw(st.lists(st.integers(0, count), max_size=4)))
     buckets = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, count], strict=True) if a < b]
@@ -93,13 +118,23 @@ def fleets(draw: st.DrawFn) -> Fleet:
 
     def at_buckets() -> list[dict[int, Entry]]:
         return [
-            {at: Entry("", Part.OUTSIDE, draw(SECONDS)) for at in range(len(buckets)) if draw(st.booleans())}
+            {
+                at: Entry("", Part.OUTSIDE, draw(SECONDS))
+                for at in range(len(buckets))
+                if draw(st.booleans())
+            }
             for _ in range(devices)
         ]
 
     return Fleet(
         [
-            Schedule(entries(Part.FORWARD, forward), entries(Part.BACKWARD, backward), draw(SECONDS), parameters, ready)
+            Schedule(
+                entries(Part.FORWARD, forward),
+                entries(Part.BACKWARD, backward),
+                draw(SECONDS),
+                parameters,
+                ready,
+            )
             for _ in range(devices)
         ],
         buckets,
@@ -126,7 +161,9 @@ def test_a_step_is_that_of_the_simulation(fleet: Fleet, slowing: tuple[float, fl
 
 @settings(max_examples=60, deadline=None)
 @given(fleets(), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_entries_end_when_those_of_the_simulation_do(fleet: Fleet, slowing: tuple[float, float]) -> None:
+def test_entries_end_when_those_of_the_simulation_do(
+    fleet: Fleet, slowing: tuple[float, float]
+) -> None:
     found = step(*fleet.arrays(), np.array(fleet.begins), Overlap(*slowing))
     devices = fleet.devices(fleet.begins)
     simulated(devices, fleet.transfers, *slowing)
@@ -152,18 +189,26 @@ def test_a_run_comes_to_the_steady_step(fleet: Fleet) -> None:
             break
     found = steady(*fleet.arrays())
     ready, computed, optimizer, transfer = fleet.arrays()
-    assert_allclose(iteration(ready, transfer, computed, optimizer), found.seconds, rtol=1e-6, atol=1e-6)
+    assert_allclose(
+        iteration(ready, transfer, computed, optimizer), found.seconds, rtol=1e-6, atol=1e-6
+    )
     assert_allclose(np.mean(every[-20:]), found.seconds, rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(fleets(), min_size=2, max_size=4), st.sampled_from([(0.0, 0.0), (0.25, 2.0)]))
-def test_plans_at_once_are_plans_one_by_one(fleets: list[Fleet], slowing: tuple[float, float]) -> None:
+def test_plans_at_once_are_plans_one_by_one(
+    fleets: list[Fleet], slowing: tuple[float, float]
+) -> None:
     shape = [(len(fleet.schedules), len(fleet.buckets)) for fleet in fleets]
     alike = [fleet for fleet, its in zip(fleets, shape, strict=True) if its == shape[0]]
     begins = [np.array(fleet.begins) for fleet in alike]
     every = [fleet.arrays() for fleet in alike]
-    together = step(*(np.stack(parts) for parts in zip(*every, strict=True)), np.stack(begins), Overlap(*slowing))
+    together = step(
+        *(np.stack(parts) for parts in zip(*every, strict=True)),
+        np.stack(begins),
+        Overlap(*slowing),
+    )
     for at, (arrays, begun) in enumerate(zip(every, begins, strict=True)):
         alone = step(*arrays, begun, Overlap(*slowing))
         for name in ("ready", "sent", "arrived", "computed", "done"):
@@ -175,11 +220,19 @@ def test_plans_at_once_are_plans_one_by_one(fleets: list[Fleet], slowing: tuple[
 def test_changes_add_up(data: st.DataObject) -> None:
     devices, entries, buckets = (data.draw(st.integers(1, most)) for most in (4, 12, 5))
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    seconds, transfer, optimizer = random.random((devices, entries)), random.random(buckets), random.random(devices)
+    seconds, transfer, optimizer = (
+        random.random((devices, entries)),
+        random.random(buckets),
+        random.random(devices),
+    )
     done_after = np.sort(random.integers(0, entries + 1, buckets))
     fast = Incremental(seconds.copy(), done_after.tolist(), transfer, optimizer)
     for _ in range(10):
-        device, entry, by = random.integers(devices), random.integers(entries), random.random() - 0.3
+        device, entry, by = (
+            random.integers(devices),
+            random.integers(entries),
+            random.random() - 0.3,
+        )
         seconds[device, entry] += by
         expected = iteration(whole(seconds, done_after), transfer, seconds.sum(-1), optimizer)
         assert_allclose(fast.changed(device, entry, by), expected, rtol=1e-9)
@@ -194,7 +247,9 @@ def test_sums_up_to_buckets(seed: int) -> None:
     done_after = np.sort(random.integers(0, seconds.shape[-1] + 1, random.integers(0, 5)))
     assert_allclose(
         whole(seconds, done_after),
-        np.stack([seconds[..., :done].sum(-1) for done in done_after], -1) if len(done_after) else np.zeros((2, 3, 0)),
+        np.stack([seconds[..., :done].sum(-1) for done in done_after], -1)
+        if len(done_after)
+        else np.zeros((2, 3, 0)),
         rtol=1e-12,
     )
 
@@ -202,7 +257,9 @@ def test_sums_up_to_buckets(seed: int) -> None:
 def test_equation_6_by_hand() -> None:
     """Two devices, three buckets: the second is late on the slow one, and the third waits for it."""
     ready = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 6.0]])
-    found = step(ready, np.array([3.0, 6.0]), np.array([0.5, 0.5]), np.array([1.0, 3.0, 1.0]), np.zeros(2))
+    found = step(
+        ready, np.array([3.0, 6.0]), np.array([0.5, 0.5]), np.array([1.0, 3.0, 1.0]), np.zeros(2)
+    )
     assert found.sent.tolist() == [1, 5, 8]
     assert found.arrived.tolist() == [2, 8, 9]
     assert found.seconds == 9.5

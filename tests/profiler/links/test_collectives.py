@@ -31,7 +31,9 @@ def rank(at: int, file: str, out: str) -> None:
     norm.running_mean.fill_(at)  # type: ignore[union-attr]
     buffers = buffers_seconds(norm), buffers_seconds(nn.Linear(4, 4))
     assert all(norm.running_mean == at), "they are sent as copies"  # type: ignore[arg-type]
-    Path(f"{out}.{at}").write_text(json.dumps([found.seconds, busy(found.seconds), coding(), buffers]))
+    Path(f"{out}.{at}").write_text(
+        json.dumps([found.seconds, busy(found.seconds), coding(), buffers])
+    )
     assert (found.backend, found.ranks) == ("gloo", 2)
     distributed.destroy_process_group()
 
@@ -94,7 +96,9 @@ def test_measuring_a_model_finds_what_sending_takes_of_its_steps(tmp_path: Path)
 
 
 @tiers.ALL
-def test_a_step_that_asks_its_model_what_a_wrapped_one_does_not_tell_is_measured_without_it(tmp_path: Path) -> None:
+def test_a_step_that_asks_its_model_what_a_wrapped_one_does_not_tell_is_measured_without_it(
+    tmp_path: Path,
+) -> None:
     mp.spawn(measuring_rank, (str(tmp_path / "rendezvous"), str(tmp_path / "out"), True), nprocs=2)
     assert 0 <= json.loads((tmp_path / "out.0").read_text())[1] <= 1
 

@@ -41,7 +41,11 @@ def steps(
     nbytes = sum(parameter.numel * parameter.dtype_bytes for parameter in schedule.parameters)
     table = [(float(nbytes), seconds) for nbytes, seconds in TABLE]
     network = Network(all_reduce=table, ranks=2, busy=busy, coding=coding)
-    cluster = Cluster({"t4": ClusterDevice(count=2, copies=copies, slowdown=slower)}, network, Buckets(2**20, 2**20))
+    cluster = Cluster(
+        {"t4": ClusterDevice(count=2, copies=copies, slowdown=slower)},
+        network,
+        Buckets(2**20, 2**20),
+    )
     left, copied = schedule.seconds, schedule.seconds + 2 * nbytes * copies
     sending, coded = float(simulate({"t4": schedule}, cluster).step.seconds), None
     if coding is not None:
@@ -55,23 +59,42 @@ def steps(
 @pytest.mark.parametrize("busy", [0.3, 0.6, 1.0, 1.7])
 @pytest.mark.parametrize("slower", [1.0, 2.5])
 @pytest.mark.parametrize("copies", [0.0, 1e-9])
-def test_what_steps_were_made_with_is_found_again(profile: Profile, busy: float, slower: float, copies: float) -> None:
-    found = taken_in_steps(profile, Collective("gloo", 2, TABLE), [(PLAN, steps(profile, busy, slower, copies))])
+def test_what_steps_were_made_with_is_found_again(
+    profile: Profile, busy: float, slower: float, copies: float
+) -> None:
+    found = taken_in_steps(
+        profile, Collective("gloo", 2, TABLE), [(PLAN, steps(profile, busy, slower, copies))]
+    )
     assert found.slowdown == pytest.approx(slower / 2), "this rank is twice as fast as the slowest"
-    assert (found.copies, found.busy) == (pytest.approx(copies, abs=1e-15), pytest.approx(busy, abs=0.01))
+    assert (found.copies, found.busy) == (
+        pytest.approx(copies, abs=1e-15),
+        pytest.approx(busy, abs=0.01),
+    )
 
 
-def test_steps_that_sending_makes_no_longer_or_far_too_long_have_the_least_and_the_most(profile: Profile) -> None:
+def test_steps_that_sending_makes_no_longer_or_far_too_long_have_the_least_and_the_most(
+    profile: Profile,
+) -> None:
     seen, table = steps(profile, 0.0, 1.0), Collective("gloo", 2, TABLE)
-    assert taken_in_steps(profile, table, [(PLAN, replace(seen, sending=seen.slowest.copied))]).busy == 0
+    assert (
+        taken_in_steps(profile, table, [(PLAN, replace(seen, sending=seen.slowest.copied))]).busy
+        == 0
+    )
     endless = replace(seen, sending=100 * seen.slowest.copied)
     assert taken_in_steps(profile, table, [(PLAN, endless)]).busy == pytest.approx(MOST, abs=0.01)
 
 
-def test_a_step_that_copying_makes_shorter_by_chance_has_copies_of_no_time(profile: Profile) -> None:
+def test_a_step_that_copying_makes_shorter_by_chance_has_copies_of_no_time(
+    profile: Profile,
+) -> None:
     seen = steps(profile, 1.0, 1.0)
     faster = Unsent(seen.own.left, 0.9 * seen.own.left)
-    assert taken_in_steps(profile, Collective("gloo", 2, TABLE), [(PLAN, replace(seen, own=faster))]).copies == 0
+    assert (
+        taken_in_steps(
+            profile, Collective("gloo", 2, TABLE), [(PLAN, replace(seen, own=faster))]
+        ).copies
+        == 0
+    )
 
 
 @pytest.mark.parametrize("coding", [0.0, 0.9, 2.5])
@@ -82,11 +105,20 @@ def test_what_codecs_take_is_what_has_steps_take_as_long_as_they_did(
     coded = replace(profile, codecs=[CodecSpeed(name, 2e9, 3e9) for name in (CODEC, "fp32")])
     seen, table = steps(coded, 0.6, slower, coding=coding), Collective("gloo", 2, TABLE)
     found = taken_in_steps(coded, table, [(PLAN, seen)])
-    assert (found.busy, found.coding) == (pytest.approx(0.6, abs=0.01), pytest.approx(coding, abs=0.01))
-    assert taken_in_steps(profile, table, [(PLAN, seen)]).coding is None, "how fast codecs are is not known"
-    assert taken_in_steps(coded, table, [(PLAN, replace(seen, coded=None))]).coding is None, "nothing was coded"
+    assert (found.busy, found.coding) == (
+        pytest.approx(0.6, abs=0.01),
+        pytest.approx(coding, abs=0.01),
+    )
+    assert taken_in_steps(profile, table, [(PLAN, seen)]).coding is None, (
+        "how fast codecs are is not known"
+    )
+    assert taken_in_steps(coded, table, [(PLAN, replace(seen, coded=None))]).coding is None, (
+        "nothing was coded"
+    )
 
 
 def test_of_several_plans_what_all_took_together_is_foreseen(profile: Profile) -> None:
     both = [(PLAN, steps(profile, busy, 1.0)) for busy in (0.6, 1.0)]
-    assert taken_in_steps(profile, Collective("gloo", 2, TABLE), both).busy == pytest.approx(0.8, abs=0.01)
+    assert taken_in_steps(profile, Collective("gloo", 2, TABLE), both).busy == pytest.approx(
+        0.8, abs=0.01
+    )

@@ -17,7 +17,12 @@ def test_parts_of_batches() -> None:
     half = part_of(batch, 0.45)
     assert (samples(batch), samples("nothing"), samples(half)) == (10, 1, 5)
     assert half["x"].tolist() == [0, 1, 2, 3, 4] and len(half["y"][0]) == len(half["y"][1].x) == 5
-    assert half["mask"] is mask and half["name"] == "a" and half["y"][1].y == 3 and len(batch["x"]) == 10
+    assert (
+        half["mask"] is mask
+        and half["name"] == "a"
+        and half["y"][1].y == 3
+        and len(batch["x"]) == 10
+    )
     assert len(part_of(x, 0.01)) == 1
     assert [len(one) for one in stepped([x], 3, 0.5)] == [5, 5, 5]
     assert len(list(stepped(iter([x, x]), 3, 1.0))) == 2

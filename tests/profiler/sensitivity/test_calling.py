@@ -21,6 +21,8 @@ def test_a_norm_is_widened(kind: str, dtype: torch.dtype) -> None:
     args = (x, [32], weight, bias) if kind == "layer" else (x, 4, weight[:8], bias[:8])
     found = called(target, args, {}, device="cuda")
     assert found.dtype is dtype
-    expected = target(x.double(), *(a.double() if isinstance(a, torch.Tensor) else a for a in args[1:]))
+    expected = target(
+        x.double(), *(a.double() if isinstance(a, torch.Tensor) else a for a in args[1:])
+    )
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
     torch.testing.assert_close(found.double(), expected, **near)

@@ -17,7 +17,9 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 4, 16, 16, generator=generator)
     aten = torch.ops.aten
-    target, args = (aten.relu.default, ()) if kind == "relu" else (aten.max_pool2d.default, ([2, 2],))
+    target, args = (
+        (aten.relu.default, ()) if kind == "relu" else (aten.max_pool2d.default, ([2, 2],))
+    )
     graph = symbolic_trace(nn.Identity()).graph
     node = graph.call_function(target, (next(iter(graph.nodes)), *args))
 
@@ -36,13 +38,18 @@ def test_gates_flip_as_often_as_noise_flips_them(kind: str) -> None:
     flips = Flips(made.histogram(made.weights(slope, incoming)))
     exact = passed(x)
     for deviation in (0.3, 0.03):
-        noisy = [passed(x + deviation * torch.randn(x.shape, generator=generator)) - exact for _ in range(60)]
+        noisy = [
+            passed(x + deviation * torch.randn(x.shape, generator=generator)) - exact
+            for _ in range(60)
+        ]
         # Gates are independent: the mean square of what signs would make of their sum.
         if kind == "relu":
             wanted = sum(float((n * slope).square().sum()) for n in noisy) / 60
         else:
             windows = [(n * slope).unfold(2, 2, 2).unfold(3, 2, 2).sum((-1, -2)) for n in noisy]
             wanted = sum(float(w.square().sum()) for w in windows) / 60
-        assert flips.at(deviation) / wanted == pytest.approx(1, abs=0.2)  # a window may have a third rival
+        assert flips.at(deviation) / wanted == pytest.approx(
+            1, abs=0.2
+        )  # a window may have a third rival
     assert flips.at(0.0) == 0
     assert flips.at(0.02) / flips.at(0.01) == pytest.approx(2, rel=0.2)

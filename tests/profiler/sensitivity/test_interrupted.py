@@ -37,9 +37,13 @@ def model(seed: int = 0) -> nn.Module:
     return wide(nn.ReLU)
 
 
-def found(counted: Counted, path: Path | None, of: nn.Module | None = None, **asked: Any) -> Sensitivity:
+def found(
+    counted: Counted, path: Path | None, of: nn.Module | None = None, **asked: Any
+) -> Sensitivity:
     precisions: Sequence[str] = ("int8",)
-    return qsync_fx.sensitivity(of or model(), counted, batches(), precisions=precisions, steps=3, path=path, **asked)
+    return qsync_fx.sensitivity(
+        of or model(), counted, batches(), precisions=precisions, steps=3, path=path, **asked
+    )
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -56,7 +60,9 @@ def test_an_interrupted_sensitivity_goes_on_from_there(tmp_path: Path, train: bo
     result = found(again, path, **asked)
     assert (result.variance, result.trace) == (wanted.variance, wanted.trace)
     assert not partial.exists() and Sensitivity.load(path) == result.finite()
-    assert again.calls <= whole.calls + 2  # each step that was looked at is run once, to see its graphs
+    assert (
+        again.calls <= whole.calls + 2
+    )  # each step that was looked at is run once, to see its graphs
 
 
 def test_methods_take_up_what_they_have_learned(tmp_path: Path) -> None:
@@ -66,7 +72,15 @@ def test_methods_take_up_what_they_have_learned(tmp_path: Path) -> None:
     whole = Counted()
     several(model(), whole, batches(), names, ["int8"], steps=3)
     with pytest.raises(KeyboardInterrupt):
-        several(model(), Counted(interrupted_at=whole.calls), batches(), names, ["int8"], steps=3, partial=partial)
+        several(
+            model(),
+            Counted(interrupted_at=whole.calls),
+            batches(),
+            names,
+            ["int8"],
+            steps=3,
+            partial=partial,
+        )
     result = several(model(), step, batches(), names, ["int8"], steps=3, partial=partial)
     assert [one.trace for one in result] == [one.trace for one in wanted]
 
@@ -110,7 +124,9 @@ def test_what_is_no_variance_is_told_in_its_step(tmp_path: Path) -> None:
         return (called(batch[0]) * 0).abs().sqrt().sum()
 
     with pytest.raises(ProfileError, match="is no variance"):
-        qsync_fx.sensitivity(model(), without, batches(), "fisher", ["int8"], steps=40, path=tmp_path / "s.json")
+        qsync_fx.sensitivity(
+            model(), without, batches(), "fisher", ["int8"], steps=40, path=tmp_path / "s.json"
+        )
     assert len(steps) <= 2
 
 

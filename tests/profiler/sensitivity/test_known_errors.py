@@ -44,10 +44,14 @@ class Joined(nn.Module):
 
 
 def stack(middle: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 64), middle(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Linear(16, 64), middle(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)
+    )
 
 
-@pytest.mark.parametrize("middle", [nn.GELU, nn.Identity, nn.ReLU, lambda: nn.LayerNorm(64), Scaled, Forked, Joined])
+@pytest.mark.parametrize(
+    "middle", [nn.GELU, nn.Identity, nn.ReLU, lambda: nn.LayerNorm(64), Scaled, Forked, Joined]
+)
 def test_what_follows_in_the_format_errs_with_its_operator(middle: Callable[[], nn.Module]) -> None:
     """ "injected" lets an operator err as it does: where nothing is drawn that is what a run under the plan gives."""
     model = small_models.build(lambda: stack(middle))
@@ -60,7 +64,9 @@ def test_what_follows_in_the_format_errs_with_its_operator(middle: Callable[[], 
 
 
 @tiers.ALL
-@pytest.mark.parametrize("middle", [nn.GELU, nn.Identity, lambda: nn.LayerNorm(64), Scaled, Forked, Joined])
+@pytest.mark.parametrize(
+    "middle", [nn.GELU, nn.Identity, lambda: nn.LayerNorm(64), Scaled, Forked, Joined]
+)
 def test_second_derivatives_carry_the_very_errors(middle: Callable[[], nn.Module]) -> None:
     model = small_models.build(lambda: stack(middle))
     looking = _SensitivityRun(Captured(model), step, ["bf16"], 0)
@@ -81,7 +87,9 @@ def held_in_bf16(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("whole", [False, True])
 def test_gates_behind_an_operator_flip_where_its_errors_move_them(whole: bool) -> None:
     """Rounding a result to nearest moves nothing past zero, however near it lies."""
-    model = small_models.build(lambda: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 10)))
+    model = small_models.build(
+        lambda: nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 10))
+    )
     model = held_in_bf16(model) if whole else model
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(64, 16, generator=generator) * 4).round() / 4

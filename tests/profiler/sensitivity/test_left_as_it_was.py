@@ -65,7 +65,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "twice" else pytest.param(n, marks=tiers.ALL) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [n if n == "twice" else pytest.param(n, marks=tiers.ALL) for n in MODELS]
+)
 def test_whoever_looks_changes_nothing(name: str) -> None:
     """Run as a whole or operator by operator, gradients are the model's own to the last bit; ids are those of plans."""
     make, width = MODELS[name]
@@ -88,7 +90,9 @@ def test_whoever_looks_changes_nothing(name: str) -> None:
         with captured.running(run):
             small_models.assert_equal(gradients(captured.call), wanted)
     explained = qsync_fx.explain(model, batch[0], options={"precision": "fp32"})
-    assert sorted(seen) == sorted(str(op.id) for op in explained.operators if op.kind == "adjustable")
+    assert sorted(seen) == sorted(
+        str(op.id) for op in explained.operators if op.kind == "adjustable"
+    )
     if name == "twice":
         assert seen == ["layer/linear", "layer/linear#1", "/matmul@layer"]
 
@@ -98,7 +102,9 @@ def state(model: nn.Module) -> list[Tensor]:
     return [t.clone() for t in (*model.state_dict().values(), *grads, torch.get_rng_state())]
 
 
-@pytest.mark.parametrize("method", [m if m == "second_order" else pytest.param(m, marks=tiers.ALL) for m in METHODS])
+@pytest.mark.parametrize(
+    "method", [m if m == "second_order" else pytest.param(m, marks=tiers.ALL) for m in METHODS]
+)
 def test_a_model_is_left_as_it_was(method: str) -> None:
     make, width = MODELS["convolutional"]
     model = small_models.build(make)

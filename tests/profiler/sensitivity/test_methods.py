@@ -37,7 +37,9 @@ def test_gradients_of_one_layer_are_known_in_closed_form() -> None:
     weight_gram = (w.t() @ w).diagonal()
     for n in range(len(x)):
         cross = 2 * (w.t() @ y[n]) * x[n]
-        wanted += float((vx[n] * (weight_gram * x[n].square().sum() + y[n].square().sum() + cross)).sum())
+        wanted += float(
+            (vx[n] * (weight_gram * x[n].square().sum() + y[n].square().sum() + cross)).sum()
+        )
     assert exact.of("/linear", "int8") / wanted == pytest.approx(1, abs=0.05)
 
 
@@ -65,7 +67,13 @@ def test_the_trace_of_a_model_that_trains() -> None:
     one = batches()[:1]
     (still,) = several(model, step, one, ["fisher"], ["int8"], steps=3)
     (trained,) = several(
-        model, step, one, ["fisher"], ["int8"], steps=3, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
+        model,
+        step,
+        one,
+        ["fisher"],
+        ["int8"],
+        steps=3,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
     )
     assert still.trace[0] == still.trace[1] == trained.trace[0] != trained.trace[1]
     assert all(sorted(ranks.values()) == [0, 1, 2, 3, 4] for ranks in trained.ranks("int8"))

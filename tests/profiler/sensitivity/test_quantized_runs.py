@@ -19,7 +19,10 @@ from tests.support.planning.looked_models import batches, step, wide
 def test_exact_tells_a_network_of_gates_in_few_steps() -> None:
     model = small_models.build(lambda: wide(nn.ReLU))
     held = agreement(
-        *several(model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=4, fraction=1.0), "int8"
+        *several(
+            model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=4, fraction=1.0
+        ),
+        "int8",
     )
     assert 0.5 < held.ratio < 2, held
 
@@ -30,7 +33,13 @@ def test_exact_and_injected_are_what_quantized_runs_do(activation: type[nn.Modul
     """Of a network of ReLUs second derivatives alone tell a small part: gates flip."""
     model = small_models.build(lambda: wide(activation))
     found = several(
-        model, step, batches(), ["second_order", "injected", "monte_carlo"], ["int8"], steps=12, fraction=1.0
+        model,
+        step,
+        batches(),
+        ["second_order", "injected", "monte_carlo"],
+        ["int8"],
+        steps=12,
+        fraction=1.0,
     )
     exact, injected, truth = found
     for one in (exact, injected):
@@ -65,7 +74,9 @@ def test_the_error_grows_with_the_square_of_the_step_and_at_gates_with_the_step(
 
     def growth(activation: Callable[[], nn.Module]) -> float:
         model = small_models.build(lambda: wide(activation))
-        (found,) = several(model, step, batches(), ["second_order"], ["fp8", "fp8_e5m2"], steps=6, fraction=1.0)
+        (found,) = several(
+            model, step, batches(), ["second_order"], ["fp8", "fp8_e5m2"], steps=6, fraction=1.0
+        )
         first = "2/linear"
         return found.of(first, "fp8_e5m2") / found.of(first, "fp8")
 
@@ -115,7 +126,10 @@ class Unrecorded(nn.Module):
 def test_what_runs_without_gradients_errs_all_the_same() -> None:
     model = small_models.build(Unrecorded)
     held = agreement(
-        *several(model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=4, fraction=1.0), "int8"
+        *several(
+            model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=4, fraction=1.0
+        ),
+        "int8",
     )
     assert held.operators == 2 and 0.5 < held.ratio < 2, held
 
@@ -125,6 +139,8 @@ def test_frozen_layers_and_inputs_without_gradients_still_make_noise() -> None:
     model = wide(nn.GELU)
     for parameter in (*model[0].parameters(), *model[2].parameters()):
         parameter.requires_grad_(False)
-    found = several(model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=8, fraction=1.0)
+    found = several(
+        model, step, batches(), ["second_order", "monte_carlo"], ["int8"], steps=8, fraction=1.0
+    )
     held = agreement(*found, "int8")
     assert held.spearman >= 0.9 and 0.5 < held.ratio < 2

@@ -17,7 +17,9 @@ def test_it_is_that_of_the_formats_of_the_target() -> None:
         return model(x).square().mean()
 
     def found(**options: object) -> dict[str, float]:
-        known = qsync_fx.sensitivity(model, step, [x], precisions=["fp16"], steps=2, fraction=1.0, options=options)
+        known = qsync_fx.sensitivity(
+            model, step, [x], precisions=["fp16"], steps=2, fraction=1.0, options=options
+        )
         return {operator: by["fp16"] for operator, by in known.variance.items()}
 
     here, there, exact = found(), found(target="t4"), found(emulate_unsupported=True)

@@ -30,7 +30,9 @@ def test_what_is_always_the_same_is_known_after_the_fewest_steps() -> None:
 def test_what_varies_is_looked_at_until_its_mean_is_known(spread: float, seed: int) -> None:
     steps = trace_of(2_000, spread, seed)
     ends = next(count for count in range(LEAST, len(steps)) if settled(steps[:count], WITHIN))
-    a, both = (statistics.fmean(step["a", "bf16"] + more for step in steps[:ends]) for more in (0.0, 3.0))
+    a, both = (
+        statistics.fmean(step["a", "bf16"] + more for step in steps[:ends]) for more in (0.0, 3.0)
+    )
     left = [step["a", "bf16"] * (1 - a / both) - 3.0 * a / both for step in steps[:ends]]
     assert statistics.stdev(left) <= WITHIN * a * ends**0.5 * (1 + 1e-9)
     assert settled(steps, WITHIN)
@@ -48,9 +50,14 @@ def test_what_all_operators_have_in_common_keeps_nobody_waiting_until_the_sum_is
 
 
 def test_what_adds_next_to_nothing_keeps_nobody_waiting() -> None:
-    little = [{**step, ("c", "bf16"): 1e-3 * (at % 2)} for at, step in enumerate(trace_of(LEAST, 0.0))]
+    little = [
+        {**step, ("c", "bf16"): 1e-3 * (at % 2)} for at, step in enumerate(trace_of(LEAST, 0.0))
+    ]
     assert settled(little, WITHIN)
-    assert not settled([{key: 100 * value for key, value in step.items() if key[0] == "c"} for step in little], WITHIN)
+    assert not settled(
+        [{key: 100 * value for key, value in step.items() if key[0] == "c"} for step in little],
+        WITHIN,
+    )
 
 
 def test_an_operator_that_comes_with_a_later_step_is_waited_for() -> None:
@@ -67,8 +74,14 @@ def test_a_list_of_one_batch_starts_again_only_as_long_as_that_tells_more() -> N
     def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return mse_loss(model(batch[0]), batch[1])
 
-    (found,) = several(model, step, batches, ["second_order"], ["bf16"], steps=50, within=0.2, say=told.append)
+    (found,) = several(
+        model, step, batches, ["second_order"], ["bf16"], steps=50, within=0.2, say=told.append
+    )
     assert LEAST <= found.steps < 50 and len(found.trace) == found.steps
     assert "at most 50 steps" in told[0]
-    (all_of_them,) = several(model, step, batches, ["second_order"], ["bf16"], steps=found.steps + 1)
-    assert all_of_them.steps == found.steps + 1 and list(all_of_them.trace[:-1]) == list(found.trace)
+    (all_of_them,) = several(
+        model, step, batches, ["second_order"], ["bf16"], steps=found.steps + 1
+    )
+    assert all_of_them.steps == found.steps + 1 and list(all_of_them.trace[:-1]) == list(
+        found.trace
+    )

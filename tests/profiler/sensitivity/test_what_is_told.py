@@ -84,12 +84,16 @@ def test_a_model_without_second_derivatives_is_told_what_serves() -> None:
 
 def test_it_says_what_it_costs_and_how_far_it_is() -> None:
     said: list[str] = []
-    qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2, say=said.append)
+    qsync_fx.sensitivity(
+        wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2, say=said.append
+    )
     assert said[0].startswith("exact: 2 steps of about ") and "5 operators in int8" in said[0]
     assert [line.partition(",")[0] for line in said[1:]] == ["step 1 of 2", "step 2 of 2"]
 
 
-def test_who_is_told_is_told_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_is_told_is_told_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(qsync_fx.profiler.progress, "_EVERY", 0.0)
     how: dict[str, Any] = {"precisions": ["int8"], "steps": 1}
     qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), say=lambda _: None, **how)

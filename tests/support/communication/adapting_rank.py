@@ -71,7 +71,9 @@ def adapting(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     again.load_state_dict(saved)
     return {
         "weights": weights(model),
-        "entries": [(entry.step, entry.size, entry.gap, entry.ratio) for entry in handle.decisions()],
+        "entries": [
+            (entry.step, entry.size, entry.gap, entry.ratio) for entry in handle.decisions()
+        ],
         "wire": tally.wire,
         "theory": tally.theory,
         "raw": tally.raw,
@@ -88,7 +90,9 @@ def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """What is left of gradients is not lost: gradients that stay the same are summed, in levels that keep little of them."""
     found = {}
     values = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
-    whole = torch.stack([torch.randn(3000, generator=torch.Generator().manual_seed(r)) for r in range(world)]).mean(0)
+    whole = torch.stack(
+        [torch.randn(3000, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    ).mean(0)
     for name, codec in (
         ("without", Truncated(12)),
         ("with", Truncated(12, feedback=True)),
@@ -112,7 +116,9 @@ def feedback(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         found[name] = {
             "lost": float((20 * whole - total).abs().max()),
             "unexplained": float((20 * whole - total - left / world).abs().max()),
-            "bits": sorted(handle.controller.adapted().levels) if handle.controller is not None else [12],
+            "bits": sorted(handle.controller.adapted().levels)
+            if handle.controller is not None
+            else [12],
         }
     return found
 

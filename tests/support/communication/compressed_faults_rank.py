@@ -22,7 +22,11 @@ from tests.support.processes import ranks
 def faults(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """A message that is harmed on its way to rank 0, replicas that differ, a rank that is killed."""
     model = parallel()
-    handle, optimizer, how = compress(model, job.get("codec", "qsgd8"), check_every=1), sgd(model), job["how"]
+    handle, optimizer, how = (
+        compress(model, job.get("codec", "qsgd8"), check_every=1),
+        sgd(model),
+        job["how"],
+    )
     list(train(model, optimizer, range(2)))
 
     def harm(message: torch.Tensor, about: str) -> None:

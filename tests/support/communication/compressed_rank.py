@@ -53,7 +53,10 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             "variance": report.variance,
             "printed": str(report),
         }
-    for name, hook in (("fp16", default_hooks.fp16_compress_hook), ("bf16", default_hooks.bf16_compress_hook)):
+    for name, hook in (
+        ("fp16", default_hooks.fp16_compress_hook),
+        ("bf16", default_hooks.bf16_compress_hook),
+    ):
         if name in job["codecs"]:
             # DistributedDataParallel takes torch's BF16 hook for CUDA alone, by its name; gloo sums BF16 as well.
             theirs, _ = trained(hook=lambda state, bucket, hook=hook: hook(state, bucket))
@@ -71,14 +74,20 @@ def elsewhere(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             buffers.native = way
             model = parallel(buckets=job["buckets"])
             optimizer = sgd(model)
-            handle = compress(model, name, optimizer=optimizer if name.startswith("duo") else None, check_every=2)
+            handle = compress(
+                model, name, optimizer=optimizer if name.startswith("duo") else None, check_every=2
+            )
             list(train(model, optimizer, range(5)))
             handle.flush()
             check_replicas(model)
             saved = handle.state_dict()
             made.append([weights(model), {part: sorted(saved[part]) for part in ("sent", "owned")}])
             reports.append(handle.report().tally)
-        found[name] = {"kernels": made[0], "operators": made[1], "wire": [tally.wire for tally in reports]}
+        found[name] = {
+            "kernels": made[0],
+            "operators": made[1],
+            "wire": [tally.wire for tally in reports],
+        }
     buffers.native = native
     return found
 
@@ -97,11 +106,16 @@ def placed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         for step in range(4):
             model.zero_grad()
             model(torch.tensor(1.0 + rank + step, device=device)).backward()
-            made += [p.grad.cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None]
+            made += [
+                p.grad.cpu().numpy().tobytes() for p in model.parameters() if p.grad is not None
+            ]
         left = handle.state_dict()["sent"]
         made += [left[part].numpy().tobytes() for part in sorted(left)]
         report = handle.report()
-        found[name] = [hashlib.sha256(one).hexdigest() for one in made] + [report.tally.checks, report.tally.wire]
+        found[name] = [hashlib.sha256(one).hexdigest() for one in made] + [
+            report.tally.checks,
+            report.tally.wire,
+        ]
         if rank == 0:
             print(report, flush=True)
     return found
@@ -115,11 +129,17 @@ def trains(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     for name in job["codecs"]:
         model = parallel(device=job["device"])
         optimizer = sgd(model)
-        handle = compress(model, name, optimizer=optimizer if name.startswith("duo") else None, check_every=2)
+        handle = compress(
+            model, name, optimizer=optimizer if name.startswith("duo") else None, check_every=2
+        )
         list(train(model, optimizer, range(6)))
         handle.flush()
         check_replicas(model)
-        found[name] = {"weights": weights(model), "distance": distance(model, plain), "printed": str(handle.report())}
+        found[name] = {
+            "weights": weights(model),
+            "distance": distance(model, plain),
+            "printed": str(handle.report()),
+        }
     return found
 
 
@@ -213,7 +233,9 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """What else a training may do; replicas stay equal."""
     found: dict[str, Any] = {}
 
-    def tries(name: str, step: Callable[[nn.Module, Any, int], None], codec: str = "1bit*", **how: Any) -> nn.Module:
+    def tries(
+        name: str, step: Callable[[nn.Module, Any, int], None], codec: str = "1bit*", **how: Any
+    ) -> nn.Module:
         model = parallel(**how)
         compress(model, codec, check_every=1)
         optimizer = sgd(model)
@@ -250,7 +272,11 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
         tries(f"GradScaler {codec}", scales, codec)
         found[f"scale {codec}"] = scaler.get_scale()
-    tries("static graph", lambda m, o, at: (m(batch(rank, at)).mean().backward(), o.step())[1], static_graph=True)
+    tries(
+        "static graph",
+        lambda m, o, at: (m(batch(rank, at)).mean().backward(), o.step())[1],
+        static_graph=True,
+    )
 
     model = parallel()
     compress(model, "qsgd4")
@@ -264,7 +290,9 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     compress(model, "qsgd8")
     model(batch(rank, 0).bfloat16()).square().mean().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    found["bf16"] = hashlib.sha256(b"".join(g.float().numpy().tobytes() for g in gradients)).hexdigest()
+    found["bf16"] = hashlib.sha256(
+        b"".join(g.float().numpy().tobytes() for g in gradients)
+    ).hexdigest()
     return found
 
 
@@ -273,7 +301,9 @@ def sizes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for codec in job["codecs"]:
         torch.manual_seed(0)
-        parameters = nn.ParameterList(torch.randn(shape) for shape in ((0,), (), (1,), (0, 3), (7, 5), (129,), (1031,)))
+        parameters = nn.ParameterList(
+            torch.randn(shape) for shape in ((0,), (), (1,), (0, 3), (7, 5), (129,), (1031,))
+        )
         model = DistributedDataParallel(Squares(parameters), bucket_cap_mb=0.001)
         handle, optimizer = compress(model, codec, least=0, check_every=1), sgd(model)
         for step in range(3):
@@ -334,11 +364,18 @@ def many(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     optimizer = sgd(model)
     for step in range(job["steps"]):
         optimizer.zero_grad()
-        model(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank + step))).square().mean().backward()
+        model(
+            torch.randn(4, 40, generator=torch.Generator().manual_seed(rank + step))
+        ).square().mean().backward()
         optimizer.step()
     check_replicas(model)
     tally = handle.report().tally
-    return {"steps": tally.steps, "buckets": tally.buckets, "checks": tally.checks, "weights": weights(model)}
+    return {
+        "steps": tally.steps,
+        "buckets": tally.buckets,
+        "checks": tally.checks,
+        "weights": weights(model),
+    }
 
 
 def shown(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -352,11 +389,20 @@ def shown(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             arguments["least"] = 10**9
         handle = compress(model, "qsgd8" if name in ("fsdp", "uncoded") else name, **arguments)
         before = str(handle)
-        list((sharded_training if name == "fsdp" else compressed_training).train(model, optimizer, range(3)) or ())
+        list(
+            (sharded_training if name == "fsdp" else compressed_training).train(
+                model, optimizer, range(3)
+            )
+            or ()
+        )
         handle.flush()
         report: Any = handle.report()
         slow = report.slow.wire if name.startswith("duo") else 0
-        result[name] = {"before": before, "after": f"{handle}", "sums": [report.tally.wire, report.tally.raw, slow]}
+        result[name] = {
+            "before": before,
+            "after": f"{handle}",
+            "sums": [report.tally.wire, report.tally.raw, slow],
+        }
     return result
 
 

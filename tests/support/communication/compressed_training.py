@@ -33,7 +33,9 @@ class Network(nn.Module):
 
 def parallel(buckets: float = 0.02, device: str = "cpu", **how: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(Network().to(device), bucket_cap_mb=buckets, find_unused_parameters=True, **how)
+    return DistributedDataParallel(
+        Network().to(device), bucket_cap_mb=buckets, find_unused_parameters=True, **how
+    )
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -54,7 +56,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def weights(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
 
 
 def said(error: BaseException) -> dict[str, Any]:
@@ -69,7 +73,9 @@ def refusal(found: dict[str, Any], name: str, does: Callable[[], object]) -> Non
         found[name] = said(error)
 
 
-def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> tuple[nn.Module, DdpCompressor | None]:
+def trained(
+    codec: Any = None, hook: Any = None, steps: int = 6, **how: Any
+) -> tuple[nn.Module, DdpCompressor | None]:
     model = parallel(**how)
     handle = compress(model, codec, check_every=2) if codec is not None else None
     if hook is not None:
@@ -80,5 +86,8 @@ def trained(codec: Any = None, hook: Any = None, steps: int = 6, **how: Any) -> 
 
 
 def distance(model: nn.Module, other: nn.Module) -> float:
-    found = [(p - q).norm() / q.norm() for p, q in zip(model.parameters(), other.parameters(), strict=True)]
+    found = [
+        (p - q).norm() / q.norm()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    ]
     return float(torch.stack(found).max())

@@ -24,7 +24,14 @@ from qsync_fx.distributed.node_topology import nodes_to_plan_for
 from qsync_fx.plan import ClusterPlan, Plan
 from qsync_fx.plan.cluster_plan import BETWEEN_NODES, between_nodes
 from qsync_fx.predictor.replayer.collectives import MeasuredCollectives
-from tests.support.communication.compressed_training import parallel, refusal, said, sgd, train, weights
+from tests.support.communication.compressed_training import (
+    parallel,
+    refusal,
+    said,
+    sgd,
+    train,
+    weights,
+)
 from tests.support.communication.scaled_rank import Linear, given
 from tests.support.processes import ranks
 
@@ -45,9 +52,19 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             model(given(rank, step)).backward()
             if name not in EXACT:
                 continue
-            gradients = [[given(other, step)[at].flatten() for other in range(world)] for at in range(2)]
-            expected = [mean(codec_named(name), at, ranks, job["size"], kept) for at, ranks in enumerate(gradients)]
-            equal.append([torch.equal(p.grad.flatten(), e) for p, e in zip(model.parameters(), expected, strict=True)])
+            gradients = [
+                [given(other, step)[at].flatten() for other in range(world)] for at in range(2)
+            ]
+            expected = [
+                mean(codec_named(name), at, ranks, job["size"], kept)
+                for at, ranks in enumerate(gradients)
+            ]
+            equal.append(
+                [
+                    torch.equal(p.grad.flatten(), e)
+                    for p, e in zip(model.parameters(), expected, strict=True)
+                ]
+            )
         trained = parallel()
         report = compress(trained, name, hierarchical=job["size"], check_every=2)
         list(train(trained, sgd(trained), range(5)))
@@ -64,14 +81,17 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def mean(codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dict[Any, Tensor]) -> Tensor:
+def mean(
+    codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dict[Any, Tensor]
+) -> Tensor:
     """Returns what all ranks make of a parameter's gradients: means of nodes, part by part, and of these the mean through the codec."""
     values, nodes = gradients[0].numel(), len(gradients) // size
     found = torch.empty(values)
     for place in range(size):
         part = cut(values, codec.unit, size, (place - index) % size)
         inside = [
-            torch.stack(gradients[node * size : (node + 1) * size])[:, part].sum(0) / size for node in range(nodes)
+            torch.stack(gradients[node * size : (node + 1) * size])[:, part].sum(0) / size
+            for node in range(nodes)
         ]
         total, count = torch.zeros(part.stop - part.start), part.stop - part.start
         stream = index * size + place
@@ -85,7 +105,9 @@ def mean(codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dic
         if nodes > 2 and codec.name != "fp32":
             for owner in range(nodes):
                 own = cut(count, codec.unit, nodes, (owner - stream) % nodes)
-                left = kept.setdefault((index, place, "mean", owner), torch.zeros(own.stop - own.start))
+                left = kept.setdefault(
+                    (index, place, "mean", owner), torch.zeros(own.stop - own.start)
+                )
                 total[own] = through(codec, total[own], left)
         found[part] = total
     return found
@@ -93,12 +115,17 @@ def mean(codec: Codec, index: int, gradients: list[Tensor], size: int, kept: dic
 
 def cut(values: int, unit: int, parts: int, at: int) -> slice:
     units = -(-values // unit)
-    return slice(min(units * at // parts * unit, values), min(units * (at + 1) // parts * unit, values))
+    return slice(
+        min(units * at // parts * unit, values), min(units * (at + 1) // parts * unit, values)
+    )
 
 
 def through(codec: Codec, values: Tensor, left: Tensor) -> Tensor:
     """Returns what comes out of a codec that draws no random numbers."""
-    wire, found = torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+    wire, found = (
+        torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8),
+        torch.empty_like(values),
+    )
     codec.encode(values.contiguous(), wire, Draw(), left if codec.residual else None)
     codec.decode(wire, found)
     return found
@@ -111,9 +138,14 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         handle = compress(parallel(), "qsgd8", hierarchical=True)
-    found["one host"] = [str(warning.message) for warning in caught], handle.statement()["nodes of ranks"]
+    found["one host"] = (
+        [str(warning.message) for warning in caught],
+        handle.statement()["nodes of ranks"],
+    )
     os.environ |= {"GROUP_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(world // 2)}
-    found["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()["nodes of ranks"]
+    found["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()[
+        "nodes of ranks"
+    ]
     os.environ["GROUP_RANK"] = str(int(rank == 3))
     says("unequal", lambda: compress(parallel(), "qsgd8", hierarchical=True))
     says("number", lambda: compress(parallel(), "qsgd8", hierarchical=3))
@@ -136,14 +168,19 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     says("flat", lambda: compress(parallel(), "1bit*").load_state_dict(saved[2]))
 
     def plan(notes: dict[str, str]) -> ClusterPlan:
-        return ClusterPlan({"all": Plan.uniform("fp32")}, notes=notes, codecs={"first.weight": "qsgd8"})
+        return ClusterPlan(
+            {"all": Plan.uniform("fp32")}, notes=notes, codecs={"first.weight": "qsgd8"}
+        )
 
     os.environ["GROUP_RANK"] = str(rank % 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         followed = [compress(parallel(), plan(between_nodes(2, row))) for row in (False, True)]
         compress(parallel(), plan(between_nodes(2)), hierarchical=2)
-        found["plan"] = [handle.statement()["nodes of ranks"][0] for handle in followed], len(caught)
+        found["plan"] = (
+            [handle.statement()["nodes of ranks"][0] for handle in followed],
+            len(caught),
+        )
         compress(parallel(), plan(between_nodes(2)), hierarchical=False)
         compress(parallel(), plan(between_nodes(4)))
     found["plan of others"] = [str(warning.message) for warning in caught]
@@ -186,7 +223,11 @@ def planned(rank: int, world: int) -> dict[str, Any]:
         problem = plan.answer.problem
         found["cluster"] = asdict(problem.cluster.nodes)
         found["flat table"] = problem.cluster.all_reduce == MeasuredCollectives(
-            tuple((float(nbytes), seconds) for nbytes, seconds in plan.survey.profiles["cpu"].collectives[0].seconds), 4
+            tuple(
+                (float(nbytes), seconds)
+                for nbytes, seconds in plan.survey.profiles["cpu"].collectives[0].seconds
+            ),
+            4,
         )
         how = PlanEvaluator(problem, plan.answer.plans).options.coded[0]["qsgd8"]
         found["sent"] = [how.nbytes, how.inside]

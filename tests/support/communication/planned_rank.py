@@ -58,7 +58,9 @@ def plans(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Plans that say something, the same from a file, those that say nothing, and one codec for all."""
     path = Path(job["where"]) / f"plan-{rank}.json"
     ClusterPlan(CLASSES, codecs=WIDE).save(path)
-    all_alike = dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"), "qsgd8")
+    all_alike = dict.fromkeys(
+        ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"), "qsgd8"
+    )
     return {
         "none": trained(None),
         "mixed": trained(ClusterPlan(CLASSES, codecs=WIDE)),
@@ -99,7 +101,11 @@ def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, codec, how in (
         ("missing", str(path.with_name("nowhere.json")) if odd else str(path), {}),
-        ("of another model", ClusterPlan(CLASSES, codecs={"0.wieght": "qsgd8"} if odd else WIDE), {}),
+        (
+            "of another model",
+            ClusterPlan(CLASSES, codecs={"0.wieght": "qsgd8"} if odd else WIDE),
+            {},
+        ),
         ("argument", "qsgd8", {"check_every": -1 if odd else 1}),
         ("optimizer", "duo4", {} if odd else {"optimizer": True}),
     ):
@@ -107,7 +113,9 @@ def unread(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if "optimizer" in how:
             how = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
         begun = time.monotonic()
-        refusal(found, name, lambda model=model, codec=codec, how=how: compress(model, codec, **how))  # type: ignore[misc]
+        refusal(
+            found, name, lambda model=model, codec=codec, how=how: compress(model, codec, **how)
+        )  # type: ignore[misc]
         found[name]["seconds"] = time.monotonic() - begun
     found["after"] = trained("qsgd8")["weights"]
     return found
@@ -121,7 +129,12 @@ def changed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     exact = [torch.zeros(p.shape) for p in model.parameters()]
     apart, left, buckets = [], [], []
     both = ("first", "second")
-    stages: tuple[dict[str, str], ...] = ({}, dict.fromkeys(both, "1bit*"), dict.fromkeys(both, "1bit"), {})
+    stages: tuple[dict[str, str], ...] = (
+        {},
+        dict.fromkeys(both, "1bit*"),
+        dict.fromkeys(both, "1bit"),
+        {},
+    )
     for at, codecs in enumerate((*stages, {"first": "1bit*"}, {"second": "1bit*"}, {})):
         if at:
             handle.change(by_plan(codecs, handle.names))
@@ -129,13 +142,23 @@ def changed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             model(given(rank, step)).backward()
             optimizer.step()
-            means = [torch.stack(found).mean(0) for found in zip(*(given(r, step) for r in range(world)), strict=True)]
+            means = [
+                torch.stack(found).mean(0)
+                for found in zip(*(given(r, step) for r in range(world)), strict=True)
+            ]
             exact = [total - mean for total, mean in zip(exact, means, strict=True)]
         check_replicas(model)
-        apart.append(max(float((p.detach() - e).abs().max()) for p, e in zip(model.parameters(), exact, strict=True)))
+        apart.append(
+            max(
+                float((p.detach() - e).abs().max())
+                for p, e in zip(model.parameters(), exact, strict=True)
+            )
+        )
         left.append(sorted({**handle.state_dict()["sent"], **handle.state_dict()["owned"]}))
         buckets.append(handle.report().tally.buckets)
-    again = compress(DistributedDataParallel(Linear()), ClusterPlan(CLASSES, codecs={"first": "1bit*"}))
+    again = compress(
+        DistributedDataParallel(Linear()), ClusterPlan(CLASSES, codecs={"first": "1bit*"})
+    )
     again.change(by_plan({}, again.names))
     again.load_state_dict(handle.state_dict())
     return {"apart": apart, "left": left, "buckets": buckets, "told": str(handle.report())}

@@ -56,7 +56,12 @@ def hashed(model: nn.Module) -> str:
 
 
 def trained(
-    model: nn.Module, codec: str, steps: list[int], scaler: Any, told: bool, infinite: tuple[int, ...] = ()
+    model: nn.Module,
+    codec: str,
+    steps: list[int],
+    scaler: Any,
+    told: bool,
+    infinite: tuple[int, ...] = (),
 ) -> tuple[str, list[int], dict[str, Tensor]]:
     """Returns what the model comes to, which steps were taken, and what is left of gradients."""
     handle = compress(model, CODECS[codec], least=0, scaler=scaler if told else None, check_every=1)
@@ -64,7 +69,9 @@ def trained(
     rank, world = distributed.get_rank(), distributed.get_world_size()
     for step in steps:
         optimizer.zero_grad()
-        loss = model(given(rank, step)) * (float("inf") if step in infinite and rank == world - 1 else 1.0)
+        loss = model(given(rank, step)) * (
+            float("inf") if step in infinite and rank == world - 1 else 1.0
+        )
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         before = scaler.get_scale()

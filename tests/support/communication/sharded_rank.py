@@ -42,7 +42,10 @@ def codecs(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     alone = model()
     plain = gradients(alone, rank)
     exact = whole(rank, world, alone)
-    found: dict[str, Any] = {"plain": apart(plain, exact), "debug": distributed.get_debug_level().name}
+    found: dict[str, Any] = {
+        "plain": apart(plain, exact),
+        "debug": distributed.get_debug_level().name,
+    }
     for name in job["codecs"]:
         one = model()
         handle = compress(one, name, check_every=2)
@@ -96,7 +99,10 @@ def resumed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         ends = []
         for state in (torch.load(path, weights_only=True), None):
             again = model()
-            handle, optimizer = compress(again, codec, seed=99 if state is not None else 0), adam(again)
+            handle, optimizer = (
+                compress(again, codec, seed=99 if state is not None else 0),
+                adam(again),
+            )
             with torch.no_grad():
                 for p, value in zip(shards(again), saved[0], strict=True):
                     p.copy_(value)
@@ -144,7 +150,9 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     except qsync_fx.QSyncError as error:
         found["unused with a residual"] = said(error)
 
-    one = model(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
+    one = model(
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    )
     compress(one, "qsgd8")
     train(one, adam(one), range(2))
     found["bf16"] = all(bool(p.isfinite().all()) for p in shards(one))
@@ -153,7 +161,13 @@ def cases(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     compress(one, "qsgd8")
     (one(batch(rank, 0)).square().mean() * (float("inf") if rank == world - 1 else 1)).backward()
     bad = torch.tensor(
-        float(any(not bool(p.grad.to_local().isfinite().all()) for p in one.parameters() if p.grad is not None))
+        float(
+            any(
+                not bool(p.grad.to_local().isfinite().all())
+                for p in one.parameters()
+                if p.grad is not None
+            )
+        )
     )
     found["infinity"] = float(bad)
 
@@ -179,7 +193,10 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     if world % 2 == 0:
         torch.manual_seed(0)
         hybrid = Network()
-        fully_shard(hybrid, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            hybrid,
+            mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard")),
+        )
         says("hybrid", lambda: compress(hybrid, "qsgd8"))
     compress(one, "qsgd8")
     says("twice", lambda: compress(one, "qsgd8"))

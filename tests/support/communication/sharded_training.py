@@ -18,7 +18,9 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(37, 65)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(65, 65), nn.LayerNorm(65)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(65, 65), nn.LayerNorm(65)) for _ in range(3)
+        )
         self.aside, self.last = nn.Linear(65, 65), nn.Linear(65, 3)
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
 
@@ -51,7 +53,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def train(model: Any, optimizer: Any, steps: range, aside: Callable[[int], bool] = lambda step: True) -> None:
+def train(
+    model: Any, optimizer: Any, steps: range, aside: Callable[[int], bool] = lambda step: True
+) -> None:
     for step in steps:
         optimizer.zero_grad()
         model(batch(distributed.get_rank(), step), aside=aside(step)).square().mean().backward()
@@ -96,4 +100,6 @@ def _shard(tensor: Tensor, rank: int, world: int) -> Tensor:
 def apart(ones: list[Tensor], others: list[Tensor]) -> float:
     """Returns the largest difference over the largest value."""
     pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a.numel()]
-    return max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+    return max(float((a - b).abs().max()) for a, b in pairs) / max(
+        float(b.abs().max()) for _, b in pairs
+    )

@@ -29,7 +29,9 @@ def step(model: nn.Module, call: Callable[[], Tensor]) -> list[str]:
 
 
 def uncovered(model: nn.Module) -> dict[str, str]:
-    return {module.path: str(module.cause.why) for module in qsync_fx.plan_coverage(model).uncovered}
+    return {
+        module.path: str(module.cause.why) for module in qsync_fx.plan_coverage(model).uncovered
+    }
 
 
 class Plain(nn.Module):

@@ -11,7 +11,16 @@ from torch import Tensor, fx, nn
 import qsync_fx
 from qsync_fx.graph import Operator, PrecisionGraph
 
-PLACES = ("normalize", "autocast", "classify", "assign", "cascade", "insert_casts", "lower", "annotate_cost")
+PLACES = (
+    "normalize",
+    "autocast",
+    "classify",
+    "assign",
+    "cascade",
+    "insert_casts",
+    "lower",
+    "annotate_cost",
+)
 
 
 Put = Callable[[PrecisionGraph, fx.Node], fx.Node]
@@ -27,7 +36,9 @@ class Net(nn.Module):
         return self.classifier(torch.tanh(self.body(x)))
 
 
-def behind(operator: str, put: Put, after: str = "normalize", name: str = "tap") -> qsync_fx.GraphPass:
+def behind(
+    operator: str, put: Put, after: str = "normalize", name: str = "tap"
+) -> qsync_fx.GraphPass:
     """A pass that puts something between the operator and its readers."""
 
     def run(graph: PrecisionGraph) -> None:
@@ -45,16 +56,24 @@ def relu(graph: PrecisionGraph, node: fx.Node) -> fx.Node:
     return graph.graph.call_function(torch.ops.aten.relu.default, (node,))
 
 
-def explain(*passes: object, model: nn.Module | None = None, **options: object) -> qsync_fx.Explanation:
-    return qsync_fx.explain(model or Net(), torch.randn(2, 8), options={"passes": list(passes), **options})
+def explain(
+    *passes: object, model: nn.Module | None = None, **options: object
+) -> qsync_fx.Explanation:
+    return qsync_fx.explain(
+        model or Net(), torch.randn(2, 8), options={"passes": list(passes), **options}
+    )
 
 
 def put_in(explanation: qsync_fx.Explanation) -> dict[str, Operator]:
     return {str(op.id): op for op in explanation.operators if op.note.by}
 
 
-def trained(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def trained(
+    model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     y = model(x) if run is None else run(x)
     y.square().sum().backward()
-    return y.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }

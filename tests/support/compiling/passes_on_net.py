@@ -19,4 +19,6 @@ class Net(nn.Module):
 
 
 def explain(*passes: object, precision: str = "bf16") -> qsync_fx.Explanation:
-    return qsync_fx.explain(Net(), torch.randn(2, 8), options={"precision": precision, "passes": list(passes)})
+    return qsync_fx.explain(
+        Net(), torch.randn(2, 8), options={"precision": precision, "passes": list(passes)}
+    )

@@ -26,10 +26,14 @@ class Net(nn.Module):
         return self.dropout(F.gelu(self.second(F.gelu(self.first(self.norm(x))))))
 
 
-def explained(*passes: object, model: Any = None, args: tuple[Any, ...] = (), **options: object) -> Any:
+def explained(
+    *passes: object, model: Any = None, args: tuple[Any, ...] = (), **options: object
+) -> Any:
     model = build(Net) if model is None else model
     return qsync_fx.explain(
-        model, *(args or (torch.randn(4, 8),)), options={"precision": "fp32", **options, "passes": list(passes)}
+        model,
+        *(args or (torch.randn(4, 8),)),
+        options={"precision": "fp32", **options, "passes": list(passes)},
     )
 
 
@@ -37,7 +41,9 @@ def places(explanation: Any) -> dict[str, int]:
     return {name: done.count for name, done in explanation.rewritten.items()}
 
 
-def step(run: Callable[..., Tensor], model: nn.Module, *args: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    run: Callable[..., Tensor], model: nn.Module, *args: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
     torch.manual_seed(1)
     output = run(*args)

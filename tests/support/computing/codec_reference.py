@@ -32,7 +32,9 @@ def _summed(x: NDArray[np.floating]) -> np.floating:
     return _folded(lanes)
 
 
-def _scaling(scale: np.float32, levels: int) -> tuple[np.float32, np.float32, np.float32, np.float32]:
+def _scaling(
+    scale: np.float32, levels: int
+) -> tuple[np.float32, np.float32, np.float32, np.float32]:
     """Returns what values are multiplied by before and after, the inverse of the step in between, and the step."""
     f = np.float32
     before, after = (f(2.0**64), f(2.0**-64)) if scale < 2.0**-64 else (f(1), f(1))
@@ -83,7 +85,11 @@ def _packed(codes: NDArray[np.uint16], bits: int) -> Bytes:
     if bits == 16:
         return codes.view(np.uint8)
     groups = codes.reshape(-1, 8 // bits, _LANES)
-    return sum((groups[:, k] << (k * bits) for k in range(8 // bits)), np.uint16(0)).astype(np.uint8).reshape(-1)
+    return (
+        sum((groups[:, k] << (k * bits) for k in range(8 // bits)), np.uint16(0))
+        .astype(np.uint8)
+        .reshape(-1)
+    )
 
 
 @np.errstate(all="ignore")
@@ -100,7 +106,9 @@ def qsgd_decoded(wire: Bytes, n: int, bits: int, unit: int, layout: str) -> Floa
         if bits == 16:
             code = part.view(np.uint16).astype(np.int32)
         else:
-            rows = part.reshape(-1, 1, _LANES) >> (np.arange(8 // bits, dtype=np.uint8)[:, None] * bits)
+            rows = part.reshape(-1, 1, _LANES) >> (
+                np.arange(8 // bits, dtype=np.uint8)[:, None] * bits
+            )
             code = (rows & (2**bits - 1)).reshape(-1).astype(np.int32)
         _, after, _, step = _scaling(scale, last)
         if layout == "endpoints":
@@ -149,12 +157,16 @@ def onebit_decoded(wire: Bytes, n: int, unit: int) -> Floats:
 def truncated(x: Floats, bits: int) -> Floats:
     words = x.view(np.uint32)
     nan = np.isnan(x)
-    kept = words & np.uint32(2**32 - 2 ** (32 - bits)) | np.where(nan, np.uint32(0x00400000), np.uint32(0))
+    kept = words & np.uint32(2**32 - 2 ** (32 - bits)) | np.where(
+        nan, np.uint32(0x00400000), np.uint32(0)
+    )
     return kept.view(np.float32)
 
 
 @np.errstate(all="ignore")
-def truncate_encoded(x: Floats, residual: Floats, bits: int, partition: int) -> tuple[Bytes, Floats]:
+def truncate_encoded(
+    x: Floats, residual: Floats, bits: int, partition: int
+) -> tuple[Bytes, Floats]:
     """Returns what is sent of x + residual, and what is left of it."""
     v = x + residual
     kept = truncated(v, bits)
@@ -167,7 +179,9 @@ def truncate_encoded(x: Floats, residual: Floats, bits: int, partition: int) -> 
             half = words >> (28 - bits // 8 * 8) & 15
             low, high = half[: -(-half.size // 2)], half[-(-half.size // 2) :]
             planes.append(
-                (low | np.concatenate([high, np.zeros(low.size - high.size, np.uint32)]) << 4).astype(np.uint8)
+                (
+                    low | np.concatenate([high, np.zeros(low.size - high.size, np.uint32)]) << 4
+                ).astype(np.uint8)
             )
         payload = np.concatenate(planes)
         parts += [head, payload, np.zeros(-payload.size % 4, np.uint8)]

@@ -14,7 +14,8 @@ import qsync_fx
 from qsync_fx import _C
 
 PAIRS: dict[str, tuple[Any, Any]] = {
-    name: (getattr(qsync_fx.optim, name), getattr(torch.optim, name)) for name in qsync_fx.optim.__all__
+    name: (getattr(qsync_fx.optim, name), getattr(torch.optim, name))
+    for name in qsync_fx.optim.__all__
 }
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
@@ -63,14 +64,30 @@ def assert_alike(ours: Optimizer, torchs: Optimizer, steps_taken: int) -> None:
     """Parameters and state agree: within the ulps that a step may add, of the larger of what it adds up."""
     for a, b in zip(ours.param_groups[0]["params"], torchs.param_groups[0]["params"], strict=True):
         assert ours.state[a].keys() == torchs.state[b].keys()
-        largest = max(float(tensor.detach().nan_to_num(0, 0, 0).abs().max()) for tensor in (a, b)) if a.numel() else 0.0
+        largest = (
+            max(float(tensor.detach().nan_to_num(0, 0, 0).abs().max()) for tensor in (a, b))
+            if a.numel()
+            else 0.0
+        )
         pairs: list[tuple[Any, Any, float | None]] = [(a.detach(), b.detach(), max(largest, 1.0))]
         pairs += [(ours.state[a][key], torchs.state[b][key], None) for key in ours.state[a]]
         for mine, other, size in pairs:
             if not isinstance(other, Tensor):
                 assert mine == other
                 continue
-            assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
-            scale = size if size is not None else float(other.nan_to_num(0, 0, 0).abs().max()) if other.numel() else 0.0
+            assert (mine.dtype, mine.shape, mine.stride()) == (
+                other.dtype,
+                other.shape,
+                other.stride(),
+            )
+            scale = (
+                size
+                if size is not None
+                else float(other.nan_to_num(0, 0, 0).abs().max())
+                if other.numel()
+                else 0.0
+            )
             bound = 4 * steps_taken * EPSILON * scale
-            torch.testing.assert_close(mine, other, rtol=8 * steps_taken * EPSILON, atol=bound, equal_nan=True)
+            torch.testing.assert_close(
+                mine, other, rtol=8 * steps_taken * EPSILON, atol=bound, equal_nan=True
+            )

@@ -26,7 +26,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from qsync_fx.backend.operators.conv_gradients import Geometry, convolution_backward, forward, unsafe_dimensions
+from qsync_fx.backend.operators.conv_gradients import (
+    Geometry,
+    convolution_backward,
+    forward,
+    unsafe_dimensions,
+)
 
 CHANNELS = ((4, 6), (3, 16), (8, 8), (16, 16), (16, 32), (32, 48), (64, 64), (128, 32), (1, 5))
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4}
@@ -135,7 +140,8 @@ def draw(source: random.Random, dimensions: Sequence[int] = (1, 2, 3)) -> Proble
         kernel = each(1, 2, 3, 3, 3, 4, 5, 7)
         dilation = each(1, 2, 3) if dilated else (1,) * spatial
         padding = tuple(
-            source.choice((k // 2 * d, k // 2 * d, 0, 1, 2, 3, 6)) for k, d in zip(kernel, dilation, strict=True)
+            source.choice((k // 2 * d, k // 2 * d, 0, 1, 2, 3, 6))
+            for k, d in zip(kernel, dilation, strict=True)
         )
         problem = Problem(
             batch=source.choice((1, 2, 3)),
@@ -203,7 +209,9 @@ def dirty_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
-def judged(problems: Sequence[Problem], dtype: torch.dtype, guarded: bool = False) -> list[list[str]]:
+def judged(
+    problems: Sequence[Problem], dtype: torch.dtype, guarded: bool = False
+) -> list[list[str]]:
     """Return what is wrong with each problem, in a child process: "crash" if that ends early."""
     reading, writing = os.pipe()
     child = os.fork()

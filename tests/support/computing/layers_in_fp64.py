@@ -29,7 +29,9 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     carrier = torch.promote_types(row.carrier.dtype, y.dtype)
     narrow = None if summed_as_integers(layer, weight) else carrier
     forward, to_x, to_weight, spread = products(layer, x, weight)
-    shaped = bias if bias is None or layer.geometry is None else bias.view(-1, *[1] * (weight.dim() - 2))
+    shaped = (
+        bias if bias is None or layer.geometry is None else bias.view(-1, *[1] * (weight.dim() - 2))
+    )
     Product.of(forward, a.value, b.value, shaped).assert_met(y, narrow)
 
     carrier = row.carrier.dtype
@@ -37,7 +39,11 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     if plain:
         # The scale is in an operand of the carrier: always the weight's, and the activation's where it varies.
         b = Operand(b.value.float().to(carrier), None)
-        a = Operand(a.value.float().to(carrier), None) if a.scale is not None and a.scale.dim() else a
+        a = (
+            Operand(a.value.float().to(carrier), None)
+            if a.scale is not None and a.scale.dim()
+            else a
+        )
     # A scale that varies does so along the contracted dimension, and is in the rounded gradient then.
     folds: dict[Any, Tensor | None] = {
         "activation": spread(b.scale, "weight") if b.scale is not None and b.scale.dim() else None,
@@ -48,12 +54,16 @@ def assert_right(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -
     for_x = b.value if folds["activation"] is None else b.q.double()
     for_weight = a.value if folds["weight"] is None else a.q.double()
     # Integers are summed as such, wherever the products of a linear layer are computed.
-    narrow = None if row.gradient.kind == row.kind == "integer" and layer.geometry is None else carrier
+    narrow = (
+        None if row.gradient.kind == row.kind == "integer" and layer.geometry is None else carrier
+    )
     Product.of(to_x, into["activation"], for_x).assert_met(found[0], narrow)
     Product.of(to_weight, into["weight"], for_weight).assert_met(found[1], narrow)
     if bias is not None:
         every = [
-            d for d in range(y.dim()) if d != (y.dim() - 1 if layer.geometry is None else y.dim() - weight.dim() + 1)
+            d
+            for d in range(y.dim())
+            if d != (y.dim() - 1 if layer.geometry is None else y.dim() - weight.dim() + 1)
         ]
         ones = torch.ones((), dtype=torch.float64)
         total = functools.partial(torch.sum, dim=every) if every else torch.clone
@@ -68,7 +78,11 @@ def summed_as_integers(layer: Layer, weight: Tensor) -> bool:
     if layer.geometry is None:
         return True
     one, wide = weight[0].numel() == 1, (layer.out_dtype or OUT[layer.fmt]).itemsize > 2
-    return wide and cpu_multiplies_integers() and not (layer.geometry.transposed or layer.geometry.groups > 1 or one)
+    return (
+        wide
+        and cpu_multiplies_integers()
+        and not (layer.geometry.transposed or layer.geometry.groups > 1 or one)
+    )
 
 
 def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Tensor], ...]:
@@ -93,11 +107,15 @@ def products(layer: Layer, x: Tensor, weight: Tensor) -> tuple[Callable[..., Ten
     def to_x(g: Tensor, b: Tensor) -> Tensor:
         like = batched(torch.empty_like(x, dtype=torch.float64))
         mask = [True, False, False]
-        return torch.ops.aten.convolution_backward(batched(g), like, b, None, *arguments, mask)[0].view(x.shape)
+        return torch.ops.aten.convolution_backward(batched(g), like, b, None, *arguments, mask)[
+            0
+        ].view(x.shape)
 
     def to_weight(g: Tensor, a: Tensor) -> Tensor:
         like, mask = torch.empty_like(weight, dtype=torch.float64), [False, True, False]
-        return torch.ops.aten.convolution_backward(batched(g), batched(a), like, None, *arguments, mask)[1]
+        return torch.ops.aten.convolution_backward(
+            batched(g), batched(a), like, None, *arguments, mask
+        )[1]
 
     return (
         forward,

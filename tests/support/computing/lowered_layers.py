@@ -77,13 +77,19 @@ class Layer:
         unbatched = weight.dim() - x.dim()
         with _disable_current_modes(), torch.no_grad():
             batched = x.unsqueeze(0) if unbatched else x
-            y = torch.ops.aten.convolution.default(batched, weight.to(x.dtype), None, *self.geometry.arguments)
+            y = torch.ops.aten.convolution.default(
+                batched, weight.to(x.dtype), None, *self.geometry.arguments
+            )
         order = memory_order(y) or list(range(y.dim()))
         return [dim - unbatched for dim in order if dim >= unbatched]
 
-    def arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor = SEED) -> tuple[Any, ...]:
+    def arguments(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor = SEED
+    ) -> tuple[Any, ...]:
         a, b = self.operands(x, weight, seed)
-        geometry = () if self.geometry is None else (*self.geometry.arguments, self.order(x, weight))
+        geometry = (
+            () if self.geometry is None else (*self.geometry.arguments, self.order(x, weight))
+        )
         out_dtype = self.out_dtype or OUT[self.fmt]
         return (
             x,
@@ -103,9 +109,13 @@ class Layer:
 
     @property
     def operator(self) -> Any:
-        return (torch.ops.qsync.linear if self.geometry is None else torch.ops.qsync.convolution).default
+        return (
+            torch.ops.qsync.linear if self.geometry is None else torch.ops.qsync.convolution
+        ).default
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, seed: Tensor = SEED) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, seed: Tensor = SEED
+    ) -> Tensor:
         found: Tensor = self.operator(*self.arguments(x, weight, bias, seed))
         return found
 
@@ -120,7 +130,9 @@ def recorded() -> Iterator[list[str]]:
     calls: list[str] = []
 
     class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             calls.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 

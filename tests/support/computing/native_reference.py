@@ -91,7 +91,9 @@ def run_quantize(
 
 
 @st.composite
-def vectors(draw: st.DrawFn, n: int, dtype: torch.dtype = torch.float32, finite: bool = False) -> torch.Tensor:
+def vectors(
+    draw: st.DrawFn, n: int, dtype: torch.dtype = torch.float32, finite: bool = False
+) -> torch.Tensor:
     """Draws n values: of one magnitude or of all, with zeros, denormals, huge ones and, unless `finite`, NaN and infinities.
 
     They start at an odd place in memory as often as not.
@@ -110,5 +112,7 @@ def vectors(draw: st.DrawFn, n: int, dtype: torch.dtype = torch.float32, finite:
         values[generator.integers(n)] = value
     offset = draw(st.integers(0, 17))
     memory = torch.zeros(offset + n, dtype=dtype)
-    memory[offset:] = torch.from_numpy(values.clip(limits.min, limits.max) if finite else values).to(dtype)
+    memory[offset:] = torch.from_numpy(
+        values.clip(limits.min, limits.max) if finite else values
+    ).to(dtype)
     return memory[offset:]

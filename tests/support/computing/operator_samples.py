@@ -50,7 +50,9 @@ class _Recorder(fx.Interpreter):
 @functools.cache
 def calls(samples: int) -> tuple[Call, ...]:
     """Returns the calls that the first `samples` FP32 CPU samples of every entry make."""
-    entries = [e for e in op_db if e.name not in UNTRACEABLE and torch.float32 in e.supported_dtypes("cpu")]
+    entries = [
+        e for e in op_db if e.name not in UNTRACEABLE and torch.float32 in e.supported_dtypes("cpu")
+    ]
     found: list[Call] = []
     # A generator of samples that is left open switches autograd when it is collected, be it in the midst of a trace.
     gc.disable()
@@ -59,7 +61,9 @@ def calls(samples: int) -> tuple[Call, ...]:
             warnings.simplefilter("ignore")
             # A trace costs more than what it traces, so many entries share one.
             for start in range(0, len(entries), 50):
-                found += _calls([(e, s) for e in entries[start : start + 50] for s in _first(e, samples)])
+                found += _calls(
+                    [(e, s) for e in entries[start : start + 50] for s in _first(e, samples)]
+                )
     finally:
         gc.enable()
     return tuple(found)
@@ -68,7 +72,9 @@ def calls(samples: int) -> tuple[Call, ...]:
 def _first(entry: Any, samples: int) -> list[Any]:
     torch.manual_seed(0)
     # Not `entry.sample_inputs`, which searches the whole stack for the test that asks, at every sample.
-    return list(itertools.islice(entry.sample_inputs_func(entry, "cpu", torch.float32, False), samples))
+    return list(
+        itertools.islice(entry.sample_inputs_func(entry, "cpu", torch.float32, False), samples)
+    )
 
 
 def _calls(cases: list[tuple[Any, Any]]) -> list[Call]:
@@ -79,7 +85,10 @@ def _calls(cases: list[tuple[Any, Any]]) -> list[Call]:
     def run(*values: torch.Tensor) -> list[Any]:
         filled = dict(zip(tensors, values, strict=True))
         inputs = tree_unflatten([filled.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
-        return [entry(first, *args, **kwargs) for (entry, _), (first, args, kwargs) in zip(cases, inputs, strict=True)]
+        return [
+            entry(first, *args, **kwargs)
+            for (entry, _), (first, args, kwargs) in zip(cases, inputs, strict=True)
+        ]
 
     recorder = _Recorder(make_fx(run, pre_dispatch=True)(*tensors.values()))
     recorder.run(*tensors.values())

@@ -31,7 +31,9 @@ class Operand:
         return self.q.double() if self.scale is None else self.q.double() * self.scale.double()
 
 
-def operand(t: Tensor, fmt: str, rounding: str, keep: Sequence[int], stream: int, seed: Tensor = SEED) -> Operand:
+def operand(
+    t: Tensor, fmt: str, rounding: str, keep: Sequence[int], stream: int, seed: Tensor = SEED
+) -> Operand:
     """Rounds `t` to a format as the graph does before an operator."""
     if FORMATS[fmt].scaled:
         return Operand(*quantize(t.detach(), seed, stream, fmt, rounding, keep))
@@ -61,7 +63,10 @@ class Product:
 
     @staticmethod
     def of(
-        multiply: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, bias: Tensor | None = None
+        multiply: Callable[[Tensor, Tensor], Tensor],
+        first: Tensor,
+        second: Tensor,
+        bias: Tensor | None = None,
     ) -> Product:
         product, magnitude = multiply(first, second), multiply(first.abs(), second.abs())
         counts = multiply(torch.ones_like(first), torch.ones_like(second))

@@ -21,7 +21,8 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
         assert torch.equal(found.isnan(), expected.isnan())
         found, expected = found.nan_to_num(nan=1.0), expected.nan_to_num(nan=1.0)
     one, other = (
-        t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (found, expected)
+        t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        for t in (found, expected)
     )
     assert torch.equal(one, other)
 

@@ -10,4 +10,8 @@ SEED = torch.tensor([0])
 
 
 def adjustable(explanation: qsync_fx.Explanation) -> list[tuple[str, str, str]]:
-    return [(str(op.id), str(op.precision), op.reason) for op in explanation.operators if op.kind == "adjustable"]
+    return [
+        (str(op.id), str(op.precision), op.reason)
+        for op in explanation.operators
+        if op.kind == "adjustable"
+    ]

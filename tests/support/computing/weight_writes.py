@@ -35,7 +35,9 @@ COUNTED: Final[Mapping[str, Write]] = {
     "a step": stepped,
     "copy_": copied,
     "load_state_dict": lambda layer: layer.load_state_dict({"weight": -layer.weight.detach()}),
-    "load_state_dict, assigned": lambda layer: layer.load_state_dict({"weight": -layer.weight.detach()}, assign=True),
+    "load_state_dict, assigned": lambda layer: layer.load_state_dict(
+        {"weight": -layer.weight.detach()}, assign=True
+    ),
     "another .data": moved,
     "a new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(-layer.weight.detach())),
 }

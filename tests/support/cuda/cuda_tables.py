@@ -14,7 +14,14 @@ from qsync_fx.devices.format_support import row_at
 from qsync_fx.formats import FORMATS, Precision, encoding
 from tests.support.pages import markdown
 
-GPUS = {"T4": (7, 5), "A100": (8, 0), "L40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 50": (12, 0)}
+GPUS = {
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "L40": (8, 9),
+    "H100": (9, 0),
+    "B200": (10, 0),
+    "RTX 50": (12, 0),
+}
 SIZE = 4096
 
 
@@ -53,7 +60,9 @@ def products() -> str:
         arch = kernel_config.target(capability)
         assert arch is not None
         names = ("output", "input gradient", "weight gradient")
-        ours = [n for n, p in zip(names, problems, strict=True) if decide(p, arch).config is not None]
+        ours = [
+            n for n, p in zip(names, problems, strict=True) if decide(p, arch).config is not None
+        ]
         return "all three" if len(ours) == 3 else ", ".join(ours) or "torch's"
 
     def rows() -> Iterator[tuple[str, ...]]:
@@ -61,7 +70,10 @@ def products() -> str:
             for row in FORMATS.values():
                 if not row.plain:
                     found = {at: layer(row_at(at, row)) for at in GPUS.values()}
-                    yield f"{layer.__name__}, `{row.name}`", *(cell(found[at], at) for at in GPUS.values())
+                    yield (
+                        f"{layer.__name__}, `{row.name}`",
+                        *(cell(found[at], at) for at in GPUS.values()),
+                    )
 
     return markdown(("layer and format", *GPUS), rows())
 

@@ -10,19 +10,26 @@ from qsync_fx.backend.cuda.tuning import Environment, RecordedTimer, TimingRecor
 
 INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
 BF16 = replace(INT8, a="bf16", b="bf16", a_scale="none", b_scale="none")
-CONV = ConvProblem("fprop", 32, 28, 28, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "int8", "int8", "bf16")
+CONV = ConvProblem(
+    "fprop", 32, 28, 28, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "int8", "int8", "bf16"
+)
 HERE = Environment("NVIDIA H200", "570.86", "13.0", "2.13.0", "4.2.0", 1)
 
 
 def configs(count: int) -> list[KernelConfig]:
-    return [KernelConfig("gemm", "sm_80", "int8", "int8", "bf16", (128, 128, 64), stages=3 + at) for at in range(count)]
+    return [
+        KernelConfig("gemm", "sm_80", "int8", "int8", "bf16", (128, 128, 64), stages=3 + at)
+        for at in range(count)
+    ]
 
 
 def timer(*seconds: list[float] | None) -> tuple[list[KernelConfig], RecordedTimer]:
     """Returns candidates and what times them; the first list is torch's, None one that does not run."""
     found = configs(len(seconds) - 1)
     names = ["torch", *(config.name for config in found)]
-    return found, RecordedTimer({name: s for name, s in zip(names, seconds, strict=True) if s is not None})
+    return found, RecordedTimer(
+        {name: s for name, s in zip(names, seconds, strict=True) if s is not None}
+    )
 
 
 def recording(timings: dict[Problem, dict[str, list[float]]]) -> TimingRecording:

@@ -21,7 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import qsync_fx
 from qsync_fx.communication.codec_benchmarks import reductions
 from qsync_fx.distributed import Replanning, average_by_batch, check_replicas, compress, guard
-from qsync_fx.profiler.links.collective_times import all_reduce_seconds, all_reduces, buffers_seconds
+from qsync_fx.profiler.links.collective_times import (
+    all_reduce_seconds,
+    all_reduces,
+    buffers_seconds,
+)
 from qsync_fx.profiler.links.joint_steps import busy, coding
 from tests.support.distributed.guarded_rank import compiled, data, network, said, train, weights
 from tests.support.processes import ranks
@@ -77,8 +81,18 @@ def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     warnings.filterwarnings("error", message="no step could be trained")
     model, batch = network(), data(rank, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how: dict[str, Any] = {"device_class": ["fast", "slow"][rank], "precisions": ["fp32", "int8"], "codecs": ["qsgd8"]}
-    how |= {"optimizer": optimizer, "progress": False, "repeats": 1, "max_replans": 1, "hierarchical": False}
+    how: dict[str, Any] = {
+        "device_class": ["fast", "slow"][rank],
+        "precisions": ["fp32", "int8"],
+        "codecs": ["qsgd8"],
+    }
+    how |= {
+        "optimizer": optimizer,
+        "progress": False,
+        "repeats": 1,
+        "max_replans": 1,
+        "hierarchical": False,
+    }
     plan = qsync_fx.distributed.measure_and_plan(model, squares, [batch], **how)
     gloo = distributed.new_group(backend="gloo")
     parallel = DistributedDataParallel(compiled(model, plan), process_group=gloo)
@@ -90,7 +104,9 @@ def trained(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         list(train(parallel, rank, 8))
     found: dict[str, Any] = {
         "plan": plan.to_json(),
-        "travelled": [one.backend for profile in plan.survey.profiles.values() for one in profile.collectives]
+        "travelled": [
+            one.backend for profile in plan.survey.profiles.values() for one in profile.collectives
+        ]
         if plan.survey is not None
         else [],
         "replanned": len(training.replanned),

@@ -80,7 +80,9 @@ def main(rank: int, folder: str, job: dict[str, Any]) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
     dist.destroy_process_group()
     return {
         "graphs": len(backend.graphs),
@@ -89,7 +91,9 @@ def main(rank: int, folder: str, job: dict[str, Any]) -> dict[str, Any]:
         "undivided_graphs": len(undivided.graphs),
         "losses": losses,
         "weights": digest,
-        "moved": any(not torch.equal(p, q) for p, q in zip(model.parameters(), _start(job), strict=True)),
+        "moved": any(
+            not torch.equal(p, q) for p, q in zip(model.parameters(), _start(job), strict=True)
+        ),
     }
 
 

@@ -56,13 +56,22 @@ def train(folder: Path, steps: int) -> None:
         state, moments = get_state_dict(model, optimizer)
         saved: dict[str, Any] = {"model": state, "optimizer": moments, "done": torch.tensor(0)}
         checkpoint.load(saved, checkpoint_id=kept)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
         done = int(saved["done"])
     parallel = DistributedDataParallel(
         torch.compile(model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
     )
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    said = {"world": world, "ranks": plan.ranks, "done": done, "pid": os.getpid(), "restarts": count, "device": name}
+    said = {
+        "world": world,
+        "ranks": plan.ranks,
+        "done": done,
+        "pid": os.getpid(),
+        "restarts": count,
+        "device": name,
+    }
     with guard(parallel, check_every=2, replan=Replanning(plan, patience=50)):
         while not (done % EVERY == 0 and done >= steps and may_end(folder)):
             optimizer.zero_grad()
@@ -72,7 +81,10 @@ def train(folder: Path, steps: int) -> None:
             if done % EVERY == 0:
                 state, moments = get_state_dict(model, optimizer)
                 part = folder / f"checkpoint-{done}"
-                checkpoint.save({"model": state, "optimizer": moments, "done": torch.tensor(done)}, checkpoint_id=part)
+                checkpoint.save(
+                    {"model": state, "optimizer": moments, "done": torch.tensor(done)},
+                    checkpoint_id=part,
+                )
                 if rank == 0:
                     put(folder, part)
                 write(folder, {**said, "reached": done})

@@ -41,7 +41,13 @@ def loss_of(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def find(rank: int, name: str = "", max_replans: int = 0, formats: tuple[str, ...] = ("fp32",), **how: Any) -> Any:
+def find(
+    rank: int,
+    name: str = "",
+    max_replans: int = 0,
+    formats: tuple[str, ...] = ("fp32",),
+    **how: Any,
+) -> Any:
     """A plan, with as little measured as can be where nothing is asked of it."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,7 +82,9 @@ def survived(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     torch.__version__ = str(torch.__version__).removesuffix("x")  # type: ignore[assignment]
 
     plan = find(rank, "both", 1, ("fp32", "bf16"), save=folder / "plan.json")
-    model: nn.Module = torch.compile(network(), backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
+    model: nn.Module = torch.compile(
+        network(), backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"}
+    )
     parallel = DistributedDataParallel(model)
     with guard(parallel, check_every=1):
         list(train(parallel, rank, 2))

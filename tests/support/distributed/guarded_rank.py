@@ -21,7 +21,9 @@ from qsync_fx import ClusterPlan, Plan
 from qsync_fx.distributed import FleetPlan, Replanning, average_by_batch, check_replicas, guard
 from tests.support.processes import ranks
 
-PLAN = ClusterPlan({"fast": Plan.uniform("fp32"), "slow": Plan("bf16", [("1", "int8")])}, ranks=["fast", "slow"])
+PLAN = ClusterPlan(
+    {"fast": Plan.uniform("fp32"), "slow": Plan("bf16", [("1", "int8")])}, ranks=["fast", "slow"]
+)
 
 
 def network(width: int = 16) -> nn.Sequential:
@@ -84,7 +86,9 @@ def agreement(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     with guard(model, check_every=1):
         list(train(model, rank, 2))
     found["trained"] = weights(model)
-    found["classes"] = sorted({str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators})
+    found["classes"] = sorted(
+        {str(ran.precision) for ran in qsync_fx.plan_coverage(model).operators}
+    )
     with torch.no_grad():
         if odd:
             model.module.get_parameter("1.bias")[2] = -model.module.get_parameter("1.bias")[2]
@@ -126,7 +130,11 @@ def averaging(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     with parallel.no_sync():
         parallel(data(rank, 1 + 2 * rank)).sum().backward()
     parallel(data(rank, 1 + 2 * rank)).sum().backward()
-    return {"errors": gradients, "weights": weights(model), "compiled": len(qsync_fx.plan_coverage(parallel).operators)}
+    return {
+        "errors": gradients,
+        "weights": weights(model),
+        "compiled": len(qsync_fx.plan_coverage(parallel).operators),
+    }
 
 
 def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +151,10 @@ def fails(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                 if step == 0:
                     pass
             digest = hashlib.sha256(weights(model).encode()).hexdigest()
-            print(f"trained {digest} by {len(qsync_fx.plan_coverage(model).operators)} operators", flush=True)
+            print(
+                f"trained {digest} by {len(qsync_fx.plan_coverage(model).operators)} operators",
+                flush=True,
+            )
             if odd and how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if odd and how == "stop":
@@ -242,7 +253,9 @@ def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
                 out = parallel(data(rank), name == "beside" or rank == 0 or step > 2)
                 (out if name == "others" else model.beside(out)).square().mean().backward()
                 optimizer.step()
-            told.append([str(w.message) for w in caught if issubclass(w.category, qsync_fx.PlanWarning)])
+            told.append(
+                [str(w.message) for w in caught if issubclass(w.category, qsync_fx.PlanWarning)]
+            )
         found[name] = {
             "told": told,
             "weights": weights(model),
@@ -254,7 +267,10 @@ def branches(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 def capped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """The plan of one class was made for less memory than a step takes."""
     plan = ClusterPlan(
-        {"fast": Plan.uniform("fp32"), "slow": Plan("bf16", notes={"memory": "1000", "peak": "900"})},
+        {
+            "fast": Plan.uniform("fp32"),
+            "slow": Plan("bf16", notes={"memory": "1000", "peak": "900"}),
+        },
         ranks=["fast", "slow"],
     )
     model = DistributedDataParallel(compiled(network(), plan))
@@ -272,7 +288,9 @@ def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         return module(x).square().mean()
 
     try:
-        qsync_fx.distributed.measure_and_plan(network(), step, [data(rank, 64)], device_class=str(rank), progress=False)
+        qsync_fx.distributed.measure_and_plan(
+            network(), step, [data(rank, 64)], device_class=str(rank), progress=False
+        )
     except qsync_fx.RankError as error:
         return said(error)
     return {}
@@ -288,7 +306,9 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
     arguments = job["arguments"] if rank in job["ranks"] else {}
     try:
-        qsync_fx.distributed.measure_and_plan(network(), step, [data(rank, 64)], progress=False, **arguments)
+        qsync_fx.distributed.measure_and_plan(
+            network(), step, [data(rank, 64)], progress=False, **arguments
+        )
     except qsync_fx.QSyncError as error:
         return {"error": type(error).__name__, "what": error.what, "steps": len(steps)}
     return {}

@@ -79,7 +79,9 @@ def build(**how: Any) -> Net:
 
 def compiled(model: nn.Module) -> Any:
     plan = LOW if distributed.get_rank() else Plan.uniform("fp32")
-    return torch.compile(model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"})
+    return torch.compile(
+        model, backend="qsync", options={"plan": plan, "inner_backend": "aot_eager"}
+    )
 
 
 def batches(count: int = STEPS, samples: int = 8) -> Iterator[Tensor]:
@@ -88,7 +90,9 @@ def batches(count: int = STEPS, samples: int = 8) -> Iterator[Tensor]:
         yield torch.randn(samples, 16, generator=generator)
 
 
-def train(called: Any, data: Iterator[Tensor] | None = None, optimizer: Any = None, **inputs: Any) -> None:
+def train(
+    called: Any, data: Iterator[Tensor] | None = None, optimizer: Any = None, **inputs: Any
+) -> None:
     optimizer = optimizer or torch.optim.SGD(called.parameters(), lr=0.05, momentum=0.9)
     for x in data or batches():
         optimizer.zero_grad()
@@ -96,14 +100,18 @@ def train(called: Any, data: Iterator[Tensor] | None = None, optimizer: Any = No
         optimizer.step()
 
 
-def parallel(model: nn.Module | None = None, inside: bool = True, several: bool = False, **how: Any) -> Any:
+def parallel(
+    model: nn.Module | None = None, inside: bool = True, several: bool = False, **how: Any
+) -> Any:
     """A model in DistributedDataParallel that is compiled inside of it, or outside."""
     model = model or build()
     # No bucket may be smaller than the first, which is one MiB else. PowerSGD over gloo crashes where there are several.
     distributed._DEFAULT_FIRST_BUCKET_BYTES = 512 if several else 2**20  # type: ignore[attr-defined]
     how = {"bucket_cap_mb": 0.001, **how} if several else how
     return (
-        DistributedDataParallel(compiled(model), **how) if inside else compiled(DistributedDataParallel(model, **how))
+        DistributedDataParallel(compiled(model), **how)
+        if inside
+        else compiled(DistributedDataParallel(model, **how))
     )
 
 
@@ -147,7 +155,9 @@ def joined(weighted: bool = False) -> Any:
 
 def zero() -> Any:
     called = parallel()
-    optimizer = ZeroRedundancyOptimizer(called.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(
+        called.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
+    )
     return trained(called, optimizer=optimizer)
 
 
@@ -175,7 +185,10 @@ def not_a_number() -> Any:
 
 
 def cases(world: int) -> dict[str, Callable[[], Any]]:
-    power = lambda: (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)  # noqa: E731
+    def power() -> tuple[Any, Any]:
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+        return state, powerSGD_hook.powerSGD_hook
+
     return {
         "DDP(compile)": lambda: trained(parallel()),
         "compile(DDP), several buckets": lambda: trained(parallel(inside=False, several=True)),
@@ -209,9 +222,12 @@ def outcome(called: Any) -> dict[str, Any]:
     applied = qsync_fx.plan_coverage(called)
     return {
         "weights": hashlib.sha256(b"".join(p.numpy().tobytes() for p in found)).hexdigest(),
-        "moved": len(found) == len(start) and any(not torch.equal(p, q) for p, q in zip(found, start, strict=True)),
+        "moved": len(found) == len(start)
+        and any(not torch.equal(p, q) for p, q in zip(found, start, strict=True)),
         "finite": all(bool(p.isfinite().all()) for p in found),
-        "precisions": sorted({str(ran.precision) for ran in applied.operators if ran.kind == "adjustable"}),
+        "precisions": sorted(
+            {str(ran.precision) for ran in applied.operators if ran.kind == "adjustable"}
+        ),
         "uncovered": len(applied.uncovered),
         "graphs": counters["stats"]["unique_graphs"],
     }
@@ -258,7 +274,11 @@ def checkpointed(world: int, folder: Path) -> dict[str, Any]:
     loaded = outcome(called)
     qsync_fx.switch_plan(called, Plan.uniform("bf16" if distributed.get_rank() else "int8"))
     train(called, optimizer=optimizer)
-    return {"loaded": loaded, "trained": outcome(called), "steps": int(next(iter(optimizer.state.values()))["step"])}
+    return {
+        "loaded": loaded,
+        "trained": outcome(called),
+        "steps": int(next(iter(optimizer.state.values()))["step"]),
+    }
 
 
 if __name__ == "__main__":

@@ -54,10 +54,14 @@ def loss_of(model: Any, part: tuple[Tensor, Tensor]) -> Tensor:
 
 def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=len(BATCHES))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=len(BATCHES)
+    )
     model = network()
     options: dict[str, Any] = {"plan": PLANS[rank], "inner_backend": "aot_eager"}
-    parallel = torch.compile(DistributedDataParallel(model, broadcast_buffers=False), backend="qsync", options=options)
+    parallel = torch.compile(
+        DistributedDataParallel(model, broadcast_buffers=False), backend="qsync", options=options
+    )
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         share = len(BATCHES) * BATCHES[rank] / sum(BATCHES)

@@ -27,7 +27,9 @@ INNER = {"inner_backend": "aot_eager"}
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+    )
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
@@ -59,7 +61,15 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
     parallel = DistributedDataParallel(compiled)
     handle = compress(parallel, plan, check_every=5)
     # Whatever else the machine does: links alone count.
-    how = Replanning(plan, tolerance=1000.0, patience=4, cooldown=12, links=1.0, compression=handle, free=lambda: None)
+    how = Replanning(
+        plan,
+        tolerance=1000.0,
+        patience=4,
+        cooldown=12,
+        links=1.0,
+        compression=handle,
+        free=lambda: None,
+    )
     with guard(parallel, check_every=5, same_batch=False, replan=how) as training:
         for step in range(STEPS):
             if step == FROM:
@@ -89,6 +99,10 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    ranks.write(Path(sys.argv[1]), distributed.get_rank(), trained(Path(sys.argv[1]), distributed.get_rank()))
+    ranks.write(
+        Path(sys.argv[1]),
+        distributed.get_rank(),
+        trained(Path(sys.argv[1]), distributed.get_rank()),
+    )
     distributed.barrier()
     os._exit(0)

@@ -59,11 +59,15 @@ class Slowed(nn.Module):
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+    )
 
 
 def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(BATCHES[rank], WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(
+        BATCHES[rank], WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)
+    )
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
@@ -117,8 +121,14 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     slow_links = [Collective("gloo", 2, [(2**10, 1e-3), (2**20, 0.2)])]
     with mock.patch.object(link_measurement, "collectives", return_value=slow_links):
         plan = found_plan(rank, model, optimizer, **wishes)
-    parallel = DistributedDataParallel(torch.compile(model, backend="qsync", options={"plan": plan}))
-    found: dict[str, Any] = {"plan": plan.to_json(), "codecs": dict(plan.codecs), "note": plan.notes["codecs"]}
+    parallel = DistributedDataParallel(
+        torch.compile(model, backend="qsync", options={"plan": plan})
+    )
+    found: dict[str, Any] = {
+        "plan": plan.to_json(),
+        "codecs": dict(plan.codecs),
+        "note": plan.notes["codecs"],
+    }
     refusal(found, "none", lambda: Replanning(plan))
     handle = compress(parallel, plan, check_every=2)
     # What links take was made up.
@@ -131,7 +141,9 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             if step == 4:
                 replanner: Any = training._replanner
                 replanner._switch(
-                    ClusterPlan(plan.classes, plan.devices, plan.ranks, plan.notes, {"0.weight": "qsgd4"})
+                    ClusterPlan(
+                        plan.classes, plan.devices, plan.ranks, plan.notes, {"0.weight": "qsgd4"}
+                    )
                 )
         in_force = training.plan
     assert in_force is not None
@@ -147,7 +159,9 @@ def coded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def trained(plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, int], None]) -> dict[str, Any]:
+def trained(
+    plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, int], None]
+) -> dict[str, Any]:
     """Trains under a plan; returns what was decided, and what is in force then."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -162,7 +176,11 @@ def trained(plan: Any, rank: int, how: Replanning, each: Callable[[int, Slowed, 
             optimizer.step()
         in_force = training.plan
     assert in_force is not None
-    ran = (operator for operator in qsync_fx.plan_coverage(compiled).operators if operator.kind == "adjustable")
+    ran = (
+        operator
+        for operator in qsync_fx.plan_coverage(compiled).operators
+        if operator.kind == "adjustable"
+    )
     return {
         "weights": hashlib.sha256(weights(model).encode()).hexdigest(),
         "replanned": [decided.to_dict() for decided in training.replanned],

@@ -32,7 +32,9 @@ def variance(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         if rank < count:
             model = build(Perceptron)
             fast = compiled(
-                DistributedDataParallel(model, process_group=group), precision="int8", inner_backend="eager"
+                DistributedDataParallel(model, process_group=group),
+                precision="int8",
+                inner_backend="eager",
             )
             x = torch.randn(32, 16)
             torch.manual_seed(0)
@@ -59,7 +61,9 @@ def train(folder: Path, interrupted: bool) -> dict[str, Any]:
     """Trains with dropout and shuffling as docs/reproducibility.md advises; where it is to be interrupted, rank 1 is killed once."""
     rank, restarted = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     advice: dict[str, Any] = {"torch": torch, "qsync_fx": qsync_fx}
-    (block,) = (b for b in pages.blocks(PAGE.read_text()) if b.values.get("name") == "checkpoint.py")
+    (block,) = (
+        b for b in pages.blocks(PAGE.read_text()) if b.values.get("name") == "checkpoint.py"
+    )
     exec(block.text, advice)
 
     # A restarted run is another process, and does not start from where the first one did.

@@ -18,7 +18,12 @@ STEPS = 2
 def model() -> nn.Module:
     """Seven weights and biases, of 5 MiB in total."""
     return nn.Sequential(
-        nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.Linear(512, 8)
+        nn.Linear(256, 512),
+        nn.ReLU(),
+        nn.Linear(512, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 512),
+        nn.Linear(512, 8),
     )
 
 
@@ -26,7 +31,9 @@ def main(rank: int, ranks: int, folder: str) -> list[int]:
     """Trains and traces; returns the order in which gradients arrived."""
     torch.set_num_threads(1)
     where = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+    )
     inner = model()
     arrival: list[int] = []
     for at, parameter in enumerate(inner.parameters()):

@@ -80,7 +80,11 @@ def outcomes(entry: OpInfo, samples: int, precision: str = "fp32") -> Iterator[O
     torch.manual_seed(0)
     # A generator that is left open switches autograd when it is collected: take all samples out of it.
     every = list(entry.sample_inputs("cpu", torch.float32, requires_grad=True))
-    chosen = sorted({round(at * (len(every) - 1) / max(samples - 1, 1)) for at in range(samples)}) if every else []
+    chosen = (
+        sorted({round(at * (len(every) - 1) / max(samples - 1, 1)) for at in range(samples)})
+        if every
+        else []
+    )
     forms = [("plain", entry.op), ("in place", entry.inplace_variant)]
     for form, call in forms:
         for at in chosen:
@@ -89,7 +93,9 @@ def outcomes(entry: OpInfo, samples: int, precision: str = "fp32") -> Iterator[O
                 yield Outcome(full_name(entry), form, at, *result)
 
 
-def run(call: Callable[..., Any], sample: SampleInput, in_place: bool, precision: str) -> tuple[str, str, list[str]]:
+def run(
+    call: Callable[..., Any], sample: SampleInput, in_place: bool, precision: str
+) -> tuple[str, str, list[str]]:
     """Runs one sample under eager, aot_eager and the backend; returns result, detail and the operators without a row."""
     program = _Program(call, sample, in_place)
     without_row: dict[str, int] = {}
@@ -120,13 +126,24 @@ def run(call: Callable[..., Any], sample: SampleInput, in_place: bool, precision
         return "error", _line(error), list(without_row)
     if not met:
         made = counter.frame_count
-        return ("error", f"aot_eager was given {made} graphs, we none", []) if made else ("no graph", "", [])
+        return (
+            ("error", f"aot_eager was given {made} graphs, we none", [])
+            if made
+            else ("no graph", "", [])
+        )
     if precision == "fp32":
         found = _difference(ours, torch_compiled)
-        if found is not None and _difference(program(compiled("aot_eager")), torch_compiled) is not None:
+        if (
+            found is not None
+            and _difference(program(compiled("aot_eager")), torch_compiled) is not None
+        ):
             return "random", "", list(without_row)
         same = "equal" if _difference(ours, eager) is not None else "eager equal"
-        return (same, "", list(without_row)) if found is None else ("different", found, list(without_row))
+        return (
+            (same, "", list(without_row))
+            if found is None
+            else ("different", found, list(without_row))
+        )
     return *_near(ours, eager, 8 * step(precision)), list(without_row)
 
 
@@ -160,7 +177,9 @@ class _Program:
         outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         learned = [t for t in tensors if t.requires_grad]
         differentiable = [
-            t for t in pytree.tree_leaves(self.process(output)) if isinstance(t, Tensor) and t.requires_grad
+            t
+            for t in pytree.tree_leaves(self.process(output))
+            if isinstance(t, Tensor) and t.requires_grad
         ]
         if not differentiable or not learned:
             return [t.detach() for t in outputs]
@@ -179,7 +198,9 @@ def _difference(first: Values, second: Values) -> str | None:
         return f"{len(first)} values for {len(second)}"
     for at, (a, b) in enumerate(zip(first, second, strict=True)):
         if (a is None) != (b is None):
-            return f"value {at}: {None if a is None else a.shape} for {None if b is None else b.shape}"
+            return (
+                f"value {at}: {None if a is None else a.shape} for {None if b is None else b.shape}"
+            )
         if a is None or b is None:
             continue
         if a.dtype is not b.dtype or a.shape != b.shape or a.layout is not b.layout:
@@ -249,7 +270,9 @@ def survey(chosen: Sequence[OpInfo], samples: int, precision: str) -> Iterator[O
     gc.disable()
     seeded = common_methods_invocations.wrapper_set_seed
     # The database seeds before it calls what draws numbers, in a way that Dynamo cannot capture. We seed anyway.
-    common_methods_invocations.wrapper_set_seed = lambda call, *args, **kwargs: call(*args, **kwargs)
+    common_methods_invocations.wrapper_set_seed = lambda call, *args, **kwargs: call(
+        *args, **kwargs
+    )
     try:
         with warnings.catch_warnings(), torch._dynamo.config.patch(**CAPTURE):
             warnings.simplefilter("ignore")
@@ -270,10 +293,18 @@ def main() -> int:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--only", default="", help="operators with this text in their name")
     parser.add_argument("--seed", type=int, default=0, help="which sample of operators")
-    parser.add_argument("--json", type=Path, required=True, metavar="PATH", help="one row an operator, form and sample")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="one row an operator, form and sample",
+    )
     options = parser.parse_args()
     part, parts = map(int, options.shard.split("/"))
-    chosen = chosen_entries(None if options.all or options.only else 60, options.seed)[part - 1 :: parts]
+    chosen = chosen_entries(None if options.all or options.only else 60, options.seed)[
+        part - 1 :: parts
+    ]
     chosen = [entry for entry in chosen if options.only in full_name(entry)]
     started, found = time.time(), []
     for outcome in survey(chosen, options.samples, options.precision):
@@ -289,7 +320,10 @@ def main() -> int:
         "torch": torch.__version__, "precision": options.precision, "shard": options.shard, "operators": len(chosen),
         "seconds": round(time.time() - started), "counts": dict(counts), "without_row": dict(unknown),
     }  # fmt: skip
-    write_text(options.json, json.dumps({**summary, "rows": [asdict(outcome) for outcome in found]}, indent=1))
+    write_text(
+        options.json,
+        json.dumps({**summary, "rows": [asdict(outcome) for outcome in found]}, indent=1),
+    )
     print(json.dumps(summary, indent=1))
     return int(any(counts[failure] for failure in FAILURES))
 

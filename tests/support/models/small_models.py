@@ -37,7 +37,9 @@ class Perceptron(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 32), nn.Tanh())
+        self.layers = nn.Sequential(
+            nn.Linear(16, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 32), nn.Tanh()
+        )
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +63,10 @@ class Counting:
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(
-        self, module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, object] | None = None
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        options: dict[str, object] | None = None,
     ) -> Callable[..., Any]:
         self.graphs.append(module)
         return qsync(module, inputs, options=options)
@@ -71,7 +76,9 @@ class Counting:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -79,11 +86,15 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert found, "nothing to compare"
     for name in wanted:
-        assert torch.equal(found[name], wanted[name]), f"{name} differs by {(found[name] - wanted[name]).abs().max()}"
+        assert torch.equal(found[name], wanted[name]), (
+            f"{name} differs by {(found[name] - wanted[name]).abs().max()}"
+        )
 
 
 def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The norm of the difference of all tensors together, relative to that of `wanted`."""
     assert found.keys() == wanted.keys()
-    difference = sum(float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted)
+    difference = sum(
+        float((found[name].double() - wanted[name].double()).square().sum()) for name in wanted
+    )
     return (difference / sum(float(t.double().square().sum()) for t in wanted.values())) ** 0.5

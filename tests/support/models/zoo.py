@@ -87,7 +87,9 @@ _SMALL: dict[str, Any] = {
 }
 
 
-def language(name: str, padded: bool = False, **changes: Any) -> Callable[[], tuple[nn.Module, Inputs]]:
+def language(
+    name: str, padded: bool = False, **changes: Any
+) -> Callable[[], tuple[nn.Module, Inputs]]:
     """A masked or causal language model: `hf.<name>`, whose configuration gets those of `_SMALL` that it knows, and `changes`."""
 
     def build() -> tuple[nn.Module, Inputs]:
@@ -126,7 +128,10 @@ def whisper() -> tuple[nn.Module, Inputs]:
         max_target_positions=16, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, use_cache=False,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
     )  # fmt: skip
-    return hf.WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 8, 22), "labels": tokens(2)}
+    return hf.WhisperForConditionalGeneration(config), {
+        "input_features": torch.randn(2, 8, 22),
+        "labels": tokens(2),
+    }
 
 
 # Vision models.
@@ -136,13 +141,21 @@ def vision(name: str, size: int = 32, **config: Any) -> Callable[[], tuple[nn.Mo
     def build() -> tuple[nn.Module, Inputs]:
         model_class = getattr(hf, name)
         model = model_class(model_class.config_class(num_labels=5, **config))
-        return model, {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(5, (4,))}
+        return model, {
+            "pixel_values": torch.randn(4, 3, size, size),
+            "labels": torch.randint(5, (4,)),
+        }
 
     return build
 
 
 def clip() -> tuple[nn.Module, Inputs]:
-    half = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    half = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     config = hf.CLIPConfig(
         text_config={
             **half,

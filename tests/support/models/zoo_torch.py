@@ -24,7 +24,9 @@ class Residual(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.downsample = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
@@ -36,10 +38,15 @@ class Residual(nn.Module):
 
 def resnet() -> tuple[nn.Module, Inputs]:
     stem = nn.Sequential(
-        nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        nn.Conv2d(3, 8, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
     )
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
-    return _Classifier(nn.Sequential(stem, Residual(8, 8, 1), Residual(8, 16, 2), head)), _images(33)
+    return _Classifier(nn.Sequential(stem, Residual(8, 8, 1), Residual(8, 16, 2), head)), _images(
+        33
+    )
 
 
 def vgg() -> tuple[nn.Module, Inputs]:
@@ -51,7 +58,14 @@ def vgg() -> tuple[nn.Module, Inputs]:
             nn.MaxPool2d(2, 2),
         ]
 
-    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 24), nn.ReLU(True), nn.Dropout(0.0), nn.Linear(24, 5)]
+    head = [
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 24),
+        nn.ReLU(True),
+        nn.Dropout(0.0),
+        nn.Linear(24, 5),
+    ]
     return _Classifier(nn.Sequential(*block(3, 8), *block(8, 16), *head)), _images(16)
 
 
@@ -74,7 +88,9 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
-        self.down = nn.Sequential(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16), nn.LeakyReLU(0.1))
+        self.down = nn.Sequential(
+            nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16), nn.LeakyReLU(0.1)
+        )
         self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
         self.last = nn.Conv2d(16, 8, 3, padding=1, groups=2)
         self.head = nn.Conv2d(8, 4, 1)

@@ -21,8 +21,12 @@ DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "int32"]] = {
 }
 OPERANDS: dict[torch.dtype, _C.Operands] = {torch.int8: "int8", torch.bfloat16: "bfloat16"}
 
-LAYOUTS = st.sampled_from(["rows", "columns", "rows within", "columns within", "every second", "one row", "one column"])
-SIZES = st.one_of(st.integers(0, 3), st.sampled_from([12, 16, 31, 32, 33, 64, 65]), st.integers(4, 90))
+LAYOUTS = st.sampled_from(
+    ["rows", "columns", "rows within", "columns within", "every second", "one row", "one column"]
+)
+SIZES = st.one_of(
+    st.integers(0, 3), st.sampled_from([12, 16, 31, 32, 33, 64, 65]), st.integers(4, 90)
+)
 LENGTHS = st.one_of(st.integers(0, 9), st.integers(10, 200))
 
 
@@ -43,7 +47,17 @@ def multiplied(
     result = memory[16 : 16 + m * n].view(m, n)
     of_a, of_b, added = (0 if t is None else t.data_ptr() for t in (a_scale, b_scale, bias))
     _C.gemm(
-        *(a.data_ptr(), b.data_ptr(), result.data_ptr(), m, n, a.shape[1], a.stride(), b.stride(), DTYPES[dtype]),
+        *(
+            a.data_ptr(),
+            b.data_ptr(),
+            result.data_ptr(),
+            m,
+            n,
+            a.shape[1],
+            a.stride(),
+            b.stride(),
+            DTYPES[dtype],
+        ),
         a_scale=of_a,
         a_scale_each=a_scale is not None and a_scale.dim() > 0,
         b_scale=of_b,
@@ -58,7 +72,9 @@ def multiplied(
     return result
 
 
-def matrix(rows: int, columns: int, layout: str, dtype: torch.dtype = torch.int8, lowest: int = -128) -> Tensor:
+def matrix(
+    rows: int, columns: int, layout: str, dtype: torch.dtype = torch.int8, lowest: int = -128
+) -> Tensor:
     """Returns random whole numbers from `lowest` up to what is as far above zero, less one."""
 
     def numbers(*shape: int) -> Tensor:
@@ -99,7 +115,9 @@ def matrices_at_the_end_of_memory(dtype: torch.dtype) -> Iterator[Iterator[Tenso
 
     def matrices() -> Iterator[Tensor]:
         for rows, columns in [(12, 64), (7, 33), (13, 5), (32, 16), (1, 17), (17, 1)]:
-            lies = whole[end - rows * columns : end].copy_(torch.randint(-128, 128, (rows * columns,)))
+            lies = whole[end - rows * columns : end].copy_(
+                torch.randint(-128, 128, (rows * columns,))
+            )
             yield from (lies.view(rows, columns), lies.view(columns, rows).t())
 
     assert libc.mprotect(behind, ctypes.c_size_t(page), 0) == 0

@@ -22,12 +22,22 @@ THREE = ("fp32", "bf16", "int8")
 def drawn_sensitivity(graph: ModelGraph, seed: int = 0) -> Sensitivity:
     """Returns what narrower formats add: more, the fewer bits they have, and lognormal from operator to operator."""
     draw = random.Random(f"sensitivity {seed}")
-    scale = {"bf16": 0.02, "fp16": 0.004, "tf32": 0.003, "int8": 1.0, "int8_grad": 1.6, "fp8": 0.8, "fp8_e5m2": 1.2}
+    scale = {
+        "bf16": 0.02,
+        "fp16": 0.004,
+        "tf32": 0.003,
+        "int8": 1.0,
+        "int8_grad": 1.6,
+        "fp8": 0.8,
+        "fp8_e5m2": 1.2,
+    }
     variance: dict[str, dict[str, float]] = {}
     for operator in graph.operators:
         if operator.kind == "adjustable":
             own = draw.lognormvariate(0, 2)
-            variance[operator.id] = {fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in scale.items()}
+            variance[operator.id] = {
+                fmt: own * share * draw.uniform(0.8, 1.2) for fmt, share in scale.items()
+            }
     return Sensitivity("drawn", "model", variance)
 
 
@@ -37,35 +47,51 @@ def device_class(
     """Returns a class that trains one of the models of `predicted_models`."""
     graph = graph_of(name)
     training = TrainingMemory(ADAM, buckets=True)
-    return DeviceClass(graph, times(seed), drawn_sensitivity(graph, seed), formats, training=training)
+    return DeviceClass(
+        graph, times(seed), drawn_sensitivity(graph, seed), formats, training=training
+    )
 
 
 class PlainTimes(DrawnTimes):
     """Times that do not depend on neighbours, nor on whose a cast is: what a linear program can know."""
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         return self._drawn(operator, str(state))
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         return TOLD_BY_NONE
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         return super().cast("", before, after, numel, differentiated)
 
 
 class OwnedTimes(PlainTimes):
     """Times that do not depend on neighbours."""
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         return DrawnTimes.cast(self, operator, before, after, numel, differentiated)
 
 
-def alone(name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes) -> Problem:
+def alone(
+    name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
+) -> Problem:
     """Returns a problem of one device, without limits."""
-    return Problem({"device": device_class(name, formats, seed, times)}, Cluster({"device": ClusterDevice()}))
+    return Problem(
+        {"device": device_class(name, formats, seed, times)}, Cluster({"device": ClusterDevice()})
+    )
 
 
-def fleet(name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes) -> Problem:
+def fleet(
+    name: str, formats: tuple[str, ...] = THREE, seed: int = 0, times: type[DrawnTimes] = DrawnTimes
+) -> Problem:
     """Returns a problem of two devices that stay in FP32, and two slower ones that are open to choice; gradients in small buckets."""
     slow = device_class(name, formats, seed, times)
     fast = replace(slow, times=times(seed + 1), kept=slow.uniform("fp32"))

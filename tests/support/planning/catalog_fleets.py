@@ -26,7 +26,11 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=1000, num_hidden_layers=2, hidden_size=256, num_attention_heads=4, intermediate_size=1024
+        vocab_size=1000,
+        num_hidden_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        intermediate_size=1024,
     )
     ids = torch.arange(4 * 64).view(4, 64)
     return BertForMaskedLM(config), {"input_ids": ids, "labels": ids.clone()}
@@ -35,12 +39,19 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
 def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(depths=[2, 2], hidden_sizes=[64, 128], embedding_size=32, layer_type="basic", num_labels=10)  # type: ignore[call-arg]
-    return ResNetForImageClassification(config), {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.arange(4)}
+    config = ResNetConfig(
+        depths=[2, 2], hidden_sizes=[64, 128], embedding_size=32, layer_type="basic", num_labels=10
+    )  # type: ignore[call-arg]
+    return ResNetForImageClassification(config), {
+        "pixel_values": torch.randn(4, 3, 64, 64),
+        "labels": torch.arange(4),
+    }
 
 
 def perceptron() -> tuple[nn.Module, dict[str, Tensor]]:
-    return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), {"input": torch.randn(4, 1024)}
+    return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)), {
+        "input": torch.randn(4, 1024)
+    }
 
 
 MODELS: dict[str, Any] = {"perceptron": perceptron, "bert": bert, "resnet": resnet}
@@ -54,7 +65,9 @@ def symbolic(name: str, device: str) -> ModelGraph:
     model, inputs = MODELS[name]()
     for tensor in inputs.values():
         torch._dynamo.mark_dynamic(tensor, 0)
-    return build_model_graph(qsync_fx.explain(model.train(), **inputs, options={"target": device}), FORMATS[device])
+    return build_model_graph(
+        qsync_fx.explain(model.train(), **inputs, options={"target": device}), FORMATS[device]
+    )
 
 
 def sized(name: str, device: str, batch: int) -> DeviceClass:

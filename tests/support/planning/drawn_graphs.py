@@ -34,7 +34,13 @@ class Drawn(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.steps = []
         for at in range(len(self.layers)):
-            self.steps.append((at, draw.randrange(at + 1), draw.choice(["add", "mul", "none", "relu", "cat", "norm"])))
+            self.steps.append(
+                (
+                    at,
+                    draw.randrange(at + 1),
+                    draw.choice(["add", "mul", "none", "relu", "cat", "norm"]),
+                )
+            )
         self.normed = any(join == "norm" for _, _, join in self.steps)
         if not self.normed:
             del self.norm
@@ -60,11 +66,15 @@ class Drawn(nn.Module):
 @functools.cache
 def graph(seed: int) -> ModelGraph:
     torch._dynamo.reset()
-    explanation = qsync_fx.explain(Drawn(seed).train(), torch.randn(4, 8), options={"precision": "int8"})
+    explanation = qsync_fx.explain(
+        Drawn(seed).train(), torch.randn(4, 8), options={"precision": "int8"}
+    )
     return build_model_graph(explanation, ("fp32", "bf16", "fp16", "int8"))
 
 
-def device(seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes) -> DeviceClass:
+def device(
+    seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainTimes
+) -> DeviceClass:
     found = graph(seed % 7)
     return DeviceClass(
         found,
@@ -78,5 +88,7 @@ def device(seed: int, formats: tuple[str, ...], times: type[DrawnTimes] = PlainT
 def every(problem: Problem, name: str) -> list[tuple[dict[str, str], Evaluation]]:
     choices = problem.classes[name].choices
     judge = PlanEvaluator(problem, problem.uniform())
-    plans = (dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values()))
+    plans = (
+        dict(zip(choices, picked, strict=True)) for picked in itertools.product(*choices.values())
+    )
     return [(plan, judge.become({name: plan})) for plan in plans]

@@ -20,14 +20,19 @@ def step(model: Any, batch: Batch) -> Tensor:
 def batches(width: tuple[int, ...] = (16,), count: int = 4, size: int = 32) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.randn(size, *width, generator=generator), torch.randint(10, (size,), generator=generator))
+        (
+            torch.randn(size, *width, generator=generator),
+            torch.randint(10, (size,), generator=generator),
+        )
         for _ in range(count)
     ]
 
 
 def wide(activation: Callable[[], nn.Module]) -> nn.Module:
     widths = (16, 64, 24, 96, 32, 10)
-    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), activation())][:-1]
+    layers = [
+        part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), activation())
+    ][:-1]
     model = nn.Sequential(*layers)
     for at, layer in enumerate(model):
         if isinstance(layer, nn.Linear):

@@ -33,4 +33,10 @@ def layer(inputs: int = 16) -> nn.Module:
 
 
 def quick(model: nn.Module, step: Any, **more: Any) -> Profile:
-    return measure(model, step, [BATCH], ["fp32"], **{"repeats": 2, "progress": False, "sensitivity": None, **more})
+    return measure(
+        model,
+        step,
+        [BATCH],
+        ["fp32"],
+        **{"repeats": 2, "progress": False, "sensitivity": None, **more},
+    )

@@ -22,7 +22,9 @@ from qsync_fx.profiler.timing.measured_memory import measured_peak
 FORMATS = ("fp32", "bf16", "int8")
 
 
-def real_and_foreseen(model: nn.Module, x: Tensor, plan: Plan, built: bool = False) -> tuple[int, int]:
+def real_and_foreseen(
+    model: nn.Module, x: Tensor, plan: Plan, built: bool = False
+) -> tuple[int, int]:
     """Returns the most bytes that a step of a model holds beyond what is held before it, as counted and as foreseen."""
     torch._dynamo.reset()
     graph = build_model_graph(qsync_fx.explain(model.train(), x), FORMATS)
@@ -38,4 +40,6 @@ def real_and_foreseen(model: nn.Module, x: Tensor, plan: Plan, built: bool = Fal
 
         step()
         # This loss keeps nothing.
-        return measured_peak(step), step_memory(states(graph, plan), TrainingMemory(loss=LossMemory())).step_bytes
+        return measured_peak(step), step_memory(
+            states(graph, plan), TrainingMemory(loss=LossMemory())
+        ).step_bytes

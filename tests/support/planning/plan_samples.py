@@ -10,7 +10,9 @@ from qsync_fx.plan.operator_id import OpId
 
 names = st.text(st.characters(exclude_characters="."), min_size=1, max_size=6)
 op_ids = st.one_of(
-    st.builds(OpId, st.lists(names, min_size=1, max_size=3).map(".".join), names, st.integers(0, 20)),
+    st.builds(
+        OpId, st.lists(names, min_size=1, max_size=3).map(".".join), names, st.integers(0, 20)
+    ),
     st.builds(OpId, st.just(""), names, st.integers(0, 3), st.one_of(st.just(""), names)),
 )
 precisions = st.sampled_from(sorted(FORMATS))

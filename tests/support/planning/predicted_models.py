@@ -72,15 +72,24 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+        )
         self.table = nn.Embedding(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.a(x), self.b(x)
         second += first
-        masked = first.masked_fill(x > 0, torch.finfo(torch.float32).min).softmax(-1, dtype=torch.float32)
+        masked = first.masked_fill(x > 0, torch.finfo(torch.float32).min).softmax(
+            -1, dtype=torch.float32
+        )
         wide = self.c(masked).double() + self.table(torch.zeros(x.shape[0], dtype=torch.long))
-        return self.d(wide.float().half().float() * 2.5) + second.view(-1).view_as(first).clamp_(-1e30, 1)
+        return self.d(wide.float().half().float() * 2.5) + second.view(-1).view_as(first).clamp_(
+            -1e30, 1
+        )
 
 
 class Residual(nn.Module):
@@ -138,13 +147,16 @@ class Attending(nn.Module):
 
 def _residual(behind: bool, depth: int = 3, drops: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
     shape = 4, 64, 32
-    return Residual(behind, depth, drops), {"x": torch.randn(shape, requires_grad=True), "target": torch.randn(shape)}
+    return Residual(behind, depth, drops), {
+        "x": torch.randn(shape, requires_grad=True),
+        "target": torch.randn(shape),
+    }
 
 
 def _mlp() -> tuple[nn.Module, dict[str, Any]]:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), {
-        "input": torch.randn(4, 8)
-    }
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)
+    ), {"input": torch.randn(4, 8)}
 
 
 OWN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
@@ -183,9 +195,14 @@ def plans(name: str, formats: tuple[str, ...] = FORMATS) -> st.SearchStrategy[Pl
     """Plans that name every operator, and ones with a default, which gives way where the model holds something else."""
     ids = adjustable(name)
     fmt = st.sampled_from(formats)
-    each = st.lists(fmt, min_size=len(ids), max_size=len(ids)).map(lambda f: dict(zip(ids, f, strict=True)))
+    each = st.lists(fmt, min_size=len(ids), max_size=len(ids)).map(
+        lambda f: dict(zip(ids, f, strict=True))
+    )
     some = st.dictionaries(st.sampled_from(ids), fmt, max_size=len(ids))
-    return st.one_of(st.builds(lambda o: Plan(operators=o), each), st.builds(lambda d, o: Plan(d, (), o), fmt, some))
+    return st.one_of(
+        st.builds(lambda o: Plan(operators=o), each),
+        st.builds(lambda d, o: Plan(d, (), o), fmt, some),
+    )
 
 
 class DrawnTimes:
@@ -194,17 +211,27 @@ class DrawnTimes:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def operator(self, operator: str, state: OperandState, around: Sequence[OperandState | None]) -> Seconds:
+    def operator(
+        self, operator: str, state: OperandState, around: Sequence[OperandState | None]
+    ) -> Seconds:
         return self._drawn(operator, str(state), *map(str, around))
 
     def least(self, operator: str, state: OperandState, beside: Beside = ANYBODY) -> Seconds:
         around = [beside.get(by) for by in NEIGHBOURS]
-        return self.operator(operator, state, around) if beside.keys() == set(NEIGHBOURS) else Seconds(0.0, 0.0)
+        return (
+            self.operator(operator, state, around)
+            if beside.keys() == set(NEIGHBOURS)
+            else Seconds(0.0, 0.0)
+        )
 
-    def told_apart(self, operator: str, state: OperandState) -> Sequence[Collection[StateNames] | None]:
+    def told_apart(
+        self, operator: str, state: OperandState
+    ) -> Sequence[Collection[StateNames] | None]:
         return [None] * len(NEIGHBOURS)
 
-    def cast(self, operator: str, before: str, after: str, numel: int, differentiated: bool) -> Seconds:
+    def cast(
+        self, operator: str, before: str, after: str, numel: int, differentiated: bool
+    ) -> Seconds:
         found = self._drawn(operator, before, after, str(numel))
         return found if differentiated else Seconds(found.forward, 0.0)
 

@@ -26,13 +26,25 @@ def device_trace() -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
 
-    def event(category: str, name: str, track: int, begin: float, duration: float, **args: object) -> None:
-        one = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": track, "ts": begin, "dur": duration}
+    def event(
+        category: str, name: str, track: int, begin: float, duration: float, **args: object
+    ) -> None:
+        one = {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "pid": 1,
+            "tid": track,
+            "ts": begin,
+            "dur": duration,
+        }
         events.append({**one, "args": args})
 
     numbers = iter(range(1000))
 
-    def asked(name: str, host: float, device: float, duration: float, stream: int = 7, **args: object) -> None:
+    def asked(
+        name: str, host: float, device: float, duration: float, stream: int = 7, **args: object
+    ) -> None:
         number = next(numbers)
         event("cuda_runtime", "cudaLaunchKernel", 1, host, 0.1, correlation=number)
         event("kernel", name, stream, device, duration, correlation=number, **args)
@@ -42,7 +54,12 @@ def device_trace() -> dict[str, Any]:
         event("cpu_op", "aten::linear", 1, begin + 1, 2, **{"Sequence number": at})
         asked("gemm", begin + 2, begin + 100, 10)
         event(
-            "cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 1, begin + 4, 2, **{"Sequence number": at}
+            "cpu_op",
+            "autograd::engine::evaluate_function: AddmmBackward0",
+            1,
+            begin + 4,
+            2,
+            **{"Sequence number": at},
         )
         asked("gemm_backward", begin + 5, begin + 115, 20)
         nccl = {"Collective name": "allreduce", "In msg nelems": 64, "dtype": "Half"}

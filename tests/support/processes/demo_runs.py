@@ -19,7 +19,14 @@ EAGER = ("--inner-backend", "aot_eager")
 def run(
     *arguments: str, output: Path, python: tuple[str, ...] = (), seconds: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *python, str(EXAMPLES / "demo.py"), *arguments, "--output", str(output)]
+    command = [
+        sys.executable,
+        *python,
+        str(EXAMPLES / "demo.py"),
+        *arguments,
+        "--output",
+        str(output),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=wide())
 
 

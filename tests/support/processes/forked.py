@@ -22,11 +22,17 @@ FORKED = ("torch.distributed.run", "qsync_fx.cli")
 
 def main(door: str, arguments: list[str]) -> None:
     script = arguments[arguments[:1] == ["-u"] :]
-    if not (script[1:2] and script[1] in FORKED if script[:1] == ["-m"] else script and not script[0].startswith("-")):
+    if not (
+        script[1:2] and script[1] in FORKED
+        if script[:1] == ["-m"]
+        else script and not script[0].startswith("-")
+    ):
         os.execv(sys.executable, [sys.executable, *arguments])
     with socket.socket(socket.AF_UNIX) as line:
         connect(line, door)
-        asked = json.dumps({"run": script, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+        asked = json.dumps(
+            {"run": script, "folder": os.getcwd(), "environment": dict(os.environ)}
+        ).encode()
         socket.send_fds(line, [len(asked).to_bytes(8, "little")], [0, 1, 2])
         line.sendall(asked)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -42,7 +42,9 @@ def serve(door: socket.socket) -> list[str]:
     asked = b""
     while True:
         # A line has signals, or has ended; a descriptor is there to be read when its fork has.
-        ready, _, _ = select.select([0, door, *guests, *(line for _, line in guests.values())], [], [])
+        ready, _, _ = select.select(
+            [0, door, *guests, *(line for _, line in guests.values())], [], []
+        )
         attend(guests, ready)
         if 0 in ready:
             if not (part := os.read(0, 1 << 16)):

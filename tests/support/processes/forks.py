@@ -65,7 +65,15 @@ class Server:
         self._commands.mkdir()
         qsync = shutil.which("qsync", path=Path(sys.executable).parent)
         for name, script in {"python": None, "qsync": qsync}.items():
-            line = shlex.join([sys.executable, "-IS", str(_HERE / "forked.py"), str(door), *filter(None, [script])])
+            line = shlex.join(
+                [
+                    sys.executable,
+                    "-IS",
+                    str(_HERE / "forked.py"),
+                    str(door),
+                    *filter(None, [script]),
+                ]
+            )
             (self._commands / name).write_text(f'#!/bin/sh\nexec {line} "$@"\n')
             (self._commands / name).chmod(0o755)
 
@@ -81,8 +89,12 @@ class Server:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def fork(self, command: list[str], log: Path, folder: Path, environment: Mapping[str, str]) -> Process:
-        return _Fork(self, self.ask(fork=command, log=str(log), folder=str(folder), environment=environment))
+    def fork(
+        self, command: list[str], log: Path, folder: Path, environment: Mapping[str, str]
+    ) -> Process:
+        return _Fork(
+            self, self.ask(fork=command, log=str(log), folder=str(folder), environment=environment)
+        )
 
     def shell(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Returns the environment of a shell in which `python SCRIPT`, `qsync` and what torchrun starts are forks, too.
@@ -125,7 +137,9 @@ _servers: dict[frozenset[tuple[str, str]], Server] = {}
 
 def server(environment: Mapping[str, str]) -> Server:
     """Returns what can be forked in an environment: one that is asked for once has imported no more than its fork would have."""
-    key = frozenset((name, value) for name, value in _wanted(environment).items() if name not in _LATER)
+    key = frozenset(
+        (name, value) for name, value in _wanted(environment).items() if name not in _LATER
+    )
     if key not in _servers:
         _servers[key] = Server(environment)
     return _servers[key]
@@ -156,7 +170,9 @@ def start(
     """Starts a Python script in a folder, the one at hand by default; what it prints goes to a file."""
     later = {name: environment[name] for name in _LATER if name in environment}
     of = of or server(environment)
-    return of.fork([str(script), *arguments], log.resolve(), (folder or Path.cwd()).resolve(), later)
+    return of.fork(
+        [str(script), *arguments], log.resolve(), (folder or Path.cwd()).resolve(), later
+    )
 
 
 def run(

@@ -50,7 +50,13 @@ class Ended:
 
 
 def run(
-    script: str, world: int, folder: Path, seconds: float = 150, after: float = 60, forked: bool = True, **job: Any
+    script: str,
+    world: int,
+    folder: Path,
+    seconds: float = 150,
+    after: float = 60,
+    forked: bool = True,
+    **job: Any,
 ) -> list[Ended]:
     """Runs a script of tests/support on all ranks; returns what became of each.
 
@@ -68,7 +74,9 @@ def run(
             begin = forks.start if forked else _fresh
             started.append(begin(path, given, environment, logs[rank]))
         until = time.monotonic() + seconds
-        while (alive := sum(process.poll() is None for process in started)) and time.monotonic() < until:
+        while (
+            alive := sum(process.poll() is None for process in started)
+        ) and time.monotonic() < until:
             until = min(until, time.monotonic() + after) if alive == 1 and after else until
             after = 0 if alive == 1 else after
             time.sleep(0.05)
@@ -88,10 +96,14 @@ def run(
     ]
 
 
-def _fresh(path: Path, given: list[str], environment: Mapping[str, str], log: Path) -> forks.Process:
+def _fresh(
+    path: Path, given: list[str], environment: Mapping[str, str], log: Path
+) -> forks.Process:
     """Starts a script as a process of its own."""
     with log.open("w") as out:
-        return subprocess.Popen([sys.executable, str(path), *given], env=dict(environment), stdout=out, stderr=out)
+        return subprocess.Popen(
+            [sys.executable, str(path), *given], env=dict(environment), stdout=out, stderr=out
+        )
 
 
 def script_of(name: str) -> Path:
@@ -116,14 +128,20 @@ def join(arguments: list[str], limit: float = 60) -> tuple[int, int, Path, dict[
     store = distributed.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False)
     found = json.loads(job)
     timeout = datetime.timedelta(seconds=found.get("limit", limit))
-    if "debug" in found:  # what torch makes of TORCH_DISTRIBUTED_DEBUG as it is imported, which a fork has behind it
+    if (
+        "debug" in found
+    ):  # what torch makes of TORCH_DISTRIBUTED_DEBUG as it is imported, which a fork has behind it
         distributed.set_debug_level(distributed.DebugLevel.__members__[found["debug"]])
     backend = found.get("backend", "gloo")
-    distributed.init_process_group(backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout)
+    distributed.init_process_group(
+        backend, store=store, rank=int(rank), world_size=int(world), timeout=timeout
+    )
     return int(rank), int(world), Path(folder), found
 
 
-def play(parts: Mapping[str, Any], arguments: list[str], meet: Callable[[str], bool] = lambda name: False) -> None:
+def play(
+    parts: Mapping[str, Any], arguments: list[str], meet: Callable[[str], bool] = lambda name: False
+) -> None:
     """Runs the part that the job of a rank names, as (rank, world, job), writes what it returns, and ends the process.
 
     Args:

@@ -18,7 +18,13 @@ from qsync_fx.allocator.milp.format_variables import Formats
 from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression
 from qsync_fx.allocator.milp.memory_bound.pending_gradients import PendingGradients, PlanStates
 from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound, add, factors
-from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment, UnreadValues, at_once, gradients
+from qsync_fx.allocator.milp.memory_bound.unread_values import (
+    PASSING,
+    Moment,
+    UnreadValues,
+    at_once,
+    gradients,
+)
 from qsync_fx.formats import FORMATS, FP32
 from qsync_fx.predictor.memory.backward import INDEX, computed_in
 from qsync_fx.predictor.memory.buffers import convolves, pools, whole
@@ -112,20 +118,34 @@ class BackwardPeaks:
         places = gradients(operator, self._forward)
         for name, _ in operator.costs:
             narrow, carrier = computed_in(name)
-            written = {place: self._forward.bytes(operator.reads[place].value, carrier) for place in places}
+            written = {
+                place: self._forward.bytes(operator.reads[place].value, carrier) for place in places
+            }
             copied = {
-                index: self._copied(read, name, carrier) for index, read in factors(operator, self._forward).items()
+                index: self._copied(read, name, carrier)
+                for index, read in factors(operator, self._forward).items()
             }
             if at_once(operator):
-                workspace = 2 * self._forward.bytes(operator.reads[1].value, carrier) if convolves(operator) else 0
+                workspace = (
+                    2 * self._forward.bytes(operator.reads[1].value, carrier)
+                    if convolves(operator)
+                    else 0
+                )
                 more = sum(written.values()) + sum(copied.values()) + workspace
             elif moment[1] == len(places):
                 result[name] = self._converting(operator, carrier)
                 continue
             else:
                 now = places[moment[1]]
-                before = [place for place in places[: moment[1]] if self._waiting.uses(operator.reads[place].value)]
-                more = sum(written[place] for place in (*before, now)) + copied[self._forward.other(operator, now)]
+                before = [
+                    place
+                    for place in places[: moment[1]]
+                    if self._waiting.uses(operator.reads[place].value)
+                ]
+                more = (
+                    sum(written[place] for place in (*before, now))
+                    + copied[self._forward.other(operator, now)]
+                )
             result[name] = self._forward.bytes(operator.result, narrow) + more
         return result
 
@@ -134,7 +154,11 @@ class BackwardPeaks:
         where it is narrower; None where there is none."""
         last = gradients(operator, self._forward)[-1:]
         read = operator.reads[last[0]] if last else None
-        if read is None or not self._forward.given(read.value) or self.graph.values[read.value].own != FP32.name:
+        if (
+            read is None
+            or not self._forward.given(read.value)
+            or self.graph.values[read.value].own != FP32.name
+        ):
             return None
         # To what a reader behind it has left it is added.
         alone = self._last_readers[self._forward.root(read.value)] == self.graph.places[operator.id]
@@ -143,7 +167,11 @@ class BackwardPeaks:
     @cached_property
     def _last_readers(self) -> Mapping[int, int]:
         """By value, the place of the last operator that a gradient of it comes from."""
-        reads = ((index, read) for index, operator in enumerate(self.graph.operators) for read in operator.reads)
+        reads = (
+            (index, read)
+            for index, operator in enumerate(self.graph.operators)
+            for read in operator.reads
+        )
         return {self._forward.root(read.value): index for index, read in reads if read.gradient}
 
     def _converting(self, operator: ModelOperator, carrier: Name) -> int:
@@ -154,7 +182,11 @@ class BackwardPeaks:
         result = sum(self._forward.bytes(operator.reads[place].value, carrier) for place in before)
         stays = self._forward.bytes(read.value, FP32.name)
         narrow = carrier is not None and FORMATS[carrier].dtype.itemsize < FP32.dtype.itemsize
-        return result + stays + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
+        return (
+            result
+            + stays
+            + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
+        )
 
     def _beside(self, operator: ModelOperator) -> int:
         """The places that are written by the kernel that converts, where a pooling's is the next one of a library: what lies between two of
@@ -170,7 +202,11 @@ class BackwardPeaks:
 
     def _copied(self, read: ModelRead, computes: Name, carrier: Name) -> int:
         wanted = read.wanted.get(computes or "")
-        return self._forward.bytes(read.value, carrier) if wanted is not None and FORMATS[wanted].scaled else 0
+        return (
+            self._forward.bytes(read.value, carrier)
+            if wanted is not None and FORMATS[wanted].scaled
+            else 0
+        )
 
     def _gradients(self, moment: Moment) -> int:
         """The bytes of the gradients of parameters that the operators behind a moment have left there."""
@@ -185,5 +221,7 @@ class BackwardPeaks:
                 for buffer in task.writes:
                     if buffer.stays and task.operator:
                         index = self.graph.places[task.operator]
-                        result[buffer.name] = min(result.get(buffer.name, (index, buffer.bytes)), (index, buffer.bytes))
+                        result[buffer.name] = min(
+                            result.get(buffer.name, (index, buffer.bytes)), (index, buffer.bytes)
+                        )
         return list(result.values())

@@ -24,7 +24,13 @@ from functools import cached_property
 from qsync_fx.allocator.milp.format_variables import Formats
 from qsync_fx.allocator.milp.linear_program import ONE, Expression, total
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Lying, scaled
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Passes, Readers, SavedTensorsBound, add, norms
+from qsync_fx.allocator.milp.memory_bound.saved_bound import (
+    Passes,
+    Readers,
+    SavedTensorsBound,
+    add,
+    norms,
+)
 from qsync_fx.predictor.memory.buffers import Buffer, attends, draws_alone, pools, whole
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
 
@@ -61,7 +67,9 @@ class FusedProducer:
             or not all(forward.given(read.value) for read in inputs)
         ):
             return None
-        if not {root, *(forward.root(read.value) for read in inputs)}.isdisjoint(_elsewhere(saved, product)):
+        if not {root, *(forward.root(read.value) for read in inputs)}.isdisjoint(
+            _elsewhere(saved, product)
+        ):
             return None
         over, written = _over(saved, maker), dict[StateNames, int]()
         for state in product.costs:
@@ -73,8 +81,13 @@ class FusedProducer:
                 size = forward.bytes(root, wanted[0])
                 copies = zip(inputs, wanted[1:], strict=True)
                 written[state] = size if size not in over else 0
-                written[state] += sum(forward.bytes(r.value, fmt) for r, fmt in copies if fmt != _own(saved, r))
-        live = {state: size if (size := forward.bytes(root, state[1])) not in over else 0 for state in maker.costs}
+                written[state] += sum(
+                    forward.bytes(r.value, fmt) for r, fmt in copies if fmt != _own(saved, r)
+                )
+        live = {
+            state: size if (size := forward.bytes(root, state[1])) not in over else 0
+            for state in maker.costs
+        }
         return cls(index, saved.graph.places[maker.id], written, live)
 
     def of(self, names: Sequence[StateNames]) -> int:
@@ -87,7 +100,9 @@ class FusedProducer:
         result: dict[int, float] = {}
         for state, existing in formats.states[self.at].items():
             add(result, existing, self.written.get(state, 0))
-        as_held = total(*((1.0, e) for state, e in formats.states[self.at].items() if state not in self.written))
+        as_held = total(
+            *((1.0, e) for state, e in formats.states[self.at].items() if state not in self.written)
+        )
         for state, existing in formats.states[self.maker].items():
             both = formats.program.at_least(total((1.0, as_held), (1.0, existing), (-1.0, ONE)))
             add(result, both, self.held[state])
@@ -106,7 +121,9 @@ def _elsewhere(saved: SavedTensorsBound, product: ModelOperator) -> Set[int]:
     """The values that lie in memory for other products or poolings, or are returned."""
     forward = saved.passes[0].forward
     others = (
-        item for item in saved.graph.operators if item is not product and (forward.multiplies(item) or pools(item))
+        item
+        for item in saved.graph.operators
+        if item is not product and (forward.multiplies(item) or pools(item))
     )
     result = {forward.root(read.value) for item in others for read in item.reads}
     return result | {forward.root(read.value) for read in saved.graph.outputs}
@@ -119,8 +136,14 @@ def _over(saved: SavedTensorsBound, maker: ModelOperator) -> Set[int]:
     while left:
         operator = left.pop()
         for cost in operator.costs.values():
-            result |= {whole(size) for (_, settings), size in cost.saved.items() if settings.startswith("extra")}
-        computed = {forward.root(read.value) for read in operator.reads if not forward.given(read.value)}
+            result |= {
+                whole(size)
+                for (_, settings), size in cost.saved.items()
+                if settings.startswith("extra")
+            }
+        computed = {
+            forward.root(read.value) for read in operator.reads if not forward.given(read.value)
+        }
         for value in computed - visited:
             visited.add(value)
             result |= {size * whole(saved.graph.values[value].numel) for size in _ITEMS}
@@ -142,7 +165,10 @@ class OutputPeak:
         self._product: ModelOperator | None = None
         read = [item.value for item in self.graph.outputs]
         if last:
-            product = next((item for item in reversed(self.graph.operators) if self._forward.multiplies(item)), None)
+            product = next(
+                (item for item in reversed(self.graph.operators) if self._forward.multiplies(item)),
+                None,
+            )
             read = [product.reads[0].value] if product is not None else []
             self._product = product
         self._given = {self._forward.root(value) for value in read}
@@ -175,22 +201,35 @@ class OutputPeak:
         if len({operator.graph for operator in self.graph.operators}) != 1:
             return ()
         return [
-            _OutputState(item, {self.graph.values[value].name for value in self._given}) for item in self._kept.passes
+            _OutputState(item, {self.graph.values[value].name for value in self._given})
+            for item in self._kept.passes
         ]
 
     @cached_property
     def _names(self) -> Set[str]:
         """The names of what it is computed from under all plans."""
-        return frozenset.intersection(*(frozenset(buffer.name for buffer in item.read) for item in self._seen))
+        return frozenset.intersection(
+            *(frozenset(buffer.name for buffer in item.read) for item in self._seen)
+        )
 
     @cached_property
     def beside(self) -> Sequence[Lying]:
         """The values that lie in memory and that it is computed from, but for results of products."""
         if not self._seen:
             return ()
-        makers, residing = (self._forward.made_by(value) for value in self._given), self._kept.residing
-        result = {item.value: item for maker in makers if maker is not None for item in residing.behind(maker)}
-        return [item for item in result.values() if self.graph.values[item.value].name in self._names]
+        makers, residing = (
+            (self._forward.made_by(value) for value in self._given),
+            self._kept.residing,
+        )
+        result = {
+            item.value: item
+            for maker in makers
+            if maker is not None
+            for item in residing.behind(maker)
+        }
+        return [
+            item for item in result.values() if self.graph.values[item.value].name in self._names
+        ]
 
     @cached_property
     def _results(self) -> Mapping[int, Mapping[StateNames, int]]:
@@ -232,7 +271,10 @@ class OutputPeak:
         result: dict[int, Mapping[StateNames, int]] = {}
         for index, by in self._kept.extras.items():
             buffers = [(item, buffer) for item in self._seen for buffer in item.extras(index)]
-            written = all(buffer in item.written and buffer.bytes not in self._sizes for item, buffer in buffers)
+            written = all(
+                buffer in item.written and buffer.bytes not in self._sizes
+                for item, buffer in buffers
+            )
             if buffers and written and index not in self._there.wholly:
                 result[index] = by
         return result
@@ -251,10 +293,16 @@ class OutputPeak:
             if "dropout" in operator.row and any(item.extras(index) for item in self._seen):
                 if index not in self._masks or draws_alone(operator):
                     break
-                numbers = {state: self._forward.bytes(operator.result, state[1]) for state in operator.costs}
+                numbers = {
+                    state: self._forward.bytes(operator.result, state[1])
+                    for state in operator.costs
+                }
                 # A mask that is as large may be written over them.
                 return {
-                    index: {state: size if size != self._masks[index][state] else 0 for state, size in numbers.items()}
+                    index: {
+                        state: size if size != self._masks[index][state] else 0
+                        for state, size in numbers.items()
+                    }
                 }
         return {}
 
@@ -276,16 +324,30 @@ class OutputPeak:
             ):
                 passed.add(index)
         for gate in self._kept.gates:
-            masks = [(item, mask) for item in self._seen if (mask := item.passes.mask(gate.at)) is not None]
-            if masks and all(mask in item.written and mask.bytes not in self._sizes for item, mask in masks):
+            masks = [
+                (item, mask)
+                for item in self._seen
+                if (mask := item.passes.mask(gate.at)) is not None
+            ]
+            if masks and all(
+                mask in item.written and mask.bytes not in self._sizes for item, mask in masks
+            ):
                 passed.add(gate.at)
         return Readers(frozenset(wholly), frozenset(passed))
 
     @cached_property
     def _sizes(self) -> Set[int]:
         """The bytes, in any format, of what is read and not kept: what is as large may be written over it."""
-        places = [self.graph.places[maker.id] for value in self.beside if (maker := self._forward.made_by(value.value))]
-        made = {self._bytes(index, state) for index in places for state in self.graph.operators[index].costs}
+        places = [
+            self.graph.places[maker.id]
+            for value in self.beside
+            if (maker := self._forward.made_by(value.value))
+        ]
+        made = {
+            self._bytes(index, state)
+            for index in places
+            for state in self.graph.operators[index].costs
+        }
         return made.union(*(sizes.values() for sizes in self._results.values()))
 
 
@@ -307,7 +369,9 @@ class _OutputState:
             for index, task in enumerate(tasks)
             if not task.library and any(buffer.name in names for buffer in task.writes)
         ]
-        end = max(last, key=lambda index: sum(buffer.bytes for buffer in tasks[index].reads), default=-1)
+        end = max(
+            last, key=lambda index: sum(buffer.bytes for buffer in tasks[index].reads), default=-1
+        )
         self.read: Set[Buffer] = tasks[end].reads if last else frozenset()
         library = max((index for index in range(end) if tasks[index].library), default=-1)
         self.behind = {buffer for task in tasks[: library + 1] for buffer in task.writes}

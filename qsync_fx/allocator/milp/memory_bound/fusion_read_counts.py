@@ -58,7 +58,11 @@ class Counts:
     def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
         self.again = Recomputation(saved, waiting, where)
         self._waiting, self._where = waiting, where
-        self.graph, self._forward, self.program = saved.graph, saved.passes[0].forward, where.program
+        self.graph, self._forward, self.program = (
+            saved.graph,
+            saved.passes[0].forward,
+            where.program,
+        )
         self.arriving: dict[int, dict[int, Count]] = {}
         self.written: dict[int, Expression] = {}
         self._written_of: dict[tuple[int, tuple[int, ...]], Expression] = {}
@@ -79,7 +83,9 @@ class Counts:
         """Returns whether the gradient of a value is written down that has come from some operators; nothing where it never is."""
         key = value, tuple(behind)
         if key not in self._written_of:
-            enough = added(self.program, [self.arriving[value][index] for index in key[1]]).reaches(TOP)
+            enough = added(self.program, [self.arriving[value][index] for index in key[1]]).reaches(
+                TOP
+            )
             result: Expression = {}
             if constant(enough) != 0:
                 result = {self.program.variable(full=True): 1.0}
@@ -103,7 +109,11 @@ class Counts:
             passed: set[int] = set()
             for place, read in enumerate(operator.reads):
                 root = forward.root(read.value)
-                if not read.gradient or forward.given(read.value) or not waiting.differentiated(read.value):
+                if (
+                    not read.gradient
+                    or forward.given(read.value)
+                    or not waiting.differentiated(read.value)
+                ):
                     continue
                 if waiting.writes(operator) or waiting.summed(operator, read):
                     self._add(root, index, self._product(index, operator, place))
@@ -119,7 +129,11 @@ class Counts:
         """The gradient that a product gives, and the scale of its other factor where it has one."""
         if not self._forward.multiplies(operator):
             return exactly(2)
-        wanted = [read.wanted for index, read in factors(operator, self._forward).items() if index != place]
+        wanted = [
+            read.wanted
+            for index, read in factors(operator, self._forward).items()
+            if index != place
+        ]
         also = [
             existing
             for state, existing in self._where.states[index].items()
@@ -142,7 +156,9 @@ class Counts:
             assert later is not None
             # What this is computed again from, or it itself, that gate keeps, too, where it is computed again from this.
             new = [*later.values(), self.again.lost_part(operator.result)]
-            new += [self.written[value] for value in (*passed, operator.result) if value in self.written]
+            new += [
+                self.written[value] for value in (*passed, operator.result) if value in self.written
+            ]
             # Unless that reads what a product keeps of it in a format that it has not itself.
             first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
             new.append(self._forced.lies(operator.result, first, but_as_held=True))
@@ -154,8 +170,14 @@ class Counts:
         for index in self.again.readers(value):
             passed: list[int] = []
             now, place = value, index
-            while not self._waiting.writes(operator := self.graph.operators[place]) and not norms(operator):
-                flows = [read for read in operator.reads if self._forward.root(read.value) == now and read.gradient]
+            while not self._waiting.writes(operator := self.graph.operators[place]) and not norms(
+                operator
+            ):
+                flows = [
+                    read
+                    for read in operator.reads
+                    if self._forward.root(read.value) == now and read.gradient
+                ]
                 if not flows or any(self._waiting.summed(operator, read) for read in flows):
                     break
                 if self.again.result_kept(place) is not None:
@@ -230,24 +252,40 @@ class GradientSources:
         if len(kinds) > 1 or any(repeated for repeated, _ in kinds):
             return
         for index, operator in enumerate(self.graph.operators):
-            if norms(operator) and not operator.row.startswith(_OF_ROWS) and self._waiting.arrives(operator.result):
+            if (
+                norms(operator)
+                and not operator.row.startswith(_OF_ROWS)
+                and self._waiting.arrives(operator.result)
+            ):
                 result = self._norm(index, operator)
                 if result is not None:
                     yield result
 
     def alone(self, value: int) -> bool:
         """Whether one product reads a value, once."""
-        root, products = self._forward.root(value), filter(self._forward.multiplies, self.graph.operators)
-        return sum(self._forward.root(read.value) == root for item in products for read in item.reads) == 1
+        root, products = (
+            self._forward.root(value),
+            filter(self._forward.multiplies, self.graph.operators),
+        )
+        return (
+            sum(self._forward.root(read.value) == root for item in products for read in item.reads)
+            == 1
+        )
 
     def _norm(self, index: int, operator: ModelOperator) -> Norm | None:
         operand, *weights = (read.value for read in operator.reads)
         value = self._forward.root(operand)
         maker, only = self._forward.made_by(value), self._readers[value] == [index]
-        if maker is None or not (self._forward.multiplies(maker) and only and operator.reads[0].gradient):
+        if maker is None or not (
+            self._forward.multiplies(maker) and only and operator.reads[0].gradient
+        ):
             return None
         product = self.graph.places[maker.id]
-        if attends(maker) or product in self._forward.matrices or not gradients(maker, self._forward):
+        if (
+            attends(maker)
+            or product in self._forward.matrices
+            or not gradients(maker, self._forward)
+        ):
             return None
         if product != index - 1:
             return None  # another kernel may be between what is to be done for both
@@ -256,10 +294,16 @@ class GradientSources:
         if origin is None or not (keeps and extras and all(map(self._forward.given, weights))):
             return None
         origin = GradientSource(
-            origin.products, frozenset(g for g in origin.gates if self._told(g, index)), origin.passed
+            origin.products,
+            frozenset(g for g in origin.gates if self._told(g, index)),
+            origin.passed,
         )
         equal = self._alike(self._forward.bytes(value, FP32.name), origin, value)
-        return None if equal is None else Norm(index, product, origin, extras, self._behind(index), equal)
+        return (
+            None
+            if equal is None
+            else Norm(index, product, origin, extras, self._behind(index), equal)
+        )
 
     def _behind(self, norm: int) -> int | None:
         """Returns the place of the convolution that is next behind a norm of what computes gradients, if its weight is its own."""
@@ -270,7 +314,11 @@ class GradientSources:
             if read is None or not read.gradient or not self._forward.given(read.value):
                 return None
             root = self._forward.root(read.value)
-            owned = root == read.value and self._readers[root] == [index] and self.graph.values[root].own == FP32.name
+            owned = (
+                root == read.value
+                and self._readers[root] == [index]
+                and self.graph.values[root].own == FP32.name
+            )
             return index if owned and self.graph.values[root].source == "parameter" else None
         return None
 
@@ -287,16 +335,25 @@ class GradientSources:
         for index in self._readers[value]:
             operator = self.graph.operators[index]
             reads = [read for read in operator.reads if self._forward.root(read.value) == value]
-            if not any(read.gradient for read in reads) or not self._waiting.arrives(operator.result):
+            if not any(read.gradient for read in reads) or not self._waiting.arrives(
+                operator.result
+            ):
                 continue
             if self._forward.multiplies(operator):
                 places = gradients(operator, self._forward)
                 if attends(operator) or index in self._forward.matrices:
                     return None
-                products |= {(index, p) for p in places if self._forward.root(operator.reads[p].value) == value}
+                products |= {
+                    (index, p)
+                    for p in places
+                    if self._forward.root(operator.reads[p].value) == value
+                }
                 continue
             gate = self._gates_alone(operator)
-            if not gate and (operator.row not in _ADDS or any(self._waiting.summed(operator, read) for read in reads)):
+            if not gate and (
+                operator.row not in _ADDS
+                or any(self._waiting.summed(operator, read) for read in reads)
+            ):
                 return None
             behind = self._origin(operator.result)
             if behind is None or self._forward.root(operator.result) != operator.result:
@@ -309,7 +366,10 @@ class GradientSources:
     def _gates_alone(self, operator: ModelOperator) -> bool:
         """Whether an operator is a gate that keeps its result, or something in its place."""
         gate = operator.row in GATES and list(self._kept.saved(operator)) == [operator.result]
-        return gate and self._kept.formats_of(self.graph.places[operator.id], operator.result) is not None
+        return (
+            gate
+            and self._kept.formats_of(self.graph.places[operator.id], operator.result) is not None
+        )
 
     def _told(self, gate: int, but: int) -> bool:
         """Whether what a gate keeps is told apart from what all others on the way keep, and from what a norm does."""
@@ -322,7 +382,9 @@ class GradientSources:
         # What it is computed again from beside that norm: a gate's result, or what that is computed again from.
         others = (self._forward.made_by(read.value) for read in maker.reads)
         return any(
-            other is not None and self._gates_alone(other) and self._norms_before(self.graph.places[other.id])
+            other is not None
+            and self._gates_alone(other)
+            and self._norms_before(self.graph.places[other.id])
             for other in others
         )
 
@@ -341,14 +403,18 @@ class GradientSources:
                 left += [read.value for read in maker.reads]
         return result
 
-    def _alike(self, size: int, origin: GradientSource, operand: int) -> Mapping[int, Sequence[StateNames]] | None:
+    def _alike(
+        self, size: int, origin: GradientSource, operand: int
+    ) -> Mapping[int, Sequence[StateNames]] | None:
         """Returns where something of a size may be read: something in whose place what is written may be; None where that is not known."""
         result: defaultdict[int, list[StateNames]] = defaultdict(list)
         for index, place in sorted(origin.products):
             product = self.graph.operators[index]
             value = product.reads[place].value
             result[index] += [
-                state for state in product.costs if self._forward.bytes(value, computed_in(state[0])[1]) == size
+                state
+                for state in product.costs
+                if self._forward.bytes(value, computed_in(state[0])[1]) == size
             ]
         values, left = set[int](), [operand, *origin.passed]
         while left:
@@ -361,12 +427,16 @@ class GradientSources:
             sizes = {*_extra_bytes(maker), whole(self.graph.values[value].numel)}
             if maker.row in HEAVY or size in sizes:
                 return None
-            result[index] += [state for state in maker.costs if self._forward.bytes(value, state[1]) == size]
+            result[index] += [
+                state for state in maker.costs if self._forward.bytes(value, state[1]) == size
+            ]
             for reader in (index, *self._readers[value]):
                 result[reader] += self._reads_of(reader, value, size)
             if not self._forward.multiplies(maker) and not pools(maker):
                 left += [read.value for read in maker.reads]
-        return {index: list(dict.fromkeys(states)) for index, states in sorted(result.items()) if states}
+        return {
+            index: list(dict.fromkeys(states)) for index, states in sorted(result.items()) if states
+        }
 
     def _reads_of(self, index: int, value: int, size: int) -> Iterator[StateNames]:
         """Yields the states in which an operator has a value lie, or keeps it, in that many bytes."""
@@ -385,7 +455,9 @@ class GradientSources:
                 }
             if self._forward.multiplies(operator):
                 reads = [read for read in operator.reads if self._forward.root(read.value) == value]
-                formats |= {fmt for read in reads if (fmt := read.wanted.get(state[0] or "")) is not None}
+                formats |= {
+                    fmt for read in reads if (fmt := read.wanted.get(state[0] or "")) is not None
+                }
             if any(self._forward.bytes(value, fmt) == size for fmt in formats):
                 yield state
 
@@ -405,10 +477,19 @@ class GradientSources:
 def _extras(operator: ModelOperator) -> int:
     """How many statistics a norm keeps at least."""
     return min(
-        (sum(settings.startswith("extra") for _, settings in cost.saved) for cost in operator.costs.values()), default=0
+        (
+            sum(settings.startswith("extra") for _, settings in cost.saved)
+            for cost in operator.costs.values()
+        ),
+        default=0,
     )
 
 
 def _extra_bytes(operator: ModelOperator) -> Set[int]:
     costs = operator.costs.values()
-    return {whole(size) for cost in costs for (_, settings), size in cost.saved.items() if settings.startswith("extra")}
+    return {
+        whole(size)
+        for cost in costs
+        for (_, settings), size in cost.saved.items()
+        if settings.startswith("extra")
+    }

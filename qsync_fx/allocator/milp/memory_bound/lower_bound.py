@@ -55,7 +55,9 @@ class MemoryLowerBound:
         self.kept = SavedTensorsBound(part)
         self._begun, self.behind = _with_loss(part, self.kept)
         self.during = BackwardPeaks(self.kept)
-        self.forward = [item for item in (OutputPeak(self.kept), OutputPeak(self.kept, last=True)) if item.any]
+        self.forward = [
+            item for item in (OutputPeak(self.kept), OutputPeak(self.kept, last=True)) if item.any
+        ]
         self.moments: list[Moment] = []
 
     def add(self, places: Iterable[int]) -> bool:
@@ -63,7 +65,12 @@ class MemoryLowerBound:
         available = [moment for moment in self.during.moments if moment[1] != PASSING]
         products = sorted({place for place, _ in available})
         ends = [bisect_right(products, index) for index in places]
-        neighbours = {products[index] for end in ends for index in (end - 1, end) if 0 <= index < len(products)}
+        neighbours = {
+            products[index]
+            for end in ends
+            for index in (end - 1, end)
+            if 0 <= index < len(products)
+        }
         near = {moment for moment in available if moment[0] in neighbours}
         new = sorted(near - set(self.moments))
         self.moments += new
@@ -83,7 +90,11 @@ class MemoryLowerBound:
             for moment in written.moments
             if moment.place == "backward" and moment.bytes + more > limit * (1 - _NEAR)
         }
-        above = [moment for moment in self.during.moments if not high.isdisjoint(self.during.last(moment))]
+        above = [
+            moment
+            for moment in self.during.moments
+            if not high.isdisjoint(self.during.last(moment))
+        ]
         # Of thousands of operators all moments would take minutes.
         before = self._before + self.behind
         every = 1 + len(names) * len(above) // _ASKED
@@ -91,7 +102,8 @@ class MemoryLowerBound:
         # To know it to the byte takes long, and most limits are missed by more.
         for exact in (False, True):
             result = {
-                moment: before + self.during.of(names, moment, above=limit - before, exact=exact) for moment in rest
+                moment: before + self.during.of(names, moment, above=limit - before, exact=exact)
+                for moment in rest
             }
             above = [moment for moment, live in result.items() if beyond(live, limit)]
             new = sorted(above, key=lambda moment: -result[moment])[:_MORE]
@@ -101,7 +113,9 @@ class MemoryLowerBound:
         return bool(new)
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
-        existing, begun, behind = ({CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind))
+        existing, begun, behind = (
+            {CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind)
+        )
         yield total((1.0, begun), (1.0, self.kept.expression(formats)))
         for returning in self.forward:
             yield total((1.0, existing), (1.0, returning.expression(formats)))

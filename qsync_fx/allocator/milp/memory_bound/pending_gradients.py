@@ -27,12 +27,26 @@ from functools import cached_property
 from typing import TypeVar
 
 from qsync_fx.allocator.milp.format_variables import Spread
-from qsync_fx.allocator.milp.linear_program import CONSTANT, INFINITY, ONE, Expression, LinearProgram, constant, total
+from qsync_fx.allocator.milp.linear_program import (
+    CONSTANT,
+    INFINITY,
+    ONE,
+    Expression,
+    LinearProgram,
+    constant,
+    total,
+)
 from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts, GradientSources, Norm
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Where, scaled
 from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound, add, factors, norms
 from qsync_fx.allocator.milp.memory_bound.unary_encoding import TOP, added, where as one_where
-from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, Moment, UnreadValues, gradients, yet
+from qsync_fx.allocator.milp.memory_bound.unread_values import (
+    PASSING,
+    Moment,
+    UnreadValues,
+    gradients,
+    yet,
+)
 from qsync_fx.formats import FP32
 from qsync_fx.predictor.memory.backward import READS, computed_in
 from qsync_fx.predictor.memory.buffers import convolves, whole
@@ -65,19 +79,31 @@ class NormGradients:
             for state, existing in where.states[norm.behind].items():
                 add(result, existing, self._converted(self.graph.operators[norm.behind], state))
         scales = list(self._scales(where, norm))
-        unless = [counts.written[value] for value in sorted(norm.origins.passed) if value in counts.written]
-        unless += [where.states[place].get(state, {}) for place, several in norm.alike.items() for state in several]
+        unless = [
+            counts.written[value]
+            for value in sorted(norm.origins.passed)
+            if value in counts.written
+        ]
+        unless += [
+            where.states[place].get(state, {})
+            for place, several in norm.alike.items()
+            for state in several
+        ]
         once = norm.origins.many + 1 + norm.extras
         # What sums up reads it first, and what passes it on reads the sums, too.
         for many in (once, once + norm.extras):
             if (few := self._few(where, scales, READS + 1 - many)) is None:
                 continue
             sure = total((1.0, ONE), (-1.0, few), *((-1.0, item) for item in unless))
-            add(result, where.program.at_least(sure), self._forward.bytes(product.result, FP32.name))
+            add(
+                result, where.program.at_least(sure), self._forward.bytes(product.result, FP32.name)
+            )
             if many > once:
                 for size, states in self._given(product).items():
                     so = total(
-                        (-1.0, ONE), (1.0, sure), *((1.0, where.states[norm.product].get(item, {})) for item in states)
+                        (-1.0, ONE),
+                        (1.0, sure),
+                        *((1.0, where.states[norm.product].get(item, {})) for item in states),
                     )
                     add(result, where.program.at_least(so), size)
         return result
@@ -102,7 +128,13 @@ class NormGradients:
                     continue
                 visited.add(root)
                 states = where.states[index].items()
-                yield total(*((1.0, existing) for state, existing in states if scaled(read.wanted.get(state[0] or ""))))
+                yield total(
+                    *(
+                        (1.0, existing)
+                        for state, existing in states
+                        if scaled(read.wanted.get(state[0] or ""))
+                    )
+                )
 
     def _given(self, product: ModelOperator) -> Mapping[int, Sequence[StateNames]]:
         """By its bytes, the gradient that a product is given, in states in which that is narrower than what it is computed from."""
@@ -118,10 +150,16 @@ class NormGradients:
         if not convolves(product):
             return 0
         # Another product that reads the same has had the copy made, and nobody reads what it is of.
-        alone = (read for read in factors(product, self._forward).values() if self._origins.alone(read.value))
+        alone = (
+            read
+            for read in factors(product, self._forward).values()
+            if self._origins.alone(read.value)
+        )
         carrier = computed_in(state[0])[1]
         return sum(
-            self._forward.bytes(item.value, carrier) for item in alone if scaled(item.wanted.get(state[0] or ""))
+            self._forward.bytes(item.value, carrier)
+            for item in alone
+            if scaled(item.wanted.get(state[0] or ""))
         )
 
     def _converted(self, behind: ModelOperator, state: StateNames) -> int:
@@ -170,7 +208,9 @@ class PendingGradients:
         self._counted_elsewhere = {result.value for result in saved.results}
         self._gates = {gate.at: gate for gate in saved.gates}
 
-    def of(self, planned: PlanStates, moment: Moment, above: float = 0.0, exact: bool = True) -> float:
+    def of(
+        self, planned: PlanStates, moment: Moment, above: float = 0.0, exact: bool = True
+    ) -> float:
         """Returns the bytes under a plan; less, where they are no more than `above`, and without `exact`, which is sooner known."""
         result, program = self.expression(planned, moment), planned.program
         if constant(result) is not None or program.most(result) <= above:
@@ -211,7 +251,11 @@ class PendingGradients:
                 written = counts.written_down(value, behind) if written else {}
             existing[value] = program.any_of([now], written) if written else now
             if written:
-                both = written if constant(now) == 1 else program.any_of([written], total((1.0, ONE), (-1.0, now)))
+                both = (
+                    written
+                    if constant(now) == 1
+                    else program.any_of([written], total((1.0, ONE), (-1.0, now)))
+                )
                 self._write(result, where, value, both)
             self._hold(
                 result,
@@ -222,21 +266,32 @@ class PendingGradients:
         for value, now in read.items():
             maker = self._forward.made_by(value)
             if maker is not None and self.graph.places[maker.id] > place and any(now.values()):
-                self._hold(result, program, now, self._gate(counts, where, self.graph.places[maker.id], moment))
+                self._hold(
+                    result,
+                    program,
+                    now,
+                    self._gate(counts, where, self.graph.places[maker.id], moment),
+                )
         if moment[1] == PASSING:
             add(result, self.norming.expression(counts, where, place), 1.0)
         return result
 
     def _arrived(self, counts: Counts, place: int) -> Iterator[int]:
         """Yields the values whose gradients have come from operators behind a place, those of later operators later."""
-        values = (value for value, into in counts.arriving.items() if any(index > place or index < 0 for index in into))
+        values = (
+            value
+            for value, into in counts.arriving.items()
+            if any(index > place or index < 0 for index in into)
+        )
         return iter(sorted(values, key=self._place))
 
     def _place(self, value: int) -> int:
         maker = self._forward.made_by(value)
         return -1 if maker is None else self.graph.places[maker.id]
 
-    def _read(self, counts: Counts, value: int, moment: Moment, existing: Mapping[int, Expression]) -> Expression:
+    def _read(
+        self, counts: Counts, value: int, moment: Moment, existing: Mapping[int, Expression]
+    ) -> Expression:
         """Returns where what is computed from the gradient of a value has yet to be."""
         maker = self._forward.made_by(value)
         if maker is None:
@@ -249,7 +304,9 @@ class PendingGradients:
         passed = [
             existing.get(self._forward.root(read.value), {})
             for read in maker.reads
-            if read.gradient and not self._forward.given(read.value) and not self._waiting.summed(maker, read)
+            if read.gradient
+            and not self._forward.given(read.value)
+            and not self._waiting.summed(maker, read)
         ]
         return counts.program.any_of(passed)
 
@@ -264,7 +321,11 @@ class PendingGradients:
                 add(result, wide, sizes[fmt] - least)
 
     def _hold(
-        self, result: dict[int, float], program: LinearProgram, existing: Expression, items: Iterable[_Item]
+        self,
+        result: dict[int, float],
+        program: LinearProgram,
+        existing: Expression,
+        items: Iterable[_Item],
     ) -> None:
         """Adds bytes that are held where an expression is 1."""
         gone = {} if constant(existing) == 1 else total((1.0, ONE), (-1.0, existing))
@@ -285,7 +346,10 @@ class PendingGradients:
             for place in gradients(product, self._forward):
                 read = product.reads[place].value
                 if self._forward.root(read) == value:
-                    sizes = {state: self._forward.bytes(read, computed_in(state[0])[1]) for state in product.costs}
+                    sizes = {
+                        state: self._forward.bytes(read, computed_in(state[0])[1])
+                        for state in product.costs
+                    }
                     yield from self._items(where.states[index], sizes)
 
     def _gate(self, counts: Counts, where: Where, index: int, moment: Moment) -> Iterator[_Item]:
@@ -304,7 +368,8 @@ class PendingGradients:
             yield _Item(size, total(*((1.0, saved[state]) for state in least)), {})
         if product is not None:
             otherwise = total(
-                *((1.0, existing) for existing in saved.values()), (1.0, counts.again.lost(operator.result))
+                *((1.0, existing) for existing in saved.values()),
+                (1.0, counts.again.lost(operator.result)),
             )
             yield from self._computed_from(counts, where, product, floor, otherwise)
 
@@ -323,13 +388,17 @@ class PendingGradients:
         hows = self._kept.formats_of(keeper, product)
         assert hows is not None
         outputs = where.outputs[self._place(product)]
-        by_state = {state: self._forward.bytes(product, hows[state]) for state in where.states[keeper]}
+        by_state = {
+            state: self._forward.bytes(product, hows[state]) for state in where.states[keeper]
+        }
         by_output = {fmt: self._forward.bytes(product, fmt) for fmt in outputs}
         # It is kept in the narrower of the two.
         before = floor
         for least in sorted({*by_state.values(), *by_output.values()}):
             if before < least <= min(max(by_state.values()), max(by_output.values())):
-                wide = _sum_of(where.states[keeper], [s for s, size in by_state.items() if size >= least])
+                wide = _sum_of(
+                    where.states[keeper], [s for s, size in by_state.items() if size >= least]
+                )
                 narrow = _sum_of(outputs, [fmt for fmt, size in by_output.items() if size < least])
                 yield _Item(least - before, wide, total((1.0, otherwise), (1.0, narrow)))
                 before = least
@@ -349,13 +418,22 @@ class PendingGradients:
         values = [self._forward.root(read.value) for read in gate.reads]
         for value in values:
             maker = self._forward.made_by(value)
-            if maker is None or counts.again.products(value) or len(counts.again.readers(value)) != 1:
+            if (
+                maker is None
+                or counts.again.products(value)
+                or len(counts.again.readers(value)) != 1
+            ):
                 continue
             if not self._forward.multiplies(maker):
                 values += [self._forward.root(read.value) for read in maker.reads]
                 continue
             keeper = counts.again.keeper(value)
-            if keeper is None or keeper in readers.wholly or keeper in readers.passed or keeper == moment[0]:
+            if (
+                keeper is None
+                or keeper in readers.wholly
+                or keeper in readers.passed
+                or keeper == moment[0]
+            ):
                 continue
             available = self._kept.formats_of(keeper, value) is not None
             if available and whole(self.graph.values[value].numel) == size:

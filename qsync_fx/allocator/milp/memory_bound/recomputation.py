@@ -23,7 +23,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from qsync_fx.allocator.milp.linear_program import ONE, Expression, constant, total
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Where, scaled
 from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound
-from qsync_fx.allocator.milp.memory_bound.unary_encoding import Count, added, exactly, least, one_or_more, where_so
+from qsync_fx.allocator.milp.memory_bound.unary_encoding import (
+    Count,
+    added,
+    exactly,
+    least,
+    one_or_more,
+    where_so,
+)
 from qsync_fx.allocator.milp.memory_bound.unread_values import UnreadValues, beside
 from qsync_fx.predictor.memory.backward import READS
 from qsync_fx.predictor.memory.buffers import GATES, attends, pools
@@ -40,7 +47,11 @@ class Recomputation:
 
     def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
         self._kept, self._waiting, self._where = saved, waiting, where
-        self.graph, self._forward, self.program = saved.graph, saved.passes[0].forward, where.program
+        self.graph, self._forward, self.program = (
+            saved.graph,
+            saved.passes[0].forward,
+            where.program,
+        )
         self._products: dict[int, list[int]] = {}
         self._keepers: dict[int, list[int]] = {}
         for index, operator in enumerate(self.graph.operators):
@@ -96,7 +107,9 @@ class Recomputation:
         if self.products(value) and not self._told(value):
             return ONE
         again = total((1.0, scaled), (1.0, (self._lost if lost is None else lost)[value]))
-        return self.program.at_most([again, total((1.0, ONE), (-1.0, self._certain_as_held(value)))])
+        return self.program.at_most(
+            [again, total((1.0, ONE), (-1.0, self._certain_as_held(value)))]
+        )
 
     def certain(self, value: int, fmt: Name) -> Expression:
         """Returns where some product keeps a value in a format."""
@@ -104,7 +117,11 @@ class Recomputation:
         for index in self.products(value):
             hows = self._kept.formats_of(index, value)
             if hows is not None and self._whole(index, value):
-                result = [where for state, where in self._where.states[index].items() if hows[state] == fmt]
+                result = [
+                    where
+                    for state, where in self._where.states[index].items()
+                    if hows[state] == fmt
+                ]
                 wants.append(total(*((1.0, where) for where in result)))
         if len(wants) <= 1:
             return wants[0] if wants else {}
@@ -128,10 +145,19 @@ class Recomputation:
         matches: list[Expression] = [ONE] * len(self.graph.values)
         for operator in self.graph.operators:
             result = operator.result
-            if self._forward.multiplies(operator) or self._waiting.writes(operator) or result in self._kept.lost:
+            if (
+                self._forward.multiplies(operator)
+                or self._waiting.writes(operator)
+                or result in self._kept.lost
+            ):
                 continue
-            used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
-            parts = [self.lost_part(value, matches) for value in self._waiting.computed(sorted(used - {result}))]
+            used = {self._forward.root(read.value) for read in operator.reads} | set(
+                self._kept.saved(operator)
+            )
+            parts = [
+                self.lost_part(value, matches)
+                for value in self._waiting.computed(sorted(used - {result}))
+            ]
             matches[result] = self.program.at_most([total(*((1.0, part) for part in parts))])
         return matches
 
@@ -146,9 +172,12 @@ class Recomputation:
             reads = {forward.root(read.value) for read in operator.reads}
             used = sorted(waiting.computed((reads | set(self._kept.saved(operator))) - {result}))
             many = added(
-                self.program, [exactly(beside(operator)), *(self._part(value, matches[value]) for value in used)]
+                self.program,
+                [exactly(beside(operator)), *(self._part(value, matches[value]) for value in used)],
             )
-            cuts = [where_so(self._only_scaled(value), exactly(1)) for value in used if value in reads]
+            cuts = [
+                where_so(self._only_scaled(value), exactly(1)) for value in used if value in reads
+            ]
             matches[result] = least(self.program, [many, *cuts])
         return matches
 
@@ -160,7 +189,9 @@ class Recomputation:
             return exactly(1 if self.keeper(value) is not None else 2)
         if len(self.products(value)) > 1 or self._waiting.writes(maker) or value in self._kept.lost:
             return exactly(max(2, self._waiting.again[value]))
-        return least(self.program, [where_so(self._certain_as_held(value), exactly(1)), one_or_more(again)])
+        return least(
+            self.program, [where_so(self._certain_as_held(value), exactly(1)), one_or_more(again)]
+        )
 
     def _certain_as_held(self, value: int) -> Expression:
         """Where some product keeps a value in the format that it has."""
@@ -173,18 +204,35 @@ class Recomputation:
     def _told(self, value: int) -> bool:
         """Whether it is known how the one product that reads a value keeps it."""
         (index,) = self.products(value)
-        reads = [read for read in self.graph.operators[index].reads if self._forward.root(read.value) == value]
-        return self._kept.formats_of(index, value) is not None and len(reads) == 1 and self._whole(index, value)
+        reads = [
+            read
+            for read in self.graph.operators[index].reads
+            if self._forward.root(read.value) == value
+        ]
+        return (
+            self._kept.formats_of(index, value) is not None
+            and len(reads) == 1
+            and self._whole(index, value)
+        )
 
     def _only_scaled(self, value: int) -> Expression:
         """Where a value lies in memory for one product alone, which keeps it in a scaled format: it is not computed again from there."""
         maker = self._forward.made_by(value)
-        if maker is None or self._forward.multiplies(maker) or len(self.products(value)) != 1 or not self._told(value):
+        if (
+            maker is None
+            or self._forward.multiplies(maker)
+            or len(self.products(value)) != 1
+            or not self._told(value)
+        ):
             return {}
         (index,) = self.products(value)
         hows = self._kept.formats_of(index, value)
         assert hows is not None
-        (read,) = (item for item in self.graph.operators[index].reads if self._forward.root(item.value) == value)
+        (read,) = (
+            item
+            for item in self.graph.operators[index].reads
+            if self._forward.root(item.value) == value
+        )
         result = [
             where
             for state, where in self._where.states[index].items()
@@ -194,7 +242,11 @@ class Recomputation:
 
     def _whole(self, index: int, value: int) -> bool:
         """Whether an operator reads all of a value, and no view of a part."""
-        reads = [read.value for read in self.graph.operators[index].reads if self._forward.root(read.value) == value]
+        reads = [
+            read.value
+            for read in self.graph.operators[index].reads
+            if self._forward.root(read.value) == value
+        ]
         return not any(self._forward.is_part(read) for read in reads)
 
 
@@ -207,9 +259,15 @@ class MaterializedValues:
         again: what is computed again.
     """
 
-    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where, again: Recomputation) -> None:
+    def __init__(
+        self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where, again: Recomputation
+    ) -> None:
         self._kept, self._waiting, self._where, self._again = saved, waiting, where, again
-        self.graph, self._forward, self.program = saved.graph, saved.passes[0].forward, where.program
+        self.graph, self._forward, self.program = (
+            saved.graph,
+            saved.passes[0].forward,
+            where.program,
+        )
 
     def add(
         self,
@@ -244,7 +302,9 @@ class MaterializedValues:
 
     def _told_apart(self, index: int, gate: ModelOperator) -> bool:
         """Whether it is known in which states a gate's result is kept, and not what it is computed again from."""
-        return self._again.result_kept(index) is not None and self._products(gate.result) is not None
+        return (
+            self._again.result_kept(index) is not None and self._products(gate.result) is not None
+        )
 
     def _gradients(self, arriving: Iterable[int]) -> int:
         """Returns from how many gradients one is computed at least that is not written down itself."""
@@ -272,7 +332,8 @@ class MaterializedValues:
             result.append(door)
             operator = self.graph.operators[index]
             count += min(
-                sum(settings.startswith("extra") for _, settings in cost.saved) for cost in operator.costs.values()
+                sum(settings.startswith("extra") for _, settings in cost.saved)
+                for cost in operator.costs.values()
             )
             for read in operator.reads:
                 value = self._forward.root(read.value)
@@ -344,4 +405,7 @@ class MaterializedValues:
         """Returns what is 1 where one of several is, and 0 elsewhere, whatever wins."""
         if len(several) == 1:
             return several[0]
-        return total((1.0, ONE), (-1.0, self.program.all_of([total((1.0, ONE), (-1.0, item)) for item in several])))
+        return total(
+            (1.0, ONE),
+            (-1.0, self.program.all_of([total((1.0, ONE), (-1.0, item)) for item in several])),
+        )

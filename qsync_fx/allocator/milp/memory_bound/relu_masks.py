@@ -76,13 +76,19 @@ class Lying:
     def held(self, names: Sequence[StateNames]) -> Name:
         """Returns the format in which it lies in memory; None where what it is computed from is read in its place."""
         fmt = names[self.made][1]
-        return fmt if any(scaled(item.under(names)) or item.under(names) == fmt for item in self.readings) else None
+        return (
+            fmt
+            if any(scaled(item.under(names)) or item.under(names) == fmt for item in self.readings)
+            else None
+        )
 
     def held_in(self, formats: Where) -> Iterator[tuple[Name, Expression]]:
         """Yields formats with where it lies in memory in them, for each of its readers."""
         for fmt, where in formats.outputs[self.made].items():
             for item in self.readings:
-                read = total((1.0, item.where(formats, scaled)), (1.0, item.where(formats, partial(eq, fmt))))
+                read = total(
+                    (1.0, item.where(formats, scaled)), (1.0, item.where(formats, partial(eq, fmt)))
+                )
                 yield fmt, formats.program.at_least(total((1.0, where), (1.0, read), (-1.0, ONE)))
 
     def lost(self, names: Sequence[StateNames], available: dict[int, bool]) -> bool:
@@ -93,7 +99,9 @@ class Lying:
         if self.value not in available:
             wanted, fmt = [item.under(names) for item in self.readings], names[self.made][1]
             saved = any(_as_wide(fmt, name) for name in wanted)
-            gone = any(map(scaled, wanted)) or any(item.lost(names, available) for item in self.behind)
+            gone = any(map(scaled, wanted)) or any(
+                item.lost(names, available) for item in self.behind
+            )
             available[self.value] = not saved and gone
         return available[self.value]
 
@@ -102,7 +110,9 @@ class Lying:
         if self.value not in available:
             result = []
             for fmt, where in formats.outputs[self.made].items():
-                saved = [(-1.0, item.where(formats, partial(_as_wide, fmt))) for item in self.readings]
+                saved = [
+                    (-1.0, item.where(formats, partial(_as_wide, fmt))) for item in self.readings
+                ]
                 gone = [item.where(formats, scaled) for item in self.readings]
                 gone += [item.lost_in(formats, available) for item in self.behind]
                 result += [total((1.0, where), (1.0, item), (-1.0, ONE), *saved) for item in gone]
@@ -131,15 +141,25 @@ class MaskedActivation:
         """Returns the bytes of its mask under a plan; `known` are the values that are known to be lost under it."""
         fmt = self.kept[names[self.at]]
         shared = any(item.under(names) == fmt for item in self.readings)
-        again = self.behind is not None and not any(item.lost(names, available) for item in self.behind)
+        again = self.behind is not None and not any(
+            item.lost(names, available) for item in self.behind
+        )
         return 0 if shared or again else self.mask
 
     def masked(self, formats: Where, available: dict[int, Expression]) -> Expression:
         """Returns where it keeps its mask."""
-        lost = [ONE] if self.behind is None else [item.lost_in(formats, available) for item in self.behind]
+        lost = (
+            [ONE]
+            if self.behind is None
+            else [item.lost_in(formats, available) for item in self.behind]
+        )
         wants = []
         for fmt in dict.fromkeys(self.kept.values()):
-            saved = [(1.0, where) for state, where in formats.states[self.at].items() if self.kept[state] == fmt]
+            saved = [
+                (1.0, where)
+                for state, where in formats.states[self.at].items()
+                if self.kept[state] == fmt
+            ]
             shared = [(-1.0, item.where(formats, partial(eq, fmt))) for item in self.readings]
             wants += [total(*saved, *shared, (1.0, item), (-1.0, ONE)) for item in lost]
         return formats.program.any_of(map(formats.program.at_least, wants))
@@ -163,7 +183,9 @@ class Residing:
             result: dict[int, Lying] = {}
             if isinstance(operator.decided, Follows):
                 reads = (self._forward.root(read.value) for read in operator.reads)
-                result = {item.value: item for root in reads if root != value for item in self._at(root)}
+                result = {
+                    item.value: item for root in reads if root != value for item in self._at(root)
+                }
             self._known[value] = tuple(result.values())
         return self._known[value]
 
@@ -172,11 +194,17 @@ class Residing:
         if maker is None or self._forward.multiplies(maker) or pools(maker):
             return ()
         readings, behind = self.readings(value), self.behind(maker)
-        return behind if not readings else [Lying(value, self.graph.places[maker.id], readings, behind)]
+        return (
+            behind
+            if not readings
+            else [Lying(value, self.graph.places[maker.id], readings, behind)]
+        )
 
     def readings(self, value: int) -> Sequence[MaskRead] | None:
         """Returns who reads a value as a factor; None where a product that is not known to keeps it."""
-        result = [MaskRead(item.at, item.wanted) for item in self._kept.factors if item.value == value]
+        result = [
+            MaskRead(item.at, item.wanted) for item in self._kept.factors if item.value == value
+        ]
         available = {reading.at for reading in result}
         return result if self._keepers.get(value, set()) <= available else None
 
@@ -198,9 +226,14 @@ def gates(saved: SavedTensorsBound) -> Iterator[MaskedActivation]:
         formats = saved.formats_of(index, value) if operator.row in GATES else None
         if formats is None or not all(item.reads_gate(index) for item in saved.passes):
             continue
-        readings, behind = residing.readings(value), None if value in saved.lost else residing.behind(operator)
+        readings, behind = (
+            residing.readings(value),
+            None if value in saved.lost else residing.behind(operator),
+        )
         if readings is not None and (behind is None or behind):
-            yield MaskedActivation(index, formats, readings, behind, whole(saved.graph.values[value].numel))
+            yield MaskedActivation(
+                index, formats, readings, behind, whole(saved.graph.values[value].numel)
+            )
 
 
 def scaled(fmt: Name) -> bool:

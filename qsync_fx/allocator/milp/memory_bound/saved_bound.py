@@ -50,7 +50,10 @@ class Passes:
 
     def reads_kept(self, index: int, name: str) -> bool:
         """Whether what an operator keeps of a value is read again."""
-        return any(buffer.name == name and buffer in self.read for buffer in self.forward.kept.get(index, ()))
+        return any(
+            buffer.name == name and buffer in self.read
+            for buffer in self.forward.kept.get(index, ())
+        )
 
     def mask(self, index: int) -> Buffer | None:
         """Returns what the gate at a place keeps in place of its result; None where that is kept, or computed again."""
@@ -61,11 +64,17 @@ class Passes:
     def reads_gate(self, index: int) -> bool:
         """Whether what the gate at a place keeps is read again; of several that its result is computed from, some."""
         mask = self.mask(index)
-        return not self.read.isdisjoint(self.forward.kept.get(index, ()) if mask is None else [mask])
+        return not self.read.isdisjoint(
+            self.forward.kept.get(index, ()) if mask is None else [mask]
+        )
 
     def extras(self, index: int) -> Mapping[str, int]:
         """Returns the bytes of what an operator keeps beside values and reads again, by name."""
-        return {buffer.name: buffer.bytes for buffer in self.forward.extras(index) if buffer in self.read}
+        return {
+            buffer.name: buffer.bytes
+            for buffer in self.forward.extras(index)
+            if buffer in self.read
+        }
 
 
 def extras_kept(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int]:
@@ -76,7 +85,9 @@ def extras_kept(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int
     for item, sizes in zip(passes, available, strict=True):
         state = item.forward.states.names[index]
         visited[state] = min(visited.get(state, sum(sizes.values())), sum(sizes.values()))
-    return {state: visited.get(state, least) for state in passes[0].forward.graph.operators[index].costs}
+    return {
+        state: visited.get(state, least) for state in passes[0].forward.graph.operators[index].costs
+    }
 
 
 Key = tuple[int, Name]
@@ -150,7 +161,13 @@ class Readers:
 def factors(product: ModelOperator, forward: Forward) -> Mapping[int, ModelRead]:
     """Returns what a product multiplies, by its place among the readings: of attention query, key and value; of what is no product the
     first two that it reads."""
-    places = range(3) if attends(product) else forward.multiplied(product) if forward.multiplies(product) else range(2)
+    places = (
+        range(3)
+        if attends(product)
+        else forward.multiplied(product)
+        if forward.multiplies(product)
+        else range(2)
+    )
     return {place: product.reads[place] for place in places if place < len(product.reads)}
 
 
@@ -169,9 +186,13 @@ class SavedTensorsBound:
         if any(operator.repeated for operator in self.graph.operators):
             return
         for index, operator in enumerate(self.graph.operators):
-            for place, read in factors(operator, forward).items() if forward.multiplies(operator) else ():
+            for place, read in (
+                factors(operator, forward).items() if forward.multiplies(operator) else ()
+            ):
                 available = {name: read.wanted.get(name or "") for name, _ in operator.costs}
-                if all(available.values()) and all(item.reads_factor(index, place) for item in passes):
+                if all(available.values()) and all(
+                    item.reads_factor(index, place) for item in passes
+                ):
                     root = forward.root(read.value)
                     value = read.value if forward.is_part(read.value) else root
                     owned = self.graph.values[root].own if forward.given(read.value) else None
@@ -183,16 +204,27 @@ class SavedTensorsBound:
                 self.results += self._values_kept(passes, index)
             elif attends(operator):
                 # Attention of one kernel keeps its own result.
-                self.results += [item for item in self._values_kept(passes, index) if item.value == operator.result]
+                self.results += [
+                    item
+                    for item in self._values_kept(passes, index)
+                    if item.value == operator.result
+                ]
         self.gates += gates(self)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
         self._incoming = sum(self._bytes(value, self.graph.values[value].own) for value in incoming)
 
-    def of(self, names: Sequence[StateNames], readers: Readers | None = None, layout: Sequence[Lying] = ()) -> float:
+    def of(
+        self,
+        names: Sequence[StateNames],
+        readers: Readers | None = None,
+        layout: Sequence[Lying] = (),
+    ) -> float:
         """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read, and
         values that lie in memory beside."""
-        matches: set[Key] = {(item.value, fmt) for item in layout if (fmt := item.held(names)) is not None}
+        matches: set[Key] = {
+            (item.value, fmt) for item in layout if (fmt := item.held(names)) is not None
+        }
         for factor in self.factors:
             fmt = factor.wanted[names[factor.at][0]]
             if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
@@ -201,12 +233,23 @@ class SavedTensorsBound:
             fmt = result.kept[names[result.at]]
             live = fmt if result.maker is None else names[result.maker][1]
             matches.add((result.value, min((fmt, live), key=_width)))
-        extras = sum(sizes[names[index]] for index, sizes in self.extras.items() if self._extras_read(readers, index))
+        extras = sum(
+            sizes[names[index]]
+            for index, sizes in self.extras.items()
+            if self._extras_read(readers, index)
+        )
         lost: dict[int, bool] = {}
         masks = sum(gate.of(names, lost) for gate in _of(readers, self.gates))
-        return sum(self._bytes(*key) for key in matches) + extras + masks + (self._incoming if readers is None else 0)
+        return (
+            sum(self._bytes(*key) for key in matches)
+            + extras
+            + masks
+            + (self._incoming if readers is None else 0)
+        )
 
-    def expression(self, formats: Formats, readers: Readers | None = None, layout: Sequence[Lying] = ()) -> Expression:
+    def expression(
+        self, formats: Formats, readers: Readers | None = None, layout: Sequence[Lying] = ()
+    ) -> Expression:
         """Returns the bytes; with `readers` those of what their backward passes read, and of values that lie in memory beside."""
         wants: dict[Key, list[Expression]] = {}
         for item in layout:
@@ -268,7 +311,9 @@ class SavedTensorsBound:
             fmt = result.kept[state]
             by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
         for fmt, where in by_format.items():
-            narrower = {name: existing for name, existing in live.items() if _width(name) < _width(fmt)}
+            narrower = {
+                name: existing for name, existing in live.items() if _width(name) < _width(fmt)
+            }
             rest = where
             for name, existing in narrower.items():
                 if live.get(fmt) == where and len(live) == len(by_format):
@@ -304,11 +349,17 @@ class SavedTensorsBound:
         for operator in self.graph.operators:
             for value in self.saved(operator):
                 maker = forward.made_by(value)
-                if forward.multiplies(operator) or (maker is not None and forward.multiplies(maker)):
+                if forward.multiplies(operator) or (
+                    maker is not None and forward.multiplies(maker)
+                ):
                     saved.add(value)
         for operator in self.graph.operators:
             reads = {forward.root(read.value) for read in operator.reads}
-            lost = forward.multiplies(operator) or operator.row in GATHERS or not result.isdisjoint(reads - saved)
+            lost = (
+                forward.multiplies(operator)
+                or operator.row in GATHERS
+                or not result.isdisjoint(reads - saved)
+            )
             if lost and forward.root(operator.result) == operator.result:
                 result.add(operator.result)
         return result
@@ -330,7 +381,8 @@ class SavedTensorsBound:
             hows = [
                 settings
                 for name, settings in cost.saved
-                if not settings.startswith("extra") and self._forward.root(self._places[name]) == value
+                if not settings.startswith("extra")
+                and self._forward.root(self._places[name]) == value
             ]
             if len(hows) != 1 or not hows[0]:
                 return None

@@ -57,14 +57,22 @@ def where_so(condition: Expression, count: Count) -> Count:
     if available is not None:
         return count if available == 1 else exactly(TOP)
     rest = range(count.sure + 1, TOP + 1)
-    return Count(count.sure, [total((1.0, count.reaches(many)), (1.0, ONE), (-1.0, condition)) for many in rest])
+    return Count(
+        count.sure,
+        [total((1.0, count.reaches(many)), (1.0, ONE), (-1.0, condition)) for many in rest],
+    )
 
 
 def least(program: LinearProgram, several: Sequence[Count]) -> Count:
     """Returns the least of several."""
-    sure, top = min(item.sure for item in several), min(item.sure + len(item.free) for item in several)
+    sure, top = (
+        min(item.sure for item in several),
+        min(item.sure + len(item.free) for item in several),
+    )
     rest = range(sure + 1, top + 1)
-    return _count(sure, [program.at_most([item.reaches(many) for item in several]) for many in rest])
+    return _count(
+        sure, [program.at_most([item.reaches(many) for item in several]) for many in rest]
+    )
 
 
 def added(program: LinearProgram, several: Iterable[Count]) -> Count:

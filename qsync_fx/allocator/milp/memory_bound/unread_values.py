@@ -15,7 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Final
 
-from qsync_fx.allocator.milp.memory_bound.saved_bound import Readers, SavedTensorsBound, factors, norms
+from qsync_fx.allocator.milp.memory_bound.saved_bound import (
+    Readers,
+    SavedTensorsBound,
+    factors,
+    norms,
+)
 from qsync_fx.predictor.memory.backward import READS, SPREADS
 from qsync_fx.predictor.memory.buffers import attends, convolves, pools, whole
 from qsync_fx.predictor.memory.forward import Forward
@@ -70,12 +75,21 @@ class UnreadValues:
         before, rest = frozenset(range(yet(moment))), frozenset(passed)
         if selected == PASSING:
             return Readers(before, rest)
-        if pools(owned) or (not at_once(owned) and selected == len(gradients(owned, self._forward))):
+        if pools(owned) or (
+            not at_once(owned) and selected == len(gradients(owned, self._forward))
+        ):
             return Readers(before, rest)  # it has read what it keeps
         if at_once(owned):
-            return Readers(before, rest, unscaled=frozenset((place, item) for item in factors(owned, self._forward)))
+            return Readers(
+                before,
+                rest,
+                unscaled=frozenset((place, item) for item in factors(owned, self._forward)),
+            )
         # A gradient is computed with the other factor.
-        now, *then = ((place, self._forward.other(owned, item)) for item in gradients(owned, self._forward)[selected:])
+        now, *then = (
+            (place, self._forward.other(owned, item))
+            for item in gradients(owned, self._forward)[selected:]
+        )
         return Readers(before, rest, frozenset(then), frozenset({now}))
 
     def arrives(self, value: int) -> bool:
@@ -87,10 +101,17 @@ class UnreadValues:
         maker = self._forward.made_by(value)
         return maker is not None and self.used[self.graph.places[maker.id]]
 
-    def _passes(self, operator: ModelOperator, read: ModelRead, moment: Moment, passed: set[int]) -> bool:
+    def _passes(
+        self, operator: ModelOperator, read: ModelRead, moment: Moment, passed: set[int]
+    ) -> bool:
         """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
         maker = self._forward.made_by(read.value)
-        if not read.gradient or maker is None or self.writes(operator) or self.summed(operator, read):
+        if (
+            not read.gradient
+            or maker is None
+            or self.writes(operator)
+            or self.summed(operator, read)
+        ):
             return False
         if self._leaving[self.graph.places[operator.id]] > READS:
             return False
@@ -130,10 +151,17 @@ class UnreadValues:
                 into = arriving[self._forward.root(read.value)]
                 into[-1] = into.get(-1, 0) + 1
         for index, operator in reversed(list(enumerate(self.graph.operators))):
-            if not arriving[operator.result] or self._forward.root(operator.result) != operator.result:
+            if (
+                not arriving[operator.result]
+                or self._forward.root(operator.result) != operator.result
+            ):
                 continue
-            leaving[index] = min(sum(arriving[operator.result].values()) + self.added(operator), READS + 1)
-            for read in (read for read in operator.reads if read.gradient and self.differentiated(read.value)):
+            leaving[index] = min(
+                sum(arriving[operator.result].values()) + self.added(operator), READS + 1
+            )
+            for read in (
+                read for read in operator.reads if read.gradient and self.differentiated(read.value)
+            ):
                 into = arriving[self._forward.root(read.value)]
                 if self.writes(operator) or self.summed(operator, read):
                     # A product gives the gradient, and the scale of its other factor.
@@ -143,15 +171,21 @@ class UnreadValues:
         return arriving, leaving
 
     def differentiated(self, value: int) -> bool:
-        return all(self.graph.values[index].differentiated for index in (value, self._forward.root(value)))
+        return all(
+            self.graph.values[index].differentiated for index in (value, self._forward.root(value))
+        )
 
     def added(self, operator: ModelOperator) -> int:
         """Returns from how much more than its own gradient those of an operator's operands are computed."""
         extras = beside(operator)
-        result = extras + sum(max(1, self.again[value]) for value in self.computed(self._kept.saved(operator)))
+        result = extras + sum(
+            max(1, self.again[value]) for value in self.computed(self._kept.saved(operator))
+        )
         if norms(operator):
             weights = [read.value for read in operator.reads if read.role == "weight"]
-            result += 2 * extras + sum(1 if self._forward.given(value) else READS + 1 for value in weights)
+            result += 2 * extras + sum(
+                1 if self._forward.given(value) else READS + 1 for value in weights
+            )
         return result
 
     @cached_property
@@ -161,7 +195,9 @@ class UnreadValues:
         for operator in self.graph.operators:
             if self._forward.multiplies(operator) or operator.result in self._kept.lost:
                 continue
-            used = {self._forward.root(read.value) for read in operator.reads} | set(self._kept.saved(operator))
+            used = {self._forward.root(read.value) for read in operator.reads} | set(
+                self._kept.saved(operator)
+            )
             parts = (max(2, result[value]) for value in self.computed(used - {operator.result}))
             result[operator.result] = min(beside(operator) + sum(parts), READS + 1)
         return result
@@ -176,11 +212,17 @@ class UnreadValues:
     def summed(self, operator: ModelOperator, read: ModelRead) -> bool:
         """Whether the gradient of an operand that was spread is summed up, and written."""
         values = self.graph.values
-        return operator.row in SPREADS and whole(values[read.value].numel) < whole(values[operator.result].numel)
+        return operator.row in SPREADS and whole(values[read.value].numel) < whole(
+            values[operator.result].numel
+        )
 
 
 def beside(operator: ModelOperator) -> int:
     """How many masks and statistics an operator keeps at most."""
     return max(
-        (sum(settings.startswith("extra") for _, settings in cost.saved) for cost in operator.costs.values()), default=0
+        (
+            sum(settings.startswith("extra") for _, settings in cost.saved)
+            for cost in operator.costs.values()
+        ),
+        default=0,
     )

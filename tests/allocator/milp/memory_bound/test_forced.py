@@ -40,7 +40,10 @@ def gated() -> DeviceClass:
     """Gates along a residual stream, each of which is computed again from those before it where these are not kept as they are."""
     torch._dynamo.reset()
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 1), *(Block(at % 3 == 0) for at in range(5)), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        nn.Conv2d(3, 4, 1),
+        *(Block(at % 3 == 0) for at in range(5)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
     graph = build_model_graph(qsync_fx.explain(model.train(), torch.randn(2, 3, 4, 4)), UNSCALED)
     return DeviceClass(graph, OwnedTimes(0), drawn_sensitivity(graph, 0), UNSCALED)
@@ -78,13 +81,17 @@ def test_what_is_forced_is_written_down() -> None:
         known = states(part.graph, asked)
         where = PlanStates(known.names)
         counts, program = Counts(kept, waiting, where), where.program
-        variables = {value: next(iter(written)) for value, written in counts.written.items() if written}
+        variables = {
+            value: next(iter(written)) for value, written in counts.written.items() if written
+        }
         for variable in variables.values():
             program.costs[variable] = 1.0
         least = program.solve(0.0, 60.0)
         assert least.values is not None
         found = noted(known)
-        assert {value for value, variable in variables.items() if least.values[variable] > 0.5} <= found
+        assert {
+            value for value, variable in variables.items() if least.values[variable] > 0.5
+        } <= found
         several += round(least.objective)
         decided = {variable: float(value in found) for value, variable in variables.items()}
         assert program.solve(0.0, 60.0, relaxed=True, fixed=decided).values is not None

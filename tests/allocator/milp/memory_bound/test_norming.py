@@ -43,7 +43,11 @@ class Block(nn.Module):
         super().__init__()
         self.down, self.up = nn.Conv2d(WIDE, 2, 1, bias=False), nn.Conv2d(2, WIDE, 1, bias=False)
         self.first, self.second = nn.BatchNorm2d(2), nn.BatchNorm2d(WIDE)
-        self.branch = nn.Sequential(nn.Conv2d(WIDE, WIDE, 1, bias=False), nn.BatchNorm2d(WIDE)) if branch else None
+        self.branch = (
+            nn.Sequential(nn.Conv2d(WIDE, WIDE, 1, bias=False), nn.BatchNorm2d(WIDE))
+            if branch
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         beside = x if self.branch is None else self.branch(x)
@@ -56,13 +60,17 @@ def stream(depth: int) -> ModelGraph:
     torch._dynamo.reset()
     torch.manual_seed(0)
     blocks = (Block(at % 4 == 0) for at in range(depth))
-    model = nn.Sequential(nn.Conv2d(3, WIDE, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDE, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, WIDE, 1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(WIDE, 4)
+    )
     return build_model_graph(qsync_fx.explain(model.train(), torch.randn(2, 3, 8, 8)), FORMATS)
 
 
 def device(depth: int, seed: int) -> DeviceClass:
     graph = stream(depth)
-    return DeviceClass(graph, PlainTimes(seed), drawn_sensitivity(graph, seed), FORMATS, training=TrainingMemory())
+    return DeviceClass(
+        graph, PlainTimes(seed), drawn_sensitivity(graph, seed), FORMATS, training=TrainingMemory()
+    )
 
 
 def drawn(part: DeviceClass, draw: random.Random) -> States:
@@ -89,12 +97,16 @@ def test_what_is_written_behind_norms_is_there_at_once() -> None:
         written = step_memory(known, part.training, Orders.of(known, part.training).written).moments
         for moment in (one for one in certain.during.moments if one[1] == PASSING):
             last = certain.during.last(moment)
-            held = max(one.bytes for one in written if one.place == "backward" and one.operator in last)
+            held = max(
+                one.bytes for one in written if one.place == "backward" and one.operator in last
+            )
             least = before + certain.during.of(known.names, moment)
             assert least <= held * (1 + 1e-9), moment
             several += least > 0.98 * held
         forward = max(one.bytes for one in written if one.place == "forward")
-        assert all(before - certain.behind + one.of(known.names) <= forward for one in certain.forward)
+        assert all(
+            before - certain.behind + one.of(known.names) <= forward for one in certain.forward
+        )
     assert several > 16
 
 
@@ -106,7 +118,9 @@ def sure(part: DeviceClass, known: States) -> Iterator[tuple[int, float]]:
         where = PlanStates(known.names)
         counts = Counts(certain.kept, UnreadValues(certain.kept), where)
         found = norming.expression(counts, where, at)
-        where.program.costs = [found.get(variable, 0.0) for variable in range(len(where.program.costs))]
+        where.program.costs = [
+            found.get(variable, 0.0) for variable in range(len(where.program.costs))
+        ]
         solved = where.program.solve(0.0, 60.0)
         yield norm.product, found.get(-1, 0.0) + solved.objective
 
@@ -116,32 +130,51 @@ def sure(part: DeviceClass, known: States) -> Iterator[tuple[int, float]]:
 def test_gradients_behind_norms_are_known_to_be_written_in_fp32(fmt: str) -> None:
     """Under a narrow plan, as soon as enough blocks are behind."""
     part = device(10, 0)
-    known = states(part.graph, {operator: fmt if fmt in by else "bf16" for operator, by in part.choices.items()})
+    known = states(
+        part.graph,
+        {operator: fmt if fmt in by else "bf16" for operator, by in part.choices.items()},
+    )
     written = [task for task in Orders.of(known).written if task.backward and not task.library]
     seen = 0
     for product, size in sure(part, known):
         name = f"gradient of {part.graph.values[part.graph.operators[product].result].name}"
-        wide = sum(b.bytes for task in written for b in task.writes if b.name == name and b.format == "fp32")
-        assert size <= wide + sum(b.bytes for task in written for b in task.writes if b.name == name) + 4096
+        wide = sum(
+            b.bytes
+            for task in written
+            for b in task.writes
+            if b.name == name and b.format == "fp32"
+        )
+        assert (
+            size
+            <= wide + sum(b.bytes for task in written for b in task.writes if b.name == name) + 4096
+        )
         seen += size >= wide > 0
     assert seen
 
 
 @ALL
 @pytest.mark.parametrize("seed", range(5))
-def test_plans_along_a_stream_are_those_of_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_along_a_stream_are_those_of_brute_force(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what is written behind norms in the program, near each limit of memory."""
     monkeypatch.setattr(milp_allocator, "FEW", 0)
     part, draw = device(7, seed), random.Random(seed)
-    free = draw.sample([operator for operator in part.choices if "conv" in operator or "linear" in operator], 5)
+    free = draw.sample(
+        [operator for operator in part.choices if "conv" in operator or "linear" in operator], 5
+    )
     pinned = draw.choice(["bf16", "int8"])
-    operators = tuple(_pinned(one, pinned) if one.id not in free else one for one in part.graph.operators)
+    operators = tuple(
+        _pinned(one, pinned) if one.id not in free else one for one in part.graph.operators
+    )
     part = replace(part, graph=replace(part.graph, operators=operators))
     problem = Problem({"a": part}, Cluster({"a": ClusterDevice()}))
     known = every(problem, "a")
     peaks = sorted({judged.classes["a"].peak_bytes or 0 for _, judged in known})
     for share in (0.1, 0.5):
-        limited = replace(problem, classes={"a": replace(part, memory=peaks[int(share * (len(peaks) - 1))])})
+        limited = replace(
+            problem, classes={"a": replace(part, memory=peaks[int(share * (len(peaks) - 1))])}
+        )
         best = min(judged.variance for _, judged in known if not judged.exceeds(limited))
         answer = MilpAllocator().allocate(limited)
         assert answer.fits
@@ -154,7 +187,9 @@ def test_plans_along_a_stream_are_those_of_brute_force(seed: int, monkeypatch: p
         search.bounded()
         for certain in search._certain.values():
             certain.moments = list(certain.during.moments)
-        found = search._found(search.judge.plans, search._least_prices, search._certain, search._asked)
+        found = search._found(
+            search.judge.plans, search._least_prices, search._certain, search._asked
+        )
         assert found.bound <= best * (1 + 1e-6)
 
 
@@ -162,4 +197,6 @@ def _pinned(operator: ModelOperator, fmt: str) -> ModelOperator:
     decided = operator.decided
     if not isinstance(decided, Choices):
         return operator
-    return replace(operator, decided=replace(decided, pinned=fmt if "norm" not in operator.row else "bf16"))
+    return replace(
+        operator, decided=replace(decided, pinned=fmt if "norm" not in operator.row else "bf16")
+    )

@@ -25,7 +25,9 @@ CONDITIONS = 3
 Number = Callable[[Sequence[int]], int]
 
 
-def drawn(draw: random.Random, program: LinearProgram, conditions: Sequence[int], deep: int) -> tuple[Count, Number]:
+def drawn(
+    draw: random.Random, program: LinearProgram, conditions: Sequence[int], deep: int
+) -> tuple[Count, Number]:
     """Returns a count, and the number that it stands for where conditions hold or do not."""
     way = draw.randrange(2) if not deep else draw.randrange(2, 6)
     picked = draw.randrange(CONDITIONS)
@@ -39,7 +41,9 @@ def drawn(draw: random.Random, program: LinearProgram, conditions: Sequence[int]
         return one_or_more(first), lambda held: max(1, one(held))
     if way == 3:
         unless = where_so({conditions[picked]: 1.0}, second)
-        return least(program, [first, unless]), lambda held: min(one(held), other(held) if held[picked] else TOP)
+        return least(program, [first, unless]), lambda held: min(
+            one(held), other(held) if held[picked] else TOP
+        )
     return added(program, [first, second]), lambda held: one(held) + other(held)
 
 
@@ -60,12 +64,16 @@ def test_a_count_is_what_it_stands_for(seed: int, deep: int) -> None:
         fixed = dict(zip(conditions, map(float, held), strict=True))
         found = program.solve(0.0, 60.0, relaxed=True, fixed=fixed)
         assert round(sure - found.objective, 6) == min(number(held), TOP)
-        assert round(sure - program.solve(0.0, 60.0, fixed=fixed).objective, 6) == min(number(held), TOP)
+        assert round(sure - program.solve(0.0, 60.0, fixed=fixed).objective, 6) == min(
+            number(held), TOP
+        )
 
 
 def test_what_is_sure_takes_no_variable() -> None:
     program = LinearProgram()
     condition = program.variable(full=True)
-    assert added(program, [exactly(2), where({condition: 1.0}), exactly(3)]) == Count(5, [{condition: 1.0}])
+    assert added(program, [exactly(2), where({condition: 1.0}), exactly(3)]) == Count(
+        5, [{condition: 1.0}]
+    )
     assert added(program, [exactly(TOP), where({condition: 1.0})]) == exactly(TOP)
     assert len(program.costs) == 1

@@ -34,8 +34,14 @@ CHANGED = {
     # What starts a kernel, which a host compiler cannot read.
     "cutlass/conv/device/implicit_gemm_convolution.h": (r"<<<.*?>>>", ""),
     # PTX, which the same in C++ stands beside, switched off.
-    "cutlass/conv/threadblock/conv2d_dgrad_filter_tile_access_iterator_optimized.h": (r"#if 0", "#if 1"),
-    "cutlass/conv/threadblock/conv2d_dgrad_output_gradient_tile_access_iterator_optimized.h": (r"#if 0", "#if 1"),
+    "cutlass/conv/threadblock/conv2d_dgrad_filter_tile_access_iterator_optimized.h": (
+        r"#if 0",
+        "#if 1",
+    ),
+    "cutlass/conv/threadblock/conv2d_dgrad_output_gradient_tile_access_iterator_optimized.h": (
+        r"#if 0",
+        "#if 1",
+    ),
 }
 """Headers of CUTLASS, and what is changed in them: pattern and replacement."""
 
@@ -48,31 +54,44 @@ def all_kernels() -> list[KernelConfig]:
 
 def of_each_kind() -> list[KernelConfig]:
     """The smallest tile of each target, product, formats and order."""
-    return cutlass_cpu.smallest(((c.operation, c.arch, c.a, c.out, c.strided, c.order), c) for c in all_kernels())
+    return cutlass_cpu.smallest(
+        ((c.operation, c.arch, c.a, c.out, c.strided, c.order), c) for c in all_kernels()
+    )
 
 
 def facts(c: KernelConfig) -> Iterable[object]:
     """Of formats that are as wide, on the same units, the text is the same but for the instruction, which products of matrices have too."""
     kind = size_of(c.a), c.unit, c.a == "int8"
-    return (c.operation, kind), ("out", c.out), (c.operation, c.strided, c.order), (c.operation, c.arch)
+    return (
+        (c.operation, kind),
+        ("out", c.out),
+        (c.operation, c.strided, c.order),
+        (c.operation, c.arch),
+    )
 
 
 def one_of_each() -> list[KernelConfig]:
     """The smallest tile of each of these."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
-        lambda c: c.operation == "fprop" and c.a == "int8" and c.out == "bf16" and c.arch == "sm_80",
+        lambda c: (
+            c.operation == "fprop" and c.a == "int8" and c.out == "bf16" and c.arch == "sm_80"
+        ),
         lambda c: c.operation == "fprop" and c.a == "fp32" and c.out == "fp32",
         lambda c: c.operation == "dgrad" and c.a == "bf16" and not c.strided,
         lambda c: c.operation == "dgrad" and c.a == "bf16" and c.strided,
         lambda c: c.operation == "wgrad" and c.a == "bf16" and c.order == "split_k",
-        lambda c: c.operation == "fprop" and c.a == "fp16" and c.arch == "sm_75" and c.out == "fp16",
+        lambda c: (
+            c.operation == "fprop" and c.a == "fp16" and c.arch == "sm_75" and c.out == "fp16"
+        ),
     )
     return [min(filter(each, all_kernels()), key=cutlass_cpu.bytes_a_tile) for each in wanted]
 
 
 KERNELS = tiers.chosen(
     one_of_each(),
-    list(dict.fromkeys([*one_of_each(), *cutlass_cpu.covering(of_each_kind(), facts, one_of_each())])),
+    list(
+        dict.fromkeys([*one_of_each(), *cutlass_cpu.covering(of_each_kind(), facts, one_of_each())])
+    ),
     all_kernels(),
 )
 
@@ -95,7 +114,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Li
 
 
 @pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
-def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
+def test_results_are_equal_to_the_last_bit(
+    libraries: dict[KernelConfig, Library], config: KernelConfig
+) -> None:
     cutlass_conv_cpu.check(libraries[config], config)
 
 

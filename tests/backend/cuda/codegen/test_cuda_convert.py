@@ -19,13 +19,25 @@ from qsync_fx.backend.cuda.kernel_build.library import ConvertArguments, load
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.runtime import layout_convert
 from qsync_fx.errors import KernelError, ToolchainError
-from tests.support.cuda.on_cpu.convert_on_cpu import BITS, DTYPES, PAIRS, assert_equal, drawn, expected, library, run
+from tests.support.cuda.on_cpu.convert_on_cpu import (
+    BITS,
+    DTYPES,
+    PAIRS,
+    assert_equal,
+    drawn,
+    expected,
+    library,
+    run,
+)
 
 
 @st.composite
 def sizes(draw: st.DrawFn, small: bool = False) -> int:
     return draw(
-        st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 64] if small else [64, 127, 128, 129, 144, 256, 300]))
+        st.one_of(
+            st.integers(1, 40),
+            st.sampled_from([16, 32, 64] if small else [64, 127, 128, 129, 144, 256, 300]),
+        )
     )
 
 
@@ -35,15 +47,25 @@ def sizes(draw: st.DrawFn, small: bool = False) -> int:
 def test_equals_torch(kinds: tuple[str, str], data: st.DataObject) -> None:
     """Any sizes, gaps between rows and matrices, starts between multiples of 16 bytes, more room than values."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**62)))
-    batches, rows, columns = data.draw(st.sampled_from([1, 1, 3])), data.draw(sizes()), data.draw(sizes())
-    gap, lines, first = (data.draw(st.sampled_from(choices)) for choices in ([0, 0, 16, 1, 3], [0, 1], [0, 0, 16, 1]))
+    batches, rows, columns = (
+        data.draw(st.sampled_from([1, 1, 3])),
+        data.draw(sizes()),
+        data.draw(sizes()),
+    )
+    gap, lines, first = (
+        data.draw(st.sampled_from(choices)) for choices in ([0, 0, 16, 1, 3], [0, 1], [0, 0, 16, 1])
+    )
     turned = data.draw(st.booleans())
     between = (rows + lines) * (columns + gap) + data.draw(st.sampled_from([0, 0, 1]))
     memory = drawn(kinds[0], (batches * between + first + 16,), generator)
     strides = (between, columns + gap, 1)
     x = memory.as_strided((batches, rows, columns), strides, first)
     scaled = kinds[0] not in BITS and data.draw(st.booleans())
-    scale = torch.tensor([data.draw(st.sampled_from([0.0123, 1.0, 3e-7, 1e30, 0.0, 2.0**-126]))]) if scaled else None
+    scale = (
+        torch.tensor([data.draw(st.sampled_from([0.0123, 1.0, 3e-7, 1e30, 0.0, 2.0**-126]))])
+        if scaled
+        else None
+    )
     inner = (columns, rows) if turned else (rows, columns)
     more = data.draw(st.sampled_from([(0, 0), (0, 0), (5, 0), (0, 1), (0, -1), (200, 300)]))
     up = -inner[1] % 16 if more[1] < 0 else more[1]
@@ -62,10 +84,18 @@ def test_every_number_there_is(x: str, y: str) -> None:
     """All bit patterns of up to 16 bits, with scales that make the results denormal, zero, huge and infinite."""
     dtype = DTYPES[x]
     codes = (
-        torch.arange(256, dtype=torch.uint8) if dtype.itemsize == 1 else torch.arange(-(2**15), 2**15).to(torch.int16)
+        torch.arange(256, dtype=torch.uint8)
+        if dtype.itemsize == 1
+        else torch.arange(-(2**15), 2**15).to(torch.int16)
     )
     values = codes.view(dtype).view(1, 1, -1)
-    for factor in (None, 1 / 3, 2.0**-24, 600.0, *((1e-40, 2.0**-14, 2.0**120) if dtype.itemsize == 1 else ())):
+    for factor in (
+        None,
+        1 / 3,
+        2.0**-24,
+        600.0,
+        *((1e-40, 2.0**-14, 2.0**120) if dtype.itemsize == 1 else ()),
+    ):
         scale = None if factor is None else torch.tensor([factor])
         found = run(values, (x, y), False, (1, 1, values.numel()), scale)
         assert_equal(found, expected(values, (x, y), scale))
@@ -74,11 +104,26 @@ def test_every_number_there_is(x: str, y: str) -> None:
 @pytest.mark.parametrize("y", FLOATS)
 def test_roundings_of_fp32(y: str) -> None:
     """Ties, what lies beside them, the ends of the ranges, NaN."""
-    grid = torch.arange(-(2**15), 2**15).to(torch.int16).view(DTYPES[y] if y != "fp32" else torch.bfloat16).float()
-    middle = torch.cat([grid, (grid[:-1].double() + (grid[1:].double() - grid[:-1].double()) / 2).float()])
-    beside = [middle, *(torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf))]
+    grid = (
+        torch.arange(-(2**15), 2**15)
+        .to(torch.int16)
+        .view(DTYPES[y] if y != "fp32" else torch.bfloat16)
+        .float()
+    )
+    middle = torch.cat(
+        [grid, (grid[:-1].double() + (grid[1:].double() - grid[:-1].double()) / 2).float()]
+    )
+    beside = [
+        middle,
+        *(torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)),
+    ]
     values = torch.cat(
-        [*beside, torch.tensor([torch.inf, -torch.inf, torch.nan, 65504.0, 65519.99, 65520.0, 3.4e38, -0.0, 1e-45])]
+        [
+            *beside,
+            torch.tensor(
+                [torch.inf, -torch.inf, torch.nan, 65504.0, 65519.99, 65520.0, 3.4e38, -0.0, 1e-45]
+            ),
+        ]
     )
     found = run(values.view(1, 1, -1), ("fp32", y), False, (1, 1, values.numel()))
     assert_equal(found, expected(values.view(1, 1, -1), ("fp32", y), None))
@@ -110,8 +155,12 @@ def test_what_is_empty_is_zeros(turned: bool) -> None:
     ],
 )
 def test_wrong_arguments(turned: int, changed: dict[str, int], message: str) -> None:
-    right = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), 8) | dict.fromkeys(("x", "y"), 64)
-    arguments = ConvertArguments(**right | {"batches": 1, "y_batches": 1, "turned": turned} | changed)
+    right = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), 8) | dict.fromkeys(
+        ("x", "y"), 64
+    )
+    arguments = ConvertArguments(
+        **right | {"batches": 1, "y_batches": 1, "turned": turned} | changed
+    )
     kernel = library("bits8")
     assert str(kernel.can_implement(arguments)).startswith(message)
     with pytest.raises(KernelError, match=message):
@@ -128,13 +177,20 @@ def test_matrices_that_start_anywhere(turned: bool) -> None:
 
 
 def test_elements_that_are_not_aligned_to_themselves() -> None:
-    sizes_ = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), 8) | {"batches": 1, "y_batches": 1}
+    sizes_ = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), 8) | {
+        "batches": 1,
+        "y_batches": 1,
+    }
     for changed in ({"x": 65}, {"y": 66}):
-        arguments = ConvertArguments(**sizes_ | {"x": 64, "y": 64, "x_type": 2, "y_type": 2} | changed)
+        arguments = ConvertArguments(
+            **sizes_ | {"x": 64, "y": 64, "x_type": 2, "y_type": 2} | changed
+        )
         assert "not aligned" in str(library("bits32").can_implement(arguments))
 
 
-@pytest.mark.parametrize(("arch", "x", "y"), [("sm_90a", "bits8", "bits8"), ("sm_80", "int8", "bf16")])
+@pytest.mark.parametrize(
+    ("arch", "x", "y"), [("sm_90a", "bits8", "bits8"), ("sm_80", "int8", "bf16")]
+)
 def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> None:
     """No kernel spills or has a stack, which `compiler.build` refuses; more than 2^31 elements are taken."""
     try:
@@ -144,7 +200,13 @@ def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> 
     unit = layout_convert.unit_of(arch, (x, y))
     loaded = load(compiler.build([unit], progress=False, folder=tmp_path)[unit], unit)
     n, kinds = 100_000, {"x_type": CONVERT_TYPES[x], "y_type": CONVERT_TYPES[y]}
-    square = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), n) | {"batches": 1, "y_batches": 1}
+    square = dict.fromkeys(("rows", "columns", "ldx", "y_rows", "y_columns"), n) | {
+        "batches": 1,
+        "y_batches": 1,
+    }
     for turned in (0, 1):
-        assert loaded.can_implement(ConvertArguments(x=64, y=64, turned=turned, **kinds, **square)) is None
+        assert (
+            loaded.can_implement(ConvertArguments(x=64, y=64, turned=turned, **kinds, **square))
+            is None
+        )
     assert loaded.shared_memory() <= 48 << 10

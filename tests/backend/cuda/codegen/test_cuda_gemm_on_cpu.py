@@ -42,7 +42,10 @@ def all_kernels() -> list[KernelConfig]:
         for config in gemm_configs(arch):
             if not gemm_on_hopper(config):
                 found.setdefault(
-                    dataclasses.replace(config, arch=arch if arch in ("sm_70", "sm_75") else "sm_80"), config
+                    dataclasses.replace(
+                        config, arch=arch if arch in ("sm_70", "sm_75") else "sm_80"
+                    ),
+                    config,
                 )
     return list(found.values())
 
@@ -60,7 +63,9 @@ def facts(c: KernelConfig) -> Iterable[object]:
 def one_of_each() -> list[KernelConfig]:
     """The smallest tile of each of these."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
-        lambda c: c.arch == "sm_70" and c.a == "fp16" and (c.a_major, c.b_major) == ("column", "row"),
+        lambda c: (
+            c.arch == "sm_70" and c.a == "fp16" and (c.a_major, c.b_major) == ("column", "row")
+        ),
         lambda c: c.arch == "sm_70" and c.a == "int8" and (c.a_major, c.b_major) == ("row", "row"),
         lambda c: c.arch == "sm_75" and c.a == "int8",
         lambda c: c.arch == "sm_80" and c.a == "int8" and c.order == "stream_k",
@@ -78,7 +83,9 @@ def one_of_each() -> list[KernelConfig]:
 # The fast tier has those of two formats for one target.
 KERNELS = tiers.chosen(
     [kernel for kernel in one_of_each() if kernel.arch == "sm_80" and kernel.a in ("int8", "bf16")],
-    list(dict.fromkeys([*one_of_each(), *cutlass_cpu.covering(of_each_kind(), facts, one_of_each())])),
+    list(
+        dict.fromkeys([*one_of_each(), *cutlass_cpu.covering(of_each_kind(), facts, one_of_each())])
+    ),
     all_kernels(),
 )
 
@@ -89,7 +96,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Li
 
 
 @pytest.mark.parametrize("config", KERNELS, ids=lambda config: config.name)
-def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
+def test_results_are_equal_to_the_last_bit(
+    libraries: dict[KernelConfig, Library], config: KernelConfig
+) -> None:
     cutlass_cpu.check(libraries[config], config)
 
 
@@ -104,7 +113,9 @@ def test_what_kernels_are_asked_on_a_gpu(
     test_gemm.test_what_is_not_finite_stays_in_its_rows(config)
 
 
-def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelConfig, Library]) -> None:
+def test_scales_that_are_not_numbers_make_their_rows_so(
+    libraries: dict[KernelConfig, Library],
+) -> None:
     config = next(config for config in KERNELS if config.a == "int8")
     m, n, k = cutlass_cpu.sizes(config)[1]
     a, b = cutlass_cpu.operands(config, m, n, k, torch.Generator().manual_seed(0))
@@ -117,17 +128,25 @@ def test_scales_that_are_not_numbers_make_their_rows_so(libraries: dict[KernelCo
 @pytest.mark.parametrize(
     "problem",
     [
-        GemmProblem(37, 41, 50, "int8", "int8", "bf16", "row", "column", "channel", "channel", True),
+        GemmProblem(
+            37, 41, 50, "int8", "int8", "bf16", "row", "column", "channel", "channel", True
+        ),
         GemmProblem(37, 41, 50, "int8", "int8", "bf16", "column", "row", "tensor", "tensor"),
         GemmProblem(70, 90, 33, "bf16", "bf16", "bf16", "column", "row"),
     ],
     ids=["filled up", "laid out anew", "backward"],
 )
-def test_the_wrapper_around_a_kernel(libraries: dict[KernelConfig, Library], problem: GemmProblem) -> None:
+def test_the_wrapper_around_a_kernel(
+    libraries: dict[KernelConfig, Library], problem: GemmProblem
+) -> None:
     """What the operators call, with a kernel for tensor cores behind it: sizes filled up with zeros, layouts changed, results cut out."""
     generator = torch.Generator().manual_seed(5)
     for taken in padding.alternatives(problem):
-        served = [config for config in KERNELS if config.arch == "sm_80" and select.serves(config, taken) is None]
+        served = [
+            config
+            for config in KERNELS
+            if config.arch == "sm_80" and select.serves(config, taken) is None
+        ]
         if served:
             break
     (config, *_) = served
@@ -145,4 +164,6 @@ def test_the_wrapper_around_a_kernel(libraries: dict[KernelConfig, Library], pro
         a_scale, b_scale = a_scale[: problem.m].clone(), b_scale[: problem.n].clone()
     bias = torch.rand(problem.n, generator=generator) if problem.bias else None
     found = launch.run_gemm(libraries[config], config, taken, a, b, a_scale, b_scale, bias)
-    assert torch.equal(found, emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[problem.out].dtype))
+    assert torch.equal(
+        found, emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[problem.out].dtype)
+    )

@@ -41,7 +41,9 @@ def products() -> list[KernelConfig]:
 
 def convolutions() -> list[KernelConfig]:
     """One kernel for each product and its formats."""
-    kinds = (((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if codegen.conv_on_hopper(c))
+    kinds = (
+        ((c.operation, c.a, c.out), c) for c in conv_configs("sm_90a") if codegen.conv_on_hopper(c)
+    )
     return cutlass_cpu.smallest(kinds)
 
 
@@ -51,7 +53,12 @@ def kind(c: KernelConfig) -> object:
 
 
 def facts_of_a_product(c: KernelConfig) -> Iterable[object]:
-    return ("kind", kind(c)), ("layout", c.a_major, c.b_major), ("schedule", c.schedule), ("order", c.order)
+    return (
+        ("kind", kind(c)),
+        ("layout", c.a_major, c.b_major),
+        ("schedule", c.schedule),
+        ("order", c.order),
+    )
 
 
 def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
@@ -60,15 +67,24 @@ def facts_of_a_convolution(c: KernelConfig) -> Iterable[object]:
 
 
 PRODUCTS = tiers.chosen([], cutlass_cpu.covering(products(), facts_of_a_product), products())
-CONVOLUTIONS = tiers.chosen([], cutlass_cpu.covering(convolutions(), facts_of_a_convolution), convolutions())
+CONVOLUTIONS = tiers.chosen(
+    [], cutlass_cpu.covering(convolutions(), facts_of_a_convolution), convolutions()
+)
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelConfig, Library]:
-    parts = (hopper_cpu.build(kernels, tmp_path_factory.mktemp("on_cpu")) for kernels in (PRODUCTS, CONVOLUTIONS))
+    parts = (
+        hopper_cpu.build(kernels, tmp_path_factory.mktemp("on_cpu"))
+        for kernels in (PRODUCTS, CONVOLUTIONS)
+    )
     return {config: library for part in parts for config, library in part.items()}
 
 
 @pytest.mark.parametrize("config", [*PRODUCTS, *CONVOLUTIONS], ids=lambda config: config.name)
-def test_results_are_equal_to_the_last_bit(libraries: dict[KernelConfig, Library], config: KernelConfig) -> None:
-    (cutlass_cpu if config.operation == "gemm" else cutlass_conv_cpu).check(libraries[config], config)
+def test_results_are_equal_to_the_last_bit(
+    libraries: dict[KernelConfig, Library], config: KernelConfig
+) -> None:
+    (cutlass_cpu if config.operation == "gemm" else cutlass_conv_cpu).check(
+        libraries[config], config
+    )

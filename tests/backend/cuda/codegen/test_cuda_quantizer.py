@@ -38,7 +38,9 @@ SENTINEL = 0x55
 
 Compiled = Callable[[str, str], ctypes.CDLL]
 
-every_pair = pytest.mark.parametrize(("x_type", "fmt"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+every_pair = pytest.mark.parametrize(
+    ("x_type", "fmt"), PAIRS, ids=["-".join(pair) for pair in PAIRS]
+)
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +53,16 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
         unit = codegen.quantizer("sm_80", x_type, fmt)
         source, library = folder / f"{unit.name}.cpp", folder / f"{unit.name}.so"
         source.write_text(unit.source)
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+        flags = [
+            "-std=c++17",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-Wno-unknown-pragmas",
+            "-shared",
+            "-fPIC",
+        ]
         where = [
             "-include",
             str(TESTS / "support" / "cuda" / "on_cpu" / "cuda_on_cpu.h"),
@@ -102,14 +113,21 @@ def arguments(x: Tensor, case: Case, /, **changed: Any) -> QuantizeArguments:
     return QuantizeArguments(**found | changed)
 
 
-def run(library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+def run(
+    library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns q, its transpose and the scales, after a look at the memory around them."""
     (rows, columns), dtype = x.shape, precision(case.fmt).dtype
     sizes = x.numel(), x.numel() if case.transposed else 0, 4 * (1, rows, columns)[case.group]
     memories = [torch.full((size + 256,), SENTINEL, dtype=torch.uint8) for size in sizes]
     offsets = case.offset, case.offset, 0
-    starts = [-memory.data_ptr() % 64 + 64 + offset for memory, offset in zip(memories, offsets, strict=True)]
-    q, qt, scale = (memory.data_ptr() + start for memory, start in zip(memories, starts, strict=True))
+    starts = [
+        -memory.data_ptr() % 64 + 64 + offset
+        for memory, offset in zip(memories, offsets, strict=True)
+    ]
+    q, qt, scale = (
+        memory.data_ptr() + start for memory, start in zip(memories, starts, strict=True)
+    )
     key = torch.tensor([case.seed])
     outputs = {"q": q, "qt": qt if case.transposed else 0, "scale": scale, "seed": key.data_ptr()}
     given_ = arguments(x, case, **outputs, **changed)
@@ -133,7 +151,9 @@ def expected(x: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     row, mode = precision(case.fmt), rounding_mode(case.rounding)
     scale = reference.scales(x, row, KEEP[case.group])
     q = torch.empty(x.shape, dtype=row.dtype)
-    random = philox.uniform(q, torch.tensor(case.seed), case.stream) if mode == "stochastic" else None
+    random = (
+        philox.uniform(q, torch.tensor(case.seed), case.stream) if mode == "stochastic" else None
+    )
     value = reference.to_grid(x.float() / scale, row, mode, random)
     return q.copy_(torch.where(scale.isnan(), torch.zeros_like(value), value)), scale
 
@@ -143,7 +163,9 @@ def check(library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any) -> None:
     wanted, scales = expected(x, case)
     torch.testing.assert_close(scale, scales.reshape(-1), rtol=0, atol=0, equal_nan=True)
     places = (q.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()[:3].tolist()
-    assert not places, [(row, column, float(x[row, column]), float(q[row, column])) for row, column in places]
+    assert not places, [
+        (row, column, float(x[row, column]), float(q[row, column])) for row, column in places
+    ]
     if qt is not None:
         assert torch.equal(qt.view(torch.uint8), q.t().contiguous().view(torch.uint8))
 
@@ -151,11 +173,21 @@ def check(library: ctypes.CDLL, x: Tensor, case: Case, **changed: Any) -> None:
 @st.composite
 def matrices(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
     """Matrices of all shapes, with and without gaps between rows, of all magnitudes, with and without zeros, NaN and Inf."""
-    rows = draw(st.one_of(st.integers(1, 20), st.integers(1, 300), st.sampled_from([16, 128, 144, 256])))
-    columns = draw(st.one_of(st.integers(1, 40), st.integers(1, 300), st.sampled_from([8, 64, 128, 136, 256, 272])))
+    rows = draw(
+        st.one_of(st.integers(1, 20), st.integers(1, 300), st.sampled_from([16, 128, 144, 256]))
+    )
+    columns = draw(
+        st.one_of(
+            st.integers(1, 40), st.integers(1, 300), st.sampled_from([8, 64, 128, 136, 256, 272])
+        )
+    )
     gap = draw(st.sampled_from([0, 0, 8, 1]))
     torch.manual_seed(draw(st.integers(0, 2**32)))
-    exponent = draw(st.sampled_from([0, 0, 4, -12, -120, -140, 120] if dtype != torch.float16 else [0, 0, 4, -12, -20]))
+    exponent = draw(
+        st.sampled_from(
+            [0, 0, 4, -12, -120, -140, 120] if dtype != torch.float16 else [0, 0, 4, -12, -20]
+        )
+    )
     wide = torch.randn(rows, columns + gap, dtype=torch.float64) * torch.exp2(
         torch.randn(rows, 1) * draw(st.sampled_from([0.0, 3.0, 20.0]))
     )
@@ -181,7 +213,9 @@ def matrices(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @settings(max_examples=10)
 @given(data=st.data())
-def test_equals_the_reference(on_cpu: Compiled, x_type: str, fmt: str, rounding: str, data: st.DataObject) -> None:
+def test_equals_the_reference(
+    on_cpu: Compiled, x_type: str, fmt: str, rounding: str, data: st.DataObject
+) -> None:
     x = data.draw(matrices(DTYPES[x_type]))
     case = Case(
         fmt,
@@ -213,7 +247,9 @@ def test_the_device_changes_nothing(on_cpu: Compiled, group: int, transposed: bo
 @every_pair
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("group", [0, 1, 2])
-def test_no_elements(on_cpu: Compiled, x_type: str, fmt: str, shape: tuple[int, int], group: int) -> None:
+def test_no_elements(
+    on_cpu: Compiled, x_type: str, fmt: str, shape: tuple[int, int], group: int
+) -> None:
     x = torch.empty(shape, dtype=DTYPES[x_type])
     _, _, scale = run(on_cpu(x_type, fmt), x, Case(fmt, "nearest", group))
     assert scale.tolist() == [1.0] * (1, *shape)[group]
@@ -249,7 +285,11 @@ def test_wrong_arguments(on_cpu: Compiled, changed: dict[str, int], message: str
 
 
 def test_a_workspace_that_is_missing(on_cpu: Compiled) -> None:
-    library, x, scale = on_cpu("bf16", "int8"), torch.ones(8, 8, dtype=torch.bfloat16), torch.zeros(1)
+    library, x, scale = (
+        on_cpu("bf16", "int8"),
+        torch.ones(8, 8, dtype=torch.bfloat16),
+        torch.zeros(1),
+    )
     given_ = arguments(x, Case("int8", "nearest"), q=64, scale=scale.data_ptr())
     assert library.qsync_run(ctypes.byref(given_), None, None) != 0
 

@@ -31,7 +31,16 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 @pytest.fixture(scope="session")
 def functions(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("rounding") / "rounding.so"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    flags = [
+        "-std=c++17",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-shared",
+        "-fPIC",
+    ]
     command = [
         "g++",
         *flags,
@@ -74,7 +83,9 @@ def test_quotients_are_rounded_correctly(functions: ctypes.CDLL, seed: int) -> N
     x = (scale.double() * floats(N, generator, -40, 16).double()).float()
     # Products of short numbers: their quotients, but for one last bit, are ties.
     half = N // 2
-    x[:half] = (scale[:half].double() * (torch.randint(1, 1 << 12, (half,), generator=generator) + 0.5)).float()
+    x[:half] = (
+        scale[:half].double() * (torch.randint(1, 1 << 12, (half,), generator=generator) + 0.5)
+    ).float()
     found, wanted = torch.empty(N), x / scale
     functions.quotients(ctypes.c_int64(N), pointer(x), pointer(scale), pointer(found))
     large = wanted.abs() >= 2.0**-34
@@ -83,21 +94,28 @@ def test_quotients_are_rounded_correctly(functions: ctypes.CDLL, seed: int) -> N
     assert (found[~large].abs() < 2.0**-33).all()
 
 
-def rounded(functions: ctypes.CDLL, fmt: str, rounding: str, x: Tensor, scale: Tensor, sixteen: Tensor) -> Tensor:
+def rounded(
+    functions: ctypes.CDLL, fmt: str, rounding: str, x: Tensor, scale: Tensor, sixteen: Tensor
+) -> Tensor:
     out = torch.empty(x.numel(), dtype=torch.uint8)
     how = QUANTIZER_FORMATS[fmt], ROUNDINGS[rounding], ctypes.c_int64(x.numel())
     functions.round_each(*how, pointer(x), pointer(scale), pointer(sixteen), pointer(out))
     return out
 
 
-def assert_rounded(functions: ctypes.CDLL, fmt: str, rounding: str, x: Tensor, scale: Tensor, sixteen: Tensor) -> None:
+def assert_rounded(
+    functions: ctypes.CDLL, fmt: str, rounding: str, x: Tensor, scale: Tensor, sixteen: Tensor
+) -> None:
     row, mode = precision(fmt), rounding_mode(rounding)
     random = (sixteen.float() + 0.5) * 2.0**-16
     value = reference.to_grid(x / scale, row, mode, random if rounding == "stochastic" else None)
     wanted = value.to(row.dtype).view(torch.uint8)
     found = rounded(functions, fmt, rounding, x, scale, sixteen.to(torch.uint16))
     wrong = (found != wanted).nonzero().flatten()[:3].tolist()
-    assert not wrong, [(float(x[i]), float(scale[i]), int(sixteen[i]), int(found[i]), int(wanted[i])) for i in wrong]
+    assert not wrong, [
+        (float(x[i]), float(scale[i]), int(sixteen[i]), int(found[i]), int(wanted[i]))
+        for i in wrong
+    ]
 
 
 @every_format
@@ -112,14 +130,18 @@ def test_values_of_every_size(functions: ctypes.CDLL, fmt: str, rounding: str, s
     assert ((largest / precision(fmt).max) <= scale * (1 + 2.0**-23)).all()
     x = (largest.double() * floats(N, generator, -40, -1).double()).float()
     x[:100], x[100:200], x[200:300], x[300:400] = largest[:100], -largest[100:200], 0.0, -0.0
-    assert_rounded(functions, fmt, rounding, x, scale, torch.randint(0, 1 << 16, (N,), generator=generator))
+    assert_rounded(
+        functions, fmt, rounding, x, scale, torch.randint(0, 1 << 16, (N,), generator=generator)
+    )
 
 
 @every_format
 @every_rounding
 @settings(max_examples=8)
 @given(seed=SEEDS)
-def test_values_next_to_where_the_rounding_turns(functions: ctypes.CDLL, fmt: str, rounding: str, seed: int) -> None:
+def test_values_next_to_where_the_rounding_turns(
+    functions: ctypes.CDLL, fmt: str, rounding: str, seed: int
+) -> None:
     """Each is a number of the format plus a part of its step: the random number, a half, or nothing; or a neighbour of that."""
     generator, row = fresh(seed), precision(fmt)
     sixteen = torch.randint(0, 1 << 16, (N,), generator=generator)
@@ -130,13 +152,22 @@ def test_values_next_to_where_the_rounding_turns(functions: ctypes.CDLL, fmt: st
     if row.kind == "integer":
         step = torch.ones_like(start)
     else:
-        step = torch.exp2(torch.frexp(start.abs())[1].double() - 1).clamp(min=2.0**row.e_min) * row.eps
+        step = (
+            torch.exp2(torch.frexp(start.abs())[1].double() - 1).clamp(min=2.0**row.e_min) * row.eps
+        )
     parts = torch.stack(
-        [(sixteen + 0.5) * 2.0**-16, 1 - (sixteen + 0.5) * 2.0**-16, torch.full((N,), 0.5), torch.zeros(N)]
+        [
+            (sixteen + 0.5) * 2.0**-16,
+            1 - (sixteen + 0.5) * 2.0**-16,
+            torch.full((N,), 0.5),
+            torch.zeros(N),
+        ]
     )
     part = parts[torch.randint(0, 4, (N,), generator=generator), torch.arange(N)]
     x = (start + step * part).float()
-    towards = torch.tensor([-torch.inf, 0.0, torch.inf])[torch.randint(0, 3, (N,), generator=generator)]
+    towards = torch.tensor([-torch.inf, 0.0, torch.inf])[
+        torch.randint(0, 3, (N,), generator=generator)
+    ]
     x = torch.where(towards == 0, x, torch.nextafter(x, towards))
     tiny = torch.rand(N, generator=generator) < 0.05
     x[tiny] = floats(N, generator, -149, -10)[tiny]
@@ -156,7 +187,9 @@ def test_what_is_exact_stays(functions: ctypes.CDLL, fmt: str) -> None:
         for rounding in ROUNDINGS:
             words = torch.full(every.shape, sixteen)
             assert_rounded(functions, fmt, rounding, every, torch.ones_like(every), words)
-            found = rounded(functions, fmt, rounding, every, torch.ones_like(every), words.to(torch.uint16))
+            found = rounded(
+                functions, fmt, rounding, every, torch.ones_like(every), words.to(torch.uint16)
+            )
             assert torch.equal(found.view(row.dtype).float(), every)
 
 
@@ -169,18 +202,28 @@ def test_every_half(functions: ctypes.CDLL) -> None:
 
 @given(words=st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
 def test_philox_is_that_of_the_mirror(functions: ctypes.CDLL, words: list[int]) -> None:
-    counter, key, out = (ctypes.c_uint32 * 4)(*words[:4]), (ctypes.c_uint32 * 2)(*words[4:]), (ctypes.c_uint32 * 4)()
+    counter, key, out = (
+        (ctypes.c_uint32 * 4)(*words[:4]),
+        (ctypes.c_uint32 * 2)(*words[4:]),
+        (ctypes.c_uint32 * 4)(),
+    )
     functions.philox(counter, key, out)
     assert [int(word) for word in philox.philox4x32(*map(torch.tensor, words))] == list(out)
 
 
 @settings(max_examples=30)
 @given(seed=SEEDS, stream=st.integers(0, 2**32 - 1), n=st.integers(1, 3000))
-def test_elements_have_the_numbers_of_the_mirror(functions: ctypes.CDLL, seed: int, stream: int, n: int) -> None:
+def test_elements_have_the_numbers_of_the_mirror(
+    functions: ctypes.CDLL, seed: int, stream: int, n: int
+) -> None:
     blocks = -(-n // 8)
     out = torch.empty(8 * blocks, dtype=torch.uint16)
     functions.random_bits(
-        ctypes.c_int64(blocks), ctypes.c_int64(0), ctypes.c_int64(seed), ctypes.c_uint32(stream), pointer(out)
+        ctypes.c_int64(blocks),
+        ctypes.c_int64(0),
+        ctypes.c_int64(seed),
+        ctypes.c_uint32(stream),
+        pointer(out),
     )
     found = (out[:n].int().float() + 0.5) * 2.0**-16
     assert torch.equal(found, philox.uniform(torch.empty(n), torch.tensor(seed), stream))

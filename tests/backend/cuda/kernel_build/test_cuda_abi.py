@@ -13,14 +13,22 @@ import pytest
 from qsync_fx.backend.cuda.kernel_build import library
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
 
-STRUCTURES = (library.GemmArguments, library.ConvArguments, library.QuantizeArguments, library.ConvertArguments)
+STRUCTURES = (
+    library.GemmArguments,
+    library.ConvArguments,
+    library.QuantizeArguments,
+    library.ConvertArguments,
+)
 COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
 
 def numbers_of(structure: type[ctypes.Structure]) -> list[int]:
     names = [field[0] for field in structure._fields_]
     places = [getattr(structure, name) for name in names]
-    return [ctypes.sizeof(structure), *(number for place in places for number in (place.offset, place.size))]
+    return [
+        ctypes.sizeof(structure),
+        *(number for place in places for number in (place.offset, place.size)),
+    ]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -29,8 +37,13 @@ def test_both_sides_agree(tmp_path: Path) -> None:
     for structure in STRUCTURES:
         name = f"qsync::{structure.__name__}"
         fields = (field[0] for field in structure._fields_)
-        parts = [f"sizeof({name})", *(f"offsetof({name}, {field}), sizeof({name}::{field})" for field in fields)]
-        lines.append(f'    for (std::size_t number : {{{", ".join(parts)}}}) std::printf("%zu ", number);')
+        parts = [
+            f"sizeof({name})",
+            *(f"offsetof({name}, {field}), sizeof({name}::{field})" for field in fields),
+        ]
+        lines.append(
+            f'    for (std::size_t number : {{{", ".join(parts)}}}) std::printf("%zu ", number);'
+        )
         lines.append('    std::printf("\\n");')
     head = [
         "#include <cstddef>",
@@ -40,10 +53,23 @@ def test_both_sides_agree(tmp_path: Path) -> None:
         "int main() {",
     ]
     source = tmp_path / "abi.cpp"
-    source.write_text("\n".join([*head, *lines, '    std::printf("%d\\n", QSYNC_ABI_VERSION);', "}", ""]))
+    source.write_text(
+        "\n".join([*head, *lines, '    std::printf("%d\\n", QSYNC_ABI_VERSION);', "}", ""])
+    )
     program = tmp_path / "abi"
-    command = [str(COMPILER), "-std=c++17", "-Wall", "-Werror", f"-I{TEMPLATES}", "-o", str(program), str(source)]
+    command = [
+        str(COMPILER),
+        "-std=c++17",
+        "-Wall",
+        "-Werror",
+        f"-I{TEMPLATES}",
+        "-o",
+        str(program),
+        str(source),
+    ]
     subprocess.run(command, check=True)
-    told = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
+    told = subprocess.run(
+        [str(program)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     expected = [*(numbers_of(structure) for structure in STRUCTURES), [library.VERSION]]
     assert [list(map(int, line.split())) for line in told] == expected

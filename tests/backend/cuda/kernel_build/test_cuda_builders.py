@@ -13,7 +13,12 @@ import pytest
 from qsync_fx.backend.cuda.kernel_build import compiler, jobs
 from qsync_fx.backend.cuda.kernel_build.jobs import WaitNotice
 from tests.support import tiers
-from tests.support.cuda.compiled.kernel_caches import entry_of, nothing_is_left, tools_or_skip, watched
+from tests.support.cuda.compiled.kernel_caches import (
+    entry_of,
+    nothing_is_left,
+    tools_or_skip,
+    watched,
+)
 from tests.support.cuda.compiled.small_units import small_unit
 
 pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
@@ -44,11 +49,15 @@ WAITS_FOR_TWO = "for i in $(seq 3000); do [ $(ls '{}' | wc -l) -ge 2 ] && break;
 
 def builder() -> subprocess.Popen[str]:
     code = BUILDER.format(tests=str(Path(__file__).parents[4]))
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @tiers.ALL
-def test_of_two_processes_one_compiles(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_processes_one_compiles(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Compilers wait until both processes have looked into the cache, or the second would only find there what the first has made.
     wanted = tmp_path / "wanted"
     wanted.mkdir()
@@ -78,14 +87,21 @@ def test_who_waits_for_another_process_says_so(
 
     assert said(10.0, "raced", "raced_too") == said(14.0, "raced", "raced_too") == ""
     words = said(15.0, "raced", "raced_too")
-    assert "qsync (rank 3): has waited 5 s for another process that compiles raced and 1 others" in words
+    assert (
+        "qsync (rank 3): has waited 5 s for another process that compiles raced and 1 others"
+        in words
+    )
     assert "qsync kernels build" in words
     assert said(70.0, "raced") == "" and "has waited 65 s" in said(75.0, "raced")
     # A process that compiles itself in between begins to wait anew.
-    assert said(80.0) == said(81.0, "raced") == said(85.0, "raced") == "" and "has waited 5 s" in said(86.0, "raced")
+    assert said(80.0) == said(81.0, "raced") == said(
+        85.0, "raced"
+    ) == "" and "has waited 5 s" in said(86.0, "raced")
 
 
-def test_an_interrupt_leaves_nothing(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pids = tmp_path / "pids"
     calls = watched(tmp_path, monkeypatch, before=f"sleep 300 & echo $! >> '{pids}'; wait")
     process = builder()
@@ -140,7 +156,11 @@ def test_compilers_run_side_by_side_as_far_as_memory_goes(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marks = tmp_path / "marks"
-    watched(tmp_path, monkeypatch, before=f"echo start >> {marks}; sleep 0.3; echo end >> {marks}; exit 9")
+    watched(
+        tmp_path,
+        monkeypatch,
+        before=f"echo start >> {marks}; sleep 0.3; echo end >> {marks}; exit 9",
+    )
 
     def most_at_once(jobs: int, heavy: bool) -> int:
         marks.write_text("")

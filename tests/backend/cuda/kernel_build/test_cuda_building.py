@@ -39,7 +39,9 @@ ptxas info    : Used 12 registers, 364 bytes cmem[0]
 
 def test_resources_are_those_of_the_hungriest_kernel() -> None:
     report = REPORT.format(stack=0, spills=0, loads=0)
-    assert sass.resources(report) == Resources(registers=254, shared_memory=16384, stack=0, spills=0)
+    assert sass.resources(report) == Resources(
+        registers=254, shared_memory=16384, stack=0, spills=0
+    )
     assert sass.complaint(report) == ""
     assert sass.resources("") == Resources(0, 0, 0, 0)
 
@@ -158,4 +160,6 @@ def test_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pytest.M
     del files["/sys/fs/cgroup/jobs/memory.max"]
     assert jobs.available_memory() == 16_384_000_000
     files.clear()
-    assert jobs.available_memory() >= jobs.need(TranslationUnit("u", "sm_80", "", "gemm", heavy=True))
+    assert jobs.available_memory() >= jobs.need(
+        TranslationUnit("u", "sm_80", "", "gemm", heavy=True)
+    )

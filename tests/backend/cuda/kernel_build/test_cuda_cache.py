@@ -86,7 +86,13 @@ print("answered")
 
 
 @pytest.mark.parametrize(
-    "change", ["path.write_bytes(b'')", "path.write_bytes(whole[:-1])", "path.write_bytes(whole)", "path.unlink()"]
+    "change",
+    [
+        "path.write_bytes(b'')",
+        "path.write_bytes(whole[:-1])",
+        "path.write_bytes(whole)",
+        "path.unlink()",
+    ],
 )
 def test_a_library_outlives_its_file(home: Path, change: str) -> None:
     """Copied over in place, as cp does, or truncated: the process that has it loaded computes on and exits."""
@@ -104,7 +110,9 @@ def test_what_the_manifest_says(home: Path) -> None:
     assert (found.resources.stack, found.resources.spills) == (0, 0)
     assert found.seconds > 0
     assert abs(found.created - time.time()) < 3600
-    assert found.compilers.startswith(f"nvcc {toolchain.dotted(TOOLS.nvcc.version)}, host compiler ")
+    assert found.compilers.startswith(
+        f"nvcc {toolchain.dotted(TOOLS.nvcc.version)}, host compiler "
+    )
 
 
 def test_a_library_of_another_unit_is_not_taken(home: Path, tmp_path: Path) -> None:
@@ -114,7 +122,11 @@ def test_a_library_of_another_unit_is_not_taken(home: Path, tmp_path: Path) -> N
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(KernelError, match="cannot load it"):
         library.load(tmp_path / "text.so", UNIT)
-    libm = next(Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if "/libm." in line)
+    libm = next(
+        Path(line.split()[-1])
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/libm." in line
+    )
     with pytest.raises(KernelError, match="no function qsync_"):
         library.load(libm, UNIT)
 
@@ -125,7 +137,9 @@ def test_a_library_of_another_version_is_not_taken(home: Path) -> None:
         library.load(compiler.build([unit])[unit], unit)
 
 
-@pytest.mark.parametrize("change", [{"arch": "sm_86"}, {"opcode": "FFMA"}, {"remark": "!"}, {"interface": "conv"}])
+@pytest.mark.parametrize(
+    "change", [{"arch": "sm_86"}, {"opcode": "FFMA"}, {"remark": "!"}, {"interface": "conv"}]
+)
 def test_the_key_holds_everything(change: dict[str, str]) -> None:
     assert content_key(small_unit(**change)) != content_key(UNIT)
     assert content_key(small_unit()) == content_key(UNIT)
@@ -252,7 +266,9 @@ def test_without_a_compiler_what_was_built_ahead_of_time_serves(
 ) -> None:
     shutil.move(home / "kernels", tmp_path / "brought here")
     (tmp_path / "empty").mkdir()
-    monkeypatch.setenv("QSYNC_KERNELS_PATH", f"{tmp_path / 'empty'}{os.pathsep}{tmp_path / 'brought here'}")
+    monkeypatch.setenv(
+        "QSYNC_KERNELS_PATH", f"{tmp_path / 'empty'}{os.pathsep}{tmp_path / 'brought here'}"
+    )
     path = compiler.build([UNIT])[UNIT]
     assert path.is_relative_to(tmp_path / "brought here")
     assert library.load(path, UNIT).shared_memory() == 4096

@@ -42,7 +42,9 @@ def change(**fields: object) -> Callable[[kernel_cache.CacheEntry], None]:
 
 def text(content: str | bytes) -> Callable[[kernel_cache.CacheEntry], None]:
     def do(entry: kernel_cache.CacheEntry) -> None:
-        (entry.folder / library.FILE).write_bytes(content.encode() if isinstance(content, str) else content)
+        (entry.folder / library.FILE).write_bytes(
+            content.encode() if isinstance(content, str) else content
+        )
 
     return do
 
@@ -52,7 +54,9 @@ DAMAGE: dict[str, Callable[[kernel_cache.CacheEntry], None]] = {
     "changed library": flip_a_bit,
     "link in place of the library": link,
     "no library": lambda entry: entry.library.unlink(),
-    "folder in place of the library": lambda entry: (entry.library.unlink(), entry.library.mkdir())[1],
+    "folder in place of the library": lambda entry: (entry.library.unlink(), entry.library.mkdir())[
+        1
+    ],
     "no manifest": lambda entry: (entry.folder / library.FILE).unlink(),
     "empty manifest": text(""),
     "half a manifest": lambda entry: text((entry.folder / library.FILE).read_text()[:200])(entry),
@@ -97,7 +101,9 @@ def test_a_damaged_entry_is_built_anew(home: Path, calls: Callable[[], int]) -> 
 
 @given(
     st.text()
-    | st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists).map(json.dumps)
+    | st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists
+    ).map(json.dumps)
 )
 def test_any_text_is_a_manifest_or_a_value_error(anything: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 each says something else
@@ -105,7 +111,18 @@ def test_any_text_is_a_manifest_or_a_value_error(anything: str) -> None:
 
 
 VALID = Manifest(
-    "0" * 64, "1" * 64, "small", "sm_90a", "2" * 64, 12345, "", Resources(1, 2, 3, 4), "IMMA.16832.S8", 1.5, 2.5, "nvcc"
+    "0" * 64,
+    "1" * 64,
+    "small",
+    "sm_90a",
+    "2" * 64,
+    12345,
+    "",
+    Resources(1, 2, 3, 4),
+    "IMMA.16832.S8",
+    1.5,
+    2.5,
+    "nvcc",
 )
 
 

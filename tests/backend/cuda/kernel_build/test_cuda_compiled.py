@@ -27,7 +27,8 @@ TWELVE = Path(__file__).parents[4] / ".cuda12"
 
 
 @pytest.mark.parametrize(
-    "arch", [pytest.param(arch, marks=tiers.EVERY if arch in ELSEWHERE else ()) for arch in ARCHITECTURES]
+    "arch",
+    [pytest.param(arch, marks=tiers.EVERY if arch in ELSEWHERE else ()) for arch in ARCHITECTURES],
 )
 def test_a_sample_of_kernels(arch: Arch) -> None:
     try:
@@ -53,7 +54,11 @@ def test_a_sample_by_the_compiler_of_cuda_12(monkeypatch: pytest.MonkeyPatch) ->
     if sass.disassembler() is None:
         pytest.skip("nothing here can look for instructions")
     count = tiers.chosen([1], [1], [6])[0]
-    units = [unit for arch in cuda_compile_twelve.ARCHITECTURES for unit in cuda_compile_twelve.sample(arch, count)]
+    units = [
+        unit
+        for arch in cuda_compile_twelve.ARCHITECTURES
+        for unit in cuda_compile_twelve.sample(arch, count)
+    ]
     rows = [cuda_compile_twelve.row_of(unit, twelve, here.cutlass.folders) for unit in units]
     assert len(rows) == count * len(cuda_compile_twelve.ARCHITECTURES)
     assert not [row for row in rows if row["failed"]]

@@ -17,21 +17,39 @@ pytest_plugins = ["tests.support.cuda.compiled.kernel_caches"]
 TOOLS = tools_or_skip()
 
 
-def test_the_runtime_is_found_where_the_system_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runtime_is_found_where_the_system_does_not_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A runtime of a version that no machine has, as torch brings it along in a folder of its own."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "one.c").write_text("int cuda_of_test(void) { return 41; }")
-    (tmp_path / "two.c").write_text("int cuda_of_test(void); int answer(void) { return cuda_of_test() + 1; }")
+    (tmp_path / "two.c").write_text(
+        "int cuda_of_test(void); int answer(void) { return cuda_of_test() + 1; }"
+    )
     for output, source, *flags in (
         ("lib/libcudart.so.99", "one.c", "-Wl,-soname,libcudart.so.99"),
         ("kernel.so", "two.c", str(tmp_path / "lib/libcudart.so.99")),
     ):
         subprocess.run(
-            [TOOLS.host.path, "-x", "c", source, "-x", "none", "-shared", "-fPIC", "-o", output, *flags],
+            [
+                TOOLS.host.path,
+                "-x",
+                "c",
+                source,
+                "-x",
+                "none",
+                "-shared",
+                "-fPIC",
+                "-o",
+                output,
+                *flags,
+            ],
             cwd=tmp_path,
             check=True,
         )
-    with pytest.raises(KernelError, match=r"needs CUDA's runtime libcudart.so.99[\s\S]*brings CUDA 99"):
+    with pytest.raises(
+        KernelError, match=r"needs CUDA's runtime libcudart.so.99[\s\S]*brings CUDA 99"
+    ):
         library._opened(tmp_path / "kernel.so")
     monkeypatch.setattr(toolchain, "wheel_folders", lambda name: [tmp_path / name])
     assert library._opened(tmp_path / "kernel.so").answer() == 42
@@ -50,7 +68,10 @@ def test_a_toolkit_from_pip_wheels_has_the_runtime_under_its_full_name_only(
         pytest.skip("this toolkit has no shared runtime")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / shared[0].name).symlink_to(shared[0])
-    monkeypatch.setattr("qsync_fx.backend.cuda.kernel_build.jobs.library_folders", lambda compiler: (tmp_path / "lib",))
+    monkeypatch.setattr(
+        "qsync_fx.backend.cuda.kernel_build.jobs.library_folders",
+        lambda compiler: (tmp_path / "lib",),
+    )
     unit = small_unit("linked")
     path = compiler.build([unit])[unit]
     assert library.load(path, unit).shared_memory() == 4096

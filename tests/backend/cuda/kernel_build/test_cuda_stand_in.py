@@ -74,7 +74,10 @@ def copied(rows: int, columns: int) -> dict[str, int]:
 
 
 def plain(arch: Arch) -> list[tuple[TranslationUnit, dict[str, int]]]:
-    quantizer, copier = kernel_registry.quantizer(arch, "fp32", "int8"), kernel_registry.copier(arch)
+    quantizer, copier = (
+        kernel_registry.quantizer(arch, "fp32", "int8"),
+        kernel_registry.copier(arch),
+    )
     sizes = ((1, 1), (33, 70), (4096, 4096), (2, 2**24))
     return [(quantizer, quantized(*size, group)) for size in sizes for group in (0, 1, 2)] + [
         (copier, copied(*size)) for size in sizes
@@ -104,11 +107,16 @@ def one_of_each(arch: Arch) -> list[KernelConfig]:
         products = [config for config in every if codegen.gemm_on_hopper(config)]
         return [
             *products,
-            *(config for config in every if codegen.conv_on_hopper(config) and config.operation == "fprop"),
+            *(
+                config
+                for config in every
+                if codegen.conv_on_hopper(config) and config.operation == "fprop"
+            ),
         ]
     narrow = [config for config in every if config.a in ("int8", "bf16", "fp16")]
     return sorted(
-        (config for config in narrow if arch != "sm_75" or config.order == "identity"), key=cutlass_cpu.bytes_a_tile
+        (config for config in narrow if arch != "sm_75" or config.order == "identity"),
+        key=cutlass_cpu.bytes_a_tile,
     )
 
 
@@ -138,8 +146,17 @@ def _convs(config: KernelConfig) -> list[dict[str, int]]:
         stride = 2 if config.operation == "dgrad" and config.strided else 1
         out = (size + 2 - 3) // stride + 1
         sizes = {"n": n, "h": size, "w": size, "c": c, "k": k, "r": 3, "s": 3, "p": out, "q": out}
-        window = {"pad_h": 1, "pad_w": 1, "stride_h": stride, "stride_w": stride, "dilation_h": 1, "dilation_w": 1}
-        found.append({**pointers("a", "b", "d"), **sizes, **window, "split": 1, "multiprocessors": 40})
+        window = {
+            "pad_h": 1,
+            "pad_w": 1,
+            "stride_h": stride,
+            "stride_w": stride,
+            "dilation_h": 1,
+            "dilation_w": 1,
+        }
+        found.append(
+            {**pointers("a", "b", "d"), **sizes, **window, "split": 1, "multiprocessors": 40}
+        )
     return found
 
 
@@ -148,9 +165,14 @@ def library(unit: TranslationUnit) -> Path:
     return compiler.build([unit], progress=False)[unit]
 
 
-def check(runtime: Path, given: list[tuple[TranslationUnit, dict[str, int]]]) -> list[dict[str, Any]]:
+def check(
+    runtime: Path, given: list[tuple[TranslationUnit, dict[str, int]]]
+) -> list[dict[str, Any]]:
     compiler.build(list({unit: None for unit, _ in given}), progress=False)
-    calls = [Call(str(library(unit)), unit.name, unit.interface, unit.arch, fields) for unit, fields in given]
+    calls = [
+        Call(str(library(unit)), unit.name, unit.interface, unit.arch, fields)
+        for unit, fields in given
+    ]
     answers = stand_in.checked(runtime, calls)
     for call, answer in zip(calls, answers, strict=True):
         assert not answer["wrong"] and not answer["elsewhere"], (call.name, call.arguments, answer)
@@ -188,7 +210,9 @@ def judge(runtime: Path, arch: Arch, whole: bool) -> None:
         "Hopper's kernels have tensor maps, and no others"
     )
     shared = [int(found[1]) for line in lines if (found := re.search(r"shared (\d+)", line))]
-    assert max(shared) > 48 << 10 or arch == "sm_75", "some kernels ask for more than a launch has by default"
+    assert max(shared) > 48 << 10 or arch == "sm_75", (
+        "some kernels ask for more than a launch has by default"
+    )
 
 
 class Dim3(ctypes.Structure):
@@ -199,18 +223,31 @@ def test_the_stand_in_does_complain(tmp_path: Path) -> None:
     """Else the tests above could not fail. It is loaded into this process, whose other tests want the runtime itself."""
     library = ctypes.CDLL(str(stand_in.runtime(tmp_path, "libcudart_apart.so.1")))
     library.stand_in_lines.restype = ctypes.c_char_p
-    library.cudaLaunchKernel.argtypes = [ctypes.c_void_p, Dim3, Dim3, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.cudaLaunchKernel.argtypes = [
+        ctypes.c_void_p,
+        Dim3,
+        Dim3,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    ]
 
     def launch(grid: tuple[int, int, int], block: tuple[int, int, int], shared: int) -> list[str]:
         library.stand_in_reset(7, 5, 40, 64 << 10)
         library.cudaLaunchKernel(1, Dim3(*grid), Dim3(*block), None, shared, None)
         lines = library.stand_in_lines().decode().splitlines()
-        return [line.removeprefix("wrong ") for line in lines if line.startswith("wrong") and "no kernel" not in line]
+        return [
+            line.removeprefix("wrong ")
+            for line in lines
+            if line.startswith("wrong") and "no kernel" not in line
+        ]
 
     assert launch((2**31 - 1, 65535, 1), (1024, 1, 1), 48 << 10) == []
     assert launch((1, 65536, 1), (32, 1, 1), 0) == launch((0, 1, 1), (32, 1, 1), 0) == ["grid"]
     assert launch((1, 1, 1), (1025, 1, 1), 0) == launch((1, 1, 1), (1, 1, 65), 0) == ["block"]
-    assert launch((1, 1, 1), (32, 1, 1), 49 << 10) == ["shared memory beyond what the kernel has asked for"]
+    assert launch((1, 1, 1), (32, 1, 1), 49 << 10) == [
+        "shared memory beyond what the kernel has asked for"
+    ]
     assert "shared memory beyond the GPU's" in launch((1, 1, 1), (32, 1, 1), 65 << 10)
     library.cudaDeviceSynchronize()
     assert library.stand_in_lines().decode().endswith("wrong cudaDeviceSynchronize\n")

@@ -11,7 +11,9 @@ from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.toolchain import ToolProgram
 from qsync_fx.errors import ToolchainError
 
-VARIABLES = "QSYNC_NVCC CUDACXX CUDA_HOME CUDA_PATH NVCC_CCBIN CUDAHOSTCXX QSYNC_CUTLASS_PATH CUTLASS_PATH"
+VARIABLES = (
+    "QSYNC_NVCC CUDACXX CUDA_HOME CUDA_PATH NVCC_CCBIN CUDAHOSTCXX QSYNC_CUTLASS_PATH CUTLASS_PATH"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,9 @@ def cutlass(root: Path, version: str = "4 2 0") -> Path:
     (root / "tools/util/include").mkdir(parents=True)
     (root / "include/cutlass").mkdir(parents=True)
     parts = zip(("MAJOR", "MINOR", "PATCH"), version.split(), strict=True)
-    (root / "include/cutlass/version.h").write_text("".join(f"#define CUTLASS_{part} {n}\n" for part, n in parts))
+    (root / "include/cutlass/version.h").write_text(
+        "".join(f"#define CUTLASS_{part} {n}\n" for part, n in parts)
+    )
     return root
 
 
@@ -106,7 +110,9 @@ def test_one_that_fails_is_told(bare: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["QSYNC_NVCC", "CUDACXX"])
-def test_one_that_the_user_named_is_not_passed_over(name: str, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_the_user_named_is_not_passed_over(
+    name: str, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvcc(bare / "path/nvcc")
     monkeypatch.setenv(name, str(bare / "nowhere"))
     complains("this is no nvcc that runs", f"{name}={bare}/nowhere")
@@ -132,7 +138,9 @@ def test_volta_needs_cuda_12(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("kind", ["wheels", "toolkit"])
-def test_nvrtc_is_found_where_the_user_says(kind: str, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_is_found_where_the_user_says(
+    kind: str, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without nvcc, and with a g++ that is newer than nvcc would accept."""
     program(bare / "path/g++", "16.1.0")
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
@@ -142,12 +150,17 @@ def test_nvrtc_is_found_where_the_user_says(kind: str, bare: Path, monkeypatch: 
     assert f"QSYNC_NVRTC={bare}/cuda" in str(raised.value)
     if kind == "wheels":
         library = bare / "cuda/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
-        headers = [bare / f"cuda/nvidia/{name}/include" for name in ("cuda_cccl", "cuda_runtime", "cuda_nvcc")]
+        headers = [
+            bare / f"cuda/nvidia/{name}/include"
+            for name in ("cuda_cccl", "cuda_runtime", "cuda_nvcc")
+        ]
         (bare / "cuda/nvidia_cuda_nvrtc_cu12-12.9.86.dist-info").mkdir(parents=True)
     else:
         library = bare / "cuda/lib64/libnvrtc.so.12"
         headers = [bare / "cuda/include/cccl", bare / "cuda/include"]
-    for folder, names in zip(headers, (("cuda/std/cstdint",), ("cuda.h", "cuda_runtime_api.h"), ()), strict=False):
+    for folder, names in zip(
+        headers, (("cuda/std/cstdint",), ("cuda.h", "cuda_runtime_api.h"), ()), strict=False
+    ):
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
@@ -165,7 +178,9 @@ def test_nvrtc_is_found_where_the_user_says(kind: str, bare: Path, monkeypatch: 
     assert found.host.version == (16, 1, 0)
 
 
-def test_a_host_compiler_too_new_gives_way_to_one_that_fits(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_compiler_too_new_gives_way_to_one_that_fits(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda = ToolProgram(nvcc(bare / "path/nvcc", "12.8.93"), (12, 8, 93))
     program(bare / "path/g++", "15.1.0")
     with pytest.raises(ToolchainError, match="GCC up to 14"):
@@ -190,9 +205,13 @@ def test_a_host_compiler_too_old(bare: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "include", "source"])
-def test_cutlass_is_named_in_several_ways(below: str, bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutlass_is_named_in_several_ways(
+    below: str, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = cutlass(bare / "checkout" / ("source" if below == "source" else ""))
-    monkeypatch.setenv("CUTLASS_PATH", str(bare / "checkout" if below == "source" else root / below))
+    monkeypatch.setenv(
+        "CUTLASS_PATH", str(bare / "checkout" if below == "source" else root / below)
+    )
     assert toolchain.cutlass().folders[0] == root / "include"
 
 
@@ -210,7 +229,9 @@ def test_cutlass_beside_the_sources(bare: Path) -> None:
     assert toolchain.cutlass().folders[0] == bare / "third_party/cutlass/include"
 
 
-def test_the_package_of_cutlass_is_not_imported(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_of_cutlass_is_not_imported(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     cutlass(bare / "site/cutlass_library/source")
     (bare / "site/cutlass_library/__init__.py").write_text(

@@ -56,16 +56,32 @@ def built(folder: Path) -> dict[str, Library]:
     return {name: library.load(paths[unit], unit) for name, unit in units.items()}
 
 
-def arguments(config: KernelConfig, m: int = 256, n: int = 128, k: int = 64, **changes: int) -> GemmArguments:
+def arguments(
+    config: KernelConfig, m: int = 256, n: int = 128, k: int = 64, **changes: int
+) -> GemmArguments:
     """Arguments of a product whose operands lie at addresses that nothing reads here."""
     lda, ldb = k if config.a_major == "row" else m, n if config.b_major == "row" else k
-    given = {"a": 1 << 20, "b": 2 << 20, "d": 3 << 20, "lda": lda, "ldb": ldb, "ldd": n, "m": m, "n": n, "k": k}
+    given = {
+        "a": 1 << 20,
+        "b": 2 << 20,
+        "d": 3 << 20,
+        "lda": lda,
+        "ldb": ldb,
+        "ldd": n,
+        "m": m,
+        "n": n,
+        "k": k,
+    }
     return GemmArguments(**given | {"multiprocessors": 80} | changes)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "opcode"), [("fp16", "HMMA.884"), ("int8", "IDP.4A"), ("fp32", "FFMA")])
-def test_a_kernel_has_its_instruction_and_spills_nothing(built: dict[str, Library], name: str, opcode: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "opcode"), [("fp16", "HMMA.884"), ("int8", "IDP.4A"), ("fp32", "FFMA")]
+)
+def test_a_kernel_has_its_instruction_and_spills_nothing(
+    built: dict[str, Library], name: str, opcode: str
+) -> None:
     entry = kernel_cache.read(built[name].path.parent)
     assert entry is not None
     found = entry.manifest
@@ -92,7 +108,9 @@ def test_what_a_kernel_says_of_arguments(built: dict[str, Library], name: str) -
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_without_a_driver_running_is_an_error_and_all_else_answers(built: dict[str, Library], name: str) -> None:
+def test_without_a_driver_running_is_an_error_and_all_else_answers(
+    built: dict[str, Library], name: str
+) -> None:
     assert built[name].error(NO_DRIVER) == "there is no CUDA driver here (libcuda.so.1)"
     if has_driver():
         pytest.skip("there is a driver")
@@ -105,7 +123,9 @@ def driver(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a driver that writes down what it is asked, see driver_on_cpu.cpp."""
     tools = toolchain.toolchain("sm_70")
     place = tmp_path_factory.mktemp("driver")
-    headers = tools.toolkit or [path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)]
+    headers = tools.toolkit or [
+        path.parent / "include" for path in toolchain.library_folders(tools.nvcc.path)
+    ]
     source = Path(__file__).parents[3] / "support" / "cuda" / "stand_ins" / "driver_on_cpu.cpp"
     command = [
         str(tools.host.path),
@@ -126,7 +146,9 @@ def told(driver: Path, code: str, **variables: str) -> list[str]:
     log = driver / "log"
     log.unlink(missing_ok=True)
     environment = os.environ | {"LD_LIBRARY_PATH": str(driver), "DRIVER_LOG": str(log)} | variables
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return log.read_text().splitlines() if log.exists() else []
 
@@ -147,27 +169,32 @@ def calls(kernel: Library, config: KernelConfig, *lines: str) -> str:
     return "\n".join((*start, *lines))
 
 
-def test_code_is_loaded_once_a_device_and_launched_in_its_context(built: dict[str, Library], driver: Path) -> None:
+def test_code_is_loaded_once_a_device_and_launched_in_its_context(
+    built: dict[str, Library], driver: Path
+) -> None:
     kernel, config = built["fp32"], SAMPLE["fp32"]
     code = (
         "threads = [threading.Thread(target=lambda n=n: [run(device=n % 2) for _ in range(20)]) for n in range(4)]",
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]",
     )
     lines = told(driver, calls(kernel, config, *code))
-    assert sorted(line for line in lines if line.startswith("load")) == ["load 0 elf=1", "load 1 elf=1"]
+    assert sorted(line for line in lines if line.startswith("load")) == [
+        "load 0 elf=1",
+        "load 1 elf=1",
+    ]
     # 256 x 128 in tiles of 128 x 128, swizzled by one since there is one tile across.
     for device in (0, 1):
         launched = [line for line in lines if line.startswith(f"launch {device} ")]
         shared = kernel.shared_memory()
-        wanted = (
-            f"launch {device} in {device} grid 2 1 1 block 256 1 1 shared {shared} stream 7 sizes 256 128 64 extra 0"
-        )
+        wanted = f"launch {device} in {device} grid 2 1 1 block 256 1 1 shared {shared} stream 7 sizes 256 128 64 extra 0"
         assert launched == [wanted] * 40
     assert {line for line in lines if line.startswith("pop")} == {"pop to -1"}
     assert sum(line.startswith("pop") for line in lines) == 2 + 80
 
 
-def test_a_workspace_is_cleared_on_the_stream_before_the_launch(built: dict[str, Library], driver: Path) -> None:
+def test_a_workspace_is_cleared_on_the_stream_before_the_launch(
+    built: dict[str, Library], driver: Path
+) -> None:
     code = (
         "changes = dict(n=512, ldd=512, split=2)",
         "size = workspace(**changes)",
@@ -175,30 +202,45 @@ def test_a_workspace_is_cleared_on_the_stream_before_the_launch(built: dict[str,
         "assert handle.qsync_error(run(**changes)) == b'Error Workspace Null'",
         "assert run(memory=4096, **changes) == 0",
     )
-    lines = [line for line in told(driver, calls(built["fp16"], SAMPLE["fp16"], *code)) if line[:3] in ("cle", "lau")]
+    lines = [
+        line
+        for line in told(driver, calls(built["fp16"], SAMPLE["fp16"], *code))
+        if line[:3] in ("cle", "lau")
+    ]
     assert [line.split()[0] for line in lines] == ["clear", "launch"]
     assert re.fullmatch(r"clear 0 \d+ 0 \d+ 7", lines[0])
 
 
-def test_errors_of_the_driver_are_told_in_its_words(built: dict[str, Library], driver: Path) -> None:
+def test_errors_of_the_driver_are_told_in_its_words(
+    built: dict[str, Library], driver: Path
+) -> None:
     for changes, variables, words in (
         ("", {"DRIVER_FULL": "1"}, "too many resources"),
         ("", {"DRIVER_BROKEN": "1"}, "not initialized"),
         ("device=2", {}, "no such device"),
     ):
-        code = (f"status = run({changes})", f"assert status and handle.qsync_error(status) == {words.encode()!r}")
+        code = (
+            f"status = run({changes})",
+            f"assert status and handle.qsync_error(status) == {words.encode()!r}",
+        )
         told(driver, calls(built["int8"], SAMPLE["int8"], *code), **variables)
 
 
-def test_a_library_needs_no_runtime_of_cuda_and_shows_only_its_interface(built: dict[str, Library]) -> None:
-    said = subprocess.run(["nm", "-D", built["fp16"].path], capture_output=True, text=True, check=True).stdout
+def test_a_library_needs_no_runtime_of_cuda_and_shows_only_its_interface(
+    built: dict[str, Library],
+) -> None:
+    said = subprocess.run(
+        ["nm", "-D", built["fp16"].path], capture_output=True, text=True, check=True
+    ).stdout
     defined = {line.split()[-1] for line in said.splitlines() if " T " in line}
     assert {"qsync_run", "qsync_abi", "qsync_error"} <= defined
     assert all(name.startswith("qsync_") for name in defined)
     assert not re.findall(r" U (?:cuda|cu[A-Z])\w*", said)
 
 
-def test_parts_that_disagree_on_parameters_are_no_library(built: dict[str, Library], tmp_path: Path) -> None:
+def test_parts_that_disagree_on_parameters_are_no_library(
+    built: dict[str, Library], tmp_path: Path
+) -> None:
     kernel = built["fp32"]
     (tmp_path / "x.so.part").write_bytes(kernel.path.read_bytes())
     log = (kernel.path.parent / "log").read_text()
@@ -209,7 +251,10 @@ def test_parts_that_disagree_on_parameters_are_no_library(built: dict[str, Libra
         "module['agree']('x', sys.stdin.read())"
     )
     command = [sys.executable, "-I", "-c", code, nvrtc_compile.__file__, str(tmp_path)]
-    assert subprocess.run(command, input=log, text=True, check=False, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(command, input=log, text=True, check=False, capture_output=True).returncode
+        == 0
+    )
     other = re.sub(r"\d+ bytes cmem\[0\]", "500 bytes cmem[0]", log)
     done = subprocess.run(command, input=other, text=True, check=False, capture_output=True)
     assert done.returncode != 0
@@ -231,7 +276,9 @@ def test_what_nvrtc_does_not_take_is_said_before_compiling(folder: Path) -> None
 
 
 def test_an_error_in_a_source_is_shown_with_the_command(folder: Path) -> None:
-    unit = dataclasses.replace(kernel_registry.unit_of(SAMPLE["fp32"]), name="broken", source="this is no source\n")
+    unit = dataclasses.replace(
+        kernel_registry.unit_of(SAMPLE["fp32"]), name="broken", source="this is no source\n"
+    )
     failure = compiler.attempt([unit], progress=False, folder=folder).failures[unit]
     assert "broken.cu" in str(failure)
     assert " broken" in str(failure.where)

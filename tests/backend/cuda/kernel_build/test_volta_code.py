@@ -22,7 +22,13 @@ def elf(code: bytes, name: bytes = b".text.kernel") -> bytes:
     sections.append((2 + len(name), 3, 0, 0, 64 + len(code), len(names)))
     table = b"".join(struct.pack("<IIQQQQ", *section) + bytes(24) for section in sections)
     start = 64 + len(code) + len(names)
-    head = b"\x7fELF\x02" + bytes(35) + struct.pack("<Q", start) + bytes(10) + struct.pack("<HHH", 64, 3, 2)
+    head = (
+        b"\x7fELF\x02"
+        + bytes(35)
+        + struct.pack("<Q", start)
+        + bytes(10)
+        + struct.pack("<HHH", 64, 3, 2)
+    )
     return head[:64] + code + names + table
 
 
@@ -40,9 +46,17 @@ def test_instructions_are_counted_in_code_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda whole: whole[:-64], lambda whole: whole[:70], lambda whole: b"\x7fELF\x01", lambda whole: b""]
+    "damage",
+    [
+        lambda whole: whole[:-64],
+        lambda whole: whole[:70],
+        lambda whole: b"\x7fELF\x01",
+        lambda whole: b"",
+    ],
 )
-def test_what_is_no_machine_code_is_an_error(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_what_is_no_machine_code_is_an_error(
+    damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
     file = tmp_path / "x.cubin"
     file.write_bytes(damage(elf(instruction(0x223))))
     with pytest.raises(KernelError, match="no machine code"):
@@ -73,7 +87,9 @@ def test_instructions_are_those_that_a_disassembler_names(tmp_path: Path) -> Non
     source.write_text(MULTIPLIES)
     subprocess.run([nvcc, "-cubin", "-arch=sm_75", source, "-o", code], check=True)
     text = subprocess.run([disassembler, code], check=True, capture_output=True, text=True).stdout
-    named = re.findall(r"\b(FFMA|IDP\.4A)(?:\.\w+)* R\w+, R\w+(?:\.\w+)*, R\w+(?:\.\w+)*, R\w+ *;", text)
+    named = re.findall(
+        r"\b(FFMA|IDP\.4A)(?:\.\w+)* R\w+, R\w+(?:\.\w+)*, R\w+(?:\.\w+)*, R\w+ *;", text
+    )
 
     found = sass.volta_instructions(code)
 

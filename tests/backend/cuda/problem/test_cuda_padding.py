@@ -37,7 +37,9 @@ def test_leading_dimensions(
 @given(st.data())
 def test_filled_problems_are_aligned_and_no_larger_than_needed(data: st.DataObject) -> None:
     sizes = [data.draw(st.integers(1, 5000)) for _ in range(3)]
-    formats = data.draw(st.sampled_from([("int8", "int8"), ("fp16", "fp16"), ("fp8_e5m2", "fp8"), ("tf32", "tf32")]))
+    formats = data.draw(
+        st.sampled_from([("int8", "int8"), ("fp16", "fp16"), ("fp8_e5m2", "fp8"), ("tf32", "tf32")])
+    )
     majors = [data.draw(st.sampled_from(["row", "column"])) for _ in range(2)]
     problem = GemmProblem(*sizes, *formats, data.draw(st.sampled_from(["fp32", "bf16"])), *majors)  # type: ignore[arg-type]
     taken = padding.filled(problem)
@@ -58,5 +60,7 @@ def test_what_pays_is_a_matter_of_bytes() -> None:
     assert not padding.pays(odd, padding.filled(odd))
     thin = replace(INT8, k=3)
     assert not padding.pays(thin, padding.filled(thin))
-    stem = ConvProblem("fprop", 8, 224, 224, 3, 64, 7, 7, (3, 3), (2, 2), (1, 1), "int8", "int8", "bf16")
+    stem = ConvProblem(
+        "fprop", 8, 224, 224, 3, 64, 7, 7, (3, 3), (2, 2), (1, 1), "int8", "int8", "bf16"
+    )
     assert not padding.pays(stem, padding.filled(stem))

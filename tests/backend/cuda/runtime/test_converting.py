@@ -44,7 +44,9 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the wrapper find kernels for the CPU; reasons are forgotten."""
 
     def found(unit: TranslationUnit, wait: bool = True) -> Library:
-        return library("bits8" if unit.name.startswith("copy") else unit.name.removeprefix("convert_sm_80_"))
+        return library(
+            "bits8" if unit.name.startswith("copy") else unit.name.removeprefix("convert_sm_80_")
+        )
 
     launch_utils.forget()
     monkeypatch.setattr(kernel_registry, "library", found)
@@ -58,7 +60,9 @@ def test_matrices_are_copied_as_torch_copies_them(by_kernel: None, dtype: torch.
     generator = torch.Generator().manual_seed(1)
     kind = next(name for name, found in DTYPES.items() if found == dtype)
     with assumed("sm_80", on="cpu"):
-        for shape, how in [((m, n), how) for m, n in ((1, 1), (1, 40), (33, 1), (67, 130)) for how in MATRICES]:
+        for shape, how in [
+            ((m, n), how) for m, n in ((1, 1), (1, 40), (33, 1), (67, 130)) for how in MATRICES
+        ]:
             x = lying(drawn(kind, shape, generator), how)
             for way, more in (("row", 0), ("column", 0), ("row", 16), ("column", 3)):
                 found = layout_convert.laid_out(x, shape[0] + more, shape[1] + more, way)  # type: ignore[arg-type]
@@ -78,7 +82,9 @@ def test_images_are_copied_as_torch_copies_them(
 ) -> None:
     x = torch.randint(-128, 128, [size + 1 for size in shape]).to(dtype)
     x = x[1:, 1:] if how.startswith("sliced") else x
-    x = (x.contiguous(memory_format=torch.channels_last) if how.endswith("last") else x)[: shape[0], : shape[1]]
+    x = (x.contiguous(memory_format=torch.channels_last) if how.endswith("last") else x)[
+        : shape[0], : shape[1]
+    ]
     x = x[:, :, 1:] if how == "rows" else x if how.startswith("sliced") else x.clone()
     lines = layout_convert.lines_of_images(x)
     want = padding.channels_last(x, x.shape[0] + images, x.shape[1] + channels)
@@ -95,7 +101,10 @@ def test_what_lies_neither_way_is_torchs_to_copy(by_kernel: None) -> None:
         assert layout_convert.laid_out(sparse, 16, 8, "row").sum() == 64
         assert list(launch_utils.reasons().values()) == [layout_convert.NEITHER]
         images = torch.ones(2, 3, 8, 8, dtype=torch.int8)[:, :, ::2, ::2]
-        assert layout_convert.lines_of_images(images) is None and layout_convert.channels_last(images, 2, 4).sum() == 96
+        assert (
+            layout_convert.lines_of_images(images) is None
+            and layout_convert.channels_last(images, 2, 4).sum() == 96
+        )
         wide = torch.ones(8, 8, dtype=torch.float64)
         assert torch.equal(layout_convert.laid_out(wide, 8, 8, "column"), wide)
     assert "there is no kernel for these types" in launch_utils.reasons().values()
@@ -125,20 +134,27 @@ def test_a_kernel_that_fails_is_torchs_to_replace(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_models_need_is_compiled_ahead() -> None:
-    large = GemmProblem(4096, 4096, 4095, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor")
+    large = GemmProblem(
+        4096, 4096, 4095, "int8", "int8", "bf16", a_scale="tensor", b_scale="tensor"
+    )
     assert decide(large, "sm_90a").taken != large
-    assert kernel_registry.copier("sm_90a") in candidates.of_problems([large], "sm_90a", every_candidate=False)
+    assert kernel_registry.copier("sm_90a") in candidates.of_problems(
+        [large], "sm_90a", every_candidate=False
+    )
     assert not candidates.of_problems([], "sm_90a", every_candidate=False)
     assert not kernel_registry.copiers("sm_70") and not kernel_registry.converters("sm_70")
-    assert {kernel_registry.copier("sm_80"), *(kernel_registry.converter("sm_80", x) for x in NUMBERS)} <= set(
-        candidates.of_all("sm_80")
-    )
+    assert {
+        kernel_registry.copier("sm_80"),
+        *(kernel_registry.converter("sm_80", x) for x in NUMBERS),
+    } <= set(candidates.of_all("sm_80"))
 
 
 # The operator.
 
 
-def wanted(x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]) -> Tensor:
+def wanted(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, turned: bool, shape: tuple[int, int]
+) -> Tensor:
     straight = x.t() if turned else x
     found = torch.zeros(shape).to(dtype)
     found[: straight.shape[0], : straight.shape[1]] = (
@@ -158,12 +174,18 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("source", TYPES, ids=str)
-def test_the_operator_by_torch_and_by_a_kernel(by_kernel: None, source: torch.dtype, case: dict[str, Any]) -> None:
+def test_the_operator_by_torch_and_by_a_kernel(
+    by_kernel: None, source: torch.dtype, case: dict[str, Any]
+) -> None:
     generator = torch.Generator().manual_seed(2)
     kind = next(name for name, found in DTYPES.items() if found == source)
     for how in ("row", "turned"):
         x = lying(drawn(kind, (13, 41), generator), how)
-        dtype, scale, turned = case.get("dtype", source), case.get("scale"), case.get("transposed", False)
+        dtype, scale, turned = (
+            case.get("dtype", source),
+            case.get("scale"),
+            case.get("transposed", False),
+        )
         shape = case.get("shape") or ((41, 13) if turned else (13, 41))
         want = wanted(x, dtype, scale, turned, shape)
         found = convert(x, **case)

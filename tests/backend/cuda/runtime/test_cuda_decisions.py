@@ -28,7 +28,9 @@ def aligned_only(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     return configs(2) if padding.filled(problem) == problem and problem.a == "int8" else ()
 
 
-def chosen(problem: Problem, choice: TunedChoice | None = None, arch: Arch = "sm_80") -> KernelDecision:
+def chosen(
+    problem: Problem, choice: TunedChoice | None = None, arch: Arch = "sm_80"
+) -> KernelDecision:
     here = Environment("", "", "", "", "", 1)
     table = None if choice is None else TuningTable(here, {choice.problem: choice})
     return decide(problem, arch, table, aligned_only)
@@ -58,20 +60,27 @@ def test_odd_sizes_are_filled_up_or_left_to_torch() -> None:
 
 def test_what_was_tuned_decides() -> None:
     times = {"torch": 3.0, FIRST.name: 2.0, SECOND.name: 1.0}
-    assert chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=True)).config == SECOND
+    assert (
+        chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=True)).config == SECOND
+    )
     assert chosen(replace(INT8, m=4001), TunedChoice(INT8, SECOND.name, times)).config == SECOND
     torch_wins = chosen(INT8, TunedChoice(INT8, "torch", times))
     assert torch_wins.config is None and torch_wins.integers
     slower = chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=False))
     assert slower.config is None and not slower.integers and "no faster than bf16" in slower.reason
-    on_t4 = chosen(INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=False), arch="sm_75")
+    on_t4 = chosen(
+        INT8, TunedChoice(INT8, SECOND.name, times, faster_than_bf16=False), arch="sm_75"
+    )
     assert on_t4.config is None and "no faster than fp16" in on_t4.reason
 
 
 def test_a_tuned_kernel_that_is_gone_gives_way_to_the_next_best() -> None:
     times = {"torch": 3.0, "gone": 1.0, FIRST.name: 2.0}
     assert chosen(INT8, TunedChoice(INT8, "gone", times)).config == FIRST
-    assert chosen(INT8, TunedChoice(INT8, "gone", {"torch": 1.5, "gone": 1.0, FIRST.name: 2.0})).config is None
+    assert (
+        chosen(INT8, TunedChoice(INT8, "gone", {"torch": 1.5, "gone": 1.0, FIRST.name: 2.0})).config
+        is None
+    )
 
 
 def test_our_candidates_take_what_layers_need() -> None:
@@ -99,9 +108,15 @@ def test_devices_say_which_formats_kernels_make_native() -> None:
     with assumed("sm_90a"):
         found = {name: support(device, row) for name, row in FORMATS.items()}
         assert [name for name, s in found.items() if s.how == "simulated"] == ["fp8_e5m2"]
-        assert "CUTLASS kernels for sm_90a" in found["fp8"].reason and "no kernel of ours" in found["fp8_e5m2"].reason
+        assert (
+            "CUTLASS kernels for sm_90a" in found["fp8"].reason
+            and "no kernel of ours" in found["fp8_e5m2"].reason
+        )
     with assumed("sm_75"):
-        assert support(device, FORMATS["int8"]).how == "native" and support(device, FORMATS["fp8"]).how == "simulated"
+        assert (
+            support(device, FORMATS["int8"]).how == "native"
+            and support(device, FORMATS["fp8"]).how == "simulated"
+        )
         assert "no tf32 unit" in support(device, FORMATS["tf32"]).reason
 
 
@@ -109,7 +124,12 @@ def test_a_candidate_of_a_user_is_chosen_when_it_was_tuned() -> None:
     mine = candidates.add(replace(candidates.candidates(INT8, "sm_80")[0], stages=3))
     try:
         choice = TunedChoice(INT8, mine.name, {"torch": 2.0, mine.name: 1.0})
-        assert decide(INT8, "sm_80", TuningTable(Environment("", "", "", "", "", 1), {INT8: choice})).config == mine
+        assert (
+            decide(
+                INT8, "sm_80", TuningTable(Environment("", "", "", "", "", 1), {INT8: choice})
+            ).config
+            == mine
+        )
     finally:
         candidates.remove(mine)
 

@@ -24,8 +24,18 @@ from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES
 from qsync_fx.backend.cuda.kernel_build.library import Library, load
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
-from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem, padding, reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.problem import (
+    ConvProblem,
+    GemmProblem,
+    Problem,
+    padding,
+    reference_result,
+)
+from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+    ConvWindow,
+    conv_problem,
+    gemm_problem,
+)
 from qsync_fx.backend.cuda.runtime import launch, launch_utils
 from qsync_fx.backend.cuda.runtime.device_state import assumed, decision, stored, unobtainable
 from qsync_fx.errors import KernelError, PlanWarning
@@ -50,18 +60,37 @@ def _compiled(folder: Path, fmt: str, *what: str) -> Library:
     if what[0] in OPERATIONS:
         defines["CONV"] = str(OPERATIONS.index(what[0]))
     else:
-        defines |= {"A_BY_ROWS": str(int(what[0] == "row")), "B_BY_ROWS": str(int(what[1] == "row"))}
+        defines |= {
+            "A_BY_ROWS": str(int(what[0] == "row")),
+            "B_BY_ROWS": str(int(what[1] == "row")),
+        }
     source = Path(__file__).parents[3] / "support" / "cuda" / "stand_ins" / "host_kernels.cpp"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{TEMPLATES}"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-ffp-contract=off",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Werror",
+        f"-I{TEMPLATES}",
+    ]
     library = folder / f"{name}.so"
-    subprocess.run(["g++", *flags, *(f"-D{k}={v}" for k, v in defines.items()), "-o", library, source], check=True)
-    return load(library, TranslationUnit(name, "sm_80", "", "conv" if what[0] in OPERATIONS else "gemm"))
+    subprocess.run(
+        ["g++", *flags, *(f"-D{k}={v}" for k, v in defines.items()), "-o", library, source],
+        check=True,
+    )
+    return load(
+        library, TranslationUnit(name, "sm_80", "", "conv" if what[0] in OPERATIONS else "gemm")
+    )
 
 
 def config(problem: Problem) -> KernelConfig:
     operation = "gemm" if isinstance(problem, GemmProblem) else problem.operation
     alignment = 16 if problem.a == "int8" else 4
-    return KernelConfig(operation, "sm_80", problem.a, problem.b, problem.out, (128, 128, 64), alignment=alignment)
+    return KernelConfig(
+        operation, "sm_80", problem.a, problem.b, problem.out, (128, 128, 64), alignment=alignment
+    )
 
 
 def whole(shape: tuple[int, ...], fmt: str) -> Tensor:
@@ -125,7 +154,9 @@ def test_matrices_reach_a_kernel_as_they_are(
     assert isinstance(taken, GemmProblem)
     library = host(fmt, taken.a_major, taken.b_major)
     found = launch.run_gemm(library, config(taken), taken, a, b, *how)
-    assert found.is_contiguous() and torch.equal(found, reference_result.gemm(a, b, *how, torch.float32))
+    assert found.is_contiguous() and torch.equal(
+        found, reference_result.gemm(a, b, *how, torch.float32)
+    )
 
 
 @st.composite
@@ -159,7 +190,11 @@ def test_images_reach_a_kernel_as_they_are(
     a, b = conv_operands(p)
     if last:
         a, b = (t.contiguous(memory_format=torch.channels_last) for t in (a, b))
-    how = scales(p.a_scale, ()), scales(p.b_scale, (1, p.k, 1, 1)), torch.randn(p.k) if p.bias else None
+    how = (
+        scales(p.a_scale, ()),
+        scales(p.b_scale, (1, p.k, 1, 1)),
+        torch.randn(p.k) if p.bias else None,
+    )
     window = ConvWindow(p.stride, p.padding, p.dilation)
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     assert conv_problem(a, b, *how, size, window, p.operation, torch.float32, False) == p
@@ -176,7 +211,9 @@ def test_a_kernel_that_does_not_take_its_operands_says_so(host: Callable[..., Li
     a, b = whole((4, 24), "int8"), whole((24, 8), "int8")
     problem = gemm_problem(a, b, None, None, None, torch.float32, False)
     with pytest.raises(Exception, match="misaligned"):
-        launch.run_gemm(host("int8", "row", "row"), config(problem), problem, a, b, None, None, None)
+        launch.run_gemm(
+            host("int8", "row", "row"), config(problem), problem, a, b, None, None, None
+        )
 
 
 # From an operator's arguments to a result, by whichever way.
@@ -190,7 +227,9 @@ def through(a: Tensor, b: Tensor, *how: Any, out: torch.dtype = torch.float32) -
 def test_empty_products_are_launched_nowhere(m: int, n: int, k: int) -> None:
     bias = torch.randn(n)
     with assumed("sm_80", on="cpu"):
-        found = through(whole((m, k), "int8"), whole((k, n), "int8"), None, None, bias, out=torch.bfloat16)
+        found = through(
+            whole((m, k), "int8"), whole((k, n), "int8"), None, None, bias, out=torch.bfloat16
+        )
     assert found.shape == (m, n) and found.dtype == torch.bfloat16
     assert torch.equal(found, bias.bfloat16().expand(m, n))
 
@@ -221,7 +260,9 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @tiers.ALL
 @pytest.mark.skipif(bool(unobtainable("sm_80")), reason="no CUDA compiler")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run the kernel on memory of the host")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU would run the kernel on memory of the host"
+)
 @pytest.mark.usefixtures("own_kernels")
 def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
     """The real thing up to the device: decided, compiled, loaded, asked; and without a GPU, computed by torch with the reason."""
@@ -240,7 +281,10 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
         with pytest.raises(KernelError, match=r"cannot be started|does not take"):
             kernel_registry.library(unit, wait=False)
     assert torch.equal(y, (a.double() @ b.double()).to(torch.float32).to(torch.bfloat16))
-    assert any("cannot be started" in why or "does not take" in why for why in launch_utils.reasons().values())
+    assert any(
+        "cannot be started" in why or "does not take" in why
+        for why in launch_utils.reasons().values()
+    )
 
 
 @pytest.mark.usefixtures("own_kernels")

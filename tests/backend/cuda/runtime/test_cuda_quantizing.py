@@ -27,7 +27,12 @@ from qsync_fx.formats import precision
 from qsync_fx.rounding import rounding_mode
 
 SEED = torch.tensor([0x0123456789ABCDEF])
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp32"}
+NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp32",
+}
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +54,10 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Lib
             str(host),
             f"-I{TEMPLATES}",
         ]
-        subprocess.run(["g++", *flags, folder / f"{unit.name}.cpp", "-o", folder / f"{unit.name}.so"], check=True)
+        subprocess.run(
+            ["g++", *flags, folder / f"{unit.name}.cpp", "-o", folder / f"{unit.name}.so"],
+            check=True,
+        )
         return load(folder / f"{unit.name}.so", unit)
 
     return compiled
@@ -64,7 +72,9 @@ def laid_out(x: Tensor, how: str) -> Tensor:
         case "sliced":
             return x.new_empty([*x.shape[:-1], x.shape[-1] + 3])[..., 3:].copy_(x)
         case "sparse":
-            return x.new_empty([2 * size for size in x.shape])[tuple(slice(None, None, 2) for _ in x.shape)].copy_(x)
+            return x.new_empty([2 * size for size in x.shape])[
+                tuple(slice(None, None, 2) for _ in x.shape)
+            ].copy_(x)
         case _:
             return x
 
@@ -95,8 +105,12 @@ def test_every_tensor_reaches_the_kernel_as_the_reference_sees_it(
         # Neither rows nor columns of memory: kept dimensions lie between others, or in another order.
         assert len([dim for dim in keep if shape[dim] > 1]) > 0
         return
-    scale = quantize_launch.run(on_cpu(NAMES[types[1]], row.name), x, q, SEED, 7, row, mode, keep, groups)
-    want, scales = reference.quantize(x, SEED, 7, row, mode if mode != "stochastic" else "nearest", keep)
+    scale = quantize_launch.run(
+        on_cpu(NAMES[types[1]], row.name), x, q, SEED, 7, row, mode, keep, groups
+    )
+    want, scales = reference.quantize(
+        x, SEED, 7, row, mode if mode != "stochastic" else "nearest", keep
+    )
     assert torch.equal(scale, scales)
     if mode == "stochastic":
         rounded = reference.to_grid(x.float() / scales, row, mode, philox.uniform(q, SEED, 7))
@@ -123,9 +137,14 @@ def test_every_tensor_reaches_the_kernel_as_the_reference_sees_it(
     ],
 )
 def test_groups_are_rows_or_columns_of_memory(
-    shape: tuple[int, ...], stride: tuple[int, ...], keep: list[int], groups: tuple[int, int, int] | None
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    keep: list[int],
+    groups: tuple[int, int, int] | None,
 ) -> None:
-    found = quantize_launch.groups_of(torch.empty_strided(shape, stride, dtype=torch.int8, device="meta"), keep)
+    found = quantize_launch.groups_of(
+        torch.empty_strided(shape, stride, dtype=torch.int8, device="meta"), keep
+    )
     assert (found and (found.rows, found.columns, found.group)) == groups
 
 
@@ -157,15 +176,23 @@ def test_a_kernel_is_found_by_the_values_that_it_writes(monkeypatch: pytest.Monk
             want = reference.quantize(x, SEED, 3, row, "nearest", ())
             assert torch.equal(q, want[0]) and torch.equal(scale, want[1])
     assert asked == ["quantize_sm_80_fp32_int8"] * 2
-    assert launch_utils.reasons() == {"quantize 8 x 16 fp32 -> int4": "there is no quantizer of ours for int4"}
+    assert launch_utils.reasons() == {
+        "quantize 8 x 16 fp32 -> int4": "there is no quantizer of ours for int4"
+    }
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 70), (64, 64), (130, 33)])
-def test_a_matrix_and_its_transpose(on_cpu: Callable[[str, str], Library], rows: int, columns: int) -> None:
+def test_a_matrix_and_its_transpose(
+    on_cpu: Callable[[str, str], Library], rows: int, columns: int
+) -> None:
     x, row = torch.randn(rows, columns, dtype=torch.bfloat16), precision("int8")
-    q, turned = (torch.empty(shape, dtype=torch.int8) for shape in ((rows, columns), (columns, rows)))
+    q, turned = (
+        torch.empty(shape, dtype=torch.int8) for shape in ((rows, columns), (columns, rows))
+    )
     groups = quantize_launch.Groups(rows, columns, 0)
-    scale = quantize_launch.run(on_cpu("bf16", "int8"), x, q, SEED, 3, row, "nearest", (), groups, turned)
+    scale = quantize_launch.run(
+        on_cpu("bf16", "int8"), x, q, SEED, 3, row, "nearest", (), groups, turned
+    )
     want, scales = reference.quantize(x, SEED, 3, row, "nearest", ())
     assert torch.equal(q, want) and torch.equal(turned, want.t()) and torch.equal(scale, scales)
 
@@ -174,7 +201,11 @@ def test_quantize_transposed_is_quantize_and_its_transpose() -> None:
     for x in (torch.randn(5, 9), torch.randn(9, 5).t(), torch.randn(0, 4), torch.randn(1, 7)):
         q, turned, scale = quantize_transposed(x, SEED, 3, "fp8", "stochastic")
         want, scales = torch.ops.qsync.quantize.default(x, SEED, 3, "fp8", "stochastic", [])
-        assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(scale, scales)
-        assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), want.t().view(torch.uint8))
+        assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(
+            scale, scales
+        )
+        assert turned.is_contiguous() and torch.equal(
+            turned.view(torch.uint8), want.t().view(torch.uint8)
+        )
     arguments = torch.randn(5, 9), SEED, 3, "int8", "stochastic"
     torch.library.opcheck(torch.ops.qsync.quantize_transposed.default, arguments)

@@ -42,7 +42,9 @@ def same(found: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
         return t.contiguous().view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)
 
     return all(
-        one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(bits(one), bits(other))
         for one, other in zip(found, want, strict=True)
     )
 
@@ -68,18 +70,24 @@ def samples() -> list[tuple[Tensor, list[int]]]:
 @pytest.mark.parametrize("fmt", ["int8", "fp8"])
 def test_operators_have_the_bits_of_the_reference(fmt: str, how: str) -> None:
     for x, keep in samples():
-        assert same(fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep), reference_of(x, fmt, how, keep))
+        assert same(
+            fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep),
+            reference_of(x, fmt, how, keep),
+        )
 
 
 @tiers.ALL
-@pytest.mark.parametrize(("fmt", "how"), [("int8", "stochastic"), ("int8", "nearest"), ("fp8", "stochastic")])
+@pytest.mark.parametrize(
+    ("fmt", "how"), [("int8", "stochastic"), ("int8", "nearest"), ("fp8", "stochastic")]
+)
 def test_what_inductor_makes_of_them_has_too(fmt: str, how: str) -> None:
     register_with_inductor()
     given = samples()
 
     def all_of_them(xs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         return [
-            fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep) for x, (_, keep) in zip(xs, given, strict=True)
+            fusible_quantize.quantize(x, SEED, STREAM, fmt, how, keep)
+            for x, (_, keep) in zip(xs, given, strict=True)
         ]
 
     torch.compiler.reset()
@@ -102,7 +110,9 @@ def test_one_pass_finds_the_scale_and_one_rounds() -> None:
     from torch._inductor.utils import run_and_get_code
 
     def quantize(x: Tensor) -> Any:
-        return torch.ops.qsync.quantize.default(torch.relu(x) * 3, SEED, STREAM, "int8", "stochastic", [])
+        return torch.ops.qsync.quantize.default(
+            torch.relu(x) * 3, SEED, STREAM, "int8", "stochastic", []
+        )
 
     x = torch.randn(64, 48)
     found, sources = run_and_get_code(torch.compile(quantize, backend=compile_with), x)
@@ -113,7 +123,9 @@ def test_one_pass_finds_the_scale_and_one_rounds() -> None:
         for line in code.splitlines()
         if line.lstrip().startswith("cpp_fused") and "(" in line and "=" not in line.split("(")[0]
     ]
-    assert "qsync.quantize" not in code and "qsync.uniform" not in code and "qsync.divide" not in code
+    assert (
+        "qsync.quantize" not in code and "qsync.uniform" not in code and "qsync.divide" not in code
+    )
     assert len(kernels) <= 2, kernels
     # The result, its scale, and the largest magnitude: nothing else is made.
     made = [line for line in code.splitlines() if "empty_strided" in line and "= empty" in line]

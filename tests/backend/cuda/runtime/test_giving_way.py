@@ -23,7 +23,13 @@ from qsync_fx.backend.cuda.runtime import call_cache, launch, launch_utils, quan
 from qsync_fx.backend.cuda.runtime.device_state import MOST_REFUSED, assumed, decision
 from qsync_fx.backend.numerics import reference
 from qsync_fx.backend.operators.gemm import gemm
-from qsync_fx.errors import KernelError, PlanWarning, PrecisionError, RefusedKernelError, ToolchainError
+from qsync_fx.errors import (
+    KernelError,
+    PlanWarning,
+    PrecisionError,
+    RefusedKernelError,
+    ToolchainError,
+)
 from qsync_fx.formats import precision
 from tests.support.cuda.large_products import INT8
 
@@ -51,19 +57,25 @@ def builds(monkeypatch: pytest.MonkeyPatch, errors: dict[str, KernelError]) -> l
 
     def attempt(units: Sequence[TranslationUnit], **how: Any) -> Built:
         given.extend(unit.name for unit in units)
-        return Built({}, {unit: errors.get(unit.name, KernelError("not in this test")) for unit in units})
+        return Built(
+            {}, {unit: errors.get(unit.name, KernelError("not in this test")) for unit in units}
+        )
 
     monkeypatch.setattr(compiler, "attempt", attempt)
     return given
 
 
-def test_what_was_refused_gives_way_to_the_next_candidates_and_then_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_refused_gives_way_to_the_next_candidates_and_then_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     errors: dict[str, KernelError] = {}
     builds(monkeypatch, errors)
     tried: list[str] = []
     while (found := config()) is not None:
         tried.append(found.name)
-        errors[found.name] = RefusedKernelError("the kernel must not be used: it spills 8 bytes", where=found.name)
+        errors[found.name] = RefusedKernelError(
+            "the kernel must not be used: it spills 8 bytes", where=found.name
+        )
         kernel_registry.prepare([kernel_registry.unit_of(found)])
     assert len(tried) == len(set(tried)) == MOST_REFUSED
     assert "it spills 8 bytes" in decision(INT8, CPU).reason
@@ -74,7 +86,10 @@ def test_a_source_that_does_not_compile_gives_way_and_a_machine_without_memory_d
 ) -> None:
     first = config()
     assert first is not None
-    killed, broken = ToolchainError("nvcc failed with status 137"), ToolchainError("nvcc failed with status 2")
+    killed, broken = (
+        ToolchainError("nvcc failed with status 137"),
+        ToolchainError("nvcc failed with status 2"),
+    )
     broken.of_the_source = True
     for error, gives_way in ((killed, False), (broken, True)):
         kernel_registry._had.clear()
@@ -89,7 +104,10 @@ def test_no_step_waits_for_a_product_to_be_compiled(monkeypatch: pytest.MonkeyPa
     given = builds(monkeypatch, {})
     kernel_registry.prepare_graph([])
     found = launch.gemm(A, B, None, None, None, torch.float32, False)
-    assert torch.equal(found, reference_result.gemm(A, B, None, None, None, torch.float32)) and given == []
+    assert (
+        torch.equal(found, reference_result.gemm(A, B, None, None, None, torch.float32))
+        and given == []
+    )
     assert any("no step waits for a compiler" in why for why in launch_utils.reasons().values())
 
 
@@ -99,7 +117,9 @@ class Handle(SimpleNamespace):
     def __init__(self, *statuses: int) -> None:
         self.statuses, self.runs = list(statuses), 0
         super().__init__(
-            qsync_can_implement=lambda x: 0, qsync_workspace=lambda x: 0, qsync_error=lambda s: b"invalid argument"
+            qsync_can_implement=lambda x: 0,
+            qsync_workspace=lambda x: 0,
+            qsync_error=lambda s: b"invalid argument",
         )
 
     def qsync_run(self, x: Any, workspace: int, stream: int) -> int:
@@ -123,12 +143,16 @@ def call() -> torch.Tensor:
     return launch.gemm(A, B, None, None, None, torch.float32, False)
 
 
-def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
     builds(monkeypatch, {})
     handle = loaded(1, 1, 1, 1)
     kernel_registry.prepare_graph([])
-    with pytest.warns(PlanWarning, match="gemm_sm_80_int8_int8_fp32.* is switched off .*invalid argument"):
+    with pytest.warns(
+        PlanWarning, match="gemm_sm_80_int8_int8_fp32.* is switched off .*invalid argument"
+    ):
         found = call()
     want = reference_result.gemm(A, B, None, None, None, torch.float32)
     assert torch.equal(found, want) and handle.runs == 2
@@ -153,7 +177,9 @@ def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.Mon
     handle = loaded()
     asked: list[object] = []
     decide = launch.decision
-    monkeypatch.setattr(launch, "decision", lambda problem, device: asked.append(problem) or decide(problem, device))
+    monkeypatch.setattr(
+        launch, "decision", lambda problem, device: asked.append(problem) or decide(problem, device)
+    )
     for _ in range(3):
         call()
     assert handle.runs == 3 and len(asked) == 1
@@ -162,7 +188,9 @@ def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
-def test_what_no_product_takes_is_refused_beside_a_site_of_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_product_takes_is_refused_beside_a_site_of_what_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Operands are checked where a site is made: whatever the check looks at is in the key."""
     loaded()
     checked: list[object] = []
@@ -204,20 +232,30 @@ def test_a_quantizer_s_site_is_made_once_and_is_for_tensors_that_lie_alike() -> 
         quantize(x)
     assert handle.runs == 3 and len(call_cache.cached_quantizer_call) == 1
     q, scale = quantize(x.t())
-    assert len(call_cache.cached_quantizer_call) == 2 and q.stride() == x.t().stride() and scale.shape == ()
+    assert (
+        len(call_cache.cached_quantizer_call) == 2
+        and q.stride() == x.t().stride()
+        and scale.shape == ()
+    )
     quantize_launch.quantize(x, SEED, 3, precision("int8"), "nearest", [0])
     assert len(call_cache.cached_quantizer_call) == 3 and handle.runs == 5
 
 
-def test_a_quantizer_that_cannot_be_started_is_switched_off_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantizer_that_cannot_be_started_is_switched_off_and_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
     handle, x = quantizer(0, 1, 1), torch.randn(6, 8)
     quantize(x)
-    with pytest.warns(PlanWarning, match="quantize_sm_80_fp32_int8 is switched off .*invalid argument"):
+    with pytest.warns(
+        PlanWarning, match="quantize_sm_80_fp32_int8 is switched off .*invalid argument"
+    ):
         found = quantize(x)
     want = reference.quantize(x, SEED, 3, precision("int8"), "nearest", ())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = quantize(x)
     assert handle.runs == 3, "it is not tried again"
-    assert all(torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(found, want, again, strict=True))
+    assert all(
+        torch.equal(a, b) and torch.equal(c, b) for a, b, c in zip(found, want, again, strict=True)
+    )

@@ -22,7 +22,9 @@ from tests.support.cuda.large_products import INT8
 
 CUDA = torch.device("cuda", 0)
 NO_NVCC = ToolchainError("no nvcc of 12.4 or later", do="install the CUDA toolkit")
-NO_CUTLASS = ToolchainError("the headers of CUTLASS are missing", do="pip install --no-deps nvidia-cutlass==4.2.0.0")
+NO_CUTLASS = ToolchainError(
+    "the headers of CUTLASS are missing", do="pip install --no-deps nvidia-cutlass==4.2.0.0"
+)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,9 @@ def test_what_newer_devices_take_holds_ptx() -> None:
 
     def target(arch: Any) -> str:
         return next(
-            word for word in jobs.command(kernel_registry.quantizer(arch, "fp32", "int8"), tools) if "-gencode" in word
+            word
+            for word in jobs.command(kernel_registry.quantizer(arch, "fp32", "int8"), tools)
+            if "-gencode" in word
         )
 
     patched = pytest.MonkeyPatch()
@@ -76,7 +80,10 @@ class Machine:
     """A GPU that is not here, and tools that are there or not."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0), shared: int = 163 << 10
+        self,
+        patch: pytest.MonkeyPatch,
+        capability: tuple[int, int] = (8, 0),
+        shared: int = 163 << 10,
     ) -> None:
         self.patch = patch
         properties = SimpleNamespace(multi_processor_count=40, shared_memory_per_block_optin=shared)
@@ -122,7 +129,9 @@ def test_without_cutlass_the_quantizer_is_ours_and_products_are_torchs(machine: 
     assert made.config is None and made.reason == NO_CUTLASS.what
 
 
-def test_with_both_nothing_is_missing_and_the_device_is_asked_for_its_multiprocessors(machine: Machine) -> None:
+def test_with_both_nothing_is_missing_and_the_device_is_asked_for_its_multiprocessors(
+    machine: Machine,
+) -> None:
     found = machine.has(nvcc=True, cutlass=True)
     assert (found.lacks, found.multiprocessors) == (None, 40) and quantize_launch.told(CUDA) == ""
     assert decision(INT8, CUDA).config is not None
@@ -160,15 +169,21 @@ def test_what_is_missing_is_said_once_with_its_cost_and_its_cure(
 
 
 @pytest.mark.parametrize(("capability", "eager"), [((7, 5), True), ((8, 0), True), ((8, 9), False)])
-def test_fp8_that_no_compiler_fuses_is_said(machine: Machine, capability: tuple[int, int], eager: bool) -> None:
+def test_fp8_that_no_compiler_fuses_is_said(
+    machine: Machine, capability: tuple[int, int], eager: bool
+) -> None:
     """Below 8.9 Triton converts to no FP8: without a kernel its quantizer is operators of torch, one by one."""
     machine.patch.setattr(torch.cuda, "is_available", lambda: True)
     machine.patch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     machine.has(nvcc=False, cutlass=False)
     text = quantize_launch.told(CUDA)
-    assert ("to FP8 operator by operator" in text and f"capability {capability[0]}.{capability[1]}." in text) is eager
     assert (
-        quantize_launch.compiles(FORMATS["int8"], CUDA) and quantize_launch.compiles(FORMATS["fp8"], CUDA) is not eager
+        "to FP8 operator by operator" in text
+        and f"capability {capability[0]}.{capability[1]}." in text
+    ) is eager
+    assert (
+        quantize_launch.compiles(FORMATS["int8"], CUDA)
+        and quantize_launch.compiles(FORMATS["fp8"], CUDA) is not eager
     )
 
 
@@ -188,7 +203,12 @@ def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
     ],
 )
 def test_whether_kernels_are_used_is_asked_of_the_tools_and_the_cache_that_are_here(
-    named: dict[str, str], arch: str | None, compiles: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: dict[str, str],
+    arch: str | None,
+    compiles: bool,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of what is asked nothing is put in place but the GPU."""
     try:
@@ -207,7 +227,9 @@ def test_whether_kernels_are_used_is_asked_of_the_tools_and_the_cache_that_are_h
     finally:
         monkeypatch.undo()
         forget()
-    assert (found.arch, found.compiles) == (arch, compiles) and (found.lacks is None) is (not why or "off" in why)
+    assert (found.arch, found.compiles) == (arch, compiles) and (found.lacks is None) is (
+        not why or "off" in why
+    )
     assert why in (found.reason or found.lacks or "")
     assert (made.config is not None) is (not why) and why in made.reason
     assert absent.arch is None and ("no device cuda:1" in absent.reason or "off" in why)

@@ -14,14 +14,34 @@ from hypothesis import assume, given, settings, strategies as st
 from qsync_fx.backend.cuda import codegen, kernel_config
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProblem
-from qsync_fx.backend.cuda.selection import candidates, candidates as tried, constraints_conv, select
+from qsync_fx.backend.cuda.selection import (
+    candidates,
+    candidates as tried,
+    constraints_conv,
+    select,
+)
 from qsync_fx.backend.cuda.selection.candidates_conv import conv_candidates, conv_configs
 
 RUNNING: tuple[Arch, ...] = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
 FORMATS = [a for a, b in kernel_config.OPERANDS if a == b and not a.startswith("fp8")]
 ALIGNED = {"int8": 16, "fp16": 8, "bf16": 8, "tf32": 4, "fp32": 1}
 RESNET = ConvProblem(
-    "fprop", 64, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "int8", "int8", "bf16", "tensor", "channel"
+    "fprop",
+    64,
+    56,
+    56,
+    64,
+    64,
+    3,
+    3,
+    (1, 1),
+    (1, 1),
+    (1, 1),
+    "int8",
+    "int8",
+    "bf16",
+    "tensor",
+    "channel",
 )
 
 pair = st.tuples(st.integers(0, 5), st.integers(0, 5))
@@ -58,7 +78,9 @@ def problems(draw: st.DrawFn, unit: int = 1, **fixed: Any) -> ConvProblem:
 
 @settings(max_examples=200)
 @given(problem=problems(), arch=st.sampled_from(ARCHITECTURES))
-def test_candidates_are_kernels_that_serve_in_a_stable_order(problem: ConvProblem, arch: Arch) -> None:
+def test_candidates_are_kernels_that_serve_in_a_stable_order(
+    problem: ConvProblem, arch: Arch
+) -> None:
     found = conv_candidates(problem, arch)
     assert found == conv_candidates(problem, arch)
     assert len({config.name for config in found}) == len(found)
@@ -79,7 +101,9 @@ def test_usual_problems_have_kernels(problem: ConvProblem, arch: Arch) -> None:
     assume(max(problem.r, problem.s) <= 32)
     count = len(conv_candidates(problem, arch))
     strided = problem.operation == "dgrad" and problem.stride != (1, 1)
-    if (problem.a == "int8" and problem.operation != "fprop") or (strided and problem.dilation != (1, 1)):
+    if (problem.a == "int8" and problem.operation != "fprop") or (
+        strided and problem.dilation != (1, 1)
+    ):
         assert count == 0
     else:
         assert 8 <= count <= 16
@@ -144,7 +168,9 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "changed"), BROKEN, ids=[name for name, _ in BROKEN])
 def test_what_is_no_kernel_breaks_its_rule(name: str, changed: dict[str, Any]) -> None:
-    valid = next(config for config in conv_candidates(RESNET, "sm_80") if config.tile == (128, 128, 64))
+    valid = next(
+        config for config in conv_candidates(RESNET, "sm_80") if config.tile == (128, 128, 64)
+    )
     assert not constraints_conv.broken(valid)
     found = [rule.name for rule in constraints_conv.broken(dataclasses.replace(valid, **changed))]
     assert name in found
@@ -167,7 +193,9 @@ HOPPER_BROKEN: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changed"), HOPPER_BROKEN, ids=[name for name, _ in HOPPER_BROKEN])
+@pytest.mark.parametrize(
+    ("name", "changed"), HOPPER_BROKEN, ids=[name for name, _ in HOPPER_BROKEN]
+)
 def test_what_is_no_wgmma_kernel_breaks_its_rule(name: str, changed: dict[str, Any]) -> None:
     problem = dataclasses.replace(RESNET, a="bf16", b="bf16", a_scale="none", b_scale="none")
     valid = conv_candidates(problem, "sm_90a")[0]
@@ -181,15 +209,29 @@ def test_every_rule_can_be_broken() -> None:
     assert {rule.name for table in constraints_conv.TABLES for rule in table} == {
         n for n, _ in BROKEN + HOPPER_BROKEN
     } | others
-    wgrad = ConvProblem("wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "fp16", "fp16", "fp16")
-    narrow = dataclasses.replace(conv_candidates(wgrad, "sm_80")[0], tile=(32, 128, 32), warp=(32, 32, 32))
+    wgrad = ConvProblem(
+        "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "fp16", "fp16", "fp16"
+    )
+    narrow = dataclasses.replace(
+        conv_candidates(wgrad, "sm_80")[0], tile=(32, 128, 32), warp=(32, 32, 32)
+    )
     assert "columns of memory" in [rule.name for rule in constraints_conv.broken(narrow)]
-    strided = conv_candidates(dataclasses.replace(wgrad, operation="dgrad", stride=(2, 2)), "sm_80")[0]
-    assert "strided swizzle" in [rule.name for rule in constraints_conv.broken(dataclasses.replace(strided, swizzle=2))]
+    strided = conv_candidates(
+        dataclasses.replace(wgrad, operation="dgrad", stride=(2, 2)), "sm_80"
+    )[0]
+    assert "strided swizzle" in [
+        rule.name for rule in constraints_conv.broken(dataclasses.replace(strided, swizzle=2))
+    ]
     simt = conv_candidates(dataclasses.replace(wgrad, a="fp32", b="fp32", out="fp32"), "sm_80")[0]
-    assert "simt tile" in [rule.name for rule in constraints_conv.broken(dataclasses.replace(simt, alignment=4))]
-    deep = next(config for config in conv_candidates(wgrad, "sm_80") if config.tile == (128, 128, 64))
-    assert "deep sums" in [rule.name for rule in constraints_conv.broken(dataclasses.replace(deep, arch="sm_90a"))]
+    assert "simt tile" in [
+        rule.name for rule in constraints_conv.broken(dataclasses.replace(simt, alignment=4))
+    ]
+    deep = next(
+        config for config in conv_candidates(wgrad, "sm_80") if config.tile == (128, 128, 64)
+    )
+    assert "deep sums" in [
+        rule.name for rule in constraints_conv.broken(dataclasses.replace(deep, arch="sm_90a"))
+    ]
 
 
 def test_what_is_not_served_is_told() -> None:

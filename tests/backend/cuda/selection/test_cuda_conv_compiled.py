@@ -35,7 +35,11 @@ def arguments(p: ConvProblem, /, **changed: Any) -> ConvArguments:
     }
     found |= {name: getattr(p, name) for name in "nhwckrspq"}
     found |= {"pad_h": pad_h, "pad_w": pad_w, "dilation_h": dilation_h, "dilation_w": dilation_w}
-    found |= {"stride_h": stride_h, "stride_w": stride_w, "b_scale_per_channel": p.b_scale == "channel"}
+    found |= {
+        "stride_h": stride_h,
+        "stride_w": stride_w,
+        "b_scale_per_channel": p.b_scale == "channel",
+    }
     found |= {"split": 1, "device": 0, "multiprocessors": 108}
     return ConvArguments(**found | changed)
 
@@ -51,9 +55,28 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[KernelConfig, libr
     except ToolchainError as error:
         pytest.skip(error.what)
     problem = ConvProblem(
-        "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32", "tensor", "tensor"
+        "wgrad",
+        8,
+        56,
+        56,
+        64,
+        64,
+        3,
+        3,
+        (1, 1),
+        (1, 1),
+        (1, 1),
+        "bf16",
+        "bf16",
+        "fp32",
+        "tensor",
+        "tensor",
     )
-    config = next(c for c in conv_candidates(problem, "sm_80") if c.tile == (64, 64, 32) and c.order == "split_k")
+    config = next(
+        c
+        for c in conv_candidates(problem, "sm_80")
+        if c.tile == (64, 64, 32) and c.order == "split_k"
+    )
     unit = codegen.conv_source(config)
     folder = tmp_path_factory.mktemp("conv")
     return config, libraries.load(compiler.build([unit], progress=False, folder=folder)[unit], unit)
@@ -96,9 +119,26 @@ def test_what_the_rules_let_pass_the_kernel_takes(
         {"c": 60},
     ],
 )
-def test_wrong_arguments_are_refused(kernel: tuple[KernelConfig, libraries.Library], changed: dict[str, int]) -> None:
+def test_wrong_arguments_are_refused(
+    kernel: tuple[KernelConfig, libraries.Library], changed: dict[str, int]
+) -> None:
     problem = ConvProblem(
-        "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32", "tensor", "tensor"
+        "wgrad",
+        8,
+        56,
+        56,
+        64,
+        64,
+        3,
+        3,
+        (1, 1),
+        (1, 1),
+        (1, 1),
+        "bf16",
+        "bf16",
+        "fp32",
+        "tensor",
+        "tensor",
     )
     assert kernel[1].can_implement(arguments(problem)) is None
     assert kernel[1].can_implement(arguments(problem, **changed)) is not None
@@ -107,7 +147,9 @@ def test_wrong_arguments_are_refused(kernel: tuple[KernelConfig, libraries.Libra
 def test_parts_keep_the_device_busy(kernel: tuple[KernelConfig, libraries.Library]) -> None:
     """The workspace holds a counter for each tile, where there is more than one part."""
     config, library = kernel
-    small = ConvProblem("wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32")
+    small = ConvProblem(
+        "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "bf16", "bf16", "fp32"
+    )
     assert library.workspace(arguments(small)) == 4 * 9
     wide = dataclasses.replace(small, n=1, h=7, w=7, c=1024, k=1024)
     assert library.workspace(arguments(wide)) == 0

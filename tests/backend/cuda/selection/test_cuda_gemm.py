@@ -13,10 +13,17 @@ from hypothesis import given, settings, strategies as st
 from qsync_fx.backend.cuda import codegen, kernel_config
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem
-from qsync_fx.backend.cuda.selection import candidates, candidates as tried, constraints_gemm, select
+from qsync_fx.backend.cuda.selection import (
+    candidates,
+    candidates as tried,
+    constraints_gemm,
+    select,
+)
 from qsync_fx.errors import OptionError
 
-INT8 = GemmProblem(4096, 4096, 4096, "int8", "int8", "bf16", a_scale="channel", b_scale="channel", bias=True)
+INT8 = GemmProblem(
+    4096, 4096, 4096, "int8", "int8", "bf16", a_scale="channel", b_scale="channel", bias=True
+)
 BF16 = GemmProblem(4096, 4096, 4096, "bf16", "bf16", "bf16")
 
 
@@ -51,7 +58,9 @@ def problems(draw: st.DrawFn, unit: int = 1) -> GemmProblem:
 
 
 @given(problems(), st.sampled_from(ARCHITECTURES))
-def test_candidates_are_kernels_that_serve_in_a_stable_order(problem: GemmProblem, arch: str) -> None:
+def test_candidates_are_kernels_that_serve_in_a_stable_order(
+    problem: GemmProblem, arch: str
+) -> None:
     found = kernels(problem, arch)
     assert found == kernels(problem, arch)
     assert len(set(found)) == len(found) == len({config.name for config in found})
@@ -152,7 +161,9 @@ def test_tiles_suit_the_size() -> None:
     ],
     ids=str,
 )
-def test_a_broken_configuration_is_named(config: KernelConfig, changes: dict[str, object], rule: str) -> None:
+def test_a_broken_configuration_is_named(
+    config: KernelConfig, changes: dict[str, object], rule: str
+) -> None:
     assert candidates.problems(config) == []
     broken = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     assert rule in {found.name for found in constraints_gemm.broken(broken)}
@@ -161,12 +172,20 @@ def test_a_broken_configuration_is_named(config: KernelConfig, changes: dict[str
 
 def test_every_rule_can_be_broken() -> None:
     """What the cases above break is every rule there is."""
-    (cases,) = [mark.args[1] for mark in test_a_broken_configuration_is_named.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
-    assert {rule.name for table in constraints_gemm.TABLES for rule in table} - {rule for _, _, rule in cases} == set()
+    (cases,) = [
+        mark.args[1]
+        for mark in test_a_broken_configuration_is_named.pytestmark
+        if mark.name == "parametrize"
+    ]  # type: ignore[attr-defined]
+    assert {rule.name for table in constraints_gemm.TABLES for rule in table} - {
+        rule for _, _, rule in cases
+    } == set()
 
 
 ANY_SHAPE = st.one_of(
-    st.none(), st.tuples(*[st.integers(-1, 2048)] * 3), st.sampled_from([(64, 64, 32), (128, 128, 64)])
+    st.none(),
+    st.tuples(*[st.integers(-1, 2048)] * 3),
+    st.sampled_from([(64, 64, 32), (128, 128, 64)]),
 )
 
 
@@ -185,7 +204,9 @@ ANY_SHAPE = st.one_of(
             "instruction": ANY_SHAPE,
             "cluster": ANY_SHAPE,
             "stages": st.integers(-2, 40),
-            "schedule": st.sampled_from(["multistage", "pipelined", "cooperative", "pingpong", "pingpong_fast", "x"]),
+            "schedule": st.sampled_from(
+                ["multistage", "pipelined", "cooperative", "pingpong", "pingpong_fast", "x"]
+            ),
             "order": st.sampled_from(["identity", "stream_k", "persistent", ""]),
             "alignment": st.integers(0, 32),
             "out_alignment": st.integers(0, 32),
@@ -222,7 +243,10 @@ def test_why_a_kernel_does_not_serve(changes: dict[str, object], reason: str | N
 def test_kernels_without_scales_or_bias_do_not_serve_problems_with_them() -> None:
     plain = dataclasses.replace(AMPERE, a_scale="none", b_scale="none", bias=False)
     assert select.serves(plain, INT8) == "it reads no scales"
-    assert select.serves(plain, dataclasses.replace(INT8, a_scale="none", b_scale="none")) == "it adds no bias"
+    assert (
+        select.serves(plain, dataclasses.replace(INT8, a_scale="none", b_scale="none"))
+        == "it adds no bias"
+    )
 
 
 def test_users_add_kernels() -> None:

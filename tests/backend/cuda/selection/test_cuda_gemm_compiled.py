@@ -96,8 +96,16 @@ def test_nvcc_takes_the_command_of_a_batch(arch: Arch, tmp_path: Path) -> None:
     """It makes machine code of one architecture: with PTX beside it nvcc takes none, and each kernel was compiled by itself."""
     source = tmp_path / "batch.cu"
     source.write_text("__global__ void nothing() {}\n")
-    words = cuda_batches.command(codegen.gemm_source(kernels(INT8, arch)[0]), source, tmp_path / "batch.o")
-    done = subprocess.run([words[0], "--dryrun", *words[1:]], capture_output=True, text=True, check=False, cwd=tmp_path)
+    words = cuda_batches.command(
+        codegen.gemm_source(kernels(INT8, arch)[0]), source, tmp_path / "batch.o"
+    )
+    done = subprocess.run(
+        [words[0], "--dryrun", *words[1:]],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -170,11 +178,18 @@ def test_workspace_and_shared_memory(config: KernelConfig) -> None:
     """Stream-K keeps partial sums of the tiles that threadblocks share: 64 KB each at 128 x 128, at most two a multiprocessor."""
     found = compiled(config)
     if config == STREAM_K:
-        sizes = [found.workspace(arguments(4096, 4096, 4096, multiprocessors=count)) for count in (66, 108)]
+        sizes = [
+            found.workspace(arguments(4096, 4096, 4096, multiprocessors=count))
+            for count in (66, 108)
+        ]
         assert 0 < sizes[0] < sizes[1] <= 2 * 4 * 128 * 128 * 108 + (1 << 16)
         assert found.can_implement(arguments(split=4)) is None
     else:
         assert found.workspace(arguments()) == 0
         assert found.can_implement(arguments(split=2)) == "Error Invalid Problem"
     m, n, k = config.tile
-    assert (m + n) * k * max(config.stages, 2) <= found.shared_memory() <= kernel_config.SHARED_MEMORY[config.arch]
+    assert (
+        (m + n) * k * max(config.stages, 2)
+        <= found.shared_memory()
+        <= kernel_config.SHARED_MEMORY[config.arch]
+    )

@@ -30,7 +30,9 @@ def test_tables_are_kept_and_merged(tmp_path: Path) -> None:
         BF16: TunedChoice(BF16, "torch", {"torch": 1.0}),
         CONV: TunedChoice(CONV, "torch", {"torch": 2.0}),
     }
-    assert found.choice(replace(INT8, m=4001)) == second and found.choice(replace(INT8, m=9)) is None
+    assert (
+        found.choice(replace(INT8, m=4001)) == second and found.choice(replace(INT8, m=9)) is None
+    )
     assert [p.suffix for p in path.parent.iterdir() if p.name.startswith(".")] == []
 
 
@@ -113,7 +115,16 @@ def test_hostile_tables_are_refused_whole(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "[" * 10**5, '{"format": 1e999}', "\ud800".encode("utf-8", "surrogatepass")]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "[" * 10**5,
+        '{"format": 1e999}',
+        "\ud800".encode("utf-8", "surrogatepass"),
+    ],
 )
 def test_files_that_are_no_tables(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "table.json"
@@ -141,10 +152,12 @@ def test_a_run_that_fails_leaves_the_table(tmp_path: Path) -> None:
     path, _ = _whole(tmp_path)
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        tuning.save_table(path, HERE, [replace(TunedChoice(CONV, "torch", {"torch": 1.0}), name=object())])  # type: ignore[arg-type]
-    assert path.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".lock") == [
-        path.name
-    ]
+        tuning.save_table(
+            path, HERE, [replace(TunedChoice(CONV, "torch", {"torch": 1.0}), name=object())]
+        )  # type: ignore[arg-type]
+    assert path.read_bytes() == before and sorted(
+        p.name for p in tmp_path.iterdir() if p.suffix != ".lock"
+    ) == [path.name]
 
 
 def test_recordings_are_read_back(tmp_path: Path) -> None:
@@ -156,7 +169,10 @@ def test_recordings_are_read_back(tmp_path: Path) -> None:
     found = tuning.load_recording(path)
     assert found.environment == HERE and found.arch == "sm_90a"
     again = tune(INT8, kernels, found.timer(INT8), rounds=1)
-    assert again.name == kernels[0].name and again.seconds == tune(INT8, kernels, times, rounds=1).seconds
+    assert (
+        again.name == kernels[0].name
+        and again.seconds == tune(INT8, kernels, times, rounds=1).seconds
+    )
     # A problem of a recorded bucket has its timings.
     assert found.timer(replace(INT8, m=4090)).seconds == keeper.seconds
 
@@ -173,7 +189,9 @@ def test_recordings_are_read_back(tmp_path: Path) -> None:
         lambda data: data.update(format="qsync tuning table"),
     ],
 )
-def test_hostile_recordings_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_hostile_recordings_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
     path = tmp_path / "recorded.json"
     tuning.save_recording(path, recording({INT8: {"torch": [1.0]}}))
     data = json.loads(path.read_text())

@@ -114,18 +114,25 @@ def test_candidates_take_turns_and_nobody_is_always_first() -> None:
     kernels = configs(2)
     tune(INT8, kernels, Watching(), rounds=3)
     rounds = [order[at : at + 3] for at in range(0, 9, 3)]
-    assert all(sorted(part) == sorted(order[:3]) for part in rounds) and len({part[0] for part in rounds}) == 3
+    assert (
+        all(sorted(part) == sorted(order[:3]) for part in rounds)
+        and len({part[0] for part in rounds}) == 3
+    )
 
 
 @pytest.mark.parametrize(("int8", "bf16", "faster"), [(0.4, 0.9, True), (0.95, 0.9, False)])
 def test_int8_is_compared_with_bf16(int8: float, bf16: float, faster: bool) -> None:
     kernel = configs(1)[0].name
     times = recording({INT8: {"torch": [1.0], kernel: [int8]}, BF16: {"torch": [bf16]}})
-    found = {choice.problem: choice for choice in tune_all([INT8], lambda p: configs(1), times.timer)}
+    found = {
+        choice.problem: choice for choice in tune_all([INT8], lambda p: configs(1), times.timer)
+    }
     assert found[INT8].faster_than_bf16 is faster and found[BF16].faster_than_bf16 is None
 
 
-@pytest.mark.parametrize(("arch", "fmt"), [("sm_70", "fp16"), ("sm_75", "fp16"), ("sm_80", "bf16"), ("sm_90a", "bf16")])
+@pytest.mark.parametrize(
+    ("arch", "fmt"), [("sm_70", "fp16"), ("sm_75", "fp16"), ("sm_80", "bf16"), ("sm_90a", "bf16")]
+)
 def test_a_device_without_a_unit_for_bf16_compares_with_fp16(arch: Arch, fmt: str) -> None:
     wide = kernel_config.wide(arch)
     assert wide == fmt
@@ -176,7 +183,18 @@ def gemms() -> st.SearchStrategy[GemmProblem]:
     )
     outs = st.sampled_from(["fp32", "fp16", "bf16"])
     return st.builds(
-        GemmProblem, SIZES, SIZES, SIZES, formats, formats, outs, majors, majors, scales, scales, st.booleans()
+        GemmProblem,
+        SIZES,
+        SIZES,
+        SIZES,
+        formats,
+        formats,
+        outs,
+        majors,
+        majors,
+        scales,
+        scales,
+        st.booleans(),
     )
 
 

@@ -22,11 +22,17 @@ def operators(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def no_backward(trace: dict[str, Any]) -> None:
-    trace["traceEvents"] = [event for event in trace["traceEvents"] if "autograd::" not in str(event.get("name"))]
+    trace["traceEvents"] = [
+        event for event in trace["traceEvents"] if "autograd::" not in str(event.get("name"))
+    ]
 
 
 def backwards(trace: dict[str, Any]) -> None:
-    arrow = next(event for event in trace["traceEvents"] if event.get("cat") == "fwdbwd" and event["ph"] == "f")
+    arrow = next(
+        event
+        for event in trace["traceEvents"]
+        if event.get("cat") == "fwdbwd" and event["ph"] == "f"
+    )
     arrow["ts"] -= 1e9
 
 
@@ -35,11 +41,27 @@ def backwards(trace: dict[str, Any]) -> None:
     [
         (lambda trace: trace.pop("traceEvents"), "no list of traceEvents", ""),
         (lambda trace: trace.update(traceEvents=[]), "no event that lasts", ""),
-        (lambda trace: operators(trace)[5].update(dur=-1), "has dur '-1', which is no time", "traceEvents["),
-        (lambda trace: operators(trace)[5].update(ts=float("nan")), "has ts 'nan', which is no time", "traceEvents["),
-        (lambda trace: operators(trace)[5].pop("dur"), "has dur 'None', which is no time", "traceEvents["),
+        (
+            lambda trace: operators(trace)[5].update(dur=-1),
+            "has dur '-1', which is no time",
+            "traceEvents[",
+        ),
+        (
+            lambda trace: operators(trace)[5].update(ts=float("nan")),
+            "has ts 'nan', which is no time",
+            "traceEvents[",
+        ),
+        (
+            lambda trace: operators(trace)[5].pop("dur"),
+            "has dur 'None', which is no time",
+            "traceEvents[",
+        ),
         (lambda trace: operators(trace)[5].pop("name"), "has no name", "traceEvents["),
-        (lambda trace: trace["distributedInfo"].update(rank=7), "rank is not one of its ranks", "distributedInfo"),
+        (
+            lambda trace: trace["distributedInfo"].update(rank=7),
+            "rank is not one of its ranks",
+            "distributedInfo",
+        ),
         (no_backward, "holds no training step", ""),
         (backwards, "runs in a circle", ""),
     ],
@@ -72,14 +94,24 @@ def without_leaves(trace: dict[str, Any]) -> None:
     [
         (lambda trace: trace.pop("nodes"), "has no nodes", ""),
         (lambda trace: nodes(trace)[5].pop("id"), "lacks its id", "nodes[5]"),
-        (lambda trace: nodes(trace)[5].update(id=nodes(trace)[4]["id"]), "two nodes have the id", "nodes[5]"),
-        (lambda trace: nodes(trace)[9].update(ctrl_deps=nodes(trace)[9]["id"]), "calls run in a circle", "node "),
+        (
+            lambda trace: nodes(trace)[5].update(id=nodes(trace)[4]["id"]),
+            "two nodes have the id",
+            "nodes[5]",
+        ),
+        (
+            lambda trace: nodes(trace)[9].update(ctrl_deps=nodes(trace)[9]["id"]),
+            "calls run in a circle",
+            "node ",
+        ),
         (circle, "calls run in a circle: ", "node "),
         (lambda trace: nodes(trace).__delitem__(slice(0, 3)), "is cut off", "node "),
         (without_leaves, "recorded functions are not in the", ""),
     ],
 )
-def test_damaged_execution_traces(edit: Edit, what: str, where: str, folder: Path, tmp_path: Path) -> None:
+def test_damaged_execution_traces(
+    edit: Edit, what: str, where: str, folder: Path, tmp_path: Path
+) -> None:
     path = edited(folder, tmp_path, edit, "execution-0.json")
     with pytest.raises(ProfileError) as caught:
         read_steps(folder / "kineto-0.json", path)
@@ -88,7 +120,11 @@ def test_damaged_execution_traces(edit: Edit, what: str, where: str, folder: Pat
 
 def says_what_and_where(error: ProfileError, path: Path | None, what: str, where: str) -> None:
     assert what in error.what
-    assert error.where is not None and where in error.where and (path is None or str(path) in error.where)
+    assert (
+        error.where is not None
+        and where in error.where
+        and (path is None or str(path) in error.where)
+    )
     assert error.do
 
 
@@ -111,14 +147,23 @@ def test_files_that_are_cut_off(folder: Path, tmp_path: Path) -> None:
         kineto(cut)
 
 
-ODD = st.sampled_from([None, True, -1, 0, 1e300, 2**80, "", "7", "nan", [], [[]], {}, ["a"], {"a": 1}])
+ODD = st.sampled_from(
+    [None, True, -1, 0, 1e300, 2**80, "", "7", "nan", [], [[]], {}, ["a"], {"a": 1}]
+)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_change_ends_in_a_step_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
     trace = device_trace()
-    places = [trace, trace["distributedInfo"], *trace["traceEvents"], *(one["args"] for one in trace["traceEvents"])]
+    places = [
+        trace,
+        trace["distributedInfo"],
+        *trace["traceEvents"],
+        *(one["args"] for one in trace["traceEvents"]),
+    ]
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.sampled_from([place for place in places if place]))
         place[data.draw(st.sampled_from(sorted(place)))] = data.draw(ODD)
@@ -129,9 +174,13 @@ def test_any_change_ends_in_a_step_or_an_error(data: st.DataObject, tmp_path: Pa
             assert found.schedule.seconds <= found.seconds * (1 + 1e-9) + 1e-9
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_any_change_of_an_execution_trace_ends_in_nodes_or_an_error(data: st.DataObject, tmp_path: Path) -> None:
+def test_any_change_of_an_execution_trace_ends_in_nodes_or_an_error(
+    data: st.DataObject, tmp_path: Path
+) -> None:
     names = ["[process]", "aten::linear", "aten::addmm"]
     attributes = [{"name": "rf_id", "value": 3}]
     inputs = {"values": [[1, 2, 0, 64, 4, "cpu"], [[5, 6, 0, 8, 2, "cpu"]]]}
@@ -141,7 +190,9 @@ def test_any_change_of_an_execution_trace_ends_in_nodes_or_an_error(data: st.Dat
     ]
     trace: dict[str, Any] = json.loads(json.dumps({"nodes": made}))
     place = data.draw(
-        st.sampled_from([trace, *trace["nodes"], trace["nodes"][1]["attrs"][0], trace["nodes"][1]["inputs"]])
+        st.sampled_from(
+            [trace, *trace["nodes"], trace["nodes"][1]["attrs"][0], trace["nodes"][1]["inputs"]]
+        )
     )
     place[data.draw(st.sampled_from(sorted(place)))] = data.draw(ODD)
     path = tmp_path / "trace.json"

@@ -31,10 +31,15 @@ def step(folder: Path) -> TracedSchedule:
 
 def test_operators_are_forward_and_backward_under_one_name(step: TracedSchedule) -> None:
     forward = [entry.operator for entry in step.schedule.forward if entry.part is Part.FORWARD]
-    linears, relus = ([f"aten::{kind}#{at}" for at in range(count)] for kind, count in (("linear", 4), ("relu", 2)))
+    linears, relus = (
+        [f"aten::{kind}#{at}" for at in range(count)]
+        for kind, count in (("linear", 4), ("relu", 2))
+    )
     assert [name for name in forward if "linear" in name] == linears
     backward = [entry.operator for entry in step.schedule.backward if entry.part is Part.BACKWARD]
-    differentiated = [name for name in dict.fromkeys(backward) if "linear" in name or "relu" in name]
+    differentiated = [
+        name for name in dict.fromkeys(backward) if "linear" in name or "relu" in name
+    ]
     order = [linears[3], linears[2], relus[1], linears[1], relus[0], linears[0]]
     assert differentiated == order
     assert {entry.part for entry in step.schedule.forward} == {Part.FORWARD, Part.OUTSIDE}
@@ -43,7 +48,9 @@ def test_operators_are_forward_and_backward_under_one_name(step: TracedSchedule)
 def test_a_schedule_takes_as_long_as_its_step(folder: Path) -> None:
     traced = json.loads((folder / "kineto-0.json").read_text())["traceEvents"]
     for found in read_steps(folder / "kineto-0.json"):
-        (mark,) = (event for event in traced if event.get("name") == found.name and event["ph"] == "X")
+        (mark,) = (
+            event for event in traced if event.get("name") == found.name and event["ph"] == "X"
+        )
         assert found.seconds == pytest.approx(mark["dur"] / 1e6)
         schedule = found.schedule
         waited = found.seconds - schedule.seconds
@@ -68,30 +75,46 @@ def test_buckets_are_those_of_ddp(folder: Path, with_execution: bool) -> None:
     ]
     execution = folder / "execution-0.json" if with_execution else None
     for found in read_steps(folder / "kineto-0.json", execution):
-        assert [(sent.elements, sent.element_bytes) for sent in found.sent] == [(count, 4) for count in wanted]
+        assert [(sent.elements, sent.element_bytes) for sent in found.sent] == [
+            (count, 4) for count in wanted
+        ]
         assert [parameter.numel for parameter in found.schedule.parameters] == wanted
         ready = list(found.schedule.ready.values())
         assert ready == sorted(set(ready)) and len(ready) == len(wanted) > 2
-        linear_0 = [at for at, entry in enumerate(found.schedule.backward) if entry.operator == "aten::linear#0"]
+        linear_0 = [
+            at
+            for at, entry in enumerate(found.schedule.backward)
+            if entry.operator == "aten::linear#0"
+        ]
         assert ready[0] < linear_0[0] < ready[-1]
 
 
-def test_one_rank_is_replayed_on_its_own_and_on_a_cluster(step: TracedSchedule, folder: Path) -> None:
-    assert float(played_traces({"here": [step]}).step.seconds) == pytest.approx(step.schedule.seconds)
+def test_one_rank_is_replayed_on_its_own_and_on_a_cluster(
+    step: TracedSchedule, folder: Path
+) -> None:
+    assert float(played_traces({"here": [step]}).step.seconds) == pytest.approx(
+        step.schedule.seconds
+    )
     cluster = Cluster({"here": ClusterDevice(count=4)}, Network(bandwidth=1e9, latency=1e-5))
     played = played_traces({"here": [step]}, cluster)
     taken = played.step.arrived - played.step.sent
-    assert taken.tolist() == pytest.approx([1e-5 + 1.5 * 4 * sent.elements / 1e9 for sent in step.sent])
+    assert taken.tolist() == pytest.approx(
+        [1e-5 + 1.5 * 4 * sent.elements / 1e9 for sent in step.sent]
+    )
     assert float(played.step.seconds) > step.schedule.seconds
 
 
 @tiers.ALL
 def test_two_ranks_wait_for_each_other(tmp_path: Path) -> None:
     script = Path(traced_rank.__file__)
-    runs = [subprocess.Popen([sys.executable, script, str(rank), "2", tmp_path]) for rank in range(2)]
+    runs = [
+        subprocess.Popen([sys.executable, script, str(rank), "2", tmp_path]) for rank in range(2)
+    ]
     assert [run.wait(timeout=120) for run in runs] == [0, 0]
     traces = {
-        f"rank {rank}": read_steps(tmp_path / f"kineto-{rank}.json", tmp_path / f"execution-{rank}.json")
+        f"rank {rank}": read_steps(
+            tmp_path / f"kineto-{rank}.json", tmp_path / f"execution-{rank}.json"
+        )
         for rank in range(2)
     }
     played = played_traces(traces)
@@ -103,7 +126,9 @@ def test_two_ranks_wait_for_each_other(tmp_path: Path) -> None:
         pair
         for pair in zip(*traces.values(), strict=True)
         if taken.tolist()
-        == pytest.approx([min(a.seconds, b.seconds) for a, b in zip(pair[0].sent, pair[1].sent, strict=True)])
+        == pytest.approx(
+            [min(a.seconds, b.seconds) for a, b in zip(pair[0].sent, pair[1].sent, strict=True)]
+        )
     ]
     assert len(chosen) == 1
     with pytest.raises(ProfileError, match="rank 0 is there twice"):
@@ -131,10 +156,12 @@ def test_work_of_a_device(tmp_path: Path) -> None:
     path.write_text(json.dumps(device_trace()))
     first, last = read_steps(path)
     assert (first.rank, first.ranks) == (1, 2)
-    assert [(entry.operator, round(entry.seconds * 1e6, 3)) for entry in first.schedule.forward] == [
-        ("aten::linear#0", 10)
-    ]
-    assert [(entry.operator, round(entry.seconds * 1e6, 3)) for entry in first.schedule.backward] == [
+    assert [
+        (entry.operator, round(entry.seconds * 1e6, 3)) for entry in first.schedule.forward
+    ] == [("aten::linear#0", 10)]
+    assert [
+        (entry.operator, round(entry.seconds * 1e6, 3)) for entry in first.schedule.backward
+    ] == [
         ("", 5),
         ("aten::linear#0", 20),
     ]

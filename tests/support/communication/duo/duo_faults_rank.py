@@ -36,7 +36,12 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     says("codec", lambda: compress(model, "qsgd8", optimizer=sgd))
     says("name", lambda: compress(model, "duo3", optimizer=sgd))
     says("closure", lambda: compress(model, "duo4", optimizer=torch.optim.LBFGS(inner)))
-    says("foreign", lambda: compress(model, "duo4", optimizer=torch.optim.SGD([*inner, nn.Parameter(torch.ones(3))])))
+    says(
+        "foreign",
+        lambda: compress(
+            model, "duo4", optimizer=torch.optim.SGD([*inner, nn.Parameter(torch.ones(3))])
+        ),
+    )
     says("missing", lambda: compress(model, "duo4", optimizer=torch.optim.SGD(inner[:-1])))
     zero: Any = ZeroRedundancyOptimizer
     says("zero", lambda: compress(model, "duo4", optimizer=zero(inner, torch.optim.SGD, lr=0.1)))

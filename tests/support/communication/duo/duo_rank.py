@@ -80,7 +80,10 @@ def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     exact = end_of_least_squares("fp32", job["steps"])
     ways = {"stays": Duo(ZeroBit(), ahead=False)}
     names = ("qsgd2", "duo2", "duo4", "stays", "duo0")
-    return {name: float((end_of_least_squares(ways.get(name, name), job["steps"]) - exact).norm()) for name in names}
+    return {
+        name: float((end_of_least_squares(ways.get(name, name), job["steps"]) - exact).norm())
+        for name in names
+    }
 
 
 def scaled(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -145,13 +148,21 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     except qsync_fx.OptionError as error:
         refused = str(error)
     training.run(range(3, 6))
-    return {"outstanding": outstanding, "warned": len(caught), "refused": refused, "end": training.flushed()}
+    return {
+        "outstanding": outstanding,
+        "warned": len(caught),
+        "refused": refused,
+        "end": training.flushed(),
+    }
 
 
 def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Flushes in the middle, on one rank alone, too; a report."""
     found: dict[str, Any] = {}
-    training, plain = Training("duo32", "adamw").run(range(3)), Training(None, "adamw").run(range(3))
+    training, plain = (
+        Training("duo32", "adamw").run(range(3)),
+        Training(None, "adamw").run(range(3)),
+    )
     found["flushed"] = [training.flushed(), plain.flushed()]
     found["after"] = [training.run(range(3, 5)).flushed(), plain.run(range(3, 5)).flushed()]
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 import qsync_fx
 from qsync_fx.distributed import check_replicas, compress
-from tests.support.communication.compressed_training import batch, distance, parallel, refusal, said, weights
+from tests.support.communication.compressed_training import (
+    batch,
+    distance,
+    parallel,
+    refusal,
+    said,
+    weights,
+)
 from tests.support.communication.duo.duo_steps import both, same, steps
 from tests.support.communication.duo.duo_training import (
     OPTIMIZERS,
@@ -53,7 +60,9 @@ def drift(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """The setting of `duo_rank.drift`, with every optimizer sharded."""
     exact = end_of_least_squares("fp32", job["steps"])
     return {
-        f"{name} {sharded}": float((end_of_least_squares(name, job["steps"], sharded) - exact).norm())
+        f"{name} {sharded}": float(
+            (end_of_least_squares(name, job["steps"], sharded) - exact).norm()
+        )
         for name, sharded in job["ways"]
     }
 
@@ -78,7 +87,9 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             steps(looks, ahead, fast, rate)
             own = [held.own(place, p.detach()) for place, p in enumerate(ahead)]
             ahead_equal.append(same(own, held.stepped))
-            for place, (p, old) in enumerate(zip(ours.model.parameters(), exact.model.parameters(), strict=True)):
+            for place, (p, old) in enumerate(
+                zip(ours.model.parameters(), exact.model.parameters(), strict=True)
+            ):
                 given, was, part = (
                     held.own(place, p.detach()),
                     held.own(place, old.detach()),
@@ -89,7 +100,9 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
             before = slow, rate
         assert before is not None
         steps(stepper, known, *before)
-        lossy = not same([held.own(at, p.detach()) for at, p in enumerate(ours.model.parameters())], held.stepped)
+        lossy = not same(
+            [held.own(at, p.detach()) for at, p in enumerate(ours.model.parameters())], held.stepped
+        )
         state = ours.handle.whole_optimizer_state()
         found[f"{way} {optimizer}"] = {
             "ahead": ahead_equal,
@@ -122,15 +135,26 @@ def held(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(value.nbytes for values in optimizer.state.values() for name, value in values.items() if name != "step")
+    return sum(
+        value.nbytes
+        for values in optimizer.state.values()
+        for name, value in values.items()
+        if name != "step"
+    )
 
 
 def clipped(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """The norm over all ranks, against torch's over whole gradients."""
-    alone, ours = Alone("adamw", clips=True).run(range(6)), Training("duo32", "adamw", clips=True, sharded=True)
+    alone, ours = (
+        Alone("adamw", clips=True).run(range(6)),
+        Training("duo32", "adamw", clips=True, sharded=True),
+    )
     unclipped = Alone("adamw").run(range(6))
     ours.run(range(6)).flushed()
-    return {"apart": distance(ours.model, alone.model), "unclipped": distance(unclipped.model, alone.model)}
+    return {
+        "apart": distance(ours.model, alone.model),
+        "unclipped": distance(unclipped.model, alone.model),
+    }
 
 
 def evaluated(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +184,11 @@ def loaded(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     ends = [weights(training.run(range(3, 6)).model) for training in (ours, alone)]
     found: dict[str, Any] = {"ends": ends}
     mine = ours.handle.state_dict()
-    refusal(found, "other rank", lambda: ours.handle.load_state_dict({**mine, "rank": (rank + 1) % world}))  # type: ignore[union-attr]
+    refusal(
+        found,
+        "other rank",
+        lambda: ours.handle.load_state_dict({**mine, "rank": (rank + 1) % world}),
+    )  # type: ignore[union-attr]
     return found
 
 
@@ -171,7 +199,9 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     inner = list(model.parameters())
     sgd = torch.optim.SGD(inner, lr=0.1)
 
-    def says(name: str, codec: str, sharded: bool | str, optimizer: torch.optim.Optimizer | None = sgd) -> None:
+    def says(
+        name: str, codec: str, sharded: bool | str, optimizer: torch.optim.Optimizer | None = sgd
+    ) -> None:
         refusal(found, name, lambda: compress(model, codec, optimizer=optimizer, sharded=sharded))
 
     says("no duo", "qsgd8", True, None)

@@ -12,7 +12,9 @@ def gradients(parameters: Any) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in parameters]
 
 
-def both(ours: Any, exact: Any, x: Tensor) -> tuple[list[Tensor | None], list[Tensor | None], float]:
+def both(
+    ours: Any, exact: Any, x: Tensor
+) -> tuple[list[Tensor | None], list[Tensor | None], float]:
     """Has a training take a step on a rank's batch, after another one has differentiated at the same parameters, which it keeps.
 
     Returns the gradients of ours, those of the other, and the rate of the step.
@@ -31,7 +33,9 @@ def both(ours: Any, exact: Any, x: Tensor) -> tuple[list[Tensor | None], list[Te
     return fast, gradients(exact.model.parameters()), rate
 
 
-def steps(optimizer: torch.optim.Optimizer, parameters: Any, values: list[Tensor | None], rate: float) -> None:
+def steps(
+    optimizer: torch.optim.Optimizer, parameters: Any, values: list[Tensor | None], rate: float
+) -> None:
     for p, value in zip(parameters, values, strict=True):
         p.grad = value
     optimizer.param_groups[0]["lr"] = rate

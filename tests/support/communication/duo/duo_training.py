@@ -51,7 +51,9 @@ class Training:
         self.model = parallel(**how)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scales)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
         self.handle: CompressorHandle | None = None
         self.sharded = sharded
         if codec is not None:
@@ -115,8 +117,15 @@ def hashed(optimizer: torch.optim.Optimizer) -> str:
 def hashed_state(saved: Mapping[str, Any]) -> str:
     """The same of what its `state_dict` returned."""
     state = saved["state"]
-    tensors = [value for index in sorted(state) for _, value in sorted(state[index].items()) if value is not None]
-    return hashlib.sha256(b"".join(torch.as_tensor(t).numpy().tobytes() for t in tensors)).hexdigest()
+    tensors = [
+        value
+        for index in sorted(state)
+        for _, value in sorted(state[index].items())
+        if value is not None
+    ]
+    return hashlib.sha256(
+        b"".join(torch.as_tensor(t).numpy().tobytes() for t in tensors)
+    ).hexdigest()
 
 
 def end_of_least_squares(codec: Any, steps: int, sharded: bool | str = False) -> Tensor:

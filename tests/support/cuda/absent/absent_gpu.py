@@ -137,7 +137,9 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, _always(answer), create=True))
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _always(0), create=True))
+        stack.enter_context(
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _always(0), create=True)
+        )
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getDevice", _always(0), create=True))
         stack.enter_context(mock.patch.object(async_compile.AsyncCompile, "triton", compiled))
         stack.enter_context(mock.patch.object(graph.GraphLowering, "_update_scheduler", scheduled))
@@ -146,13 +148,19 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
             # Patterns are traced with values, which are on the CPU here.
             initialize = passes.lazy_init
             patterns = functools.partial(initialize, torch.device("cpu"))
-            stack.enter_context(mock.patch.object(passes, "lazy_init", lambda *device, patterns=patterns: patterns()))
+            stack.enter_context(
+                mock.patch.object(
+                    passes, "lazy_init", lambda *device, patterns=patterns: patterns()
+                )
+            )
         stack.enter_context(config.patch(SETTINGS))
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         hints.DeviceProperties.create.cache_clear()
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(gpu)))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))
-        stack.enter_context(mock.patch.object(compiling, "_fake", functools.partial(_of_the_mode, compiling._fake)))
+        stack.enter_context(
+            mock.patch.object(compiling, "_fake", functools.partial(_of_the_mode, compiling._fake))
+        )
         codecache_load = codecache.PyCodeCache.load_by_key_path
 
         def remembered(key: str, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +169,9 @@ def standing_in(gpu: Gpu) -> Iterator[Generated]:
                 found.code.append(text)
             return codecache_load(key, path, *args, **kwargs)
 
-        stack.enter_context(mock.patch.object(codecache.PyCodeCache, "load_by_key_path", remembered))
+        stack.enter_context(
+            mock.patch.object(codecache.PyCodeCache, "load_by_key_path", remembered)
+        )
         try:
             yield found
         finally:
@@ -175,7 +185,9 @@ def _of_the_mode(fake: Any, inputs: Any, mode: Any) -> list[Any]:
         if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
             return value
         with mode:
-            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            made = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
         return made.requires_grad_(value.requires_grad)
 
     return [renewed(value) for value in fake(inputs, mode)]
@@ -238,5 +250,8 @@ def _resources(ptx: str, gpu: Gpu) -> tuple[int, int]:
             str(Path(folder) / "out"),
         ]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    registers, spills = re.findall(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill", said)
+    registers, spills = (
+        re.findall(r"Used (\d+) registers", said),
+        re.findall(r"(\d+) bytes spill", said),
+    )
     return max(map(int, registers), default=0), max(map(int, spills), default=0)

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvWindow, conv_problem, gemm_problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+    ConvWindow,
+    conv_problem,
+    gemm_problem,
+)
 from qsync_fx.backend.cuda.tuning import shown
 
 
@@ -28,13 +32,21 @@ def products(operations: list[Any]) -> Iterator[str]:
     for each in operations:
         if not isinstance(each, ir.FallbackKernel):
             continue
-        if each.op_overload not in (torch.ops.qsync.gemm.default, torch.ops.qsync.conv2d_product.default):
+        if each.op_overload not in (
+            torch.ops.qsync.gemm.default,
+            torch.ops.qsync.conv2d_product.default,
+        ):
             continue
         lying = iter(each.inputs)
-        a, b, *others = [_as_it_lies(next(lying), x) if isinstance(x, torch.fx.Node) else x for x in each.fx_node.args]
+        a, b, *others = [
+            _as_it_lies(next(lying), x) if isinstance(x, torch.fx.Node) else x
+            for x in each.fx_node.args
+        ]
         problem = _gemm(a, b, *others) if a.dim() == 2 else _conv(a, b, *others)
         # How matrices lie is part of the problem; kernels of images take channels last, and what lies otherwise is copied for each call.
-        copied = a.dim() == 4 and not all(t.is_contiguous(memory_format=torch.channels_last) for t in (a, b))
+        copied = a.dim() == 4 and not all(
+            t.is_contiguous(memory_format=torch.channels_last) for t in (a, b)
+        )
         yield told(problem) + (", operands not channels last" if copied else "")
 
 
@@ -44,7 +56,14 @@ def _as_it_lies(operand: Any, node: torch.fx.Node) -> torch.Tensor:
 
 
 def _gemm(
-    a: torch.Tensor, b: torch.Tensor, a_scale: Any, b_scale: Any, bias: Any, out: Any, tf32: bool, turned: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any,
+    out: Any,
+    tf32: bool,
+    turned: bool = False,
 ) -> GemmProblem:
     return gemm_problem(a, b.t() if turned else b, a_scale, b_scale, bias, out, tf32)
 

@@ -63,10 +63,14 @@ def on_gpu(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
             for name, t in group.items():
                 if t is not None and id(t) not in moved:
                     made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-                    moved[id(t)] = torch.nn.Parameter(made) if isinstance(t, torch.nn.Parameter) else made
+                    moved[id(t)] = (
+                        torch.nn.Parameter(made) if isinstance(t, torch.nn.Parameter) else made
+                    )
                 if t is not None:
                     group[name] = moved[id(t)]
-    return model, tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in inputs)
+    return model, tuple(
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in inputs
+    )
 
 
 def built(name: str) -> tuple[Any, tuple[Any, ...]]:
@@ -78,14 +82,16 @@ def built(name: str) -> tuple[Any, tuple[Any, ...]]:
     from torch import nn
 
     if name == "mlp":
-        return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.LayerNorm(1024), nn.Linear(1024, 256)), (
-            torch.empty(16384, 512),
-        )
+        return nn.Sequential(
+            nn.Linear(512, 1024), nn.ReLU(), nn.LayerNorm(1024), nn.Linear(1024, 256)
+        ), (torch.empty(16384, 512),)
     import transformers
 
     tokens = torch.zeros(256, 128, dtype=torch.int64)
     if name == "resnet":
-        small = transformers.ResNetConfig(embedding_size=64, hidden_sizes=[64, 512], depths=[2, 2], layer_type="basic")
+        small = transformers.ResNetConfig(
+            embedding_size=64, hidden_sizes=[64, 512], depths=[2, 2], layer_type="basic"
+        )
         return transformers.ResNetForImageClassification(small), (torch.empty(64, 3, 64, 64),)
     sizes: dict[str, Any] = {
         "hidden_size": 512,
@@ -95,7 +101,9 @@ def built(name: str) -> tuple[Any, tuple[Any, ...]]:
         "vocab_size": 512,
     }
     if name == "bert":
-        return transformers.BertModel(transformers.BertConfig(**sizes, attn_implementation="sdpa")), (tokens,)
+        return transformers.BertModel(
+            transformers.BertConfig(**sizes, attn_implementation="sdpa")
+        ), (tokens,)
     gpt2 = transformers.GPT2Config(
         n_embd=512, n_layer=2, n_head=8, vocab_size=512, use_cache=False, attn_implementation="sdpa"
     )
@@ -120,8 +128,14 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
     def watched(*given: Any, **named: Any) -> Any:
         graph = rewrite(*given, **named)
         notes = [operator.note for operator in graph.operators()]
-        products = [product for n in notes if n.computed is not None for product in n.computed.products]
-        planned.extend(called.told(product.problem) for product in products if product.decision.config is not None)
+        products = [
+            product for n in notes if n.computed is not None for product in n.computed.products
+        ]
+        planned.extend(
+            called.told(product.problem)
+            for product in products
+            if product.decision.config is not None
+        )
         lost.extend(f"{n.id}: {n.reason}" for n in notes if "cannot be re-traced" in n.reason)
         return graph
 
@@ -149,7 +163,8 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
         "lost": lost,
         "planned": sorted(planned),
         "products": sorted(found.products),
-        "calls": code.count("torch.ops.qsync.gemm.default(") + code.count("torch.ops.qsync.conv2d_product.default("),
+        "calls": code.count("torch.ops.qsync.gemm.default(")
+        + code.count("torch.ops.qsync.conv2d_product.default("),
         "quantizers": code.count("torch.ops.qsync.quantize.default(")
         + code.count("torch.ops.qsync.quantize_transposed.default("),
         "bf16": sorted(
@@ -157,7 +172,13 @@ def generated(gpu: str, model: str, precision: str, kernels: bool) -> dict[str, 
             | ({"code"} if "bfloat16" in code else set())
         ),
         "kernels": [
-            {"name": k.name, "registers": k.registers, "spills": k.spills, "shared": k.shared, "why_not": k.why_not}
+            {
+                "name": k.name,
+                "registers": k.registers,
+                "spills": k.spills,
+                "shared": k.shared,
+                "why_not": k.why_not,
+            }
             for k in found.kernels
         ],
     }

@@ -44,7 +44,9 @@ class Passed:
 def structure(unit: TranslationUnit, name: str) -> str:
     """Returns the text of a unit's configuration under another name."""
     text = unit.source
-    return text[text.index("struct Config") : text.index("QSYNC_")].replace("struct Config", f"struct {name}")
+    return text[text.index("struct Config") : text.index("QSYNC_")].replace(
+        "struct Config", f"struct {name}"
+    )
 
 
 def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]:
@@ -55,7 +57,10 @@ def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]
         formats = [line for line in lines if line.strip().startswith(("using A =", "using B ="))]
         return (not unit.heavy, unit.arch, unit.interface, unit.opcode, head, *formats)
 
-    served = sorted((unit for unit in units if "struct Config" in unit.source and unit.arch != "sm_70"), key=kind)
+    served = sorted(
+        (unit for unit in units if "struct Config" in unit.source and unit.arch != "sm_70"),
+        key=kind,
+    )
     for _, alike in groupby(served, kind):
         found = list(alike)
         step = TOGETHER[found[0].heavy]
@@ -81,12 +86,18 @@ def compiled(batch: Sequence[TranslationUnit]) -> Passed | None:
     with tempfile.TemporaryDirectory() as folder:
         source, code = Path(folder, "batch.cu"), Path(folder, "batch.o")
         source.write_text(text(batch), encoding="utf-8")
-        done = subprocess.run(command(batch[0], source, code), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command(batch[0], source, code), capture_output=True, text=True, check=False
+        )
         report = done.stdout + done.stderr
         if done.returncode or sass.complaint(report):
             return None
         found = instruction(sass.listing(code), batch[0].opcode, len(batch))
-    return Passed(len(batch), found, sass.resources(report).registers, time.monotonic() - since) if found else None
+    return (
+        Passed(len(batch), found, sass.resources(report).registers, time.monotonic() - since)
+        if found
+        else None
+    )
 
 
 def instruction(listing: str, opcode: str, count: int) -> str:
@@ -99,7 +110,11 @@ def instruction(listing: str, opcode: str, count: int) -> str:
 def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
     """Returns the command of the unit, made to compile `source` for the device alone: for its machine code and no PTX beside it."""
     *words, _, _, _ = jobs.command(unit, toolchain.toolchain(unit.arch))
-    kept = [word for word in words if word != "-shared" and not word.startswith(("-Xlinker", "-Xcompiler"))]
+    kept = [
+        word
+        for word in words
+        if word != "-shared" and not word.startswith(("-Xlinker", "-Xcompiler"))
+    ]
     kept = [re.sub(r"code=\[(\w+),\w+\]", r"code=\1", word) for word in kept]
     return [*kept, "-cubin", "-o", str(code), str(source)]
 
@@ -109,7 +124,9 @@ def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], P
     if passed := compiled(batch):
         return [(batch, passed)]
     half = len(batch) // 2
-    return [found for part in (batch[:half], batch[half:]) for found in passing(part)] if half else []
+    return (
+        [found for part in (batch[:half], batch[half:]) for found in passing(part)] if half else []
+    )
 
 
 def attempt(units: Sequence[TranslationUnit], tell: BuildWatcher) -> dict[TranslationUnit, Passed]:

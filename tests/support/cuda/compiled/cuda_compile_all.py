@@ -39,9 +39,18 @@ from tests.support.cuda.compiled import cuda_batches
 
 def units(arch: Arch) -> list[TranslationUnit]:
     """Returns all units of an architecture: products, convolutions, quantizers, copies and conversions."""
-    quantizers = [codegen.quantizer(arch, x, fmt) for x in codegen.X_TYPES for fmt in codegen.QUANTIZER_FORMATS]
+    quantizers = [
+        codegen.quantizer(arch, x, fmt)
+        for x in codegen.X_TYPES
+        for fmt in codegen.QUANTIZER_FORMATS
+    ]
     products = map(kernel_registry.unit_of, candidates.all_configs(arch))
-    return [*products, *quantizers, *kernel_registry.copiers(arch), *kernel_registry.converters(arch)]
+    return [
+        *products,
+        *quantizers,
+        *kernel_registry.copiers(arch),
+        *kernel_registry.converters(arch),
+    ]
 
 
 def sampled(of: list[TranslationUnit], count: int | None) -> list[TranslationUnit]:
@@ -108,7 +117,9 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # Copies are of any format.
         kind = (line["arch"], product, next(filter(rest[1:].startswith, by_length), ""))
         new = dict(zip(("arch", "product", "format"), kind, strict=True))
-        one = found.setdefault(kind, new | {"kernels": 0, "failed": 0, "registers": 0, "seconds": 0.0})
+        one = found.setdefault(
+            kind, new | {"kernels": 0, "failed": 0, "registers": 0, "seconds": 0.0}
+        )
         one["kernels"] += 1
         one["failed"] += not line["ok"]
         one["registers"] = max(one["registers"], line.get("registers", 0))
@@ -123,13 +134,17 @@ def show(rows: list[dict[str, Any]]) -> None:
     for name in lines[0] if lines else ():
         table.add_column(name, justify="left" if name in ("arch", "product", "format") else "right")
     for line in lines:
-        table.add_row(*(Text(str(value), "red" if line["failed"] else "") for value in line.values()))
+        table.add_row(
+            *(Text(str(value), "red" if line["failed"] else "") for value in line.values())
+        )
     Console().print(table)
 
 
 def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
     """Replaces the file at `path` by the rows, their summary, what compiled them and when."""
-    compilers = sorted({jobs.described(toolchain.toolchain(arch)) for arch in {line["arch"] for line in rows}})
+    compilers = sorted(
+        {jobs.described(toolchain.toolchain(arch)) for arch in {line["arch"] for line in rows}}
+    )
     content = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "compilers": compilers,
@@ -143,18 +158,30 @@ def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--arch", action="append", choices=ARCHITECTURES, help="repeatable; by default all that nvcc has"
+        "--arch",
+        action="append",
+        choices=ARCHITECTURES,
+        help="repeatable; by default all that nvcc has",
     )
     parser.add_argument("--heavy", action="store_true", help="kernels of CUTLASS 3 too")
     parser.add_argument("--only", metavar="TEXT", default="", help="those whose names hold this")
     parser.add_argument("--sample", metavar="N", type=int, help="so many of each architecture")
-    parser.add_argument("--each", action="store_true", help="each kernel by itself, into the cache, as users get it")
-    parser.add_argument("--json", metavar="PATH", type=Path, help="what the table says, and a row for each kernel")
+    parser.add_argument(
+        "--each", action="store_true", help="each kernel by itself, into the cache, as users get it"
+    )
+    parser.add_argument(
+        "--json", metavar="PATH", type=Path, help="what the table says, and a row for each kernel"
+    )
     arguments = parser.parse_args()
     if sass.disassembler() is None:
-        print("no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them", file=sys.stderr)
+        print(
+            "no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them",
+            file=sys.stderr,
+        )
         return 1
     rows, since = [], time.monotonic()
     for arch in arguments.arch or ARCHITECTURES:
@@ -163,7 +190,11 @@ def main() -> int:
         except QSyncError as error:
             print(f"{arch} is left out: {error.what}", file=sys.stderr)
             continue
-        wanted = [unit for unit in units(arch) if arguments.only in unit.name and (arguments.heavy or not unit.heavy)]
+        wanted = [
+            unit
+            for unit in units(arch)
+            if arguments.only in unit.name and (arguments.heavy or not unit.heavy)
+        ]
         chosen = sampled(wanted, arguments.sample)
         rows += rows_of(chosen, arguments.each)
         if arguments.json:
@@ -175,7 +206,10 @@ def main() -> int:
             f"{line['name']}: {line.get('error', 'its instruction was not looked for; qsync kernels clear')}",
             file=sys.stderr,
         )
-    print(f"{len(rows)} kernels, {len(failed)} failed, {time.monotonic() - since:.0f} s", file=sys.stderr)
+    print(
+        f"{len(rows)} kernels, {len(failed)} failed, {time.monotonic() - since:.0f} s",
+        file=sys.stderr,
+    )
     return 1 if failed or not rows else 0
 
 

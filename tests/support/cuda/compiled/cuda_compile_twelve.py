@@ -60,7 +60,11 @@ def sample(arch: Arch, count: int) -> list[TranslationUnit]:
     by_turns = chain.from_iterable(zip_longest(*kinds.values()))
     every = [unit for unit in by_turns if unit is not None]
     # Evenly over the kinds where there are more of those than are asked for.
-    return [every[at * len(kinds) // count] for at in range(count)] if count < len(kinds) else every[:count]
+    return (
+        [every[at * len(kinds) // count] for at in range(count)]
+        if count < len(kinds)
+        else every[:count]
+    )
 
 
 def by_twelve(unit: TranslationUnit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]) -> Twelve:
@@ -71,9 +75,13 @@ def by_twelve(unit: TranslationUnit, tools: nvrtc.Nvrtc, templates: tuple[Path, 
         assert LAUNCHED in unit.source, unit.name
         Path(f"{unit.name}.cu").write_text(unit.source.replace(LAUNCHED, BARE), encoding="utf-8")
         try:
-            code, report = nvrtc_compile.machine_code(str(tools.library.path), unit.name, unit.arch, folders)
+            code, report = nvrtc_compile.machine_code(
+                str(tools.library.path), unit.name, unit.arch, folders
+            )
         except nvrtc_compile.Failed as error:
-            return Twelve(0, 0, f"it does not compile: {str(error)[-2000:]}", time.monotonic() - since)
+            return Twelve(
+                0, 0, f"it does not compile: {str(error)[-2000:]}", time.monotonic() - since
+            )
         cubin = Path(f"{unit.name}.o")
         cubin.write_bytes(code)
         used, wrong = sass.resources(report), sass.complaint(report)
@@ -82,7 +90,9 @@ def by_twelve(unit: TranslationUnit, tools: nvrtc.Nvrtc, templates: tuple[Path, 
     return Twelve(used.registers, used.spills, wrong, time.monotonic() - since)
 
 
-def row_of(unit: TranslationUnit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]) -> dict[str, Any]:
+def row_of(
+    unit: TranslationUnit, tools: nvrtc.Nvrtc, templates: tuple[Path, ...]
+) -> dict[str, Any]:
     """Compiles a product by both, and returns what is told of it."""
     twelve, here = by_twelve(unit, tools, templates), cuda_batches.compiled([unit])
     return {
@@ -110,12 +120,23 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", metavar="N", type=int, default=6, help="so many of each architecture, 6 by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sample",
+        metavar="N",
+        type=int,
+        default=6,
+        help="so many of each architecture, 6 by default",
+    )
     parser.add_argument("--json", metavar="PATH", type=Path, help="what the table says")
     arguments = parser.parse_args()
     if sass.disassembler() is None:
-        print("no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them", file=sys.stderr)
+        print(
+            "no cuobjdump and nvdisasm: nothing can look for instructions; make setup installs them",
+            file=sys.stderr,
+        )
         return 1
     try:
         twelve, here = nvrtc.nvrtc(), toolchain.toolchain("sm_80")
@@ -132,7 +153,10 @@ def main() -> int:
         write_text(arguments.json, json.dumps(content, indent=1) + "\n")
     failed = [row for row in rows if row["failed"]]
     more = sum(row["registers, CUDA 12"] > (row["registers, nvcc"] or 255) for row in rows)
-    print(f"{len(rows)} kernels, {len(failed)} failed under CUDA 12; {more} take more registers there", file=sys.stderr)
+    print(
+        f"{len(rows)} kernels, {len(failed)} failed under CUDA 12; {more} take more registers there",
+        file=sys.stderr,
+    )
     return 1 if failed or not rows else 0
 
 

@@ -50,8 +50,14 @@ float kept[300];
     for (int j = 0; j < 300; ++j) d[i * 300 + j] = kept[j];"""
 
 
-def small_unit(name: str = "small", remark: str = "", body: str = ADDS, **changes: Any) -> TranslationUnit:
+def small_unit(
+    name: str = "small", remark: str = "", body: str = ADDS, **changes: Any
+) -> TranslationUnit:
     """Returns a unit; another `remark` makes it one that no cache has."""
-    told = {"abi": "QSYNC_ABI_VERSION", "name": name} | {key: changes.pop(key) for key in ("abi",) if key in changes}
+    told = {"abi": "QSYNC_ABI_VERSION", "name": name} | {
+        key: changes.pop(key) for key in ("abi",) if key in changes
+    }
     source = _SOURCE.format(remark=remark, body=body, **told)
-    return TranslationUnit(**({"name": name, "arch": "sm_80", "source": source, "interface": "gemm"} | changes))
+    return TranslationUnit(
+        **({"name": name, "arch": "sm_80", "source": source, "interface": "gemm"} | changes)
+    )

@@ -35,14 +35,30 @@ def library(kind: str) -> Library:
 @functools.cache
 def _compiled(kind: str) -> Library:
     unit = codegen.copier("sm_80") if kind == "bits" else codegen.converter("sm_80", kind)
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-shared",
+        "-fPIC",
+    ]
     # What a GPU refuses this processor does not: a vector that is not aligned to itself is to stop the test.
     flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     # Once it is loaded, nobody needs the file.
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder) / f"{unit.name}.cpp", Path(folder) / f"{unit.name}.so"
         source.write_text(unit.source)
-        where = ["-include", str(TESTS / "cuda_on_cpu.h"), f"-I{TEMPLATES}", str(source), "-o", str(path)]
+        where = [
+            "-include",
+            str(TESTS / "cuda_on_cpu.h"),
+            f"-I{TEMPLATES}",
+            str(source),
+            "-o",
+            str(path),
+        ]
         done = subprocess.run(["g++", *flags, *where], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return load(path, unit)

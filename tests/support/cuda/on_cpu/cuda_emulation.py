@@ -59,7 +59,9 @@ def finish(
         sums: `[..., n]`; scales and bias broadcast against it. None is scale 1 and bias 0.
     """
     y = sums * (1.0 if a_scale is None else a_scale)
-    y = fma(y, torch.ones(()) if b_scale is None else b_scale, torch.zeros(()) if bias is None else bias)
+    y = fma(
+        y, torch.ones(()) if b_scale is None else b_scale, torch.zeros(()) if bias is None else bias
+    )
     return y.to(out)
 
 

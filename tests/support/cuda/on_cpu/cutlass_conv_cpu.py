@@ -44,16 +44,27 @@ def problems(config: KernelConfig) -> list[ConvProblem]:
     found = [
         ConvProblem(config.operation, 1, 3, 4, unit, unit, 1, 1, (0, 0), (1, 1), (1, 1), *formats),
         ConvProblem(config.operation, 2, 9, 11, unit, wide, 3, 3, (1, 1), (1, 1), (1, 1), *formats),
-        ConvProblem(config.operation, 3, 8, 7, wide, 2 * unit, 3, 2, (2, 0), (1, 1), (2, 1), *formats),
-        ConvProblem(config.operation, 2, 12, 13, unit, 2 * unit, 3, 5, (1, 2), (2, 3), (1, 1), *formats),
-        ConvProblem(config.operation, 2, 10, 9, 2 * unit, unit, 1, 1, (0, 0), (2, 2), (1, 1), *formats),
+        ConvProblem(
+            config.operation, 3, 8, 7, wide, 2 * unit, 3, 2, (2, 0), (1, 1), (2, 1), *formats
+        ),
+        ConvProblem(
+            config.operation, 2, 12, 13, unit, 2 * unit, 3, 5, (1, 2), (2, 3), (1, 1), *formats
+        ),
+        ConvProblem(
+            config.operation, 2, 10, 9, 2 * unit, unit, 1, 1, (0, 0), (2, 2), (1, 1), *formats
+        ),
         ConvProblem(config.operation, 2, 14, 9, unit, unit, 3, 3, (0, 3), (3, 1), (1, 1), *formats),
     ]
     return [p for p in found if select.serves(config, p) is None]
 
 
 def run(
-    library: Library, p: ConvProblem, a: Tensor, b: Tensor, shape: torch.Size, **given: Tensor | int | None
+    library: Library,
+    p: ConvProblem,
+    a: Tensor,
+    b: Tensor,
+    shape: torch.Size,
+    **given: Tensor | int | None,
 ) -> Tensor:
     """Returns `d`. Operands lie in larger memory whose other bytes are NaN, or large; what is around `d` must stay as it is."""
     memories = []
@@ -64,7 +75,10 @@ def run(
         memories.append(memory)
     d = torch.full((shape.numel() + 128,), -77.0, dtype=FORMATS[p.out].dtype)
     start = [memory.data_ptr() + 64 * memory.element_size() for memory in (*memories, d)]
-    values = {name: value.data_ptr() if isinstance(value, Tensor) else value or 0 for name, value in given.items()}
+    values = {
+        name: value.data_ptr() if isinstance(value, Tensor) else value or 0
+        for name, value in given.items()
+    }
     scales = given.get("b_scale")
     (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = p.padding, p.stride, p.dilation
     arguments = ConvArguments(
@@ -98,7 +112,9 @@ def check(library: Library, config: KernelConfig) -> None:
         a, b = (drawn(fmt, shape, generator) for fmt, shape in zip((p.a, p.b), shapes, strict=True))
         sums = expected(p, a, b)
         for full in (False, True):
-            a_scale, b_scale = (torch.rand((), generator=generator) for _ in "ab") if scaled else (None, None)
+            a_scale, b_scale = (
+                (torch.rand((), generator=generator) for _ in "ab") if scaled else (None, None)
+            )
             bias = None
             if full and p.operation == "fprop":
                 b_scale = torch.rand(p.k, generator=generator) if scaled else None
@@ -108,9 +124,13 @@ def check(library: Library, config: KernelConfig) -> None:
                 found = run(library, p, a, b, sums.shape, **given)
                 flat = sums.reshape(-1, sums.shape[-1])
                 columns = None if b_scale is None else b_scale.reshape(1, -1)
-                wanted = emulation.finish(flat, a_scale, columns, bias, found.dtype).view(sums.shape)
+                wanted = emulation.finish(flat, a_scale, columns, bias, found.dtype).view(
+                    sums.shape
+                )
                 if config.order == "split_k" and scaled:
                     # Each part, as many as the kernel takes where it is told 1, is scaled and rounded before it is added.
-                    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+                    torch.testing.assert_close(
+                        found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
+                    )
                 else:
                     assert torch.equal(found, wanted), (p, full)

@@ -38,28 +38,42 @@ MULTIPROCESSORS = 5
 def changed_headers(folder: Path, changes: Mapping[str, Callable[[str], str]]) -> Path:
     """Writes headers of CUTLASS into a folder, each as its function changes the text, and returns the folder."""
     for name, change in changes.items():
-        (original,) = (path for place in toolchain.toolchain().cutlass.folders if (path := place / name).is_file())
+        (original,) = (
+            path
+            for place in toolchain.toolchain().cutlass.folders
+            if (path := place / name).is_file()
+        )
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(change(original.read_text(encoding="utf-8")), encoding="utf-8")
     return folder
 
 
 def build(
-    configs: Sequence[KernelConfig], folder: Path, *changed: Path, jobs: int = 2, together: int = TOGETHER
+    configs: Sequence[KernelConfig],
+    folder: Path,
+    *changed: Path,
+    jobs: int = 2,
+    together: int = TOGETHER,
 ) -> dict[KernelConfig, Library]:
     """Compiles kernels, all of them products or all of them convolutions; what is returned takes addresses in the CPU's memory."""
     parts = [list(configs[start : start + together]) for start in range(0, len(configs), together)]
     stems = (folder / f"part{number}" for number in range(len(parts)))
     with ThreadPoolExecutor(jobs) as pool:
         built = list(pool.map(lambda part, stem: compiled(part, stem, *changed), parts, stems))
-    return {config: library_of(config, path) for part, path in zip(parts, built, strict=True) for config in part}
+    return {
+        config: library_of(config, path)
+        for part, path in zip(parts, built, strict=True)
+        for config in part
+    }
 
 
 def library_of(config: KernelConfig, path: Path) -> Library:
     """Returns a kernel of a file that `compiled` made; it takes addresses in the CPU's memory."""
     functions = ctypes.CDLL(str(path))
     names = ("can_implement", "workspace", "run", "shared_memory", "error")
-    handle = SimpleNamespace(**{f"qsync_{name}": getattr(functions, f"{name}_{config.digest}") for name in names})
+    handle = SimpleNamespace(
+        **{f"qsync_{name}": getattr(functions, f"{name}_{config.digest}") for name in names}
+    )
     handle.qsync_workspace.restype, handle.qsync_error.restype = ctypes.c_int64, ctypes.c_char_p
     arguments = GemmArguments if config.operation == "gemm" else ConvArguments
     handle.qsync_run.argtypes = (ctypes.POINTER(arguments), ctypes.c_void_p, ctypes.c_void_p)
@@ -71,7 +85,9 @@ def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Pat
     header = "run.h" if configs[0].operation == "gemm" else "run_conv.h"
     lines = [f'#include "{header}"']
     for config in configs:
-        lines.append(cuda_batches.structure(kernel_registry.unit_of(config), f"Config_{config.digest}"))
+        lines.append(
+            cuda_batches.structure(kernel_registry.unit_of(config), f"Config_{config.digest}")
+        )
         lines.append(f"ON_CPU(Config_{config.digest}, {config.digest})")
     source, library = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text("\n".join([*lines, ""]))
@@ -85,9 +101,27 @@ def compiled(configs: Sequence[KernelConfig], stem: Path, *changed: Path) -> Pat
         *(path / "cccl" for path in toolkit),
         *toolkit,
     )
-    flags = ("-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-DNDEBUG", "-shared", "-fPIC")
+    flags = (
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-fpermissive",
+        "-ffp-contract=off",
+        "-DNDEBUG",
+        "-shared",
+        "-fPIC",
+    )
     includes = (f"-I{path}" for path in folders)
-    command = [str(tools.host.path), *flags, "-include", "prelude.h", *includes, "-o", str(library), str(source)]
+    command = [
+        str(tools.host.path),
+        *flags,
+        "-include",
+        "prelude.h",
+        *includes,
+        "-o",
+        str(library),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return library
@@ -145,7 +179,9 @@ def check(library: Library, config: KernelConfig) -> None:
         for each in (False, True):
             # With and without each vector; scales of rows and columns, and of the whole.
             a_scale, b_scale = (
-                (vector if each else vector[0].clone() for vector in vectors[:2]) if scaled else (None, None)
+                (vector if each else vector[0].clone() for vector in vectors[:2])
+                if scaled
+                else (None, None)
             )
             bias = vectors[2] if each and config.bias else None
             split = 2 if each and config.order == "stream_k" else 1
@@ -162,7 +198,9 @@ def _surrounded(matrix: Tensor, gap: int) -> Tensor:
     return memory
 
 
-def operands(config: KernelConfig, m: int, n: int, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def operands(
+    config: KernelConfig, m: int, n: int, k: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Returns `a` `[m, k]` and `b` `[k, n]` whose sums of products are exact in FP32 in any order: small whole numbers, in floats."""
 
     def drawn(fmt: str, shape: tuple[int, int]) -> Tensor:
@@ -192,16 +230,22 @@ def as_a_gpu(libraries: Mapping[KernelConfig, Library], monkeypatch: pytest.Monk
     """Lets the tests of a GPU take the CPU for one, with these kernels."""
     monkeypatch.setattr(kit, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(
-        kit, "library", {kernel_registry.unit_of(config): library for config, library in libraries.items()}.get
+        kit,
+        "library",
+        {kernel_registry.unit_of(config): library for config, library in libraries.items()}.get,
     )
     torch.manual_seed(0)
 
 
-def parameters(configs: Sequence[KernelConfig], all_tier: Sequence[KernelConfig], fast: Set[str]) -> list[Any]:
+def parameters(
+    configs: Sequence[KernelConfig], all_tier: Sequence[KernelConfig], fast: Set[str]
+) -> list[Any]:
     """Parameters for a test that takes long: the smallest kernel of each format in `fast`; what the tier `all` has; the others."""
     quick = {min((c for c in all_tier if c.a == fmt), key=bytes_a_tile) for fmt in fast}
     return [
-        pytest.param(c, id=c.name, marks=() if c in quick else tiers.ALL if c in all_tier else tiers.EVERY)
+        pytest.param(
+            c, id=c.name, marks=() if c in quick else tiers.ALL if c in all_tier else tiers.EVERY
+        )
         for c in configs
     ]
 

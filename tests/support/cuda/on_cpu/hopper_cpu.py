@@ -54,7 +54,10 @@ _AT = r"\[%0\], \[%1, \{(.*?)\}\], \[%2\]"
 
 TABLE: tuple[tuple[str, str], ...] = (
     (r"wgmma\.(?:fence|commit_group|wait_group)", ""),
-    (r"(?:setmaxnreg|fence\.|prefetch\.tensormap|cp\.async\.bulk\.(?:commit_group|wait_group|prefetch))", ""),
+    (
+        r"(?:setmaxnreg|fence\.|prefetch\.tensormap|cp\.async\.bulk\.(?:commit_group|wait_group|prefetch))",
+        "",
+    ),
     (r"mbarrier\.inval", ""),
     (r"mbarrier\.init\S* \[%(\d)\], %(\d)", "on_cpu::barrier_init({0}, {1})"),
     (r".*LAB_WAIT: mbarrier\.try_wait\S* P1, \[%(\d)\], %(\d)", "on_cpu::barrier_wait({0}, {1})"),
@@ -64,7 +67,10 @@ TABLE: tuple[tuple[str, str], ...] = (
         r".*setp.*@p mapa.*@p mbarrier\.arrive\.expect_tx",
         "if (%2 == 1) on_cpu::barrier_expect(on_cpu::mapa(%0, %1), %3), on_cpu::barrier_arrive(on_cpu::mapa(%0, %1))",
     ),
-    (r".*mapa\S* remAddr32, %0, %1; mbarrier\.arrive\.shared::cluster", "on_cpu::barrier_arrive(on_cpu::mapa(%0, %1))"),
+    (
+        r".*mapa\S* remAddr32, %0, %1; mbarrier\.arrive\.shared::cluster",
+        "on_cpu::barrier_arrive(on_cpu::mapa(%0, %1))",
+    ),
     (
         r"mbarrier\.arrive\.expect_tx\S* _, \[%(\d)\], %(\d)",
         "on_cpu::barrier_expect({0}, {1}), on_cpu::barrier_arrive({0})",
@@ -78,19 +84,34 @@ TABLE: tuple[tuple[str, str], ...] = (
     (r"(?:bar|barrier)\.arrive %0, %1", "on_cpu::named_arrive(%0, %1)"),
     (r"barrier\.cluster\.arrive", "on_cpu::cluster_arrive()"),
     (r"barrier\.cluster\.wait", "on_cpu::cluster_wait()"),
-    (r"mov\.u32 %0, %%(nclusterid|clusterid|cluster_ctaid|cluster_nctaid)\.([xyz])", "%0 = on_cpu::special.{0}.{1}"),
+    (
+        r"mov\.u32 %0, %%(nclusterid|clusterid|cluster_ctaid|cluster_nctaid)\.([xyz])",
+        "%0 = on_cpu::special.{0}.{1}",
+    ),
     (r"mov\.u32 %0, %%cluster_ctarank", "%0 = on_cpu::special.cluster_ctarank"),
     (r"mapa\.shared::cluster\.u32 %0, %1, %2", "%0 = on_cpu::mapa(%1, %2)"),
     (r".*elect\.sync", "%1 = threadIdx.x % 32 == 0, %0 = 0"),
     (r"stmatrix\S*m8n8\.shared\.b16 \[%0\], \{(.*?)\}", "on_cpu::stmatrix<false>(%0, {{{0}}})"),
-    (r"stmatrix\S*m8n8\.trans\.shared\.b16 \[%0\], \{(.*?)\}", "on_cpu::stmatrix<true>(%0, {{{0}}})"),
-    (r"cp\.async\.bulk\.tensor\.\dd\.global\S* \[%0, \{(.*?)\}\], \[%1\]", "on_cpu::tma_store(%0, %1, {{{0}}})"),
+    (
+        r"stmatrix\S*m8n8\.trans\.shared\.b16 \[%0\], \{(.*?)\}",
+        "on_cpu::stmatrix<true>(%0, {{{0}}})",
+    ),
+    (
+        r"cp\.async\.bulk\.tensor\.\dd\.global\S* \[%0, \{(.*?)\}\], \[%1\]",
+        "on_cpu::tma_store(%0, %1, {{{0}}})",
+    ),
     (
         _LOAD + r"im2col\S*bytes\.multicast\S* " + _AT + r", \{(.*?)\}, (%\d+)",
         "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{{1}}}, {2})",
     ),
-    (_LOAD + r"im2col\S*bytes " + _AT + r", \{(.*?)\}", "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{{1}}}, 0)"),
-    (_LOAD + r"mbarrier\S*multicast\S* " + _AT + r", (%\d+)", "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{}}, {1})"),
+    (
+        _LOAD + r"im2col\S*bytes " + _AT + r", \{(.*?)\}",
+        "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{{1}}}, 0)",
+    ),
+    (
+        _LOAD + r"mbarrier\S*multicast\S* " + _AT + r", (%\d+)",
+        "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{}}, {1})",
+    ),
     (_LOAD + r"mbarrier\S* " + _AT, "on_cpu::tma_load(%0, %1, %2, {{{0}}}, {{}}, 0)"),
 )
 """Instructions, and what stands for them: {0} is the first group of the pattern, %0 the first operand of the statement."""
@@ -123,7 +144,11 @@ def _call(statement: str) -> str:
     """Returns what stands for one statement: its template, and operands as `"constraint"(expression)`."""
     template = re.match(r'(\s*"(?:[^"\\]|\\.)*")+', statement)
     assert template is not None, statement
-    words = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', template[0])).replace("\\n", " ").replace("\\t", " ")
+    words = (
+        "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', template[0]))
+        .replace("\\n", " ")
+        .replace("\\t", " ")
+    )
     words = " ".join(re.sub(r"\.reg [^;]*;", "", words).strip().removeprefix("{").split())
     operands, rest = [], statement[template.end() :]
     for match in re.finditer(r'"[+=]?[a-z]"\s*\(', rest):
@@ -151,9 +176,7 @@ def _product(names: Sequence[str], operands: Sequence[str]) -> str:
     second, add, across = given[0], given[1], given[4:]
     arguments = ", ".join(["sums", first, second, *(f"{flag} != 0" for flag in (add, *across))])
     name = f"wgmma_{'ss' if shared else 'rs'}<{columns}, {depth}, on_cpu::{a}, on_cpu::{b}>"
-    return (
-        f"void *const sums[] = {{{', '.join(f'&({each})' for each in operands[:count])}}}; on_cpu::{name}({arguments})"
-    )
+    return f"void *const sums[] = {{{', '.join(f'&({each})' for each in operands[:count])}}}; on_cpu::{name}({arguments})"
 
 
 def build(configs: Sequence[KernelConfig], folder: Path) -> dict[KernelConfig, Library]:

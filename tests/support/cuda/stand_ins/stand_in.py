@@ -43,7 +43,14 @@ def runtime(folder: Path, name: str | None = None) -> Path:
     (folder / "names").write_text(f"{name} {{ global: *; }};\n")
     includes = [f"-I{path.parent / 'include'}" for path in toolchain.library_folders(nvcc.path)]
     source = Path(__file__).with_name("runtime_on_cpu.cpp")
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", f"-Wl,--version-script={folder / 'names'}"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{name}",
+        f"-Wl,--version-script={folder / 'names'}",
+    ]
     subprocess.run(["g++", *flags, *includes, str(source), "-o", str(folder / name)], check=True)
     return folder / name
 
@@ -52,7 +59,9 @@ def checked(library: Path, calls: list[Call]) -> list[dict[str, Any]]:
     """Makes calls in a process of its own and returns, for each, its status, its lines of launches, and what was wrong."""
     given = json.dumps([vars(call) for call in calls])
     command = [sys.executable, __file__, str(library)]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
@@ -67,13 +76,17 @@ def _main() -> None:
     capability = {arch: found for found, arch in reversed(BY_CAPABILITY.items())}
     answers = []
     for call in (Call(**fields) for fields in json.load(sys.stdin)):
-        stand_in.stand_in_reset(*capability[call.arch], MULTIPROCESSORS[call.arch], SHARED_MEMORY[call.arch])
+        stand_in.stand_in_reset(
+            *capability[call.arch], MULTIPROCESSORS[call.arch], SHARED_MEMORY[call.arch]
+        )
         library = load(Path(call.path), TranslationUnit(call.name, call.arch, "", call.interface))  # type: ignore[arg-type]
         arguments = _STRUCTURES[call.interface](**call.arguments)
         why = library.can_implement(arguments)  # type: ignore[arg-type]
         size = library.workspace(arguments) if why is None else 0  # type: ignore[arg-type]
         status = (
-            library._handle.qsync_run(ctypes.byref(arguments), 1 << 30 if size else 0, STREAM) if why is None else why
+            library._handle.qsync_run(ctypes.byref(arguments), 1 << 30 if size else 0, STREAM)
+            if why is None
+            else why
         )
         lines = stand_in.stand_in_lines().decode().splitlines()
         answers.append(
@@ -82,7 +95,11 @@ def _main() -> None:
                 "workspace": size,
                 "wrong": [line for line in lines if line.startswith("wrong")],
                 "lines": [line for line in lines if not line.startswith("wrong")],
-                "elsewhere": [line for line in lines if " stream " in line and not line.endswith(f" stream {STREAM}")],
+                "elsewhere": [
+                    line
+                    for line in lines
+                    if " stream " in line and not line.endswith(f" stream {STREAM}")
+                ],
             }
         )
     print(json.dumps(answers))
