@@ -284,7 +284,9 @@ class PlanResult:
             f"{device.count} {name}" for name, device in self.problem.cluster.devices.items()
         )
         step, variance = duration(self.judged.seconds), f"{self.judged.variance:.4g}"
-        return f"Answer({self.allocator}, {step} a step on {devices}, variance {variance}, {gap})"
+        return (
+            f"PlanResult({self.allocator}, {step} a step on {devices}, variance {variance}, {gap})"
+        )
 
     def __str__(self) -> str:
         return self.text()

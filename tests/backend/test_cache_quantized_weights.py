@@ -275,7 +275,8 @@ def test_what_stays_in_the_graph_is_said(
         net, backend="qsync", options={**options, "cache_quantized_weights": True}
     )
     with pytest.warns(
-        qsync_fx.PlanWarning, match=f'"cache_quantized_weights" leaves 1 weights .*{why}'
+        qsync_fx.PlanWarning,
+        match=f'"cache_quantized_weights" 1 weights of .* are still quantized .*{why}',
     ):
         found = compiled(x)
     assert torch.equal(found, wanted) and len(made) == count

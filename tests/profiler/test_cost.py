@@ -58,7 +58,7 @@ def test_ranks_that_are_up_are_told_what_steps_together_take(
 
 
 def test_what_is_left_follows_from_what_parts_took(seen: ObservedStep) -> None:
-    left = Left(seen, plans=3, repeats=2)
+    left = Left(seen, plans=3, rounds=2)
     left.compiled.append(20.0)
     assert left.seconds == pytest.approx(40.0, abs=1), "as much for each as for the first"
     left.compiled.append(8.0)

@@ -47,7 +47,7 @@ def test_it_prints_as_a_table() -> None:
         "a/linear  3.00e+00    75.0%  5.00e-01   100.0%",
         "b/linear  1.00e+00    25.0%  0.00e+00     0.0%",
         "",
-        "variance added to the gradients of Net, method exact, mean over 2 steps, 2 s",
+        "variance added to the gradients of Net, method second_order, mean over 2 steps, 2 s",
     ]
 
 

@@ -45,8 +45,8 @@ def test_a_step_that_gives_no_loss_is_told(wrong: Callable[..., Any], what: str)
 
 def test_other_mistakes_are_told() -> None:
     model = wide(nn.ReLU)
-    with pytest.raises(ProfileError, match="did you mean 'exact'"):
-        qsync_fx.sensitivity(model, step, batches(), "exat")
+    with pytest.raises(ProfileError, match="did you mean 'second_order'"):
+        qsync_fx.sensitivity(model, step, batches(), "second_ordr")
     with pytest.raises(ProfileError, match="no part of a batch"):
         qsync_fx.sensitivity(model, step, batches(), fraction=0.0)
     with pytest.raises(qsync_fx.PrecisionError):
@@ -87,7 +87,9 @@ def test_it_says_what_it_costs_and_how_far_it_is() -> None:
     qsync_fx.sensitivity(
         wide(nn.ReLU), step, batches(), precisions=["int8"], steps=2, say=said.append
     )
-    assert said[0].startswith("exact: 2 steps of about ") and "5 operators in int8" in said[0]
+    assert (
+        said[0].startswith("second_order: 2 steps of about ") and "5 operators in int8" in said[0]
+    )
     assert [line.partition(",")[0] for line in said[1:]] == ["step 1 of 2", "step 2 of 2"]
 
 

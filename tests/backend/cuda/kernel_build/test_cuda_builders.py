@@ -170,9 +170,9 @@ def test_compilers_run_side_by_side_as_far_as_memory_goes(
         assert steps.count(1) == 4
         return max(sum(steps[: count + 1]) for count in range(len(steps)))
 
-    monkeypatch.setattr(jobs, "memory", lambda: 10_000_000_000)
+    monkeypatch.setattr(jobs, "available_memory", lambda: 10_000_000_000)
     assert most_at_once(jobs=1, heavy=False) == 1
     assert most_at_once(jobs=4, heavy=True) == 2
     assert most_at_once(jobs=3, heavy=False) == 3
-    monkeypatch.setattr(jobs, "memory", lambda: 100)
+    monkeypatch.setattr(jobs, "available_memory", lambda: 100)
     assert most_at_once(jobs=4, heavy=False) == 1

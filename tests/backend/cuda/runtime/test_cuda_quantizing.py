@@ -166,7 +166,9 @@ def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
 def test_a_kernel_is_found_by_the_values_that_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats that differ in what happens to gradients share one; a format that none writes is the reference's."""
     asked: list[str] = []
-    monkeypatch.setattr(quantize_launch.calls, "library", lambda unit, *_: asked.append(unit.name))
+    monkeypatch.setattr(
+        quantize_launch.launch_utils, "library", lambda unit, *_: asked.append(unit.name)
+    )
     launch_utils.forget()
     x, int8 = torch.randn(8, 16), precision("int8")
     int4 = dataclasses.replace(int8, name="int4", bits=4, max=7.0)

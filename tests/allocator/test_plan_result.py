@@ -52,7 +52,7 @@ def test_gaps() -> None:
 def test_a_notebook_shows_one_line() -> None:
     line = repr(an_answer())
     assert (
-        line.startswith("Answer(uniform, 23.16 ms a step on ")
+        line.startswith("PlanResult(uniform, 23.81 ms a step on ")
         and "gap 50.00%" in line
         and "\n" not in line
     )
