@@ -1,8 +1,9 @@
-"""What each operator costs, as expressions of the graph's symbolic sizes.
+"""Operator costs as expressions of the graph's symbolic sizes.
 
-Invariant: costs follow from shapes and formats alone, so they hold for every batch size that the graph is compiled for. Each cast of the
-lowered graph is charged to one operator, and the sum over operators is the cost of the graph. What the inner compiler fuses, or computes
-again rather than keep it, is its own affair.
+Invariant: costs follow from shapes and formats alone, so they are valid for every batch size that
+the graph is compiled for. Each cast of the lowered graph is charged to one operator, and the sum
+over the operators is the cost of the graph. Fusion and rematerialization in the inner compiler are
+not modeled.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ class AnnotateCost:
 
 
 def costed(graph: PrecisionGraph, costing: Costing) -> list[tuple[Operator, Cost]]:
-    """Returns the operators of a graph whose states are decided, each with its cost."""
+    """Return the operators of a graph with assigned precisions, each with its cost."""
     operators = graph.operators()
     costs = costing.of({operator.id: OperandState.of(operator.note) for operator in operators})
     return [(operator, costs.get(operator.id) or _moved(operator)) for operator in operators]
 
 
 def _moved(operator: Operator) -> Cost:
-    """The cost of a node that a pass has put in, and the model never wrote: what it reads and writes. That of a body is its operators'."""
+    """Return the cost of an operator that a pass inserted: the bytes it accesses, and its FLOPs.
+
+    The cost of a higher-order operator is zero: the operators of its body are charged themselves.
+    """
     node, graph = operator.node, operator.graph
     if node_metadata.bodies(node):
         return Cost()

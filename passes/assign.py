@@ -1,8 +1,9 @@
-"""Gives every adjustable operator the plan's precision.
+"""Assignment of the plan's precisions to adjustable operators.
 
-Invariant: afterwards each adjustable operator has a precision and the reason for it: the plan's choice, restricted by what the operator
-and the device can run. What the model itself says by autocast gives way to an explicit choice for the operator, not to a default. Where
-nobody asked, what is as fast in FP32 runs in FP32 (giving_way.py).
+Invariant: afterwards each adjustable operator has a precision and the reason for it: the plan's
+choice, restricted by the capabilities of the operator and the device. An explicit choice for the
+operator overrides the model's autocast region, a default does not. Operators that get the device's
+default run in FP32 if that is as fast (widen_small_ops.py).
 """
 
 from __future__ import annotations
@@ -40,16 +41,20 @@ class Assign:
 
 
 def _check(graph: PrecisionGraph) -> None:
-    """Raises where the plan is sure to be another model's; what other graphs may still show is decided once they are there."""
+    """Raise if the plan was certainly made for another model.
+
+    Entries that this graph does not use may belong to graphs that are compiled later.
+    """
     context = graph.context
     ids = [operator.id for operator in graph.operators(Kind.ADJUSTABLE)]
-    # Evaluation may leave out what training has, and a graph without operators of a plan's is no model.
+    # An evaluation graph may lack operators of training, and a graph without adjustable operators
+    # is not a model.
     complete = context.complete and context.training and bool(ids)
     check_plan(context.plan, ids, complete, context.seen, context.modules)
 
 
 def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
-    """Gives an operator its precision; returns whether it is the device's default, for which nobody asked."""
+    """Assign the operator's precision; return whether it is the device's default."""
     choice = graph.context.plan.precision_for(operator.id)
     owned = format_of(graph.value(operator.node)) or FP32
     explicit = choice is not None and choice.explicit

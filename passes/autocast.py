@@ -1,8 +1,9 @@
-"""The model's autocast regions become explicit casts.
+"""Replacement of the model's autocast regions by explicit casts.
 
-Invariant: the graph computes what it computes under autocast, and no region is left but around operators that stay as Dynamo wrote
-them: those run in the mode they were written in. Each operator notes the region that it was in, so that `assign` can respect it. A
-graph that is called under autocast starts with one node that switches autocast off: what we made explicit must not happen twice.
+Invariant: the graph computes the same values as under autocast. Regions remain only around
+operators that stay as Dynamo wrote them. Each operator records its region for the pass `assign`. A
+graph that is called under autocast starts with a node that disables autocast, so that no cast
+happens twice.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _region(node: fx.Node, device: str) -> Region | None:
 def _apply(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
     enabled, dtype = region
     operator = Operator(graph, node)
-    # What autocast has it compute in shows in the type of its result: some operators widen, and many keep what they are given.
+    # The dtype of the result shows the compute dtype: some operators widen, and many preserve the
+    # dtype of their operands.
     operator.update(
         autocast=(format_of(graph.value(node)) or precision_of(dtype)) if enabled else "off"
     )
@@ -96,7 +98,7 @@ def _cast(
     graph: PrecisionGraph, node: fx.Node, used: fx.Node, wanted: torch.dtype, description: Policy
 ) -> fx.Node:
     value = graph.value(used)
-    # Autocast converts what the model has stored in Float8 too.
+    # Autocast converts Float8 tensors of the model too.
     floats = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
     if not floats or value.dtype is torch.float64 or value.dtype is wanted:
         return used
@@ -116,7 +118,7 @@ def _cast(
 
 
 def _wrap(graph: PrecisionGraph, node: fx.Node, region: Region) -> None:
-    """Leaves a node that we do not look into in the region that it was written in."""
+    """Leave an opaque node in its original autocast region."""
     with graph.graph.inserting_before(node):
         enter = graph.graph.call_function(
             _enter_autocast, (graph.context.device.type, region[1], region[0], True)

@@ -1,10 +1,10 @@
-"""Puts the plan in force that a cached profile has for a model, where the user asks for none.
+"""Activation of the plan of a cached profile, if the user requests no plan.
 
-Here it is known which operators there are, by which a model is told from others, and nothing is decided yet. In a pipeline without such a
-profile the pass is not there.
+The pass runs as soon as the operators are known, because they identify the model, and before any
+precision is decided. A pipeline without a suitable profile omits it.
 
-Invariant: the graph stays as it is. Either it is from here on as if the user had asked for the plan, or nothing has changed and the reason
-was told.
+Invariant: the graph does not change. Either its context has the cached plan as if the user had
+passed it, or the context does not change and the reason is logged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from qsync_fx.plan_cache import Candidates, sizes_of
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """
+    """Pass that sets the plan of a cached profile in the context of each graph.
+
     Attributes:
-        candidates: plans of profiles.
-        tell: is told why none of them is taken.
+        candidates: plans of cached profiles.
+        tell: receives the reason why no candidate was used.
     """
 
     name: ClassVar[str] = "cached_plan"

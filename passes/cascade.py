@@ -1,7 +1,9 @@
-"""Dependent operators take the promoted precision of their inputs (paper, section IV-B and footnote 1), to a fixed point.
+"""Cascade: dependent operators get the promoted precision of their inputs.
 
-Invariant: afterwards every operator with floating-point output has a precision and an output precision, and every dependent operator's
-precision is the promotion of its inputs' output precisions. The rules stand in qsync_fx/graph/cascade_rules.py.
+Invariant: afterwards every operator with floating-point output has a precision and an output
+precision, and the precision of every dependent operator is the promotion of its inputs' output
+precisions (QSync, section IV-B and footnote 1). The pass iterates to a fixed point;
+graph/cascade_rules.py has the rules.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Cascade:
     scope: ClassVar[Scope] = Scope.MODEL
 
     def __call__(self, graph: PrecisionGraph) -> None:
-        # A sweep in topological order settles everything but what scaled operators give out, which depends on who reads it.
+        # A sweep in topological order decides all formats except the output formats of scaled
+        # operators, which depend on their readers.
         rules: Rules = {}
         while _sweep(graph, {}, rules):
             pass
@@ -84,7 +87,11 @@ def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
 
 
 def _output(graph: PrecisionGraph, node: fx.Node, note: OperatorInfo) -> Precision | None:
-    """An operator's output format: its precision's, but FP32 from a scaled operator whose every reader wants FP32 (paper, footnote 3)."""
+    """Return an operator's output format.
+
+    It is the output format of its precision, but FP32 for a scaled operator if all its readers
+    compute in FP32 (QSync, footnote 3).
+    """
     assert note.precision is not None, f"{note.id} was not assigned"
     owned = format_of(graph.value(node))
     if owned is None:

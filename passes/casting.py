@@ -1,21 +1,13 @@
-"""Casts: how they are made and shared, the seed that their roundings draw from, and what leaves the graph.
+"""Casts of operands, results and graph outputs, and the random seed of their roundings.
 
-Where the random numbers of stochastic rounding come from.
+Invariant: one cast for each tensor and format as far as `Sharing` allows, right before its first
+reader; it converts the original tensor, skipping lossless conversions. A cast to a plain format is
+a conversion, which autograd differentiates; to a scaled format, `qsync::quantize` followed by
+`qsync::dequantize`, so that dtypes stay consistent; to any other format, `qsync::round`.
 
-Invariant: one random number a graph and step, drawn from the rounding stream (`qsync_fx.rounding`), and a stream of its own for
-every rounding. What is recomputed is rounded as it was: a body gets the number of the graph around it as one more operand, and no
-partitioner of joint graphs draws a second one for the backward pass.
-
-Makes casts: one for each tensor and format as far as `sharing` says, right before its first reader.
-
-Invariant: a cast to a plain format is a conversion, which autograd differentiates. One to a scaled format is `qsync::quantize`, followed by
-`qsync::dequantize` so that the graph stays well typed; one to any other is `qsync::round`. A cast is made of the original, through the
-conversions before it that lose nothing.
-
-Gives the outputs of a graph back the types that Dynamo expects, and the memory that they share.
-
-Invariant: outputs that share memory in the model share it here: what a user writes to one shows in the others, and in their gradients. So
-where several outputs are views of a tensor in another format, the tensor is cast once, and what made views of it is repeated on the cast.
+Stochastic rounding uses one random number per graph and step (`qsync_fx.rounding`), and a separate
+stream per rounding. Recomputation rounds identically: bodies receive the number as an additional
+operand, and it is always saved for backward.
 """
 
 from __future__ import annotations
@@ -48,7 +40,7 @@ from qsync_fx.rounding import RandomStreams, Rounding
 
 
 def drawn(graph: PrecisionGraph, rounding: Rounding) -> fx.Node:
-    """Returns a new first node that draws the number; one that gives zero where no rounding is random."""
+    """Insert a node that draws the step's random number, or zero unless rounding is stochastic."""
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     device = graph.context.device
     target: Any = torch.ops.qsync.draw.default
@@ -72,9 +64,10 @@ class Casts:
     """The casts of one graph, or of one body of a graph.
 
     Attributes:
-        own: the types of floating-point values as the model wrote them: what fixed operators and graph outputs get back.
-        sharing: at the node that casts are made for.
-        streams: where each rounding gets its own, shared by a graph and its bodies.
+        own: original dtypes of floating-point values, restored for fixed operators and graph
+            outputs.
+        sharing: memory and grad-mode state at the node that casts are made for.
+        streams: source of one stream per rounding, shared by a graph and its bodies.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class Casts:
         self.streams: RandomStreams = outer[0].streams if outer is not None else RandomStreams()
 
     def passed(self, node: fx.Node) -> None:
-        """Goes on to the next node. A cast that stood in the graph before is shared, or gives way to one that is."""
+        """Advance past a node; share a cast that is in the graph, or replace it by a shared one."""
         if node_metadata.is_part(node, Part.CONVERT) and not node_metadata.has_purpose(
             node, Purpose.AUTOCAST
         ):
@@ -103,7 +96,7 @@ class Casts:
         self.sharing.passed(node)
 
     def _given(self) -> dict[fx.Node, Places]:
-        """The places of a body's operands outside of it."""
+        """Return the memory of a body's operands outside of it."""
         if self.outer is None:
             return {}
         around, node = self.outer
@@ -115,7 +108,7 @@ class Casts:
         }
 
     def shared(self, before: fx.Node, used: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-        """Returns `used` converted to `dtype`, by a new cast before `before` or one made earlier."""
+        """Return `used` converted to `dtype`, by a new cast before `before` or an earlier cast."""
         value = self.graph.value(used)
         if dtype is None or plain_type(value) is None:
             return used
@@ -124,7 +117,7 @@ class Casts:
             return origin
         if value.dtype is dtype and not node_metadata.has_purpose(
             used, Purpose.AUTOCAST
-        ):  # those give way to casts that are shared
+        ):  # shared casts replace casts of autocast
             return used
         key = (origin, dtype, self.sharing.epoch(origin))
         if key not in self._made:
@@ -141,7 +134,12 @@ class Casts:
         keep: tuple[int, ...],
         dtype: torch.dtype,
     ) -> fx.Node:
-        """Returns `used` on the grid of a format that is not plain, as values of `dtype`, one scale an index of the dimensions `keep`."""
+        """Return `used` rounded to the grid of a format that is not plain.
+
+        Args:
+            keep: dimensions with one scale per index.
+            dtype: dtype of the result.
+        """
         source = self.origin(used)
         key = (source, fmt.name, keep, self.sharing.epoch(source))
         graph = self.graph.graph
@@ -174,7 +172,7 @@ class Casts:
         owner: OpId | None,
         purpose: Purpose = Purpose.OPERAND,
     ) -> fx.Node:
-        """Returns a new conversion where the graph's insertion point is."""
+        """Insert a conversion at the graph's insertion point and return it."""
         result = precision_of(dtype)
         cast = self.graph.graph.create_node(
             "call_function",
@@ -186,7 +184,7 @@ class Casts:
         return cast
 
     def again(self, node: fx.Node, operand: fx.Node, instead: fx.Node) -> fx.Node:
-        """Returns a new node where the graph's insertion point is that does what `node` does, to `instead` in place of `operand`."""
+        """Insert a copy of `node` at the insertion point that reads `instead` for `operand`."""
         new = self.graph.graph.create_node(
             "call_function",
             node.target,
@@ -199,12 +197,12 @@ class Casts:
         return new
 
     def stands_for(self, new: fx.Node, node: fx.Node) -> None:
-        """Takes a new node for one of the model's from here on: what reads the model's now reads it."""
+        """Treat a new node as the original `node` from here on: same dtype and memory."""
         self.own[new], self.values[new] = self.own[node], self.values[node]
         self.sharing.memory.put(new, instead_of=node)
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Sees through casts that lose nothing, and those that only autocast asked for: what follows converts the original."""
+        """Return the node to convert: skips lossless conversions, and lossy ones of autocast."""
         while self._may_be_skipped(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -222,7 +220,7 @@ class Casts:
             return False
         memory, places = self.sharing.memory, self.sharing.memory.of(node)
         if not node_metadata.is_cast(node):
-            # A conversion of the model's own may be there to copy what is written to later.
+            # The model may use a conversion to copy a tensor that is written to later.
             places |= memory.of(node.args[0])  # type: ignore[arg-type]
         return not places & memory.written and self.sharing.records_as_here(node)
 
@@ -278,25 +276,30 @@ class Casts:
 
 
 def _owner(reader: fx.Node) -> OpId | None:
-    """The operator that a cast is made for; None where the graph returns it."""
+    """Return the operator that a cast is made for; None for a cast of a graph output."""
     note = node_metadata.NOTE.get(reader)
     return note.id if note is not None else None
 
 
 def plain_type(value: Any) -> torch.dtype | None:
-    """Returns the type of a floating-point tensor that a plan may change; None for everything else."""
+    """Return the dtype of a floating-point tensor that a plan may change; None for other values."""
     return value.dtype if is_float(value) else None
 
 
 def drop_unread_casts(graph: PrecisionGraph) -> None:
-    """Erases casts that nobody reads. What the model computes and drops is its own affair, in bodies too, where fx would erase it."""
+    """Erase unused casts, and only casts: unused nodes of the model stay, in bodies too."""
     for node in reversed(graph.nodes):
         if node_metadata.is_cast(node) and not node.users:
             graph.graph.erase_node(node)
 
 
 def cast_outputs(casts: Casts, output: fx.Node) -> None:
-    """Rewrites the arguments of the output node."""
+    """Cast the graph's outputs to the dtypes that Dynamo expects, and preserve their aliasing.
+
+    Outputs that share memory in the model share it here: a write to one is visible in the others,
+    and in their gradients. If several outputs are views of a tensor in another format, that tensor
+    is cast once and its views are repeated on the cast.
+    """
     memory = casts.sharing.memory
     returned = output.all_input_nodes
     sharers: Counter[Hashable] = Counter(place for used in returned for place in memory.of(used))
@@ -327,7 +330,10 @@ def cast_outputs(casts: Casts, output: fx.Node) -> None:
 
 
 def _viewed(casts: Casts, node: fx.Node) -> fx.Node | None:
-    """Returns the node whose memory and type a node's value has; None for a value of its own, and for an input."""
+    """Return the input whose memory and dtype a node's value has.
+
+    Return None for graph inputs and for values with memory of their own.
+    """
     memory = casts.sharing.memory
     if node.op != "call_function" or node_metadata.is_cast(node):
         return None

@@ -1,7 +1,8 @@
-"""Decides who decides: adjustable, dependent or fixed.
+"""Classification of operators as adjustable, dependent or fixed.
 
-Invariant: every operator has a kind and a reason, and the row of a product with a weight says which of its factors that is. An operator
-that the table does not know is fixed, FP32 in and FP32 out, and counted in `graph.unknown`, so that ignorance is safe and visible.
+Invariant: every operator has a kind and a reason, and the row of a product with a weight identifies
+the weight. An operator that is not in the operator table is fixed, FP32 in and FP32 out, and
+counted in `graph.unknown`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ class Classify:
 
 
 def classify(operator: Operator, origins: Origins | None = None) -> None:
-    """Gives one operator its kind and the reason; `origins` are those of the graph's values, where they are known already."""
+    """Set one operator's kind and the reason for it.
+
+    Args:
+        origins: origins of the graph's values, if they are already computed.
+    """
     graph, node, row = operator.graph, operator.node, operator.row
     if opaque := node_metadata.OPAQUE.get(node):
         operator.update(kind=Kind.FIXED, reason=opaque)

@@ -1,22 +1,13 @@
-"""Damage that a user's pass can do to the structure of a graph, checked directly after the pass.
+"""Integration of the changes that a user's pass makes to a graph.
 
-Invariant: a graph without damage can be read by every pass and by every rule of the verifier.
+The runner compares snapshots before and after the pass. Structural damage raises an error that
+names the pass. A new call of a torch function, method or module is traced to ATen operators. Each
+new operator gets an id, a kind, a reason and a source line, as if it had been there when the
+earlier passes ran; decisions that are final by then (the plan, inserted casts) appear in its
+reason.
 
-Passes of users: what they have done to a graph is noticed, spelled as the model is, and becomes part of it.
-
-What a user's pass has done to a graph: whether it only decided, or changed what the passes after it build upon.
-
-Invariant: a pass that only decides, by `Operator.assign`, can break no rule; what breaks one afterwards is a pass of ours.
-
-What a user's pass has written into a graph, spelled as the model is and with values.
-
-A pass may call any function of torch, a method, or a module that it has added to the graph's: it is traced as the model is. Invariant:
-afterwards a node calls an operator and has the value of what it computes, or was laid at its pass's door.
-
-What a user's pass has put into a graph becomes part of it.
-
-Invariant: afterwards each new node has a value, and each new operator an id, a kind, a reason and a line, as if it had been there when the
-passes ran that have run already. What they can decide no more says so: a plan is applied once, and casts are inserted once.
+Invariant: afterwards all passes and verifier rules can read the graph. A pass that only calls
+`Operator.assign` cannot break a rule; a later violation is a bug of qsync_fx.
 """
 
 from __future__ import annotations
@@ -56,12 +47,12 @@ from qsync_fx.plan.operator_id import Numbering, OpId
 
 @dataclass(frozen=True)
 class GraphSnapshot:
-    """A graph, and the bodies of its higher-order operators, as they were.
+    """Snapshot of a graph and of the bodies of its higher-order operators.
 
     Attributes:
-        nodes: every node in order, with what it calls, with what, and its value.
-        values: theirs.
-        notes: what was known of each operator.
+        nodes: every node in order, with its target, args, kwargs and the id of its value.
+        values: the values of the nodes.
+        notes: the `OperatorInfo` of each operator.
     """
 
     nodes: dict[fx.Node, tuple[Any, ...]]
@@ -69,7 +60,7 @@ class GraphSnapshot:
     notes: dict[fx.Node, OperatorInfo]
 
     def holds(self, value: Any) -> bool:
-        """Whether a value was that of a node."""
+        """Return whether a value belonged to a node of the snapshot."""
         return any(entry is value for entry in self.values)
 
 
@@ -83,7 +74,7 @@ def look(graph: PrecisionGraph) -> GraphSnapshot:
 
 
 def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.Node]:
-    """Returns for new nodes which ones that are gone they are read in place of."""
+    """Return the removed node that each new node replaces, found by its argument positions."""
     alive = set(graph.nodes)
     result: dict[fx.Node, fx.Node] = {}
     todo = [
@@ -108,7 +99,7 @@ def replaced(before: GraphSnapshot, graph: PrecisionGraph) -> dict[fx.Node, fx.N
 
 
 def only_decided(before: GraphSnapshot, after: GraphSnapshot) -> bool:
-    """Whether nothing but `Operator.assign` tells the two apart."""
+    """Return whether `Operator.assign` explains all differences between two snapshots."""
     same = (
         list(before.nodes.items()) == list(after.nodes.items())
         and before.notes.keys() == after.notes.keys()
@@ -128,10 +119,10 @@ def _decided(before: OperatorInfo, after: OperatorInfo) -> bool:
 
 
 def spell(graph: PrecisionGraph, node: fx.Node) -> None:
-    """Puts the operators that a new node calls in its place, if it is none itself.
+    """Replace a new node that is no operator by the operators that it calls.
 
     Raises:
-        PassError: what it calls cannot be traced, or is not there.
+        PassError: the called function or module cannot be traced, or does not exist.
     """
     if node.op not in ("call_function", "call_method", "call_module") or is_switch(node):
         return
@@ -216,15 +207,15 @@ def _replace(
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), instead)
     graph.graph.erase_node(node)
     if node.op == "call_module" and not any(other.target == node.target for other in graph.nodes):
-        # Its tensors are the graph's now. AOTAutograd takes each once.
+        # The graph owns the module's tensors now. AOTAutograd accepts each tensor only once.
         graph.module.delete_submodule(str(node.target))
 
 
 def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None = None) -> None:
-    """Gives a new node the value of what it computes; one that was copied with the node too.
+    """Set the value of a new node, also if the node carries a copied value.
 
     Raises:
-        PassError: its operator does not take what it is given, or the tensor that it names is not there.
+        PassError: the operator does not accept its arguments, or the tensor does not exist.
     """
     if "val" in node.meta and not (before is not None and before.holds(node.meta["val"])):
         return
@@ -237,10 +228,10 @@ def evaluate(graph: PrecisionGraph, node: fx.Node, before: GraphSnapshot | None 
 
 
 def take_in(graph: PrecisionGraph, before: GraphSnapshot, by: str, passed: Sequence[str]) -> None:
-    """Makes what the pass called `by` has put in part of a graph, after the passes named in `passed`.
+    """Integrate the nodes that the pass `by` inserted, after the passes named in `passed`.
 
     Raises:
-        PassError: a node computes nothing: its operator does not take what it is given, or is none.
+        PassError: an operator does not accept its arguments, or a call cannot be traced.
     """
     parts = list(graph.walk())
     if Normalize.name not in passed:
@@ -289,7 +280,7 @@ def _identify(
     instead = replaced(before, graph)
     for node in _new(graph, before):
         if node in node_metadata.NOTE and id(node_metadata.NOTE[node]) not in copied_from:
-            continue  # a rewrite has said what it is
+            continue  # a rewrite has identified it
         origin = copied_from.get(id(node_metadata.NOTE.get(node)))
         del node_metadata.NOTE[node]
         old = origin if origin in free else _place_of(node, instead, before)
@@ -306,7 +297,7 @@ def _identify(
 def _place_of(
     node: fx.Node, instead: dict[fx.Node, fx.Node], before: GraphSnapshot
 ) -> fx.Node | None:
-    """The node of the model in whose place a new one stands, together with others of its pass that read it."""
+    """Return the removed node that a new node, or a new node computed from it, replaces."""
     todo = [node]
     for index in todo:
         if index in instead:
@@ -316,7 +307,11 @@ def _place_of(
 
 
 def _neighbour(graph: PrecisionGraph, node: fx.Node) -> fx.Node | None:
-    """The operator that a node belongs beside: one of the module that its pass says, else one that it reads, else one that reads it."""
+    """Return the operator whose module and source line a new node inherits.
+
+    It is an operator of the module that the pass sets, else the nearest operator that the node
+    reads, else the nearest one that reads the node.
+    """
     if stack := node.meta.get("nn_module_stack"):
         for operator in graph.own_operators():
             if (other := operator.node.meta.get("nn_module_stack")) and list(other)[-1] == list(
@@ -338,7 +333,7 @@ def _nearest(node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) 
 
 
 def _decide(operator: Operator, passed: Sequence[str]) -> None:
-    """Says of a new operator what the passes that have run say of the others."""
+    """Apply the decisions of the passes that have already run to a new operator."""
     note, owned = operator.note, format_of(operator.graph.value(operator.node))
     replaces = note.precision is not None
     if InsertCasts.name in passed:
@@ -385,7 +380,7 @@ _ATTRIBUTES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "rewritten": (dict,),
     }
 )
-"""The types of a `PrecisionGraph`'s attributes."""
+"""Expected types of a `PrecisionGraph`'s attributes."""
 
 _KEYS: Mapping[str, type] = MappingProxyType(
     {
@@ -395,7 +390,7 @@ _KEYS: Mapping[str, type] = MappingProxyType(
         "custom": dict,
     }
 )
-"""The types of metadata that later passes read; "custom" is torch's."""
+"""Expected types of metadata that later passes read; "custom" is torch's key."""
 
 _FIELDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
@@ -406,7 +401,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "output": (Precision, type(None)),
     }
 )
-"""The types of an operator's decisions."""
+"""Expected types of an operator's decisions."""
 
 _REPAIRS: Mapping[str, str] = MappingProxyType(
     {"module": "change graph.module in place, or set another torch.fx.GraphModule"}

@@ -1,8 +1,9 @@
-"""Makes the decisions true: operands and outputs get the formats that notes ask for, by casts that their readers share.
+"""Insertion of casts: operands and outputs get the formats that their notes require.
 
-Invariant: afterwards every operator gets operands of the format its note asks for, every graph output has the type that Dynamo expects,
-and each value in `meta["val"]` is what torch computes for the rewritten graph. What is written to is the tensor that the model writes
-to, never a cast of it; where the model converts, so as to write to a copy, a copy is left if formats make the conversion needless.
+Invariant: afterwards every operator reads operands of the required format, every graph output has
+the dtype that Dynamo expects, and each value in `meta["val"]` equals the value that torch computes
+for the rewritten graph. In-place operators write to the original tensor, never to a cast of it. If
+a conversion that the model uses as a copy becomes a no-op, a copy replaces it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from qsync_fx.rounding import Rounding
 
 @dataclass(frozen=True)
 class InsertCasts:
-    """
+    """Pass that inserts casts, shared between readers.
+
     Attributes:
-        rounding: "stochastic", "nearest" or "floor", of formats that are rounded by `qsync::` operators.
+        rounding: "stochastic", "nearest" or "floor", for formats rounded by `qsync::` operators.
         scaling: "tensor" or "channel".
-        lowerings: say what per-channel scaling means for an operator.
+        lowerings: lowerings by row name; they define the dimensions of per-channel scales.
     """
 
     name: ClassVar[str] = "insert_casts"
@@ -70,7 +72,7 @@ class _Inserter:
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "output":
-            if not self.inside:  # whoever reads a body's results converts them
+            if not self.inside:  # the readers of a body's results convert them
                 cast_outputs(self.casts, node)
             return
         note = node_metadata.NOTE.get(node)
@@ -91,7 +93,8 @@ class _Inserter:
     def _operands(self, node: fx.Node, note: OperatorInfo) -> None:
         reader, fmt = OperandReader.of(node, note, self.casts.values[node]), note.precision
         rounds = note.kind is Kind.ADJUSTABLE and fmt is not None and not fmt.plain
-        # Until it is lowered torch computes it, in the format of its output; only then are other operands read as they were written.
+        # Until `lower` runs, torch computes a scaled operator in its output format, so its other
+        # operands have that format. The lowered operator reads them in the model's format.
         computed = note.output if rounds and fmt is not None and fmt.scaled else fmt
 
         def read(operand: Operand) -> fx.Node:
@@ -105,7 +108,7 @@ class _Inserter:
             node_metadata.NOTE[node] = dataclasses.replace(note, stream=self.casts.streams.take())
 
     def _enter(self, node: fx.Node, body: PrecisionGraph) -> None:
-        """Goes through the body of a higher-order operator as if it stood here."""
+        """Insert casts into the body of a higher-order operator as if it were inlined."""
         inner = _Inserter(body, self.options, (self, node))
         for placeholder, operand in operands(node, body):
             placeholder.meta["val"] = self.graph.value(operand)
@@ -114,7 +117,7 @@ class _Inserter:
         node.meta["val"] = tuple(body.value(result) for result in results(body))
 
     def _refresh(self, node: fx.Node, force: bool = False) -> None:
-        """Computes a node's value anew if an operand's has changed."""
+        """Recompute a node's fake value if an operand's value has changed."""
         if node.op not in ("call_function", "call_method") or is_switch(node):
             return
         changed = any(
@@ -132,7 +135,7 @@ class _Inserter:
             self._keep_strides(node, before)
 
     def _keep_strides(self, node: fx.Node, before: torch.Tensor) -> None:
-        """Insert a copy with the traced strides if the operator returns other strides in its new format.
+        """Insert a copy with the traced strides if the new format changes the strides.
 
         The kernel that torch selects depends on the dtype.
         """
@@ -140,7 +143,7 @@ class _Inserter:
         if not isinstance(value, torch.Tensor) or same_strides(before, value) or in_place(node):
             return
         if any(memory.of(node) & memory.of(used) for used in node.all_input_nodes):
-            return  # a view has the strides that its base gives it
+            return  # a view derives its strides from its base
         order = memory_order(before)
         copy = self._after(
             node,
@@ -152,7 +155,6 @@ class _Inserter:
         )
 
     def _rounded(self, node: fx.Node, operand: Operand, note: OperatorInfo) -> fx.Node:
-        """Returns a factor on the grid of the operator's format."""
         row, fmt, output = note.row, note.precision, note.output
         keep: tuple[int, ...] = ()
         assert row is not None and fmt is not None and output is not None, (
@@ -175,14 +177,17 @@ class _Inserter:
             return self.casts.shared(node, used, dtype)
         if in_place(node) or dtype in (None, plain_type(self.graph.value(used))):
             return used
-        # An operator that wants another type than the tensor has that it writes to writes to a copy, which is written back.
+        # An operator that writes in another dtype writes to a copy, which is then written back.
         with self.graph.graph.inserting_before(node):
             copy = self.casts.convert(used, dtype, node_metadata.NOTE[node].id)
         self.copies[copy] = used
         return copy
 
     def _write_back(self, node: fx.Node) -> None:
-        """Puts what an operator wrote to copies into the tensors that the model writes to; what it returns of them are those."""
+        """Copy results from temporary copies into the tensors that the model writes to.
+
+        Readers of an aliasing result of the operator then read the original tensor.
+        """
         memory = self.casts.sharing.memory
         for copy, used in self.copies.items():
             with self.graph.graph.inserting_after(node):
@@ -201,7 +206,10 @@ class _Inserter:
         self.copies.clear()
 
     def _keep_apart(self, node: fx.Node) -> None:
-        """Copies where a conversion of the model's copied and now returns its input, if either is written to."""
+        """Insert a copy for a conversion that copied in the model and now returns its input.
+
+        The copy is needed only if either tensor is written to.
+        """
         memory, source = self.casts.sharing.memory, node.args[0]
         if not isinstance(source, fx.Node) or self.graph.value(node) is not self.graph.value(
             source
@@ -218,7 +226,6 @@ class _Inserter:
         node_metadata.CAST[copy] = CastInfo(Part.COPY, node_metadata.NOTE[node].id)
 
     def _output(self, node: fx.Node, note: OperatorInfo) -> None:
-        """Converts a result that is not in the format that the note promises."""
         value = self.graph.value(node)
         if (
             note.output is None
@@ -231,7 +238,7 @@ class _Inserter:
         self._after(node, lambda: self.casts.convert(node, dtype, note.id, Purpose.RESULT))
 
     def _after(self, node: fx.Node, make: Callable[[], fx.Node]) -> fx.Node:
-        """Makes a node behind another one, which all read in its place that have read the other."""
+        """Insert a node behind another one and redirect its users to the new node."""
         users = list(node.users)
         with self.graph.graph.inserting_after(node):
             new = make()

@@ -1,8 +1,10 @@
-"""Adjustable operators in formats that torch has no operators for become `qsync::` operators, forward and backward as a pair.
+"""Lowering of adjustable operators to `qsync::` operators, forward and backward as a pair.
 
-Invariant: every precision that was decided on is present in the lowered graph; what cannot run in the planned one was decided otherwise
-before (`Lowering.refuses`). An operator in a plain format needs no lowering: on converted operands torch's own operator computes, forward
-and backward, in that format.
+Only formats without native torch operators need it: on operands converted to a plain format,
+torch's own operator computes in that format, forward and backward.
+
+Invariant: every assigned precision occurs in the lowered graph. Operators that cannot run in the
+planned precision got another one before (`Lowering.refuses`).
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from qsync_fx.rounding import Rounding
 
 @dataclass(frozen=True)
 class Lower:
-    """
+    """Pass that replaces adjustable operators by their lowered form.
+
     Attributes:
-        lowerings: row name -> how it is lowered.
-        rounding: "stochastic", "nearest" or "floor", of incoming gradients.
+        lowerings: the lowering of each operator, by row name.
+        rounding: "stochastic", "nearest" or "floor", for incoming gradients.
     """
 
     name: ClassVar[str] = "lower"
@@ -74,7 +77,6 @@ class Lower:
         )
 
     def _operands(self, operator: Operator) -> Operands:
-        """Reads what insert_casts has put in front of the operator."""
         row, note = operator.row, operator.note
         assert (
             row is not None
@@ -90,7 +92,7 @@ class Lower:
 
 
 def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None], fx.Node]:
-    """Returns what an operand is on the grid of its format: the original, the values and the scale, and the seed of the rounding."""
+    """Return (original, values, scale or None) of a rounded operand, and its seed."""
     result: tuple[fx.Node, fx.Node, fx.Node | None] = (
         node_metadata.cast_source(operand),
         operand,
@@ -106,7 +108,11 @@ def _rounded(operand: fx.Node) -> tuple[tuple[fx.Node, fx.Node, fx.Node | None],
 def replace(
     graph: PrecisionGraph, operator: Operator, new: fx.Node, saved: tuple[fx.Node, ...] = ()
 ) -> None:
-    """Puts a lowered operator in the place of an operator, with what it does not compute with as it was before casts, but `kept`."""
+    """Replace an operator by its lowered form, and bypass casts of operands that are no factors.
+
+    Args:
+        saved: casts that remain.
+    """
     old = operator.node
     _unround_others(new, saved)
     node_metadata.take_over(new, old)
@@ -117,10 +123,10 @@ def replace(
 
 
 def _unround_others(new: fx.Node, saved: tuple[fx.Node, ...]) -> None:
-    """A bias goes into the FP32 epilogue as it is, not by way of the output's format."""
+    """Bypass narrowing casts of a bias: the FP32 epilogue reads it unrounded."""
 
     def original(used: fx.Node) -> fx.Node:
-        # An operator's own output cast is no such narrowing: its result is the narrow one.
+        # The output of a RESULT cast is another operator's result, which is narrow by decision.
         narrowing = (
             node_metadata.is_part(used, Part.CONVERT)
             and not node_metadata.has_purpose(used, Purpose.RESULT)

@@ -1,7 +1,7 @@
-"""How an adjustable ATen operator becomes a qsync operator.
+"""Interface of the lowerings of adjustable ATen operators to `qsync::` operators.
 
-Invariant: a lowering states how to write one call and decides nothing. Which operators are lowered, to what, and which casts they
-share is the lower pass's business.
+Invariant: a lowering describes how to emit one call and makes no decision. The pass `lower` decides
+which operators are lowered; `insert_casts` decides which casts they share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qsync_fx.rounding import Rounding
 
 
 class Role(enum.StrEnum):
-    """What a factor is to a product with a weight."""
+    """Role of a factor in a product with a weight."""
 
     ACTIVATION = "activation"
     WEIGHT = "weight"
@@ -29,15 +29,16 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Operands:
-    """What the lower pass has prepared for one operator.
+    """Operands that the pass `lower` has prepared for one operator.
 
     Attributes:
-        operands: for activation and weight: the original node, the quantized or rounded node, and its scale's (None if unscaled).
+        operands: for activation and weight: the original node, the quantized or rounded node, and
+            the node of its scale (None if unscaled).
         seed: the node of the graph's seed, int64.
-        stream: tells this operator from the others of the graph; at least 0 and below 2**29.
+        stream: random stream of this operator, unique in the graph; 0 <= stream < 2**29.
         fmt: the name of the format.
         rounding: "stochastic", "nearest" or "floor".
-        out_dtype: type of the operator's output.
+        out_dtype: dtype of the operator's output.
     """
 
     operands: tuple[
@@ -72,24 +73,25 @@ def _by_torch(node: fx.Node, device: torch.device) -> object | None:
 
 @dataclass(frozen=True)
 class Lowering:
-    """The lowering of one operator.
+    """Lowering of one operator.
 
     Attributes:
         name: name of its row in `qsync_fx.ops`.
-        emit: called with the graph's insertion point before the node; creates and returns the node that computes what the node
-            computes.
-        keep: called with the node and a role; returns the dimensions of the operand in that role that have a scale per index where
-            scales are per channel, `[]` where the operand has one scale even then.
-        refuses: called with a node when its precision is decided; returns the reason why the operator cannot be lowered, None where it can.
-            Types of values are then the model's.
-        computed: called with the node that `emit` made and the device; returns what computes its products there, None where nothing but
-            torch ever does.
-        plain: called with a node that runs in a plain format, in training, with the insertion point before it; changes operands or target
-            of the node where torch's own gradients would be wrong, and returns the nodes that it has created, in order.
-        separate: called as `keep` is; returns the dimensions whose indices are matrices of their own, such as experts: each has a scale of
-            its own where scales are per tensor.
-        slower: called with a node, a format of fewer than 32 bits and the context of the graph; returns the reason why the next wider one
-            is as fast there, a scaled one's row's `elsewhere`, or FP32; None where it is not.
+        emit: called with a node, insertion point before it; creates and returns the lowered node.
+        keep: called with the node and a role; returns the operand's dimensions with one scale per
+            index under per-channel scaling, `[]` for a single scale.
+        refuses: called with a node when its precision is decided and values have the model's
+            dtypes; returns the reason why the operator cannot be lowered, or None.
+        computed: called with the lowered node and the device; returns a description of the
+            implementation that computes the products, None if that is always torch.
+        plain: called in training with a node in a plain format, insertion point before it; corrects
+            operands or target of the node if torch's gradients would be wrong. Returns the nodes
+            that it created, in order.
+        separate: called like `keep`; returns the dimensions whose indices are separate matrices,
+            such as experts. Each has its own scale under per-tensor scaling.
+        slower: called with a node, a format of fewer than 32 bits and the graph's context; returns
+            the reason why the next wider format (the row's `elsewhere` for a scaled format, else
+            FP32) is as fast, or None.
     """
 
     name: str
@@ -103,12 +105,15 @@ class Lowering:
 
 
 def dimensions(node: fx.Node) -> int:
-    """Returns the number of dimensions of a node's tensor."""
+    """Return the number of dimensions of a node's tensor."""
     value: torch.Tensor = node.meta["val"]
     return value.dim()
 
 
 def extent(sizes: Iterable[Any]) -> int | None:
-    """Returns the product of sizes, of symbolic ones that of the example's; None where one depends on values."""
+    """Return the product of sizes, with hints for symbolic sizes.
+
+    Return None if a size is data-dependent.
+    """
     numbers = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
     return None if None in numbers else math.prod(numbers)

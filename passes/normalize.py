@@ -1,8 +1,8 @@
-"""Pre-dispatch ATen, one spelling an operator, autograd still above it.
+"""Normalization to pre-dispatch ATen: one canonical operator per function, above autograd.
 
-Invariant: loss and gradients equal Dynamo's graph to the last bit. After this pass each value is in `meta["val"]`, each operator has
-its id, and higher-order operators keep their node and have bodies that are normalised themselves. What cannot be re-traced stays as
-Dynamo wrote it; a compile never fails for that.
+Invariant: loss and gradients equal those of Dynamo's graph bitwise. Afterwards each value is in
+`meta["val"]`, each operator has its id, and higher-order operators remain, with normalized bodies.
+Code that cannot be retraced stays as Dynamo wrote it and does not fail the compilation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qsync_fx.passes.tracing.operator_ids import identify, name_inputs, numberin
 from qsync_fx.passes.tracing.retrace import current, rebuild, restored
 
 _REWRITTEN = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "checkpoint")
-"""Higher-order operators that just call their body: the other passes rewrite it as if it stood in the graph."""
+"""Higher-order operators that only call their body; later passes treat it as inlined."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Normalize:
 
     def __call__(self, graph: PrecisionGraph) -> None:
         current = place(graph.context.options)
-        with restored():  # pieces that switch modes are executed while re-tracing
+        with restored():  # retracing executes the switches of modes
             if graph.context.fake_mode is None:
                 _normalize(graph, current)
             else:
@@ -59,11 +59,11 @@ def _normalize(graph: PrecisionGraph, local: SourcePlace) -> None:
             if any(value is None for value in values):
                 continue
             try:
-                with restored():  # a body that fails half way leaves its switches on
+                with restored():  # a body that fails midway leaves its modes enabled
                     _normalize(inner, local)
             except PassError:
-                raise  # a user's pass has put in the node that cannot be traced
-            except Exception as error:  # noqa: BLE001 - whatever a body holds, the compile goes on with it as Dynamo wrote it
+                raise  # the untraceable node comes from a user's pass
+            except Exception as error:  # noqa: BLE001 - the body stays as Dynamo wrote it
                 node_metadata.OPAQUE[node] = (
                     f"its body stays as Dynamo wrote it ({type(error).__name__})"
                 )

@@ -1,7 +1,8 @@
-"""What a pass is.
+"""The pass protocol, and the decorator for passes of users.
 
-Invariant: a pass is a frozen value, called with a `PrecisionGraph` that it changes in place. Its fields are its options. Its class says its
-name, which is what users write, and its scope, and it keeps nothing between two graphs.
+Invariant: a pass is a frozen value, called with a `PrecisionGraph` that it changes in place. Its
+fields are its options; its class has a scope and the name that users write. It stores no state
+between graphs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from qsync_fx.graph import PrecisionGraph
 
 
 class Scope(Enum):
-    """What a pass is called with."""
+    """Argument of a pass."""
 
     MODEL = "model"
-    """The whole graph, once: it walks into the bodies of higher-order operators itself."""
+    """The top-level graph, once; the pass visits bodies of higher-order operators itself."""
     BODY = "body"
-    """The graph, and then each body, depth first, as a graph of its own."""
+    """The graph and then each body, depth first, as a separate graph."""
 
 
 @runtime_checkable
@@ -35,16 +36,17 @@ class Pass(Protocol):
 
 
 def scope(step: Pass) -> Scope:
-    """Returns the scope that a pass declares; one that declares none is called with each body."""
+    """Return the scope that a pass declares, BODY by default."""
     declared: Scope = getattr(step, "scope", Scope.BODY)
     return declared
 
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A user's pass: a function on a `PrecisionGraph`, and its place in the pipeline.
+    """A user's pass: a function on a `PrecisionGraph`, and its position in the pipeline.
 
-    Equal when function and place are equal, so that compiled code is reused exactly as long as the passes are the same.
+    Passes with equal fields are equal, so compiled code is reused as long as the passes are the
+    same.
     """
 
     scope: ClassVar[Scope] = Scope.MODEL
@@ -55,7 +57,7 @@ class GraphPass:
     before: str | None = None
 
     def __call__(self, graph: PrecisionGraph) -> Any:
-        return self.function(graph)  # None, or the runner refuses it
+        return self.function(graph)  # the runner rejects any result but None
 
 
 @overload
@@ -72,12 +74,12 @@ def graph_pass(
     before: str | None = None,
     name: str | None = None,
 ) -> GraphPass | Callable[[Callable[[PrecisionGraph], None]], GraphPass]:
-    """Makes a pass of a function on a `PrecisionGraph`.
+    """Make a pass from a function on a `PrecisionGraph`.
 
     Args:
-        after: the pass that it runs directly after; "assign" when neither is given.
-        before: the pass that it runs directly before.
-        name: what reports call it; the function's name by default.
+        after: the pass directly before it; "assign" if neither `after` nor `before` is set.
+        before: the pass directly after it.
+        name: name in reports; by default the function's name.
 
     Example:
         >>> @graph_pass(after="assign")

@@ -1,15 +1,12 @@
-"""The pipeline: the order of passes, where custom ones go, and the one runner.
+"""The pass pipeline: the order of passes, the positions of custom passes, and the runner.
 
-Invariant: every pass runs through `run`, with the instruments around it and the verifier between any two passes, so before and after
-each. A custom pass that fails or breaks a rule is named in the error.
+Invariant: `run` calls every pass, with instruments around it and the verifier after it. An error
+names the custom pass that failed or broke a rule.
 
-What the runner of passes hangs on itself: snapshots, timing, the text of graphs, and what becomes of one that a pass of ours broke.
-
-What becomes of a graph in which a pass of ours broke a rule: a bug of ours must stop nobody's training.
-
-Invariant: the graph computes what the model computes as written, its autocast regions included. Nothing is silent: one warning names
-rule and operator and asks for a report, and the reason of every operator that the plan decides on says it. QSYNC_VERIFY=raise makes an
-error of it, as our tests do.
+If a pass of qsync_fx breaks a rule, the graph falls back: it computes the unmodified model,
+autocast regions included. A warning names the rule and the operator, and the reason of each
+operator that follows the plan records the fallback. QSYNC_VERIFY=raise turns the warning into an
+error, as in the tests of qsync_fx.
 """
 
 from __future__ import annotations
@@ -51,15 +48,16 @@ from qsync_fx.passes.verifier import verify
 VERIFY = "QSYNC_VERIFY"
 _CHOICES = ("fall_back", "raise")
 _RUN = (Normalize, Autocast, Classify, Assign)
-"""What leaves the numbers of the model as they are, and tells which operators there are."""
+"""Passes that do not change the model's numerics and identify its operators."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Stands in the place of a pass that does not run.
+    """Placeholder for a pass that does not run.
 
     Attributes:
-        because: noted for every operator that a plan decides on, directly or through its inputs; "" notes nothing.
+        because: added to the reason of every operator whose precision a plan decides, directly or
+            through its inputs; "" adds no reason.
     """
 
     scope: ClassVar[Scope] = Scope.BODY
@@ -77,18 +75,19 @@ class LeftOut:
 
 
 def wanted() -> bool:
-    """Whether graphs fall back.
+    """Return whether graphs fall back after a bug in qsync_fx.
 
     Raises:
-        OptionError: QSYNC_VERIFY has a value that means nothing.
+        OptionError: QSYNC_VERIFY has an unknown value.
     """
     return environment.choice(VERIFY, _CHOICES) == "fall_back"
 
 
 def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
-    """Returns what is run in place of `passes`, under their names.
+    """Return the passes of a fallback run, with the names of `passes`.
 
-    Where one of the passes itself has failed that prepare a graph, none is run: it stays as Dynamo wrote it, and knows no operators.
+    If a pass of `_RUN` has failed, no pass runs: the graph stays as Dynamo wrote it, without
+    operators.
     """
     run = [isinstance(step, _RUN) for step in passes]
     if any(step.name == error.step and runs for step, runs in zip(passes, run, strict=True)):
@@ -119,13 +118,13 @@ def warn(error: PassError, current: SourcePlace) -> None:
 def pipeline(
     options: Options, lowerings: Mapping[str, Lowering], training: bool = True
 ) -> tuple[Pass, ...]:
-    """Returns the passes in order, the user's own among them.
+    """Return the passes in order, including the user's passes.
 
-    Without gradients formats are rounded to nearest: stochastic rounding is there to keep gradients unbiased, and evaluation should be
-    exact and repeatable.
+    Without gradients, stochastic rounding becomes rounding to nearest: it only makes gradients
+    unbiased, and evaluation should be exact and repeatable.
 
     Raises:
-        OptionError: a pass is not installed, or wants a place beside a pass that does not exist.
+        OptionError: a pass is not installed, or its `after` or `before` names an unknown pass.
     """
     rounding = options.rounding if training or options.rounding != "stochastic" else "nearest"
     passes: list[Pass] = [
@@ -160,7 +159,8 @@ def _customs(options: Options) -> Iterator[Pass]:
 
 
 def _is_pass(value: object) -> TypeGuard[Pass]:
-    # A class of passes has all that a pass has, and a call of it makes one: nothing would happen to the graph.
+    # A pass class also satisfies the protocol, but calling it creates a pass and leaves the graph
+    # unchanged.
     return isinstance(value, Pass) and not isinstance(value, type)
 
 
@@ -201,7 +201,7 @@ def _place(custom: Pass, passes: Sequence[Pass]) -> int:
     index = names.index(anchor)
     if before and not after:
         return index
-    # Custom passes with one anchor run in the order that they are given in.
+    # Custom passes with the same anchor run in the order of the option.
     index += 1
     while (
         index < len(passes)
@@ -217,10 +217,13 @@ def run_or_fall_back(
     passes: Sequence[Pass],
     instruments: Sequence[Instrument] = (),
 ) -> PrecisionGraph:
-    """Runs the passes on a graph that `make` makes; where a pass of ours fails, leaves another one as the model wrote it, and warns.
+    """Run the passes on the graph from `make`; on a bug in qsync_fx, warn and fall back.
+
+    The fallback runs on a second graph from `make`, without the plan.
 
     Raises:
-        PassError: a user's pass failed, or broke one of the verifier's rules, or may have led a pass of ours to.
+        PassError: a user's pass failed, broke a rule of the verifier, or may have caused the
+            failure of a later pass.
     """
     may_fall_back, number_again = wanted(), numbering_now()
     graph = make()
@@ -241,13 +244,13 @@ def run(
     verified: bool = True,
     after: tuple[str, ...] = (),
 ) -> PrecisionGraph:
-    """Runs the passes on the graph and on the bodies of its higher-order operators; returns the graph.
+    """Run the passes on the graph and on the bodies of its higher-order operators; return it.
 
     Args:
-        after: names of the passes that have run already.
+        after: names of the passes that have already run.
 
     Raises:
-        PassError: a pass failed, or broke one of the verifier's rules.
+        PassError: a pass failed, or broke a rule of the verifier.
     """
     with graph.context.there():
         _run(graph, passes, instruments, verified, after)
@@ -290,7 +293,7 @@ def _run(
 
 @contextlib.contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Name the pass after which a graph cannot be read: damage shows as an error of any class."""
+    """Name the pass after which a graph cannot be read: damage causes errors of any class."""
     try:
         yield
     except QSyncError:
@@ -304,7 +307,7 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _blame(error: PassError, step: Pass, changed: Sequence[str]) -> None:
-    """Says whose fault an error is: that of the pass, unless it is ours and another one has changed the graph before it."""
+    """Attribute an error to its pass, or to custom passes that changed the graph before it."""
     error.step = step.name
     text = (
         "; the error's attribute `graph` has the text of the graph after it" if error.graph else ""
@@ -328,7 +331,7 @@ def _is_ours(step: Pass) -> bool:
 
 def _call(step: Pass, graph: PrecisionGraph) -> None:
     try:
-        # Modes that a user's pass leaves on would change the traces of later passes.
+        # Modes that a user's pass leaves enabled would change the traces of later passes.
         with contextlib.nullcontext() if _is_ours(step) else restored():
             for part in [graph] if scope(step) is Scope.MODEL else graph.walk():
                 _apply(step, step.name, part)
@@ -353,7 +356,7 @@ def _apply(step: Callable[[PrecisionGraph], object], name: str, graph: Precision
 
 
 def _line(step: Pass, error: Exception) -> str:
-    """The line of the pass that an error comes through last."""
+    """Return the innermost line of the pass in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(step.function, "__code__", None) if isinstance(step, GraphPass) else None
     owned = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

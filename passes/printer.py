@@ -1,10 +1,8 @@
-"""The text of a graph, for people, diffs and golden tests.
+"""Text form of a graph, and the instruments of the pass manager: timing, snapshots, diffs.
 
-Invariant: equal graphs have equal text. One line a node: its name, its type, what it calls, and for an operator its id, kind and format.
-
-What hangs on the runner: timing, snapshots, diffs.
-
-Invariant: an instrument watches a pipeline and changes nothing in it. Passes know of none.
+Invariant: equal graphs have equal text. Each line has a node's name, its type and its call, and for
+an operator its id, kind and format. Instruments observe the pipeline without changing it, and
+passes do not depend on them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from qsync_fx.graph.graph import PrecisionGraph, copied
 
 
 def graph_text(graph: PrecisionGraph, indent: str = "") -> str:
-    """Returns the graph as text, bodies of higher-order operators indented below their node."""
+    """Return the graph as text; bodies of higher-order operators are indented below their node."""
     lines = []
     for node in graph.nodes:
         lines.append(indent + _line(graph, node))
@@ -36,7 +34,7 @@ def _line(graph: PrecisionGraph, node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_argument(node.args[0])}"
     value = graph.value(node)
-    # A mode is no value, and the name of its class is another one in every torch.
+    # The class name of a mode's value differs between versions of torch.
     head = f"%{node.name}" + (
         f": {describe(value)}" if value is not None and not is_switch(node) else ""
     )
@@ -72,7 +70,7 @@ def _argument(value: Any) -> str:
 
 
 class Instrument(Protocol):
-    """Called around every pass: before it, after it, and once the verifier has found nothing."""
+    """Observer that is called before and after every pass, and after its verification."""
 
     def before(self, name: str, graph: PrecisionGraph) -> None: ...
 
@@ -83,7 +81,7 @@ class Instrument(Protocol):
 
 @dataclass
 class Timing:
-    """Seconds that each pass took, by name, without the verifier's."""
+    """Seconds that each pass took, by name, without verification."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _started: float = 0.0
@@ -116,7 +114,7 @@ class Snapshots:
         self.graphs[name] = copied(graph)
 
     def diff(self, first: str, second: str) -> str:
-        """Returns a unified diff of the graphs after two passes."""
+        """Return a unified diff of the graphs after two passes."""
         lines = difflib.unified_diff(
             self.texts[first].splitlines(),
             self.texts[second].splitlines(),

@@ -1,11 +1,12 @@
-"""Gradients of 16 bits are rounded stochastically: what the option "gradient_rounding" asks for.
+"""Stochastic rounding of 16-bit gradients: the option "gradient_rounding".
 
-Torch rounds what it computes in BF16 and FP16 to the nearest value, the same way each time, and no averaging takes that error away. So
-products whose gradients it would round, those of operators in plain formats too, become lowered operators that compute gradients in FP32
-and round once, stochastically; and a conversion that a pass has put in rounds the gradient that comes back through it likewise.
+Torch rounds BF16 and FP16 results to nearest, deterministically, so averaging does not remove the
+error. This pass lowers products with 16-bit gradients, in plain formats too, to operators that
+compute gradients in FP32 and round once, stochastically. Inserted conversions round the gradient
+that flows back through them in the same way.
 
-Invariant: the forward pass computes what it computes without. An operator that may not be rewritten says in its reason that its gradients
-are rounded to the nearest value. Costs, which have been noted before, are those without this pass.
+Invariant: the forward pass is unchanged. The reason of an operator that cannot be rewritten says
+that its gradients are rounded to nearest. Costs were annotated before and do not include this pass.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from qsync_fx.rounding import GRADIENTS, RESULT, RandomStreams
 
 @dataclass(frozen=True)
 class StochasticGradients:
-    """
+    """Pass that makes products and inserted casts round gradients stochastically.
+
     Attributes:
-        lowerings: row name -> how it is lowered.
+        lowerings: the lowering of each operator, by row name.
     """
 
     name: ClassVar[str] = "stochastic_gradients"
@@ -74,7 +76,10 @@ class _Rewriter:
         self.graph.module.recompile()
 
     def _cast(self, node: fx.Node) -> None:
-        """A conversion to a wider type: the gradient of a conversion to a narrower one has nothing to be rounded."""
+        """Make a widening conversion round its gradient.
+
+        A narrowing conversion needs no rounding: its gradient is widened.
+        """
         source, dtype = node.args
         assert isinstance(source, fx.Node) and isinstance(dtype, torch.dtype)
         value = self.graph.value(source)
@@ -101,7 +106,10 @@ class _Rewriter:
                 self._say(operator, why)
 
     def _ask(self, node: fx.Node) -> None:
-        """Has a lowered operator round gradients stochastically, by a number that is drawn also where formats are rounded to nearest."""
+        """Make a lowered operator round gradients stochastically, with a random seed.
+
+        The seed is random even if the forward pass rounds to nearest.
+        """
         index = list(arguments(node)).index("seed")
         node.update_arg(index, self._seed_node())
         node.update_kwarg("gradients", "stochastic")
@@ -111,7 +119,7 @@ class _Rewriter:
         operator.update(reason=f"{operator.note.reason}; {clause}")
 
     def _lower(self, operator: Operator) -> str:
-        """Puts a lowered operator in the place of one that torch computes; returns why not, "" where it did."""
+        """Replace an operator that torch computes by a lowered one; return why not, or ""."""
         node, row, fmt = operator.node, operator.row, operator.precision
         assert row is not None and fmt is not None
         why = operator.refused if row.scaled else f"{row.name} has no lowering"
@@ -148,5 +156,5 @@ class _Rewriter:
 
 
 def _original(node: fx.Node) -> fx.Node:
-    """What a narrow operand was converted from: its gradient need not be rounded at all."""
+    """Return the source of a converted operand: its gradient needs no rounding."""
     return node_metadata.cast_source(node) if node_metadata.is_part(node, Part.CONVERT) else node

@@ -1,7 +1,8 @@
-"""The rules that a graph keeps, as one table.
+"""Verifier: a table of rules that a graph must satisfy between passes.
 
-Invariant: a rule says from which pass on it holds, and is checked before and after every pass from there on. A rule looks and changes
-nothing. What breaks a rule is named with its operator, its line in the user's model and the pass that broke it.
+Invariant: a rule is valid from the pass `since` on and is checked after every pass from there on. A
+rule does not change the graph. An error names the broken rule, the operator, its line in the user's
+model, and the pass that broke the rule.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Broken = tuple[fx.Node | None, str]
 
 @dataclass(frozen=True)
 class VerifierRule:
-    """One invariant: what it says, the pass from which on it holds, and what finds the nodes that break it."""
+    """One rule: its statement, the first pass it is valid after, and a generator of violations."""
 
     says: str
     since: str
@@ -47,12 +48,12 @@ class VerifierRule:
 def _is_a_graph(graph: PrecisionGraph) -> Iterator[Broken]:
     try:
         graph.graph.lint()
-    except Exception as error:  # noqa: BLE001 - lint raises whatever it meets
+    except Exception as error:  # noqa: BLE001 - lint re-raises errors of any class
         yield None, str(error).partition("\n")[0]
 
 
 def _fits_its_callers(graph: PrecisionGraph) -> Iterator[Broken]:
-    """Types of a body's results are the affair of what reads them in the graph around it."""
+    """Check the graph's inputs and outputs; dtypes of a body's results depend on its readers."""
     takes = sum(node.op == "placeholder" for node in graph.nodes)
     if graph.parent is None and takes != len(graph.inputs):
         yield None, f"it takes {takes} inputs, and Dynamo gives it {len(graph.inputs)}"
@@ -67,7 +68,7 @@ def _fits_its_callers(graph: PrecisionGraph) -> Iterator[Broken]:
 
 def _has_values(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes:
-        # An assertion about a size gives nothing, and so has no value.
+        # An assertion about a size returns no value.
         gives = isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.returns)
         if node.op == "call_function" and gives and "val" not in node.meta:
             yield node, "it has no value; call graph.propagate(node) on nodes that a pass adds"
@@ -115,7 +116,7 @@ def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
         note, value = operator.note, graph.value(operator.node)
         if note.output is not None and is_float(value) and not in_place(operator.node):
             result, wanted = graph.value(_after_own_cast(operator.node)), note.output.dtype
-            # Where the result alone is converted, and that loses nothing, each reader converts as it needs.
+            # After a lossless cast of the result alone, each reader converts as it needs.
             widens = (
                 note.row is not None
                 and note.row.output_only
@@ -126,7 +127,7 @@ def _types_match(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _after_own_cast(node: fx.Node) -> fx.Node:
-    """Return the last of the casts and copies that all readers of a node share; the node if none."""
+    """Return the last RESULT cast or copy that all readers of a node share; the node if none."""
     while len(node.users) == 1 and node_metadata.has_purpose(
         user := next(iter(node.users)), node_metadata.Purpose.RESULT
     ):
@@ -135,7 +136,11 @@ def _after_own_cast(node: fx.Node) -> fx.Node:
 
 
 def _keeps_strides(graph: PrecisionGraph) -> Iterator[Broken]:
-    """A `contiguous()` without an effect on the traced strides is missing from the graph."""
+    """Check the traced strides.
+
+    Readers may depend on them: tracing drops a `contiguous()` without an effect on the traced
+    strides.
+    """
     written = graph.whole.written
     traced = (
         {} if written is None else {str(operator.id): operator for operator in written.operators()}
@@ -178,7 +183,7 @@ def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _asked(node: fx.Node) -> Iterator[object]:
-    """Yields a cast's arguments without its random stream, which tells equal casts apart that should have been one."""
+    """Yield a cast's arguments without its random stream: equal casts should be shared."""
     for name, value in arguments(node).items():
         if name != "stream":
             yield tuple(value) if isinstance(value, list) else value
@@ -200,7 +205,11 @@ def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _reads_current_values(graph: PrecisionGraph) -> Iterator[Broken]:
-    """A cast copies. If its source is written to between the cast and a reader of the cast, the reader gets a stale value."""
+    """Check for stale casts.
+
+    A reader of a cast gets a stale value if the cast's source is written to between the cast and
+    the reader.
+    """
     sharing = Sharing(graph)
     selected: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
@@ -253,7 +262,8 @@ def _losses_are_wide(graph: PrecisionGraph) -> Iterator[Broken]:
 def _reads_what_it_asks_for(graph: PrecisionGraph) -> Iterator[Broken]:
     for operator in graph.own_operators():
         note, node = operator.note, operator.node
-        if _lowered(note, node):  # it takes the original beside each operand
+        # a lowered operator reads the original next to each rounded operand
+        if _lowered(note, node):
             continue
         reader = OperandReader.of(node, note, graph.value(node))
         for operand in () if reader.in_place else reader.operands:
@@ -291,7 +301,7 @@ def _plan_is_kept(graph: PrecisionGraph) -> Iterator[Broken]:
 
 
 def _is_compiled(graph: PrecisionGraph) -> Iterator[Broken]:
-    """What the model itself holds is its own affair."""
+    """Check that the device compiles each format that the model itself does not use."""
     written = graph.whole.written
     if written is None:
         return
@@ -357,19 +367,19 @@ RULES = (
 
 
 def verify(graph: PrecisionGraph, passed: tuple[str, ...]) -> None:
-    """Checks every rule that holds once the passes named in `passed` have run, the last one just now.
+    """Check every rule that is valid after the passes named in `passed`, in order.
 
     Raises:
-        PassError: naming the rule, the operator and line, and the pass.
+        PassError: names the broken rule, the operator and its line, and the last pass.
     """
     _check(graph, [rule for rule in RULES if rule.since in passed], passed[-1])
 
 
 def verify_strides(graph: PrecisionGraph, step: str) -> None:
-    """Check the strides of a graph that `step` has rewritten behind the pipeline.
+    """Check the strides of a graph that `step` has rewritten after the pipeline.
 
     Raises:
-        PassError: an operator's result has other strides than the model was traced with.
+        PassError: an operator's result has other strides than in the traced model.
     """
     _check(graph, [STRIDES], step)
 

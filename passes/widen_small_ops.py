@@ -1,13 +1,13 @@
-"""Where 16 bits that nobody asked for give way to FP32: products that are too small to pay in them, and what stands between such.
+"""Widening to FP32 of small products that do not run faster in a default 16-bit format.
 
-A product alone is told by its lowering, as for the option "skip_unprofitable". But a result in FP32 makes FP32 of all that it is added to
-or
-multiplied with: a gate of a few numbers would make a whole image wide, and all that is added to that. So operators whose results are joined
-are of one mind: as narrow as by default where one of them pays, and wide where none does. What has no weight (norms, attention, embeddings)
-stays narrow where it reads what pays; else it goes with its neighbors: wide if a product that gave way is next to it and none that pays.
+The lowering decides whether one product is too small (`Lowering.slower`). An FP32 result promotes
+every tensor that it is combined with, however large, so operators with joined results are widened
+together, and only if none of them is faster in 16 bits. An operator without a weight (norm,
+attention, embedding) stays narrow if it reads a narrow result that stays; otherwise it is widened
+if a neighbor is widened and no neighbor stays narrow.
 
-Invariant: only operators whose precision is the device's default are changed, and none that stays narrow is joined with one that gave way.
-What changes, and what is too small and stays, says why.
+Invariant: only operators with the device's default precision change, and no narrow operator is
+joined with a widened one. The reason records each change, and each small product that stays narrow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WIDE = 32
 
 
 def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
-    """Lets operators that have the default of the device run in FP32 where that is as fast, and says why.
+    """Widen operators with the device's default precision to FP32 if that is as fast.
 
     Args:
         unasked: the operators of the graph whose precision is the default.
@@ -43,7 +43,8 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
         return
     joins = _Joins()
     joins.sweep(graph)
-    # A product that is not too small pays. So does what is narrow because somebody said so, and what has no weight and reads what pays.
+    # Groups stay narrow because of a product that is large enough, an operator with a requested
+    # precision, or an operator without a weight that reads from a narrow group.
     paying: dict[fx.Node, str] = {}
     for node, reads in joins.narrow.items():
         before = next((paying[root] for root in map(joins.root, reads) if root in paying), None)
@@ -77,7 +78,7 @@ def _precision(operator: Operator) -> Precision:
 
 
 def _spread(gone: set[fx.Node], staying: Iterable[fx.Node], joins: _Joins) -> None:
-    """Adds to what gave way what stands next to it, and next to that, and not next to what pays."""
+    """Add to `gone` the groups next to it, transitively, except neighbors of groups that stay."""
     staying = set(staying)
     neighbours: dict[fx.Node, set[fx.Node]] = {}
     for node, reads in joins.narrow.items():
@@ -95,28 +96,29 @@ def _spread(gone: set[fx.Node], staying: Iterable[fx.Node], joins: _Joins) -> No
 
 @dataclass
 class _Joins:
-    """Which narrow results are joined: added to each other, say, by operators that take the widest format of what they read.
+    """Union-find over 16-bit results that operators join by promotion, such as an addition.
 
     Attributes:
-        narrow: what gives 16 bits by itself, in order: adjustable operators, with those whose results, or what has become of them, they
-            read; and what the model holds in them.
+        narrow: the nodes that produce 16-bit values themselves, in topological order: adjustable
+            operators, each with the producers of the narrow values it reads, and values that are
+            narrow in the model.
     """
 
     narrow: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     _formats: dict[fx.Node, Precision | None] = field(default_factory=dict)
     _sources: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Of what is narrow, one of those that give 16 bits and that it comes from."""
+    """A 16-bit producer for each narrow node that derives from it."""
     _roots: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def root(self, node: fx.Node) -> fx.Node:
-        """Returns the one that stands for all that a narrow result is joined with."""
+        """Return the representative of the group that a narrow producer belongs to."""
         while (above := self._roots.get(node, node)) is not node:
             self._roots[node] = self._roots.get(above, above)
             node = above
         return node
 
     def sweep(self, graph: PrecisionGraph) -> None:
-        """Follows formats through a graph, as the cascade will, where adjustable operators have what they were assigned."""
+        """Propagate formats as the cascade does, given the assigned precisions."""
         for node in graph.nodes:
             for body in node_metadata.bodies(node):
                 for inside, outside in operands(node, body):

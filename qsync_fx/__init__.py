@@ -1,10 +1,10 @@
-"""qsync_fx: data-parallel training over mixed GPUs, with just as many operators in low precision as are needed.
+"""Data-parallel training over unequal GPUs, with the fewest operators in low precision.
 
-Four things to do: compile (`torch.compile(model, backend="qsync")`), inspect (`explain`), see what of it runs (`plan_coverage`), write a
-pass
-(`graph_pass`).
+`torch.compile(model, backend="qsync")` compiles a model, `explain` shows the decisions for each
+operator, `plan_coverage` shows which parts of a plan run, and `graph_pass` adds a custom pass.
+`measure` and `find_plan` profile a model and choose the format of each operator.
 
-Invariant: importing this costs nothing but torch; each name is imported when it is first used (PEP 562).
+Invariant: importing this package imports only torch; each name is imported on first use (PEP 562).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _HOMES = {
 }
 
 _MODULES = ("devices", "distributed", "optim")
-"""Modules that users name by way of the package: `qsync_fx.devices.get("t4")`."""
+"""Submodules that users access as attributes: `qsync_fx.devices.get("t4")`."""
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"qsync_fx.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'qsync_fx' has no attribute {name!r}")
-    # No submodule may have the name of what it holds: importing it would put the module in place of the thing.
+    # No submodule may have the name of an object in it: its import would replace the object.
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

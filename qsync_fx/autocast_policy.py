@@ -1,11 +1,13 @@
-"""What torch.autocast does with each operator.
+"""Conversion policy of torch.autocast for each operator.
 
-Invariant: an operator whose arguments are converted as `policy` says, and that is then run outside of autocast, gives what
-it gives under autocast, to the last bit. The autocast pass relies on that when it turns regions into explicit casts.
+The dispatcher reports whether autocast has a kernel for an operator, so new torch versions need no
+new list. Only operators that autocast lowers or promotes are listed, because all its other kernels
+run in FP32. Composite operators have no autocast kernel, since autocast applies to the operators
+that they call; they are listed in `_COMPOSED`.
 
-Whether autocast has a kernel for an operator is asked of the dispatcher, so that a new torch needs no new list here. Only
-the operators that it lowers or promotes are declared, since every other kernel of its is FP32. An operator that torch
-composes of others has no such kernel: autocast acts on what it calls. Those are declared too, in `_COMPOSED`.
+Invariant: an operator that runs outside of autocast on arguments converted by `policy` is bit-exact
+to the operator under autocast. The autocast pass, which replaces regions by explicit casts, relies
+on this.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Literal
 import torch
 
 Policy = Literal["lower", "fp32", "promote", "inside"]
-"""What happens to arguments of floating point, FP64 apart, which autocast never touches.
+"""Conversion of floating-point arguments, except FP64, which autocast never converts.
 
-lower: they are converted to autocast's own type. fp32: to FP32. promote: to the widest type among them. inside: autocast
-converts values that only the operator itself sees, so nothing but running the operator under autocast gives the same.
+lower: to autocast's dtype. fp32: to FP32. promote: to the widest dtype among the arguments. inside:
+autocast converts values inside the operator, so the operator must run under autocast.
 """
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -77,13 +79,13 @@ _COMPOSED: Mapping[str, Mapping[Policy, frozenset[str]]] = {
 
 @functools.cache
 def policy(target: torch._ops.OpOverload, device_type: str) -> Policy | None:
-    """Returns what autocast on `device_type` does with the arguments of `target`; None where it leaves them alone."""
+    """Return the policy of autocast on `device_type` for `target`; None without conversion."""
     if device_type not in _KEYS:
         return None
     name = target._schema.name
     full = f"{name}.{target._schema.overload_name}".removesuffix(".")
     if not torch._C._dispatch_has_kernel(full):
-        return None  # An overload on plain numbers, which the dispatcher does not know.
+        return None  # The dispatcher does not know overloads on plain numbers.
     if not torch._C._dispatch_has_kernel_for_dispatch_key(full, _KEYS[device_type]):
         return (
             _composed(name, full, device_type)

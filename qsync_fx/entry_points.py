@@ -1,7 +1,7 @@
-"""What installed packages offer through entry points.
+"""Entry points of installed packages.
 
-Invariant: a package that is broken, or offers something of another kind, is named in the error together with its entry point: it is
-rarely the user who wrote it, and who reads the error may not know that it is there.
+Invariant: an error of a broken package names the package and its entry point, because the user may
+not know that it is installed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ Value = TypeVar("Value")
 
 
 def tuples(group: str, kind: type[Value], wanted: str) -> dict[str, tuple[Value, ...]]:
-    """Returns what every installed package adds to a table, by where it comes from, in words for errors.
+    """Return the tuples that installed packages add to a table, by their origin.
 
     Args:
-        group: of the entry points, whose values are tuples.
-        kind: the class of what is in the tuples.
-        wanted: its name, as a package's author writes it.
+        group: group of the entry points, whose values are tuples.
+        kind: class of the tuple elements.
+        wanted: name of this class in error messages.
+
+    Returns:
+        Tuples by a description of the entry point for error messages.
 
     Raises:
-        QSyncError: an entry point cannot be loaded, or names something else.
+        QSyncError: an entry point cannot be loaded, or has another type.
     """
     result: dict[str, tuple[Value, ...]] = {}
     for entry in entry_points(group=group):
@@ -40,7 +43,7 @@ def tuples(group: str, kind: type[Value], wanted: str) -> dict[str, tuple[Value,
 
 
 def load(entry: EntryPoint) -> object:
-    """Returns what an entry point names; raises `QSyncError` where it cannot be loaded."""
+    """Return the object of an entry point; raise `QSyncError` if it cannot be loaded."""
     try:
         return entry.load()
     except Exception as error:
@@ -52,7 +55,7 @@ def load(entry: EntryPoint) -> object:
 
 
 def unfit(entry: EntryPoint, result: object, wanted: str) -> QSyncError:
-    """Returns the error for an entry point that names something of the wrong type."""
+    """Return the error for an entry point of the wrong type."""
     return QSyncError(
         f"the installed package {package(entry)} offers {_kind(result)} where {wanted} is expected",
         where=place(entry),
@@ -61,12 +64,12 @@ def unfit(entry: EntryPoint, result: object, wanted: str) -> QSyncError:
 
 
 def package(entry: EntryPoint) -> str:
-    """Returns the name that pip knows the package of an entry point by."""
+    """Return the distribution name of an entry point's package."""
     return entry.dist.name if entry.dist is not None else entry.module
 
 
 def place(entry: EntryPoint) -> str:
-    """Returns where an entry point is written down."""
+    """Return the definition of an entry point, for error messages."""
     return f'entry point {entry.name} = "{entry.value}" in the group {entry.group}'
 
 

@@ -1,8 +1,8 @@
-"""Environment variables: no other Python module of qsync_fx reads them (cpp/module.cpp reads QSYNC_CPU_ISA).
+"""Environment variables, which no other Python module of qsync_fx reads.
 
-Invariant: an empty variable is the same as an unset one. If a variable of qsync_fx has an invalid
-value, that is an `OptionError` that names the variable. If a launcher's variable has one, it is
-ignored with a warning.
+cpp/module.cpp reads QSYNC_CPU_ISA. An empty variable counts as unset. An invalid value of a
+qsync_fx variable raises an `OptionError` that names it; an invalid value of a launcher's variable
+is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _SWITCH: Final = {"0": False, "false": False, "off": False, "1": True, "true": T
 
 
 def text(*names: str) -> str:
-    """Return the value of the first of these variables that is set, or ""."""
+    """Return the value of the first variable in `names` that is set, or ""."""
     return next((value for name in names if (value := os.environ.get(name))), "")
 
 
 def switch(name: str) -> bool:
-    """Return whether a feature is on, which is the default: 1, true or on, or 0, false or off, in any case.
+    """Return whether a feature is on, which is the default.
+
+    Values are 1, true or on, and 0, false or off, in any case.
 
     Raises:
         OptionError: the variable has another value.
@@ -40,7 +42,7 @@ def switch(name: str) -> bool:
 
 
 def choice(name: str, choices: Sequence[str]) -> str:
-    """Return the value of a variable that has to be one of `choices`; the first one is the default.
+    """Return the value of a variable, one of `choices`; the first choice is the default.
 
     Raises:
         OptionError: the variable has another value.
@@ -52,7 +54,7 @@ def choice(name: str, choices: Sequence[str]) -> str:
 
 
 def count(name: str) -> int | None:
-    """Return the value of a variable that has to be a whole number from 1; None if it is unset.
+    """Return the value of a variable as an integer from 1 to 9999; None if it is unset.
 
     Raises:
         OptionError: the variable has another value.
@@ -66,12 +68,12 @@ def count(name: str) -> int | None:
 
 
 def paths(name: str) -> list[Path]:
-    """Return the paths in a variable, which are separated as in PATH."""
+    """Return the paths in a variable, separated as in PATH."""
     return [Path(part).expanduser() for part in text(name).split(os.pathsep) if part]
 
 
 def launcher_number(name: str) -> int | None:
-    """Return a whole number from a launcher such as torchrun (RANK, WORLD_SIZE); None if there is none."""
+    """Return a number from a launcher (RANK, WORLD_SIZE); None if it is invalid or unset."""
     value = text(name)
     if not value:
         return None
@@ -85,13 +87,13 @@ def launcher_number(name: str) -> int | None:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """Return the variables of this process with some changes, for a process that it starts."""
+    """Return the environment for a child process: this process's variables with changes."""
     return {**os.environ, **changes}
 
 
 @contextlib.contextmanager
 def default(name: str, value: str) -> Iterator[None]:
-    """Set a variable that the user has not set, for a library that reads it in the meantime."""
+    """Set a variable temporarily, for a library that reads it, unless the user has set it."""
     if name in os.environ:
         yield
         return

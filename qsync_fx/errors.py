@@ -1,7 +1,7 @@
-"""Errors that say what is wrong, where, and what to do.
+"""Errors that state the problem, its location, and a remedy.
 
-Invariant: every error that qsync_fx raises on purpose is a `QSyncError`, and its text has the three parts in this order. Code that
-catches `QSyncError` catches nothing else; a bug in qsync_fx is never dressed up as one.
+Invariant: every error that qsync_fx raises on purpose is a `QSyncError`, and its text has these
+three parts in this order. An internal bug is never reported as a `QSyncError`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class QSyncError(Exception):
-    """Base of all errors of qsync_fx.
+    """Base class of all errors of qsync_fx.
 
     Args:
-        what: what is wrong, one sentence.
-        where: the operator id and source line, file, or option it concerns.
-        do: what the user can do about it.
+        description: the problem, in one sentence; stored as `what`.
+        where: operator id and source line, file, or option.
+        do: remedy for the user.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class QSyncError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors cross processes: what `pickle` does by itself would lose the names of the arguments."""
+        """Support pickling between processes; the default loses keyword arguments."""
         return _restored, (type(self), dict(self.__dict__))
 
 
@@ -46,28 +46,29 @@ def _restored(kind: type[QSyncError], state: dict[str, Any]) -> QSyncError:
 
 
 class OptionError(QSyncError):
-    """An option of the backend that is unknown or has a value that it cannot take."""
+    """Unknown option of the backend, or invalid value of an option."""
 
 
 class PrecisionError(QSyncError):
-    """A precision that is unknown, or that an operator or device cannot run."""
+    """Unknown precision, or a precision that an operator or device cannot run."""
 
 
 class PlanError(QSyncError):
-    """A plan that cannot be read, or that does not fit the model."""
+    """Plan that cannot be read, or that does not fit the model."""
 
 
 class PlanWarning(UserWarning):
-    """A plan that is not applied as a whole; with the option "strict" the same is a `PlanError`."""
+    """Plan that is only partly applied; a `PlanError` with the option "strict"."""
 
 
 class PassError(QSyncError):
-    """A pass that failed or broke an invariant of the graph.
+    """Pass that failed or violated an invariant of the graph.
 
     Attributes:
-        graph: the text of the graph as the pass left it; "" where there is none.
-        step: the name of the pass.
-        ours: whether it is a pass of qsync_fx, on a graph that no other pass has changed: then it is a bug in qsync_fx.
+        graph: text of the graph after the pass; "" without one.
+        step: name of the pass.
+        ours: whether it is a pass of qsync_fx on a graph that no other pass has changed, which
+            indicates a bug in qsync_fx.
     """
 
     graph: str = ""
@@ -76,41 +77,45 @@ class PassError(QSyncError):
 
 
 class DeviceError(QSyncError):
-    """A device that qsync_fx cannot run on."""
+    """Device that qsync_fx cannot run on."""
 
 
 class ProfileError(QSyncError):
-    """A profile, trace or cluster that cannot be read, or that does not fit the model or the machine."""
+    """Profile, trace or cluster that cannot be read, or does not fit the model or machine."""
 
 
 class RankError(QSyncError):
-    """Ranks that train together do not agree, or one of them has failed; every rank is told which.
+    """Disagreement of ranks, or failure of a rank; raised on every rank.
 
     Attributes:
-        rank: the one that failed or that differs; None where that is not known.
+        rank: the rank that failed or differs; None if unknown.
     """
 
     rank: int | None = None
 
 
 class KernelError(QSyncError):
-    """A CUDA kernel that cannot be compiled, loaded or run."""
+    """CUDA kernel that cannot be compiled, loaded or run."""
 
 
 class RefusedKernelError(KernelError):
-    """A CUDA kernel that compiles, and must not be used: it spills, say. Another one may do the same without."""
+    """CUDA kernel that compiles but must not be used, for example because it spills registers.
+
+    Another kernel may compute the same operation without this problem.
+    """
 
 
 class LaunchError(KernelError):
-    """A CUDA kernel that takes its operands and cannot be started."""
+    """CUDA kernel that supports its operands but fails to launch."""
 
 
 class ToolchainError(KernelError):
-    """nvcc, the host compiler or the CUTLASS headers: missing, of a version that does not serve, or failing.
+    """nvcc, host compiler or CUTLASS headers that are missing, unsupported or failing.
 
     Attributes:
-        output: what the failing tool printed, in full; "" where none ran.
-        of_the_source: whether it failed over this very source, so that another one may do.
+        output: complete output of the failing tool; "" if no tool ran.
+        of_the_source: whether the failure is specific to the source, so that another source may
+            compile.
     """
 
     output: str = ""
@@ -118,7 +123,7 @@ class ToolchainError(KernelError):
 
 
 def nearest(name: str, available: Iterable[str]) -> str:
-    """Returns advice for a name that was not found: the nearest known one, then all of them."""
+    """Return advice for an unknown name: the closest available name, then all of them."""
     available = sorted(available)
     close = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     everything = "known: " + ", ".join(available)
@@ -126,5 +131,5 @@ def nearest(name: str, available: Iterable[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Returns `text` quoted for an error message, cut where it is long: it may come from anywhere."""
+    """Return `text` quoted for an error message, truncated if it is long."""
     return repr(text) if len(text) <= 120 else f"{text[:100]!r}... ({len(text)} characters)"

@@ -1,17 +1,17 @@
-"""The table of number formats.
+"""Table of number formats.
 
-Invariant: everything that qsync_fx knows of a format stands in its row, and nothing else in the tree names formats one by one. A new
-format is one new row: casts, lowering, promotion, cost and the command line derive from it.
+A format is stored in `dtype`, a torch dtype that represents each of its values exactly; a *scaled*
+format is stored as `q * scale`. Without a native unit, products are computed in the format
+`carrier` (the compute dtype), in which all values are exact and products accumulate in FP32, so the
+numerics do not change. Rows with equal values share units and kernels, under the name of the first
+such row (`encoding`).
 
-Four facts make the rest derive. A format is kept in `dtype`, a torch type that holds each of its values exactly. A *scaled* format
-is kept as `q * scale`. Where a device has no unit for a format its products are computed in `carrier`, a float format in which
-every value of the format is exact and whose products are accumulated in FP32, so that the numerics are the format's own. Rows with
-the same values have the same units and kernels, whose name for them is that of the first such row (`encoding`).
+`int8` rounds incoming gradients to BF16, as QSync does (section IV-B). `int8_grad` also rounds them
+to INT8, with one scale and by default stochastically: all three products are INT8 products, which
+are faster on INT8 tensor cores, with noisier gradients.
 
-A row is written with the names of the formats that it refers to, and read as the formats themselves: nobody looks one up again.
-
-INT8 has two rows. `int8` rounds the incoming gradient to BF16, as QSync does (section IV-B). `int8_grad` rounds it to INT8 too, with one
-scale and by default stochastically: all three products are then INT8's, faster on its tensor cores, and gradients are noisier.
+Invariant: no other code lists formats one by one. Casts, lowering, promotion, costs and the command
+line derive from the rows, so a new format is one new row.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from qsync_fx.errors import PrecisionError, nearest
 
 @dataclass(frozen=True, eq=False)
 class Precision:
-    """One number format.
+    """Number format.
 
     Attributes:
-        name: what users write.
+        name: identifier for users.
         kind: "float", or "integer" for symmetric fixed point.
-        bits: bits of information a value, which is also what a native kernel moves.
+        bits: bits per value, which is also the size that a native kernel moves.
         mantissa: stored mantissa bits `k`; the relative step is `2**-k`. 0 for integers.
         e_min: exponent of the smallest normal number. 0 for integers.
         max: largest finite magnitude (float) or largest level (integer).
-        dtype: the torch type that stores it.
-        scaled: a value is `q * scale`, the scale FP32 per tensor or per channel.
-        carrier: the format its products are computed in where the device has no unit of its own for it.
-        output: the format of an operator's output.
-        gradient: the format that an incoming gradient is rounded to before the two products of the backward pass.
-        elsewhere: what an operator that cannot take this format runs in under a uniform plan.
+        dtype: torch dtype that stores it.
+        scaled: whether a value is `q * scale`, with an FP32 scale per tensor or per channel.
+        carrier: compute dtype of products on a device without a native unit.
+        output: format of an operator's output.
+        gradient: format that an incoming gradient is rounded to before the two products of the
+            backward pass.
+        elsewhere: format of operators that do not support this one, under a uniform plan.
     """
 
     name: str
@@ -60,12 +61,12 @@ class Precision:
 
     @property
     def eps(self) -> float:
-        """The relative step `2**-mantissa` of a float format; the step of one level of an integer format."""
+        """Relative step `2**-mantissa` of a float format; 1 level for an integer format."""
         return 2.0**-self.mantissa
 
     @property
     def plain(self) -> bool:
-        """Whether a conversion to `dtype` is all that the format needs: no scale, and no rounding beyond the type's own."""
+        """Whether the format is a plain cast to `dtype`, without scale or further rounding."""
         return (
             not self.scaled
             and self.dtype.is_floating_point
@@ -87,7 +88,7 @@ class Precision:
         return hash(self.name)
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        """What is copied or read from a pickle of a row of the table is that row, which passes compare by identity."""
+        """Copy and unpickle a row of the table as the same object: passes compare by identity."""
         return (
             (precision, (self.name,))
             if FORMATS.get(self.name) is self
@@ -95,7 +96,7 @@ class Precision:
         )
 
     def _content(self) -> tuple[object, ...]:
-        """What makes formats equal. Those that it refers to count by their names: a plain format refers to itself."""
+        """Return the fields for equality; a format is named, because it may refer to itself."""
         return tuple(
             fact.name if isinstance(fact, Precision) else fact for fact in vars(self).values()
         )
@@ -104,11 +105,11 @@ class Precision:
 _Row: TypeAlias = tuple[
     str, Literal["float", "integer"], int, int, int, float, torch.dtype, bool, str, str, str, str
 ]
-"""The fields of a `Precision`, with names of rows for formats."""
+"""Fields of a `Precision`, with names of rows instead of formats."""
 
 # fmt: off
 _ROWS: tuple[_Row, ...] = (
-    # name     kind       bits  k  e_min  max                     dtype                scaled carrier  output  gradient  elsewhere
+    # name, kind, bits, mantissa, e_min, max, dtype, scaled, carrier, output, gradient, elsewhere
     ("fp64",     "float",   64, 52, -1022, 1.7976931348623157e308, torch.float64,       False, "fp64", "fp64", "fp64",     "fp64"),
     ("fp32",     "float",   32, 23, -126,  3.4028234663852886e38,  torch.float32,       False, "fp32", "fp32", "fp32",     "fp32"),
     ("tf32",     "float",   19, 10, -126,  3.4011621342146535e38,  torch.float32,       False, "fp32", "fp32", "tf32",     "fp32"),
@@ -123,7 +124,10 @@ _ROWS: tuple[_Row, ...] = (
 
 
 class _Table(Mapping[str, Precision]):
-    """The formats by name. Read-only: a format is a row above."""
+    """Read-only mapping from names to formats.
+
+    Rows refer to formats by name, and these names are resolved on construction.
+    """
 
     def __init__(self, rows: tuple[_Row, ...]) -> None:
         self._rows = {row[0]: object.__new__(Precision) for row in rows}
@@ -147,13 +151,13 @@ class _Table(Mapping[str, Precision]):
 FORMATS: Mapping[str, Precision] = _Table(_ROWS)
 
 FP32 = FORMATS["fp32"]
-"""The format of parameters, and of what no plan is for."""
+"""Format of parameters, and of operators without a planned format."""
 
 _BY_DTYPE = {row.dtype: row for row in reversed(tuple(FORMATS.values())) if row.plain}
 
 
 def precision(name: str | Precision) -> Precision:
-    """Returns the format called `name`; raises `PrecisionError` naming the nearest one where there is none."""
+    """Return the format called `name`; raise `PrecisionError` with the closest name otherwise."""
     if isinstance(name, Precision):
         return name
     if not isinstance(name, str) or name not in FORMATS:
@@ -162,7 +166,11 @@ def precision(name: str | Precision) -> Precision:
 
 
 def precisions(names: Iterable[str | Precision]) -> list[Precision]:
-    """Returns the formats called so, each once; raises `PrecisionError` for one that is none, and for a text in place of several."""
+    """Return the formats with these names, without duplicates.
+
+    Raises:
+        PrecisionError: a name is unknown, or `names` is a string.
+    """
     if isinstance(names, str):
         raise PrecisionError(
             f"precisions are several, and {names!r} is a text", do=f"write precisions=[{names!r}]"
@@ -172,7 +180,7 @@ def precisions(names: Iterable[str | Precision]) -> list[Precision]:
 
 @functools.cache
 def encoding(row: Precision) -> Precision:
-    """Returns the first format of the table that has the values of `row`: the name under which devices and kernels know it."""
+    """Return the first format of the table with the values of `row`; kernels use its name."""
 
     def values(fmt: Precision) -> tuple[object, ...]:
         return fmt.kind, fmt.mantissa, fmt.e_min, fmt.max, fmt.dtype
@@ -181,12 +189,15 @@ def encoding(row: Precision) -> Precision:
 
 
 def precision_of(dtype: torch.dtype) -> Precision | None:
-    """Returns the format that a plain tensor of `dtype` holds; None for integers, booleans and complex numbers."""
+    """Return the format of plain tensors of `dtype`; None unless it is a float dtype."""
     return _BY_DTYPE.get(dtype)
 
 
 def promoted(first: Precision, second: Precision) -> Precision:
-    """Returns the narrowest plain format that holds both, by torch's own promotion (BF16 and FP16 give FP32)."""
+    """Return the narrowest plain format that represents both, by torch's promotion rules.
+
+    BF16 and FP16 promote to FP32.
+    """
     result = precision_of(torch.promote_types(first.dtype, second.dtype))
     if result is None:
         raise PrecisionError(

@@ -1,4 +1,4 @@
-"""Sizes as people read them; symbolic sizes stay formulas."""
+"""Human-readable sizes and durations; symbolic sizes stay formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NO_TIME = 1e-12
 
 
 def number(size: Any) -> int | float | None:
-    """Returns a size as a number, which may be one of sympy's (shares of a whole add up to such); None for a formula."""
+    """Return a size as a number, converted from sympy if necessary; None for a formula."""
     if isinstance(size, (int, float)):
         return size
     if not getattr(size, "is_number", False):
@@ -19,7 +19,7 @@ def number(size: Any) -> int | float | None:
 
 
 def short(size: Any, unit: str = "") -> str:
-    """Returns 1536000 as "1.54M"; a formula as itself; zero as "-"."""
+    """Return 1536000 as "1.54M", a formula unchanged, and zero as "-"."""
     available = number(size)
     if available is None:
         return f"{size}{unit}"
@@ -32,17 +32,17 @@ def short(size: Any, unit: str = "") -> str:
 
 
 def many(count: int, noun: str, several: str = "") -> str:
-    """Returns 1 and "bucket" as "1 bucket", 2 as "2 buckets", or with the plural that is given."""
+    """Return 1 and "bucket" as "1 bucket", 2 as "2 buckets"; `several` is an irregular plural."""
     return f"{count} {noun if count == 1 else several or f'{noun}s'}"
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns 0.0123 as "12.3"; what rounding leaves of zero as "0"."""
+    """Return 0.0123 as "12.3", and rounding errors of zero as "0"."""
     return f"{0.0 if abs(seconds) < _NO_TIME else seconds * 1e3:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Returns 0.0123 as "12.3 ms"; zero, and what rounding leaves of it, as "-"."""
+    """Return 0.0123 as "12.3 ms", and zero within rounding errors as "-"."""
     if abs(seconds) < _NO_TIME:
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """Returns 42.3 as "42 s", 150 as "2.5 minutes", 5000 as "1.4 hours": what is foreseen, and nothing as "0 s"."""
+    """Return an estimate: 42.3 as "42 s", 150 as "2.5 minutes", 5000 as "1.4 hours"."""
     if seconds < 59.5:
         return f"{math.ceil(seconds) if seconds < 1 else round(seconds)} s"
     if seconds < 3570:
@@ -61,6 +61,6 @@ def roughly(seconds: float) -> str:
 
 
 def round_step(least: float) -> float:
-    """Returns a distance for the ticks of an axis: 1, 2 or 5 times a power of ten, no less than `least`, which is above zero."""
+    """Return a tick distance: the smallest of 1, 2 or 5 times a power of ten from `least` > 0."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(times * power for times in (1, 2, 5, 10) if times * power >= least * (1 - 1e-9))

@@ -1,7 +1,8 @@
-"""The modules of a model, by the paths that operator ids use.
+"""Module paths of a model, as operator ids use them.
 
-Invariant: wrappers are no part of a model. A module has one path, whether it stands in DistributedDataParallel, nn.DataParallel, FSDP, a
-checkpoint wrapper or the module that torch.compile returns, or in none of them; a module with several names has the first one.
+Invariant: wrappers do not change paths. A module has the same path inside DistributedDataParallel,
+nn.DataParallel, FSDP, a checkpoint wrapper or the result of torch.compile as without them. A module
+with several names has the path of the first.
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What wrappers call the module that they wrap, where no module of a user's has that name."""
+"""Attribute names by which wrappers store the wrapped module; users' modules do not use them."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Returns the module inside of all wrappers around it; the module itself where there are none."""
+    """Return the module inside all wrappers; the module itself without wrappers."""
     while (inner := _inner(module)) is not None:
         module = inner
     return module
 
 
 def paths(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields every module below `root` with its path, itself first, as `""`, a wrapper with the path of what it wraps."""
+    """Yield (path, module) for `root` with path "" and all modules below it.
+
+    A wrapper has the path of the module that it wraps.
+    """
     yield from _walk(unwrapped(root), "", set())
 
 
 def joined(*parts: str) -> str:
-    """Returns one path made of several, of which any may be that of the root."""
+    """Return the concatenation of paths, where "" is the path of the root."""
     return ".".join(part for part in parts if part)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters that the module itself holds, without those of the modules in it."""
+    """Return the parameters of the module itself, without its submodules."""
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 

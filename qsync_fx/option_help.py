@@ -1,7 +1,7 @@
 """Help texts and recipes of the backend's options, for the command line, errors and docs.
 
-Invariant: `DOCUMENTED` has the fields of `qsync_fx.options.Options` in their order. This module does not import
-torch, so that a wrong command line is reported at once.
+Invariant: `DOCUMENTED` has the fields of `qsync_fx.options.Options` in their order. This module
+does not import torch, so that an invalid command line is reported at once.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ DOCUMENTED: Mapping[str, str] = MappingProxyType(
         "passes": "list of your own passes, each a function decorated with @qsync_fx.graph_pass or the name of an installed pass",
     }
 )
-"""Help text of each option, as error messages, the command line and the documentation show it."""
+"""Help text of each option for error messages, the command line and the documentation."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options that go together for a common case.
+    """Combination of options for a common case.
 
     Attributes:
         options: values of `qsync_fx.options.Options`, by name.
-        trade_off: what the recipe gains and costs, in one sentence.
+        trade_off: gains and costs of the recipe, in one sentence.
     """
 
     options: Mapping[str, object]
@@ -84,7 +84,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
     }
 )
-"""Named recipes: `options={"recipe": "int8_fast"}`. Other options that are given next to a recipe override its values."""
+"""Recipes by name: `options={"recipe": "int8_fast"}`. Explicit options override their values."""
 
 RECIPE_HELP: Final = f"options for a common case by one name: {', '.join(RECIPES)}; options that are given next to it override its values"
 
@@ -101,4 +101,4 @@ SWITCHES: Final = frozenset(
 """Options that are False by default."""
 
 LISTS: Final = frozenset({"passes"})
-"""Options that take several values."""
+"""Options with several values."""

@@ -1,7 +1,8 @@
 """Options of the backend: `torch.compile(model, backend="qsync", options={...})`.
 
-A silently ignored option costs a training run. Therefore an unknown option or value raises before compilation and
-names the nearest valid one. Invariant: every `Options` object is valid, and equal options compile to the same code.
+A silently ignored option costs a training run. Therefore an unknown option or value raises before
+compilation, with the closest valid name. Invariant: every `Options` object is valid, and equal
+options compile to the same code.
 """
 
 from __future__ import annotations
@@ -41,32 +42,36 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one compilation: `torch.compile(model, backend="qsync", options=qsync_fx.Options(precision="int8"))`.
+    """Options of one compilation.
 
-    A dictionary with the same names does the same. Without `precision` and `plan` the device decides.
+    `torch.compile(model, backend="qsync", options=qsync_fx.Options(precision="int8"))` and a
+    dictionary with the same names are equivalent. Without `precision` and `plan` the device
+    determines the precision.
 
     Attributes:
-        precision: the format of every operator, such as "int8"; not together with `plan`.
-        plan: a format for each operator.
-        device_class: the class of this rank's device in a plan for a cluster; None to find it.
-        inner_backend: the compiler of the rewritten graph, "inductor", "aot_eager" or "eager".
+        precision: format of every operator, such as "int8"; excludes `plan`.
+        plan: format of each operator.
+        device_class: class of this rank's device in a cluster plan; None to detect it.
+        inner_backend: compiler of the rewritten graph, "inductor", "aot_eager" or "eager".
         rounding: of values to INT8 and FP8, "stochastic", "nearest" or "floor".
         gradient_rounding: of gradients to BF16 and FP16, "nearest" or "stochastic".
         scaling: one scale per "tensor" or per "channel".
-        emulate_unsupported: emulate formats that the device lacks exactly instead of substituting them.
-        skip_unprofitable: keep a wider format for operators that the uniform precision does not make faster.
-        fast_dropout: draw dropout masks in vectors on the CPU; None for wherever that is possible.
+        emulate_unsupported: emulate unsupported formats exactly instead of substituting them.
+        skip_unprofitable: use a wider format for operators that the uniform precision does not make
+            faster.
+        fast_dropout: draw dropout masks in vectors on the CPU; None to do so if possible.
         cudagraphs: capture steps in CUDA graphs.
         activation_recompute: recompute inexpensive activations in backward instead of saving them.
-        cache_quantized_weights: quantize a weight once a step; requires that all writes go through torch.
+        cache_quantized_weights: quantize a weight once per step; requires that all writes go
+            through torch.
         cached_plan: use the plan of a cached profile if neither `precision` nor `plan` is given.
-        strict: raise if a part of the plan is not applied, instead of a warning.
-        root: path of the compiled module in the model of the plan; None to find it.
-        target: a GPU to inspect graphs for without having one.
-        passes: custom passes, in their order.
+        strict: raise instead of warn if a part of the plan is not applied.
+        root: path of the compiled module in the model of the plan; None to detect it.
+        target: GPU to inspect graphs for, which need not be present.
+        passes: custom passes, in order of execution.
 
     Raises:
-        OptionError: for a value that an option does not take, and for options that exclude each other.
+        OptionError: an option has an invalid value, or options exclude each other.
     """
 
     precision: str | None = None
@@ -148,7 +153,7 @@ class Options:
 
     @property
     def non_default_options(self) -> str:
-        """The options that change numbers and differ from their defaults, without precision and plan: "scaling=channel"."""
+        """Changed options that affect numbers, except precision and plan: "scaling=channel"."""
         compared = [item for item in fields(self) if item.compare]
         changing = [
             item
@@ -167,11 +172,12 @@ class Options:
         """Return the options of a recipe, overridden by `options`.
 
         Args:
-            name: "bf16", "int8_accurate", "int8_fast" or "low_memory"; see `qsync_fx.option_help.RECIPES`.
-            options: as `parse` takes them.
+            name: "bf16", "int8_accurate", "int8_fast" or "low_memory"; see
+                `qsync_fx.option_help.RECIPES`.
+            options: as of `parse`.
 
         Raises:
-            OptionError: if there is no such recipe, and as `parse` raises it.
+            OptionError: the recipe does not exist, or an option is invalid (see `parse`).
         """
         return cls.parse({"recipe": name, **options})
 
@@ -179,13 +185,15 @@ class Options:
     def parse(cls, mapping: Mapping[str, object] | Options | None) -> Options:
         """Return the options in a mapping, as users write them.
 
-        A plan may be given as the path of its file or as a plan for a cluster, of which this rank takes its part, a
-        precision as `Precision`, and passes as a list. "recipe" adds the options of a recipe, which others in
-        the mapping override. An `Options` is returned unchanged: a plan file is read once.
+        A plan may be the path of its file or a cluster plan, from which the part of this rank is
+        selected. A precision may be a `Precision`, and passes may be a list. "recipe" adds the
+        options of a recipe, which other entries of the mapping override. An `Options` object is
+        returned unchanged, so a plan file is read once.
 
         Raises:
-            OptionError: for an unknown option, a value that it does not take, or both a precision and a plan.
-            PlanError: for a plan file that cannot be read, or a cluster's plan without a part for this rank.
+            OptionError: an option is unknown or has an invalid value, or both precision and plan
+                are given.
+            PlanError: a plan file cannot be read, or a cluster plan has no part for this rank.
         """
         if mapping is None:
             return cls()
@@ -216,7 +224,6 @@ class Options:
 
 
 def _with_recipe(mapping: Mapping[str, object]) -> dict[str, object]:
-    """Return options completed by their recipe."""
     explicit = {name: value for name, value in mapping.items() if name != "recipe"}
     _one_of("recipe", mapping["recipe"], RECIPES)
     recipe = dict(RECIPES[str(mapping["recipe"])].options)
@@ -226,7 +233,6 @@ def _with_recipe(mapping: Mapping[str, object]) -> dict[str, object]:
 
 
 def _converted(name: str, value: object) -> Any:
-    """Return the value of an option as its field holds it."""
     match name, value:
         case "plan", str() | os.PathLike():
             return read_plan(value)
@@ -241,7 +247,7 @@ def _converted(name: str, value: object) -> Any:
 
 
 def _in_words(value: object) -> str:
-    """Return the text of a value, the same in every process: passes have names."""
+    """Return a text of a value that is equal in all processes; passes are named."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_in_words, value))}]"
     return str(

@@ -1,24 +1,14 @@
-"""Which plan a model trains under where none is asked for.
+"""Cached plans: the plan of a model that is compiled without plan or precision.
 
-Invariant: it is that of a profile of this machine, of this model, its mode and the options, and of a batch of these sizes. A graph of other
-sizes goes on under the plan that the model's earlier graphs have got, such as that of the last batch of an epoch.
+`caches()/profiles/STRUCTURE` contains the profiles of models with one structure, by machine, batch
+and mode, each with a file *.plan.json of the plan that was found from it. `fingerprint` identifies
+a model independently of wrappers, precisions and symbolic sizes. `candidates_for` returns the
+cached plans that a model may use.
 
-The plan that a model trains under where none is asked for: found from a profile that was measured here, and kept beside it.
-
-`fingerprint` tells a model, `kept` is the file of such a plan and where it lies, `candidates` says which of them is this model's.
-
-Invariant: nothing is measured, searched or written here. A plan that is not surely of this model, machine and batch is not taken, and why
-not is said.
-
-What tells a model from others: the same when it is measured and when a graph of it is compiled.
-
-Invariant: it follows from the model as written and the inputs of a step. Wrappers around modules, precisions, and whether a size is a
-number or a symbol that stands for it, are nothing to it.
-
-The file of a plan that was found from a profile, which lies beside it in the cache.
-
-Invariant: `caches()/profiles/STRUCTURE` holds what was measured of models of one structure: for each machine, batch and mode a profile, and
-a file that ends with ".plan.json" with the plan. Reading never fails: a file that is none is none.
+Invariant: a cached plan is used only if machine, model, mode, options and batch sizes match;
+otherwise the reason is reported. Graphs of other sizes, such as an epoch's last batch, use the plan
+of the model's earlier graphs. No code here measures, searches or writes, and unreadable files are
+ignored.
 """
 
 from __future__ import annotations
@@ -48,13 +38,14 @@ from qsync_fx.serialization.schema import Schema
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """
+    """Identity of a model, for the comparison with cached profiles.
+
     Attributes:
-        structure: of the model's class, and of the names of its parameters and buffers.
-        tensors: of their types and sizes.
-        options: those of the backend that are not as by default, in words.
-        evaluated: the paths of the modules that are in the mode to evaluate.
-        operators: the sizes of what each operator gives out, by its id.
+        structure: digest of the model's class and the names of its parameters and buffers.
+        tensors: digest of their dtypes and shapes.
+        options: non-default backend options, as text.
+        evaluated: paths of the modules in evaluation mode.
+        operators: output shapes of each operator, by its id.
     """
 
     structure: str
@@ -65,7 +56,7 @@ class Fingerprint:
 
 
 def fingerprint(root: nn.Module, operators: Iterable[Operator], options: Options) -> Fingerprint:
-    """Returns that of a model of which these operators are known, before precisions are decided."""
+    """Return the fingerprint of a model with these operators, before precisions are decided."""
     tensors = dict(_tensors(root))
     kind = type(root)
     return Fingerprint(
@@ -78,7 +69,7 @@ def fingerprint(root: nn.Module, operators: Iterable[Operator], options: Options
 
 
 def sizes_of(operators: Iterable[Operator]) -> dict[str, str]:
-    """Returns the sizes of what operators give out, by their ids."""
+    """Return the output shapes of operators, by their ids."""
     return {str(operator.id): _sizes(operator.graph.value(operator.node)) for operator in operators}
 
 
@@ -88,7 +79,7 @@ def _sizes(value: Any) -> str:
 
 
 def _number(size: int | torch.SymInt) -> str:
-    """Returns a size, or what a symbol stands for in the batch that is compiled for."""
+    """Return a size, or the hint of a symbolic size: its value in the compiled batch."""
     if isinstance(size, torch.SymInt):
         return str(size.node.hint) if size.node.has_hint() else "?"
     return str(size)
@@ -111,13 +102,14 @@ SUFFIX: Final = ".plan.json"
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """
+    """Plan that was found from a profile.
+
     Attributes:
-        machine, model: where its profile was measured, and of what.
-        within: the format whose variance it stays within.
-        seconds: of a step, as foreseen.
-        uniform_seconds: of a step with all operators in that format.
-        operators: formats by the ids of operators.
+        machine, model: machine and model of the profile.
+        within: format whose uniform plan has a variance that this plan does not exceed.
+        seconds: predicted seconds of a step.
+        uniform_seconds: seconds of a step with all operators in the format `within`.
+        operators: formats by operator id.
     """
 
     machine: Machine
@@ -138,15 +130,15 @@ KEPT: Final = Schema(
 
 
 def folder(structure: str) -> Path:
-    """Returns where profiles of models of a structure are kept; it need not exist."""
+    """Return the folder of the profiles of models with a structure; it may not exist."""
     return caches() / "profiles" / structure
 
 
 def kept(structure: str) -> list[tuple[Path, CachedPlan]]:
-    """Returns the plans that are there for models of a structure, the latest first."""
+    """Return the cached plans for models with a structure, the latest first."""
     try:
         files = [(path, path.stat()) for path in folder(structure).glob(f"*{SUFFIX}")]
-    except OSError:  # another process has just removed one, or the folder is not ours to read
+    except OSError:  # another process has removed a file, or the folder is not readable
         return []
     latest = sorted(files, key=lambda file: -file[1].st_mtime_ns)
     read = ((path, _read(path, state.st_mtime_ns, state.st_size)) for path, state in latest)
@@ -162,16 +154,17 @@ def _read(path: Path, _written: int, _bytes: int) -> CachedPlan | None:
 
 
 SWITCH: Final = "QSYNC_CACHED_PLAN"
-"""The environment variable that switches plans of cached profiles off where it is 0."""
+"""Environment variable that disables cached plans if it is 0."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """
+    """Cached plans that a model may use.
+
     Attributes:
-        model: at hand, without its operators.
-        kept: the plans that are there for models like it, with their files.
-        before: the plan that earlier graphs of the model have got; None where there are none.
+        model: fingerprint of the model, without operators.
+        kept: plans of models with the same structure, with their files.
+        before: plan of earlier graphs of the model; None without one.
     """
 
     model: Fingerprint
@@ -179,11 +172,11 @@ class Candidates:
     before: Plan | None
 
     def plan(self, operators: Mapping[str, str], complete: bool) -> Plan | None:
-        """Returns the plan for a graph; None where there is none for it.
+        """Return the plan for a graph; None if no plan matches.
 
         Args:
-            operators: sizes of the graph's operators, by id.
-            complete: whether it is the whole model.
+            operators: output shapes of the graph's operators, by id.
+            complete: whether the graph is the full model.
         """
         for path, result in self.kept:
             if next(self._differing(result, operators, complete), None) is None:
@@ -191,7 +184,7 @@ class Candidates:
         return self.before
 
     def why_not(self, operators: Mapping[str, str], complete: bool) -> str:
-        """Returns what the latest of them was measured of that is not at hand, in words; "" where there are none."""
+        """Return the first mismatch of the latest cached plan, as text; "" without cached plans."""
         return next(
             (
                 subject
@@ -227,7 +220,11 @@ class Candidates:
 
 
 def candidates_for(root: nn.Module, options: Options, before: Plan | None) -> Candidates | None:
-    """Returns the plans that a model may get; None where it asks for one, where they are switched off, and where there are none."""
+    """Return the cached plans for a model.
+
+    Returns:
+        None if the user gave a plan or precision, cached plans are disabled, or there are none.
+    """
     if not environment.switch(SWITCH) or not options.is_default or not options.cached_plan:
         return None
     model = fingerprint(root, (), options)

@@ -1,12 +1,13 @@
-"""Another plan in the middle of training.
+"""Plan switching during training.
 
-Dynamo keeps compiled code beside the function that was compiled and asks two things of it: do its guards hold, and is its backend equal to
-the one in force. So a plan is switched by putting another backend in force, in place, and everything that refers to the compiled
-model goes on doing so. Backends are equal where their options are, so the code of a plan that was used before is found again.
+Dynamo stores compiled code with the function, and uses it if its guards pass and its backend equals
+the active backend. A plan is switched by replacing the active backend in place, so all references
+to the compiled model stay valid. Backends are equal if their options are equal, so code that was
+compiled for an earlier plan is found again.
 
-Invariant: switching changes what `torch.compile` was told of the plan, and nothing else: no parameter, no other option, no random number.
-Dynamo keeps its limit of versions (`recompile_limit`) for every plan: neither is one compiled no more because there were others, nor is
-what was compiled for one thrown away.
+Invariant: only the plan of the compiled model changes: no parameter, other option or random state.
+Dynamo's limit of versions (`recompile_limit`) applies to each plan separately, and code of earlier
+plans is not discarded.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 
 
 def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None) -> Model:
-    """Puts another plan in force for a compiled model; returns the model, which is the same object.
+    """Activate another plan for a compiled model, and return the same model object.
 
-    The next call compiles once, or not at all where an equal plan was in force before. Parameters, optimizer, random numbers and
-    all other options stay.
+    The next call compiles once, or not at all if an equal plan was active before. Parameters,
+    optimizer, random state and all other options do not change.
 
     Args:
-        model: what `torch.compile(..., backend="qsync")` returned, a module that was compiled by its own method `compile`, or a module
-            with such ones inside, as `DistributedDataParallel` is; all of them are switched.
-        plan: a plan, also one for a cluster, what find_plan returned, or the path of one; None to let the device decide, as with no plan
-            given.
+        model: the result of `torch.compile(..., backend="qsync")`, a module compiled by its method
+            `compile`, or a module that contains such modules, as `DistributedDataParallel` does;
+            all of them are switched.
+        plan: a plan or cluster plan, the result of find_plan, or the path of a file; None for the
+            default precision of the device.
 
     Raises:
-        OptionError: the model is not compiled with the backend, or the plan is none.
-        PlanError: the file cannot be read. A plan that does not fit the model is told when the model is called next.
+        OptionError: the model is not compiled with the backend, or `plan` has another type.
+        PlanError: the file cannot be read. A plan that does not fit the model raises at the next
+            call of the model.
     """
     result = {id(context): context for context in _contexts(model)}
     if not result:
@@ -62,14 +65,15 @@ def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None
 
 
 def options_of(model: Callable[..., Any]) -> list[Options]:
-    """Returns the options in force for what is compiled in a model, or is the model; none where nothing is."""
+    """Return the active options of all compiled regions in a model; empty without any."""
     return [_in_force(context) for context in _contexts(model)]
 
 
 def when_called(model: Callable[..., Any], hook: Callable[[], None]) -> Callable[[], None]:
-    """Calls a hook before each call of what is compiled in a model, or is the model; returns what takes it away again.
+    """Register a hook before each call of compiled regions in a model; return its removal function.
 
-    Hooks of modules would be compiled with them, where they are compiled in place.
+    Module hooks are no alternative, because they are compiled with a module that is compiled in
+    place.
     """
 
     def enter() -> Callable[[], None]:
@@ -93,10 +97,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _RoomForPlans:
-    """Gives every plan that was in force Dynamo's limit of versions; Dynamo calls it around each call of the compiled model.
+    """Hook that raises Dynamo's limit of versions in proportion to the number of plans.
+
+    Dynamo calls it around each call of the compiled model.
 
     Attributes:
-        backends: one a plan.
+        backends: one per plan.
     """
 
     backends: list[Any]
@@ -136,7 +142,7 @@ def _put_in_force(context: Any, plan: Plan | None) -> None:
 
 
 def _part(context: Any, plan: object) -> Plan | None:
-    """Returns the plan for this rank, by the class that the model was compiled with."""
+    """Return the plan for this rank, by the device class that the model was compiled with."""
     if not isinstance(plan, ClusterPlan):
         return Options.parse({} if plan is None else {"plan": plan}).plan
     return part_of_this_process(plan, _in_force(context).device_class)
@@ -151,7 +157,11 @@ def _in_force(context: Any) -> Options:
 
 
 def _options(first: Options, plan: Plan | None) -> Options:
-    """Returns the options that the model was compiled with first, with another plan, in the words that were used then."""
+    """Return the model's first options with another plan.
+
+    A uniform plan is written as `precision` if the first options had one, so that equal plans give
+    equal options.
+    """
     if (
         first.precision is not None
         and plan is not None
@@ -163,7 +173,7 @@ def _options(first: Options, plan: Plan | None) -> Options:
 
 
 def _compile_again(backends: list[Any]) -> None:
-    """Takes back that Dynamo compiles a function no more, as it decides for all plans once one has reached the limit."""
+    """Re-enable compilation of functions for which one plan has reached the limit of versions."""
     from torch._C._dynamo import eval_frame
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -179,7 +189,7 @@ def _compile_again(backends: list[Any]) -> None:
 
 
 def _contexts(model: Any) -> Iterator[Any]:
-    """Yields what torch.compile has put around a model and the modules in it, where the backend is ours."""
+    """Yield the torch.compile contexts of a model and its modules with the backend "qsync"."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
     from qsync_fx.backend.entry import qsync
@@ -202,7 +212,6 @@ def _contexts(model: Any) -> Iterator[Any]:
 
 
 def _context(function: Any) -> Any:
-    """Returns what torch.compile has put around a function; None for a function that is not compiled."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or not hasattr(
         function, "_torchdynamo_orig_callable"

@@ -1,29 +1,11 @@
-"""Where stochastic rounding draws from: `stream`, which `seeding` moves with torch's seed; `layout` tells the roundings of a step apart.
+"""Random numbers for stochastic rounding: rounding modes, stream layout, and seeding.
 
-Which random streams belong to whom: the one place that lays them out.
-
-A stream is a number of 32 bits. A graph hands out those below `GRADIENTS`, one for each cast and each lowered operator, and those from
-there to `RESULT` for what rounds gradients alone, and then those for dropout. The backward pass of a lowered operator draws from its own
-stream plus a place of the backward pass, plus `RESULT` for what it gives out.
-
-Invariant: no two sums are equal, as every term has bits of its own; whoever takes more than there are is told.
-
-The ways to round, by the names that options, operators and kernels share.
-
-The stream that stochastic rounding draws from: one number a graph and step.
-
-Invariant: a number is a function of torch's seed, of the rank in torch.distributed when it is drawn, and of how many were drawn in this
-process since the seed was set; no generator of torch's is touched. Every draw of a process has a place of its own, so graphs, steps,
-micro-batches and recompilations need not be told apart. `qsync_fx.rounding` moves the stream with torch's default generator.
-
-Seeding torch is seeding the rounding stream: `torch.random` is watched.
-
-Why a watch: `torch.manual_seed` called again with the same seed leaves nothing behind that tells a second call from the first, unless
-something has drawn from the generator in between. Functions of `torch.random` find the default generator as a global of their module; what
-stands there hands everything on to it and tells the stream. So it does not matter how a function was imported, and Dynamo knows it still.
-
-Invariant: torch's generator does what it does without us. A state that it returns is equal to the one without us; the place in the stream
-rides on that tensor as an attribute, which `torch.save`, `copy.deepcopy` and pickling keep, and which `clone` loses.
+`RandomStreams` numbers the roundings of a graph by 32-bit stream ids. A graph assigns ids below
+`GRADIENTS` to casts and lowered operators, ids up to `RESULT` to gradient rounding, and ids from
+`DROPOUT` to dropout; the backward pass adds an offset per operand (`BACKWARD`), and `RESULT` for
+its outputs. No two sums are equal, because each term has its own bits. `RoundingStream` draws one
+number per graph and step, without use of torch's generators. `watch` couples it to the seed of
+torch's default generator.
 """
 
 from __future__ import annotations
@@ -39,24 +21,27 @@ from torch import Tensor, distributed
 from qsync_fx.errors import OptionError, QSyncError, nearest, shown
 
 GRADIENTS: Final = 1 << 28
-"""The first stream of what the option "gradient_rounding" rounds."""
+"""First stream id for roundings by the option "gradient_rounding"."""
 
 RESULT: Final = 1 << 29
-"""Added for the results of a backward pass, which are rounded after what it reads; all that graphs hand out for roundings lies below."""
+"""Offset for outputs of a backward pass; stream ids of roundings are below it."""
 
 DROPOUT: Final = RESULT
-"""The first stream of what the option "fast_dropout" drops: no rounding has this bit without a place of the backward pass."""
+"""First stream id of dropout by the option "fast_dropout".
+
+Rounding ids have this bit only together with an offset of `BACKWARD`.
+"""
 
 _BACKWARD: Final = 1 << 30
 SHARED: Final = _BACKWARD
-"""Added for an incoming gradient that both products of a backward pass read."""
+"""Offset for an incoming gradient that both products of a backward pass read."""
 
 BACKWARD: Final = {"shared": SHARED, "activation": 2 * _BACKWARD, "weight": 3 * _BACKWARD}
-"""Added in a backward pass, by the operand whose gradient a rounding is for."""
+"""Offsets in a backward pass, by the operand whose gradient is rounded."""
 
 
 class RandomStreams:
-    """Hands out the numbers from `first` to `end` that tell the roundings of a graph and of its bodies apart; no two are equal."""
+    """Allocator of unique stream ids from `first` up to `end`, exclusive, for one graph."""
 
     def __init__(self, first: int = 0, end: int = GRADIENTS) -> None:
         self._next, self._end = first, end
@@ -69,13 +54,17 @@ class RandomStreams:
 
 
 Rounding = Literal["stochastic", "nearest", "floor"]
-"""stochastic: up with the probability of the fraction (QSync, section IV-A). nearest: ties to even. floor: to minus infinity."""
+"""Rounding modes.
+
+stochastic: up with the probability of the fraction (QSync, section IV-A). nearest: ties to even.
+floor: toward minus infinity.
+"""
 
 ROUNDINGS: Final[tuple[Rounding, ...]] = get_args(Rounding)
 
 
 def rounding_mode(name: str) -> Rounding:
-    """Returns `name` if it is a way to round; raises `OptionError` naming the nearest one otherwise."""
+    """Return `name` if it is a rounding mode; raise `OptionError` otherwise."""
     if name not in ROUNDINGS:
         raise OptionError(f"{name!r} is not a way to round", do=nearest(str(name), ROUNDINGS))
     return name
@@ -86,17 +75,20 @@ _T = TypeVar("_T")
 
 
 def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Keeps Dynamo out of a function: it looks at whatever Python code runs between two graphs, and reads torch's generator for that."""
+    """Disable Dynamo for a function that runs between graphs and reads torch's generator."""
     result: Callable[_P, _T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return result
 
 
 class RoundingStream:
-    """Where stochastic rounding is in its stream of random numbers; `qsync_fx.rounding_stream` is the one of this process.
+    """Position of stochastic rounding in its random stream; `qsync_fx.rounding_stream` is global.
 
-    It moves with torch's default generator: `torch.manual_seed` restarts it, and `torch.set_rng_state` puts it back to where it was at
-    `torch.get_rng_state`. What keeps and restores the state of training through `state_dict` and `load_state_dict`, as Accelerate's
-    `register_for_checkpointing` and torch.distributed.checkpoint do, can keep it as it is.
+    A number is a hash of torch's seed, the rank, and the number of draws in this process since
+    seeding, so graphs, steps, micro-batches and recompilations need no ids. The stream follows
+    torch's default generator: `torch.manual_seed` restarts it, and `torch.set_rng_state` restores
+    its position at `torch.get_rng_state`. It can be checkpointed by its `state_dict` and
+    `load_state_dict`, for example with Accelerate's `register_for_checkpointing` or
+    torch.distributed.checkpoint.
     """
 
     def __init__(self) -> None:
@@ -107,7 +99,7 @@ class RoundingStream:
 
     @untraced
     def draw(self) -> int:
-        """Returns the next number of the stream, at least 0 and below 2**62."""
+        """Return the next number of the stream, in [0, 2**62)."""
         with self._lock:
             place = self._notice(), _rank(), self._draws
             self._draws += 1
@@ -115,17 +107,20 @@ class RoundingStream:
 
     @untraced
     def state_dict(self) -> dict[str, int]:
-        """Returns the place in the stream: whole numbers, which JSON holds. Each rank has its own: plans may differ, so draws may."""
+        """Return the position as JSON-compatible integers.
+
+        Each rank has its own position, because the plans of ranks may draw different amounts.
+        """
         with self._lock:
             seed = self._notice()
             return {"seed": seed, "draws": self._draws}
 
     @untraced
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `state_dict` has returned, in this process or in another.
+        """Restore a position that `state_dict` returned, in this process or another.
 
         Raises:
-            QSyncError: it is no such state.
+            QSyncError: `state` is no such position.
         """
         numbers = dict(state) if isinstance(state, Mapping) else {}
         if numbers.keys() != {"seed", "draws"} or any(
@@ -145,12 +140,12 @@ class RoundingStream:
 
     @untraced
     def restart(self) -> None:
-        """Goes to the start of the stream of torch's seed."""
+        """Restart the stream from torch's seed."""
         with self._lock:
             self._seen = None
 
     def _notice(self) -> int:
-        """Restarts the stream where torch's generator was given another seed, by whatever way; returns the stream's seed."""
+        """Restart the stream if torch's seed has changed; return the seed of the stream."""
         now = _seed_of_torch()
         if self._seed is None or now != self._seen:
             self._seed, self._draws, self._seen = now, 0, now
@@ -158,7 +153,7 @@ class RoundingStream:
 
 
 def number(seed: int, rank: int, draws: int) -> int:
-    """Returns what the stream gives at a place, at least 0 and below 2**62: a hash, so that no two places have anything in common."""
+    """Return the number at a position, in [0, 2**62): a hash, so numbers are uncorrelated."""
     place = f"{seed} {rank} {draws}".encode()
     return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 2
 
@@ -177,11 +172,19 @@ rounding_stream = RoundingStream()
 
 
 PLACE: Final = "qsync_rounding"
-"""The attribute of a state of torch's generator that holds the state of the rounding stream at that time."""
+"""Attribute of torch's generator state that stores the position of the rounding stream."""
 
 
 class WatchedSeed:
-    """Torch's default generator for `torch.random`, and a stream that moves with it."""
+    """Wrapper of torch's default generator that moves the rounding stream with it.
+
+    It replaces the global `default_generator` of `torch.random`, because a repeated
+    `torch.manual_seed` with the same seed is not detectable from the generator's state. Functions
+    of `torch.random` use this global, so it is irrelevant how they were imported, and Dynamo still
+    recognizes them. The generator itself is unchanged. The position of the stream is an attribute
+    of the returned state tensor: `torch.save`, `copy.deepcopy` and pickle preserve it, `clone` does
+    not.
+    """
 
     def __init__(self, generator: torch.Generator, stream: RoundingStream) -> None:
         self._generator, self._stream = generator, stream
@@ -206,7 +209,11 @@ class WatchedSeed:
 
     @untraced
     def set_state(self, state: Tensor) -> torch.Generator:
-        """A state that knows no place, such as a clone, leaves the stream where it is: to go back by guess would round twice alike."""
+        """Restore the generator, and the stream if the state has a position.
+
+        A state without a position, such as a clone, does not move the stream: a guessed position
+        would repeat random numbers.
+        """
         current = self._stream.state_dict()
         result = self._generator.set_state(state)
         self._stream.load_state_dict(getattr(state, PLACE, current))
@@ -218,7 +225,7 @@ class WatchedSeed:
 
 
 def watch() -> None:
-    """Puts the watch in place, once for all."""
+    """Install the wrapper in `torch.random`; further calls have no effect."""
     module: Any = torch.random
     if not isinstance(module.default_generator, WatchedSeed):
         module.default_generator = WatchedSeed(module.default_generator, rounding_stream)

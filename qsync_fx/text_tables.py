@@ -1,12 +1,6 @@
-"""A table that is turned where it is too wide: its rows become columns.
+"""Tables of rich as plain text, transposed if they are too wide.
 
-Invariant: no cell is cut off. Where it fits neither way, cells wrap.
-
-What people read: tables in a terminal, and graphs for other tools.
-
-Invariant: reports read explanations, plans and measurements; nothing depends on a report.
-
-Tables of rich as plain text, and how they are made.
+Invariant: no cell is truncated. If a table fits in neither orientation, its cells wrap.
 """
 
 from __future__ import annotations
@@ -18,12 +12,12 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-# Rich wants a number, and no line is that long.
+# Width for rich if lines must not wrap.
 AS_LONG_AS_IT_TAKES = 100_000
 
 
 def plain(description: RenderableType, width: int | None = None) -> str:
-    """Returns what a terminal of a width would show, without colours; of any width where none is given."""
+    """Return the text of a terminal of this width, without colors; unlimited width for None."""
     console = Console(
         width=width or AS_LONG_AS_IT_TAKES,
         no_color=True,
@@ -36,7 +30,7 @@ def plain(description: RenderableType, width: int | None = None) -> str:
 
 
 def table_of(columns: Sequence[str], right: Sequence[str] = ("flops", "bytes", "saved")) -> Table:
-    """Returns an empty table with these columns; `right` names those of numbers."""
+    """Return an empty table with these columns; `right` names the right-aligned numeric columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
@@ -44,9 +38,10 @@ def table_of(columns: Sequence[str], right: Sequence[str] = ("flops", "bytes", "
 
 
 class Fitted:
-    """
+    """Renderable that prints a table, transposed if only that fits the width.
+
     Args:
-        table: whose first column names its rows.
+        table: its first column contains row names.
     """
 
     def __init__(self, table: Table) -> None:
@@ -71,7 +66,7 @@ class Fitted:
 
 
 def turned(table: Table) -> Table:
-    """Returns a table with a column for each row of another, and a row for each of its columns but the first."""
+    """Return the transposed table: a column per row, and a row per column except the first."""
     first, *others = table.columns
     names = [str(cell) for cell in first.cells]
     result = table_of([str(first.header), *names], right=names)

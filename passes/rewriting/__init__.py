@@ -1,1 +1,5 @@
-"""Passes that find and replace: what users write with `@qsync_fx.rewrite`."""
+"""Find-and-replace passes: `@qsync_fx.rewrite`.
+
+`rewrite_pass` has the decorator. `pattern` and `trace_pattern` trace the user's functions, `match`
+finds the sites of a pattern, and `apply_rewrite` replaces them. Start in `rewrite_pass`.
+"""

@@ -1,22 +1,13 @@
-"""What a rewrite puts in the place of what it found.
+"""Replacement of matched nodes by the traced code of a rewrite.
 
-Invariant: the readers of the old results read new ones of the same shapes and types. What is put in is spelled as the model is,
-belongs to the module and line of what it replaces, and has ids of its own; an operator of the same name takes the id over, so that a
-plan that names it still does.
+Invariant: readers of the old results read new ones of the same shapes and dtypes. New nodes are
+normalized like the model and inherit module and source line from the nodes that they replace. They
+get new ids, except that an operator of the same name inherits the id, so that a plan that names it
+still applies.
 
-Tensors that a replacement refers to become part of the graph.
-
-Invariant: a tensor is in the graph once. One that Dynamo has handed in already keeps its input; any other is a parameter or buffer of
-the graph's module, from where AOTAutograd makes it an input: each step sees its value, its gradient goes to the tensor itself, and
-what is written to it stays written. A body gets it as one more operand.
-
-Traced code becomes nodes of a graph.
-
-Invariant: what is put in is spelled as the model is, and says that it comes from where its caller tells.
-
-Why a place that computes a pattern is left alone all the same.
-
-Invariant: what is put in runs where the last node of the place ran. Where something else would then see another value, nothing is changed.
+Each tensor that a replacement refers to occurs once in the graph: as Dynamo's input if it has one,
+else as a parameter or buffer of the graph's module. AOTAutograd makes that an input, so each step
+reads its current value, its gradient reaches the tensor itself, and writes to it persist.
 """
 
 from __future__ import annotations
@@ -42,7 +33,10 @@ from qsync_fx.passes.tracing.retrace import Modes, restored
 
 
 def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
-    """Returns the node that holds a tensor of the user's."""
+    """Return the node of a user's tensor; attach the tensor to the graph if it has none.
+
+    A body receives the tensor as an additional operand.
+    """
     if graph.parent is not None:
         caller = next(node for node in graph.parent.nodes if graph in node_metadata.bodies(node))
         outer = attached(graph.parent, tensor)
@@ -67,7 +61,7 @@ def attached(graph: PrecisionGraph, tensor: Tensor) -> fx.Node:
 
 
 def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
-    """Returns the node that holds a tensor which a pass has put into the graph's module, and reads by `node`."""
+    """Return the node of a tensor that a pass added to the graph's module and reads by `node`."""
     if graph.parent is not None:
         result = attached(graph, tensor)
         name, module = str(node.target), graph.module
@@ -77,7 +71,7 @@ def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
             path, _, last = name.rpartition(".")
             delattr(
                 module.get_submodule(path), last
-            )  # AOTAutograd would take it for a parameter of the whole graph's
+            )  # AOTAutograd would treat it as a parameter of the top-level graph
         return result
     mode: Any = graph.context.fake_mode
     return _held(
@@ -87,7 +81,8 @@ def adopted(graph: PrecisionGraph, node: fx.Node, tensor: Tensor) -> fx.Node:
 
 def _held(graph: PrecisionGraph, node: fx.Node, fake: Any) -> fx.Node:
     if hasattr(graph.module, "_param_name_to_source"):
-        # AOTAutograd wants to know where Dynamo has a parameter from. Dynamo knows none of this one, and guards nothing about it.
+        # AOTAutograd requires Dynamo's source of each parameter. Dynamo has none for this one and
+        # installs no guard on it.
         name, sources = str(node.target), graph.module._param_name_to_source
         graph.module._param_name_to_source = {name: ConstantSource(name), **sources}  # type: ignore[dict-item, assignment]
     node.meta["val"] = fake
@@ -99,7 +94,7 @@ def _free_name(module: torch.nn.Module) -> str:
 
 
 OF_THE_MODEL = ("stack_trace", "nn_module_stack")
-"""What a node's metadata say of where in the model it comes from."""
+"""Metadata keys for a node's position in the model."""
 
 
 def inlined(
@@ -108,11 +103,11 @@ def inlined(
     value: Sequence[fx.Node],
     origin: Mapping[str, Any],
 ) -> dict[fx.Node, fx.Node]:
-    """Copies traced code to where the graph's insertion point is; returns the new node for each of the traced ones.
+    """Copy traced code to the graph's insertion point; return the new node of each traced one.
 
     Args:
-        given: what it reads, one node for each value that it was traced with.
-        origin: metadata of each new node, beside its value.
+        value: the inputs, one node for each value that the code was traced with.
+        origin: metadata of each new node besides its value.
     """
     inputs = [*value, *(attached(graph, tensor) for tensor in traced.tensors)]
     local = dict(zip(traced.inputs, inputs, strict=True))
@@ -126,7 +121,7 @@ def inlined(
 
 
 def _constant(graph: PrecisionGraph, node: fx.Node, value: Any) -> None:
-    """Keeps a number that the function has written down, such as `torch.tensor(2.0)`."""
+    """Store a constant of the function, such as `torch.tensor(2.0)`."""
     index = 0
     while hasattr(graph.module, f"constant_{index}"):
         index += 1
@@ -143,10 +138,13 @@ def put(
     match: Match,
     modes: Modes,
 ) -> dict[fx.Node, fx.Node]:
-    """Puts what `function` computes in place of what stands at a site; returns the new node for each of the old results.
+    """Replace a site by the computation of `function`; return the new node of each old result.
+
+    The new nodes run at the position of the site's last node.
 
     Raises:
-        PassError: the function cannot be traced, or gives something else than what stands there.
+        PassError: the function cannot be traced, or its outputs differ from the site's outputs in
+            number, shape or dtype.
     """
     wanted = inspect.signature(function).parameters
     arguments = {
@@ -217,7 +215,10 @@ def _check(traced: TracedPattern, site: MatchSite, name: str, where: str) -> Non
 
 
 def obstacle(graph: PrecisionGraph, site: MatchSite, modes: Mapping[fx.Node, Modes]) -> str:
-    """Returns why a place cannot be rewritten; "" where it can."""
+    """Return why a site cannot be rewritten, or "".
+
+    The replacement runs at the site's last node; no other node may then read different values.
+    """
     order = {node: index for index, node in enumerate(graph.nodes)}
     matched, last = set(site.matched), order[site.matched[-1]]
     if not any(node in node_metadata.NOTE for node in site.matched):

@@ -1,15 +1,12 @@
-"""Where a pattern occurs in a graph.
+"""Pattern matching in a graph, and the matches that a rewrite receives.
 
-Two steps. The shapes of the pattern lead to the places that have its operators, in its order, whatever numbers they are given. Then
-the pattern is traced with the values of each place and compared with what stands there, number by number: it is what the model would
-have been traced to, had it been written so. torch.fx's own matcher takes no two arguments for one tensor, and no symbolic size for
-another of the same value.
+Matching has two steps. The shapes of a pattern find sites with its operators in its order,
+regardless of scalar arguments. Then the pattern is traced with the values of each site, and the
+trace must equal the site, scalars included. torch.fx's matcher supports neither two arguments for
+the same tensor nor different symbolic sizes of equal value.
 
-Invariant: what is found computes what the pattern computes. Arguments for tensors stand for tensors.
-
-What a rewrite is told of a place that it has found.
-
-Invariant: it describes the place as it was before anything was put in.
+Invariant: a site computes the same values as the pattern. A `Match` describes the graph before any
+replacement.
 """
 
 from __future__ import annotations
@@ -33,14 +30,14 @@ from qsync_fx.passes.tracing.retrace import Modes, restored
 
 @dataclass(frozen=True)
 class Match:
-    """A place that a rewrite has found.
+    """A site that a rewrite has found.
 
-    `match["x"]` is what the pattern's argument `x` stands for there: a fake tensor, which has a shape and a type but no values, or the
-    value of an argument with a default.
+    `match["x"]` is the value of the pattern's argument `x` at the site: a fake tensor, which has a
+    shape and a dtype but no values, or the value of an argument with a default.
 
     Attributes:
         graph: the graph, with device, options and plan in its `context`.
-        operators: the operators that compute the pattern there, in the order that they run.
+        operators: the operators that compute the pattern, in execution order.
     """
 
     graph: PrecisionGraph
@@ -52,12 +49,12 @@ class Match:
 
     @property
     def main(self) -> Operator:
-        """The last of the operators that belongs to a module; the last of all where none does. What is put in belongs there too."""
+        """The last operator inside a module, else the last one; new nodes inherit its module."""
         return next((op for op in reversed(self.operators) if op.id.module), self.operators[-1])
 
     @property
     def module(self) -> str:
-        """The path of the module that the place is in, as in a state_dict; "" outside any."""
+        """The path of the site's module, as in a state_dict; "" outside of any module."""
         return self.main.id.module
 
 
@@ -66,12 +63,13 @@ _Bound = dict[fx.Node, Any]
 
 @dataclass(frozen=True)
 class MatchSite:
-    """A place where a pattern occurs.
+    """A site where a pattern occurs.
 
     Attributes:
-        arguments: what the pattern's arguments stand for, by name: nodes, or the values of those that are no tensors.
-        matched: the nodes that compute the pattern, in the order that they run.
-        outputs: those that hold its results.
+        arguments: the pattern's arguments by name: nodes, or the values of arguments that are not
+            tensors.
+        matched: the nodes that compute the pattern, in execution order.
+        outputs: the nodes of its results.
     """
 
     arguments: Mapping[str, Any]
@@ -82,7 +80,7 @@ class MatchSite:
 def sites(
     graph: PrecisionGraph, pattern: Pattern, modes: Mapping[fx.Node, Modes]
 ) -> Iterator[MatchSite]:
-    """Yields the places in a graph where a pattern occurs, by their last node; they may overlap."""
+    """Yield the sites of a pattern in the order of their first results; they may overlap."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     cache: dict[Any, TracedPattern | None] = {}
     visited: set[tuple[fx.Node, ...]] = set()
@@ -104,7 +102,7 @@ def sites(
 
 
 def _anchored(graph: PrecisionGraph, shape: PatternShape, node: fx.Node) -> Iterator[_Bound]:
-    """Yields the ways in which the first result of a shape is a node; further results may be anywhere."""
+    """Yield the bindings with a node as the first result; further results may be anywhere."""
     first, *others = dict.fromkeys(shape.traced.outputs)
     bound: _Bound = {}
     if not _fits(first, node, bound, exact=False):
@@ -126,7 +124,10 @@ def _also(graph: PrecisionGraph, output: fx.Node, available: _Bound) -> Iterator
 
 
 def _arguments(pattern: Pattern, shape: PatternShape, bound: _Bound) -> Iterator[dict[str, Any]]:
-    """Yields what the arguments may stand for. A default that shows in several places may be of any of them."""
+    """Yield candidate values of the arguments.
+
+    A default that occurs at several positions of the pattern has a candidate for each position.
+    """
     nodes = dict(zip(pattern.tensors, (bound[node] for node in shape.traced.inputs), strict=True))
     choices: list[list[Any]] = []
     for shown in shape.literals.values():
@@ -148,7 +149,7 @@ def _confirmed(
     modes: Modes,
     cache: dict[Any, TracedPattern | None],
 ) -> list[fx.Node] | None:
-    """Returns the nodes of a place whose numbers are the pattern's too; None where it is another computation."""
+    """Return the nodes of a site that matches exactly; None for a different computation."""
     leaves = [leaf for leaf in pytree.tree_leaves(dict(arguments)) if isinstance(leaf, fx.Node)]
     key = (
         modes,
@@ -182,14 +183,17 @@ def _traced(
 
 
 def _kind(value: Any) -> Any:
-    """What a trace depends on."""
+    """Return the properties of a value that a trace depends on."""
     if isinstance(value, torch.Tensor):
         return describe(value), str(value.stride()), value.device, value.requires_grad
     return str(value)
 
 
 def _fits(pattern: Any, result: Any, bound: _Bound, exact: bool) -> bool:
-    """Whether `found` computes `pattern`; notes in `bound` what each node of the pattern is. Unless `exact`, numbers may differ."""
+    """Return whether `result` computes `pattern`, and record the bindings in `bound`.
+
+    Unless `exact`, scalar arguments may differ.
+    """
     if isinstance(pattern, fx.Node) and tensors(pattern.meta.get("val")):
         if pattern in bound:
             return bound[pattern] is result

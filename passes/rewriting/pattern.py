@@ -1,10 +1,11 @@
-"""What a rewrite finds: a function in plain torch, as the graphs that it may have.
+"""Patterns of rewrites: functions in plain torch, traced to the graphs that they may have.
 
-A function has no graph of its own: the sizes that it meets decide. So it is traced with small tensors of several numbers of
-dimensions, and what comes out are its *shapes*: which operators follow which. They lead to the places that may be meant; whether one
-is meant is asked by tracing the function once more, with the very values of that place (`match.py`).
+The graph of a function depends on the sizes of its inputs. The function is traced with small
+tensors of several ranks; the different sequences of operators are its shapes. They find candidate
+sites, and a trace with the values of a site confirms it (`match.py`).
 
-Invariant: arguments without a default stand for any tensor. Those with a default stand for any value where that default shows.
+Invariant: an argument without a default matches any tensor; an argument with a default matches any
+value at the positions where the default occurs.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ _SIZE = 8
 
 @dataclass(frozen=True)
 class Pattern:
-    """
+    """A function whose computation a rewrite finds.
+
     Attributes:
-        function: what is found.
-        tensors: names of the arguments that stand for tensors.
-        literals: names and defaults of the others.
-        example: tensors of the kind that the function takes; None to try.
+        function: the function in plain torch.
+        tensors: names of the tensor arguments.
+        literals: names and defaults of the other arguments.
+        example: tensors that the function accepts; None to try several ranks.
     """
 
     function: Callable[..., Any]
@@ -50,7 +52,7 @@ class Pattern:
 
     @classmethod
     def of(cls, function: Callable[..., Any], example: tuple[Tensor, ...] | None) -> Pattern:
-        """Reads a function's signature; raises `OptionError` for one that cannot say what to find."""
+        """Return the pattern of a function; raise `OptionError` if its signature is unsuitable."""
         inputs = inspect.signature(function).parameters.values()
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):
             raise OptionError(
@@ -74,7 +76,7 @@ class Pattern:
         )
 
     def with_values(self, value: Mapping[str, Any], context: Context) -> TracedPattern:
-        """Traces the function for values of its arguments, and spells it as normalize does."""
+        """Trace the function with the given arguments, and normalize the trace."""
         traced = trace_call(self.function, value)
         without_needless_writes(PrecisionGraph(traced.module, list(value.values()), context))
         (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
@@ -84,10 +86,10 @@ class Pattern:
 
     @functools.cached_property
     def shapes(self) -> tuple[PatternShape, ...]:
-        """The graphs that the function has.
+        """The graphs of the function.
 
         Raises:
-            PassError: none of what was tried could be traced.
+            PassError: no example could be traced.
         """
         result: dict[tuple[str, ...], PatternShape] = {}
         reason = ""
@@ -117,7 +119,7 @@ class Pattern:
         return tuple(result.values())
 
     def _examples(self, result: Mapping[Any, PatternShape]) -> Iterator[tuple[Tensor, ...]]:
-        """Yields tensors to try: with as many dimensions each; if nothing was `found` with these, with others until something is."""
+        """Yield examples: all equal ranks, then mixed ranks until `result` is not empty."""
         if self.example is not None:
             yield tuple(
                 torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -143,7 +145,8 @@ class PatternShape:
 
     Attributes:
         traced: the graph.
-        literals: for each argument that is no tensor where its value shows: nodes, and names of their arguments.
+        literals: for each argument with a default, the positions where it occurs: nodes and names
+            of their arguments.
     """
 
     traced: TracedPattern
@@ -151,7 +154,7 @@ class PatternShape:
 
     @classmethod
     def of(cls, pattern: Pattern, traced: TracedPattern) -> PatternShape:
-        """Raises `PassError` for a graph that says nothing to find."""
+        """Return the shape of a trace; raise `PassError` if it cannot serve as a pattern."""
         where, name = _place(pattern.function), pattern.function.__name__
         unread = [
             argument
@@ -190,7 +193,7 @@ class PatternShape:
 
 
 def operands(node: fx.Node) -> dict[str, Any]:
-    """Returns what a node is given, by name where its operator has names, defaults filled in."""
+    """Return a node's arguments by name if its operator has names, with defaults filled in."""
     if isinstance(node.target, torch._ops.OpOverload):
         return arguments(node)
     return {str(index): value for index, value in enumerate((*node.args, *node.kwargs.values()))}
@@ -204,7 +207,10 @@ def _where(traced: TracedPattern, literal: Any) -> Iterator[tuple[fx.Node, str]]
 
 
 def same(item: Any, other: Any) -> bool:
-    """Whether two arguments that are no tensors say the same: `True` is not 1, and a symbolic size is its expression."""
+    """Return whether two non-tensor arguments are equal.
+
+    `True` differs from 1, and symbolic sizes compare by expression.
+    """
     if isinstance(item, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(item) == len(other) and all(map(same, item, other))
     item, other = (
@@ -223,7 +229,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 class _quiet_failures:
-    """Keeps torch from logging what does not fit while examples are tried."""
+    """Suppress torch's logs about examples that cannot be traced."""
 
     def __enter__(self) -> None:
         self.logger = logging.getLogger("torch._subclasses.fake_tensor")

@@ -1,7 +1,7 @@
-"""`@qsync_fx.rewrite`: a pass that says in plain torch what to find, and what to put in its place.
+"""`@qsync_fx.rewrite`: a pass that replaces a pattern, both written in plain torch.
 
-Invariant: a rewrite changes places that compute the pattern and whose inner values nothing else reads, and no others. How many that were,
-and why others were left alone, is kept for reports.
+Invariant: a rewrite changes only sites that compute the pattern and whose inner values have no
+other readers. Reports show their number, and why other sites remain unchanged.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from qsync_fx.passes.tracing.retrace import modes
 
 @dataclass(frozen=True)
 class Rewrite(GraphPass):
-    """A rewrite: `function` says what to find, and what `replacement` decorates what to put in its place."""
+    """A rewrite: `function` is the pattern, `replacement` decorates the code that replaces it."""
 
     where: Callable[[Match], Any] | None = None
     example: tuple[Tensor, ...] | None = field(default=None, compare=False)
     _puts: list[Callable[..., Any]] = field(default_factory=list, compare=False)
 
     def replacement(self, function: Callable[..., Any]) -> Rewrite:
-        """Makes a function what this rewrite puts in; returns the rewrite.
+        """Set the function that replaces the pattern; return the rewrite.
 
-        The function takes any of the pattern's arguments by name, and `match` if it wants to know the place (`Match`). It returns
-        as many tensors as the pattern, of the same shapes and types. Tensors that it refers to are not copied: parameters get
-        gradients, buffers that it writes stay written.
+        The function accepts any of the pattern's arguments by name, and optionally `match`
+        (`Match`) for information about the site. It returns as many tensors as the pattern, of the
+        same shapes and dtypes. Tensors that it refers to are not copied: parameters get gradients,
+        and writes to buffers persist.
         """
         available = {*inspect.signature(self.function).parameters, "match"}
         unknown = [name for name in inspect.signature(function).parameters if name not in available]
@@ -64,7 +65,7 @@ class Rewrite(GraphPass):
         result = Rewritten()
         for part in (
             graph.walk() if graph.context.fake_mode is not None else ()
-        ):  # without one there are no tensors
+        ):  # without a fake mode the graph contains no tensors
             result += self._rewrite(part)
         graph.rewritten[self.name] = result
         graph.module.recompile()
@@ -115,7 +116,7 @@ class Rewrite(GraphPass):
 
 
 def _moved(site: MatchSite, now: Mapping[fx.Node, fx.Node]) -> MatchSite:
-    """Returns a site as it is now that what it reads has been replaced."""
+    """Return a site with arguments that other replacements have changed."""
     arguments = fx.node.map_arg(dict(site.arguments), lambda node: now.get(node, node))
     return MatchSite(arguments, site.matched, site.outputs)
 
@@ -141,18 +142,18 @@ def rewrite(
     example: Sequence[Tensor] | None = None,
     name: str | None = None,
 ) -> Rewrite | Callable[[Callable[..., Any]], Rewrite]:
-    """Makes a pass of a function that says in plain torch what to find; `.replacement` says what to put in its place.
+    """Make a pass that finds a pattern in plain torch; `.replacement` sets the new code.
 
-    Arguments of the function without a default stand for any tensor. Those with one stand for any value that an operator is given where
-    the default shows: `eps=1e-5`, `p=0.1`, `training=True`.
+    Arguments of the function without a default match any tensor. Arguments with a default match any
+    value at the positions where the default occurs: `eps=1e-5`, `p=0.1`, `training=True`.
 
     Args:
-        after: the pass that it runs directly after; "normalize" when neither is given.
-        before: the pass that it runs directly before.
-        where: called with each `Match`; only those for which it returns true are rewritten.
-        example: tensors such as the function takes, for one that takes no FP32 tensors of size 8 in any number of dimensions; their
-            sizes and types need not be those of the model.
-        name: what reports call it; the function's name by default.
+        after: the pass directly before it; "normalize" if neither `after` nor `before` is set.
+        before: the pass directly after it.
+        where: predicate on each `Match`; only sites for which it returns true are rewritten.
+        example: tensors that the function accepts, needed if it accepts no FP32 tensors of size 8
+            in any number of dimensions. Sizes and dtypes may differ from the model's.
+        name: name in reports; by default the function's name.
 
     Example:
         >>> @rewrite
@@ -177,7 +178,7 @@ def rewrite(
             where=where,
             example=None if example is None else tuple(example),
         )
-        result._pattern  # noqa: B018 - reads the signature, so that what is wrong with it is told here
+        result._pattern  # noqa: B018 - checks the signature at definition
         return result
 
     return make(function) if function is not None else make

@@ -1,8 +1,9 @@
-"""A function in plain torch becomes a graph, spelled as normalize spells the model.
+"""Tracing of functions in plain torch to graphs that are normalized like the model.
 
-Invariant: the graph computes what the function computes, gradients included. Tensors that the function refers to without being given them
-(parameters of a module, a buffer that it writes) are inputs of the graph after the given ones, never constants: their values are
-those of each step, and they get gradients. A custom autograd function is refused, since tracing would lose its backward pass.
+Invariant: the graph computes the function's values and gradients. Tensors that the function
+captures (parameters of a module, a buffer that it writes) are inputs of the graph after its
+arguments, never constants, so each step reads their current values and they get gradients. A custom
+autograd function raises an error, because tracing would lose its backward pass.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from qsync_fx.passes.tracing.retrace import pre_dispatch
 
 @dataclass(frozen=True)
 class TracedPattern:
-    """
+    """A traced function.
+
     Attributes:
-        module: the graph; its placeholders are the given values, then `tensors`.
-        tensors: what the function refers to, in order.
-        outputs: the nodes that the function returns, flat.
+        module: the graph; its placeholders are the arguments, then `tensors`.
+        tensors: the tensors that the function captures, in order.
+        outputs: the nodes that the function returns, flattened.
     """
 
     module: fx.GraphModule
@@ -40,21 +42,21 @@ class TracedPattern:
 
 
 class Untraceable(Exception):
-    """A function that has no graph; the text says why."""
+    """Raised for a function without a graph; the text has the reason."""
 
 
 def trace(
     function: Callable[..., Any], values: Sequence[Any], recorded: bool = False
 ) -> TracedPattern:
-    """Traces a function of fake tensors and symbolic numbers, under the fake mode that is active.
+    """Trace a function of fake tensors and symbolic numbers under the active fake mode.
 
     Args:
-        function: positional arguments, tensors out.
-        values: what it is given.
-        recorded: whether the backward pass that autograd sees is looked at: none may be lost.
+        function: accepts positional arguments and returns tensors.
+        values: its arguments.
+        recorded: whether to record the backward pass, to detect custom autograd functions.
 
     Raises:
-        Untraceable: it fails on these values, or does what a graph cannot hold.
+        Untraceable: the function fails on these values, or a graph cannot express it.
     """
     mode = active_fake_mode()
     assert mode is not None, "tracing needs a fake mode"
@@ -80,14 +82,18 @@ def trace(
             raise Untraceable(
                 f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             ) from error
-        if available == len(lift.tensors):  # else they are inputs from now on
+        if available == len(lift.tensors):  # else the next trace has the captured tensors as inputs
             return _checked(module, lift)
 
 
 def trace_call(
     function: Callable[..., Any], value: Mapping[str, Any], recorded: bool = False
 ) -> TracedPattern:
-    """Traces a call by name. What is a tensor or a symbolic number, also in lists, is a value of the graph; the rest stays as it is."""
+    """Trace a call by name.
+
+    Tensors and symbolic numbers, also inside lists, become inputs of the graph; other values stay
+    constant.
+    """
     leaves, spec = pytree.tree_flatten(dict(value))
     index = [
         n
@@ -120,7 +126,7 @@ def _checked(module: fx.GraphModule, lift: _Lift) -> TracedPattern:
 
 @dataclass
 class _Lift(TorchFunctionMode):
-    """Puts an input of the graph in place of each tensor that a function refers to; notes those that are new."""
+    """Mode that replaces captured tensors by graph inputs and records new ones."""
 
     tensors: list[Tensor] = field(default_factory=list)
     stand_ins: dict[int, Any] = field(default_factory=dict)
@@ -149,13 +155,16 @@ class _Lift(TorchFunctionMode):
 
 
 def _recording(value: Any) -> Any:
-    """Returns the same memory as a tensor whose gradient is recorded, if gradients are: so autograd tells what a function calls."""
+    """Return an alias whose gradient is recorded if grad mode is on.
+
+    The autograd graph then shows the functions that are called.
+    """
     records = torch.is_grad_enabled() and isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if records else value
 
 
 def _refuse_autograd_functions(outputs: Sequence[Any]) -> None:
-    """Those that torch.library makes belong to operators, which are not traced into."""
+    """Raise for custom autograd functions, except for the autograd formulas of torch.library."""
     todo: list[Any] = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
     visited = set(todo)
     while todo:

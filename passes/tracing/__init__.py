@@ -1,5 +1,6 @@
-"""From what Dynamo wrote to ATen operators with ids: what `normalize` does, step by step.
+"""Tracing: from Dynamo's graph to normalized ATen operators with ids.
 
-`frames` and `roots` say where in the user's model a graph stands, `identity` gives operators their ids, and `in_force` tells the modes
-that nodes run in.
+`retrace` traces the graph again at the pre-dispatch level, `graph_cleanup` removes needless writes
+and conversions, `dynamo_frames` finds the position of a graph in the user's model, and
+`operator_ids` assigns ids. The pass `normalize` calls them; start there.
 """

@@ -1,17 +1,12 @@
-"""Where in the user's model a graph stands.
+"""Position of a graph in the user's model, and the root module of its operator ids.
 
-Dynamo compiles one frame of Python at a time. Mostly that is the model's own forward pass, with all modules inlined. Where the graph breaks
-inside a module, that module's forward is a frame of its own, and the code after the break is another one; Dynamo then knows nothing of
-the model around it, and reuses the code of one layer for the next.
+Dynamo compiles one Python frame at a time, usually the model's forward pass with all modules
+inlined. After a graph break inside a module, that module's forward and the code after the break are
+separate frames. Dynamo then does not know the enclosing model and reuses the code of one layer for
+the next. Python's stack shows the modules that are being called.
 
-Invariant: what is found here depends on the model's source alone: paths are those in the whole model, wherever its graph breaks.
-
-Which module the paths of operator ids start from, where torch.compile was given a part of a model.
-
-Blocks are compiled alone (FSDP2, regional compilation) and follow the plan of the whole model; models are called by wrappers around them
-(a training harness, a loss) and follow their own. Python's stack holds the modules that are being called around the compiled one.
-Invariant: the user's option decides; else the plan, by whose modules it names; else whether one piece of the outer module is compiled or
-several.
+Invariant: positions depend on the model's source alone; paths start at the root module, wherever
+the graph breaks.
 """
 
 from __future__ import annotations
@@ -47,15 +42,20 @@ from qsync_fx.plan.plan import Plan
 def root_of(
     compiled: nn.Module, outside: Sequence[nn.Module], options: Options
 ) -> tuple[nn.Module, str]:
-    """Returns the module that ids start from, and its own path where that is none of the modules at hand.
+    """Return the root module of ids, and its path if its enclosing model is unknown.
+
+    Blocks compiled alone (FSDP2, regional compilation) follow the plan of the whole model. A model
+    called by a wrapper (a training harness, a loss) follows its own plan. The option "root"
+    decides; else the module that most entries of the plan name; among several, the outermost if
+    more than one piece of it is compiled, else the innermost.
 
     Args:
-        compiled: what torch.compile was given.
+        compiled: the argument of torch.compile.
         outside: the modules that are being called around it, innermost first.
         options: of the compilation.
 
     Raises:
-        OptionError: the option "root" says that it is one part of the model, and it is another one.
+        OptionError: the option "root" names another module than the compiled one.
     """
     others = (outer for outer in dict.fromkeys(outside) if outer is not compiled)
     holding = [outer for outer in others if any(module is compiled for _, module in paths(outer))]
@@ -71,7 +71,7 @@ def root_of(
 
 
 def named_in(root: nn.Module, plan: Plan) -> int:
-    """Returns how many of the plan's operators and patterns name modules below `root`."""
+    """Return how many of the plan's operators and patterns name modules below `root`."""
     available = {path for path, _ in paths(root)}
     texts = [escaped(path) for path in available]
     operators = sum((op_id.module or op_id.after) in available for op_id in plan.operators)
@@ -98,7 +98,7 @@ def _as_the_user_says(
 
 
 def _pieces(root: nn.Module) -> int:
-    """How many modules below `root` torch.compile was given one by one."""
+    """Return how many modules below `root` are separate arguments of torch.compile."""
     inside = {id(module) for _, module in paths(root)}
     return sum(id(module) in inside for module in declared())
 
@@ -111,14 +111,16 @@ _RESUMES = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)")
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """
+    """Position of the compiled frame in the user's model.
+
     Attributes:
-        code: of the frame that is compiled; None outside of Dynamo.
-        module: the innermost module whose forward pass the frame is part of; None in plain functions.
-        root: the one that paths start from, the whole model; None in plain functions.
-        within: the path of `root`, where the user says that it is a part of a larger model.
-        entered: whether the frame is what torch.compile was given, from its first line on, rather than something that this calls.
-        given: in plain functions, the modules that it may call, each with the path that ids in it start with.
+        code: code of the compiled frame; None outside of Dynamo.
+        module: the innermost module whose forward pass contains the frame; None in plain functions.
+        root: the module that paths start from, the whole model; None in plain functions.
+        within: the path of `root`, if the option "root" says that it is part of a larger model.
+        entered: whether the frame is the argument of torch.compile from its first line on, not a
+            callee or a continuation.
+        given: in plain functions, the modules that it may call, each with a path prefix for ids.
     """
 
     code: CodeType | None = None
@@ -130,7 +132,7 @@ class SourcePlace:
 
     @functools.cached_property
     def modules(self) -> dict[str, tuple[str, nn.Module]]:
-        """Every module of the model with its path, by what Dynamo calls it, its address."""
+        """Every module of the model with its path, by address, which is Dynamo's key."""
         roots = self.given if self.root is None else ((self.within, self.root),)
         named = (
             (joined(start, path), module)
@@ -140,7 +142,7 @@ class SourcePlace:
         return {str(id(module)): (path, module) for path, module in named}
 
     def path_of(self, address: str) -> str | None:
-        """The path of the module at an address; None for one that the model does not hold."""
+        """Return the path of the module at an address; None if it is not part of the model."""
         result = self.modules.get(address)
         return result[0] if result else None
 
@@ -151,18 +153,18 @@ class SourcePlace:
 
     @property
     def nested(self) -> bool:
-        """Whether the frame is only a part of the model, called by code that Dynamo could not compile with it."""
+        """Whether the frame is only a part of the model, called by uncompiled code."""
         return self.module is not self.root or bool(self.within)
 
     @property
     def resumes_at(self) -> int | None:
-        """The line that the frame resumes at after a graph break; None for a frame that starts at its first line."""
+        """The line where the frame resumes after a graph break; None for the first line."""
         result = _RESUMES.fullmatch(self.code.co_name) if self.code is not None else None
         return int(result[1]) if result else None
 
 
 def clean_path(path: str) -> str:
-    """Turns Dynamo's spelling of a module, `L['self']._modules['fc'][0]`, into state_dict's, `fc.0`."""
+    """Convert Dynamo's name of a module, `L['self']._modules['fc'][0]`, to `fc.0`."""
     if path.startswith(("L[", "G[")):
         path = path.partition("]")[2]
     path = _SUBSCRIPT.sub(r".\1", path)
@@ -170,7 +172,7 @@ def clean_path(path: str) -> str:
 
 
 def place(options: Options) -> SourcePlace:
-    """Returns where the graph stands that Dynamo is compiling."""
+    """Return the position of the graph that Dynamo is compiling."""
     tx = translator()
     code = tx.f_code if tx is not None else None
     around = calls(sys._getframe())
@@ -190,13 +192,13 @@ def place(options: Options) -> SourcePlace:
 
 
 def compile_for_this_module_only(current: SourcePlace) -> bool:
-    """Keeps Dynamo from using the code of a part of the model, such as one layer, for the next one, whose plan may be another.
+    """Guard a submodule's code against reuse for another module, whose plan may differ.
 
     Returns:
-        whether it was needed.
+        whether the guard was needed.
 
     Raises:
-        PlanError: the model has more such parts than Dynamo keeps code for.
+        PlanError: the model has more such submodules than Dynamo's recompile limit.
     """
     tx = translator()
     name = (
@@ -209,7 +211,7 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
     kind = type(current.module)
     equal = sum(type(module) is kind for _, module in paths(current.root))
     limit = torch._dynamo.config.recompile_limit
-    # Of torch's own classes most are parts of a larger graph, which takes no code of their own.
+    # Most instances of torch's own classes are inlined into a larger graph and need no code.
     if equal > limit and (not kind.__module__.startswith("torch.") or _last_version()):
         why = (
             f"{kind.__name__} is compiled block by block"
@@ -234,13 +236,13 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
 
 
 def in_backward_pass() -> bool:
-    """Whether the graph is one of compiled autograd's: the backward pass of graphs that the plan has had its say on."""
+    """Return whether compiled autograd compiles a backward pass; its forward followed the plan."""
     compilation = CompileContext.current_compile_id()
     return compilation is not None and compilation.compiled_autograd_id is not None
 
 
 def warn_at_the_limit(current: SourcePlace) -> None:
-    """Warns where Dynamo may compile a frame for the last time: of what it compiles no more a plan makes an error."""
+    """Warn if Dynamo reaches its recompile limit: with a plan, another version is an error."""
     limit = torch._dynamo.config.recompile_limit
     if current.code is None or not _last_version():
         return
@@ -253,7 +255,7 @@ def warn_at_the_limit(current: SourcePlace) -> None:
 
 
 def _name(code: CodeType, module: nn.Module | None) -> str:
-    """The name of a function; of one that Dynamo puts around a module of torch's own, that of the module's forward."""
+    """Return a function's name; for Dynamo's wrapper of a torch module, the module's forward."""
     around = module is not None and code.co_filename.startswith(
         str(Path(torch._dynamo.__file__).parent)
     )
@@ -261,7 +263,7 @@ def _name(code: CodeType, module: nn.Module | None) -> str:
 
 
 def _last_version() -> bool:
-    """Whether Dynamo compiles a frame for the last time before its limit."""
+    """Return whether Dynamo compiles a frame for the last time before its recompile limit."""
     compilation = CompileContext.current_compile_id()
     return (
         compilation is not None
@@ -270,7 +272,7 @@ def _last_version() -> bool:
 
 
 def translator() -> Any:
-    """Returns Dynamo's translator of the frame that is compiled; None outside of Dynamo."""
+    """Return Dynamo's translator of the compiled frame; None outside of Dynamo."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -281,13 +283,14 @@ def translator() -> Any:
 
 @dataclass
 class Calls:
-    """The calls on Python's stack around the frame that is compiled.
+    """The calls on Python's stack around the compiled frame.
 
     Attributes:
-        caller: what calls the frame.
-        inside: the modules that are being called between torch.compile and the frame, innermost first.
-        compiled: what torch.compile was given.
-        outside: the modules that are being called around that, innermost first.
+        caller: the caller of the frame.
+        inside: the modules that are being called between torch.compile and the frame, innermost
+            first.
+        compiled: the argument of torch.compile.
+        outside: the modules that are being called around `compiled`, innermost first.
     """
 
     caller: FrameType | None = None
@@ -296,7 +299,7 @@ class Calls:
     outside: list[nn.Module] = field(default_factory=list)
 
     def entered(self, code: CodeType | None) -> bool:
-        """Whether the frame is what torch.compile was given: a function, or the forward pass of a module."""
+        """Return whether the frame is the compiled function or the compiled module's forward."""
         if self.caller is None or code is None:
             return False
         if _compiles(self.caller):
@@ -308,16 +311,16 @@ class Calls:
             or unwrapped(module) is not unwrapped(self.compiled)
         ):
             return False
-        # Hooks are called from the same place as the module's own forward pass.
+        # Hooks have the same caller as the module's own forward pass.
         return getattr(module.forward, "__code__", None) is code
 
 
 def calls(frame: FrameType | None) -> Calls:
-    """Returns the calls around what is compiled, from `frame` up."""
+    """Return the calls around the compiled frame, from `frame` up."""
     result = Calls()
     while frame is not None and not _compiles(frame):
         if _is_compiler(frame):
-            result = Calls()  # calls on this side are the compiler's
+            result = Calls()  # the calls so far belong to the compiler
         else:
             result.caller = result.caller or frame
             if (module := _called(frame)) is not None:
@@ -338,7 +341,10 @@ def calls(frame: FrameType | None) -> Calls:
 def modules_in_reach(
     code: CodeType, local: Mapping[str, Any], everywhere: Mapping[str, Any]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that a function has by name, and those that are attributes of other things it has, as a trainer's `self.model`."""
+    """Yield the modules among a function's variables, and among the attributes of its variables.
+
+    The second kind covers a trainer's `self.model`.
+    """
     had = [*local.values(), *(everywhere[name] for name in code.co_names if name in everywhere)]
     yield from (("", thing) for thing in had if isinstance(thing, nn.Module))
     for thing in had:
@@ -350,11 +356,9 @@ def modules_in_reach(
 
 
 def given_to_compile(function: object) -> object:
-    """Returns the module that torch.compile was given, for the function that it makes of it; a plain function as it is."""
+    """Return the module behind the function that torch.compile makes of it, else the function."""
     owner = getattr(function, "__self__", None)
-    wrapped = getattr(
-        function, "__wrapped__", None
-    )  # classes of torch's own get one more frame around them
+    wrapped = getattr(function, "__wrapped__", None)  # torch's own classes get an additional frame
     return next(
         (value for value in (function, owner, wrapped) if isinstance(value, nn.Module)), function
     )
@@ -369,7 +373,7 @@ def _is_compiler(frame: FrameType) -> bool:
 
 
 def _compiles(frame: FrameType) -> bool:
-    """Whether a frame is what torch.compile puts around a function."""
+    """Return whether a frame is torch.compile's wrapper around a function."""
     code = frame.f_code
     if not code.co_filename.endswith("torch/_dynamo/eval_frame.py") or code.co_name not in (
         "compile_wrapper",
@@ -380,7 +384,7 @@ def _compiles(frame: FrameType) -> bool:
 
 
 def _called(frame: FrameType) -> nn.Module | None:
-    """The module whose call a frame is."""
+    """Return the module whose call a frame is."""
     if frame.f_code.co_name not in _CALLS or not frame.f_code.co_filename.endswith(
         "torch/nn/modules/module.py"
     ):

@@ -1,26 +1,9 @@
-"""Writes in place become plain operators where nobody can tell.
+"""Cleanup of traced graphs: in-place writes, no-op conversions, fused transformer operators.
 
-Invariant: values and gradients are those of the in-place graph. `y = relu_(x)` becomes `y = relu(x)`, and later readers of x read y,
-only if x is a fresh tensor of this graph (an operator's own result, not an input, attribute or view) of which no view exists. The
-point is freedom of precision: the result of a write in place must have the format of what it writes to; that of a plain operator
-need not.
-
-Fused operators of torch's transformer modules, written as the operators that they stand for.
-
-Without gradients `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call one operator that is a whole layer. Invariant: what stands
-here is what the modules do in training, operator for operator and module for module, so that a plan means the same in evaluation.
-
-Conversions that return their input, where it shows that they do.
-
-`y.float().add_(1)` writes to an FP32 `y`, `y, y.float()[0]` returns two views of one tensor, and
-`y[::2].float().as_strided(...)` reads values of `y` outside its operand. Invariant: that is so in every format. Such a
-conversion expresses no wish for a format; the model uses it for the memory of its input.
-
-Conversions that name no type: what goes to a device, or to where another tensor is, keeps the format that it has.
-
-torch traces `x.to(device)` as a conversion to the type that x has in the model as written, which would be taken for the model's wish.
-Invariant: a conversion that names a type is such a wish, also where it changes nothing as written: `scores.float()` is written for the
-day that scores are narrow. One that names none is none: it is gone where it changes nothing, and elsewhere follows a tensor.
+Invariant: the graph computes the same values and gradients, with fewer restrictions on precision:
+the result of an in-place write must have the dtype of its target, and a conversion that names a
+dtype counts as the model's request for it, even if it is a no-op (`scores.float()` matters once
+scores are narrow).
 """
 
 from __future__ import annotations
@@ -44,7 +27,7 @@ from qsync_fx.ops.spec import Kind
 
 @contextlib.contextmanager
 def _inside(name: str) -> Iterator[None]:
-    """Lays what is traced at the door of a child of the module that the fused operator belongs to."""
+    """Attribute traced operators to a child of the module that calls the fused operator."""
     meta = fx.traceback.get_current_meta()
     stack = meta.get("nn_module_stack")
     if not stack:
@@ -63,7 +46,11 @@ def _attention(
     proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`nn.MultiheadAttention` of a batch with itself; the type of a mask is 0: `[L, L]`, 1: of keys, 2: `[N, heads, L, L]`."""
+    """Compute the self-attention of `nn.MultiheadAttention`.
+
+    Args:
+        mask_type: 0: mask [L, L]; 1: key padding mask; 2: mask [N, heads, L, L].
+    """
     transposed = query.transpose(1, 0)
     out, weights = F.multi_head_attention_forward(
         transposed, transposed, transposed, embed_dim, num_heads, qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias,
@@ -80,7 +67,11 @@ def _encoder_layer(
     norm_bias_2: Tensor, ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`nn.TransformerEncoderLayer`."""
+    """Compute `nn.TransformerEncoderLayer`, operator by operator as in training.
+
+    In evaluation the module calls a single fused operator. The unfused form gives a plan the same
+    meaning in both modes.
+    """
 
     def attend(x: Tensor) -> Tensor:
         with _inside("self_attn"):
@@ -113,7 +104,12 @@ UNFUSED: Mapping[Any, Callable[..., Any]] = {
 
 
 def without_idle_conversions(graph: PrecisionGraph) -> None:
-    """Remove conversions without an effect if their memory is written, read by strides or returned twice."""
+    """Remove no-op conversions whose memory is written, read by strides or returned twice.
+
+    `y.float().add_(1)` writes to an FP32 `y`, `y, y.float()[0]` returns two views of one tensor,
+    and `y[::2].float().as_strided(...)` reads values of `y` outside its operand. The model uses
+    such a conversion for the memory of its input, so it must return its input in every format.
+    """
     conversions = [
         node for node in graph.nodes if (row := row_for(node.target)) is not None and row.converts
     ]
@@ -139,9 +135,14 @@ def without_idle_conversions(graph: PrecisionGraph) -> None:
 
 
 def without_needless_writes(graph: PrecisionGraph) -> None:
-    """Replaces in-place operators by plain ones where the invariant allows it."""
+    """Replace in-place operators by plain ones if only the dtype restriction changes.
+
+    `y = relu_(x)` becomes `y = relu(x)`, and later readers of x read y. This requires that x is the
+    result of an operator in this graph (not an input, attribute or view) and has no views.
+    """
     if any(switches_grad(node) for node in graph.nodes):
-        # Under no_grad a write in place keeps the tensor's history, which a plain operator would cut.
+        # Under no_grad an in-place write preserves the tensor's autograd history, which a plain
+        # operator would cut.
         return
     order = {node: index for index, node in enumerate(graph.nodes)}
     replaced: set[fx.Node] = set()
@@ -170,7 +171,7 @@ def without_needless_writes(graph: PrecisionGraph) -> None:
 
 
 def _move_out(graph: PrecisionGraph, replaced: set[fx.Node]) -> None:
-    """Gives what is a tensor of its own now, and the views of it, values that share no memory with the tensor that was written to."""
+    """Recompute the values of replaced nodes and their views, which no longer alias the target."""
     moved: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         before = graph.value(node)
@@ -200,7 +201,7 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _returns_fresh(node: fx.Node) -> bool:
-    """Whether a node's result shares no memory with anything: told by the schema, for operators whose schema tells the truth."""
+    """Return whether a node's result certainly shares no memory with other values."""
     if node.op == "output":
         return True
     target = node.target
@@ -210,7 +211,8 @@ def _returns_fresh(node: fx.Node) -> bool:
     if torch._C._dispatch_has_kernel_for_dispatch_key(
         _qualified_name(target), "CompositeImplicitAutograd"
     ):
-        # A composite operator may return its input without saying so (dropout in evaluation does).
+        # A composite operator may return its input although its schema does not say so, such as
+        # dropout in evaluation.
         return row is not None and row.kind is Kind.ADJUSTABLE
     return all(result.alias_info is None for result in target._schema.returns)
 
@@ -221,10 +223,10 @@ def _qualified_name(target: torch._ops.OpOverload) -> str:
 
 
 def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
-    """What a target makes of a node's arguments: type, shape and the formula of its gradient.
+    """Return the result's dtype and shape and its gradient formula, to compare two operators.
 
-    Some formulas differ in place, where `elu_` has its result alone to go by; a comparison in place gives numbers, not truth values; and
-    an operator without its underscore may be another one.
+    Some formulas differ in place: that of `elu_` has only the result. An in-place comparison
+    returns numbers instead of booleans. An operator without the underscore may be unrelated.
     """
 
     def fresh(used: fx.Node) -> Any:
@@ -243,7 +245,7 @@ def _outcome(graph: PrecisionGraph, node: fx.Node, target: Any) -> object:
         ):
             result = target(*args, **kwargs)
             return result.dtype, result.shape, type(result.grad_fn)
-    except Exception:  # noqa: BLE001 - whatever stops it, it does not do the same
+    except Exception:  # noqa: BLE001 - an operator that fails is not equivalent
         return object()
 
 
@@ -254,7 +256,7 @@ def _same_type(graph: PrecisionGraph, node: fx.Node, written: fx.Node) -> bool:
         v.dtype for v in operands if isinstance(v, torch.Tensor) and v.dtype.is_floating_point
     }
     shapes = [v.shape for v in operands if isinstance(v, torch.Tensor)]
-    # A plain operator promotes and broadcasts where a write in place does not.
+    # A plain operator promotes and broadcasts, an in-place write does neither.
     return dtypes == {ours.dtype} and all(len(shape) <= ours.dim() for shape in shapes)
 
 
@@ -262,7 +264,15 @@ _MOVES = ("to", "cpu", "cuda")
 
 
 def copied(graph: fx.Graph, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Returns what stands in `graph` for a node of Dynamo's, mostly a copy; `local` has what stands there for its operands."""
+    """Return the node in `graph` for one of Dynamo's nodes, usually a copy.
+
+    A conversion without a dtype, such as `x.to(device)`, preserves the format of its input. Torch
+    traces it with x's original dtype, which would count as the model's request; so it is removed if
+    it is a no-op, and otherwise follows its tensor.
+
+    Args:
+        local: the new nodes of its operands.
+    """
     if node.op == "call_method" and node.target in _MOVES and not _names_a_type(node):
         source, *others = node.all_input_nodes
         before, after = (used.meta.get("example_value") for used in (source, node))
@@ -288,7 +298,7 @@ def _names_a_type(node: fx.Node) -> bool:
 
 
 def _as_it_is(graph: fx.Graph, node: fx.Node, source: fx.Node, device: torch.device) -> fx.Node:
-    """A copy elsewhere, or in another layout, of the type that the source turns out to have."""
+    """Insert a copy to a device or memory format that preserves the source's dtype."""
     options: dict[str, Any] = {
         name: node.kwargs[name] for name in ("non_blocking", "memory_format") if name in node.kwargs
     }

@@ -1,8 +1,9 @@
-"""Gives every operator its identity.
+"""Operator ids: module path, operator name and occurrence.
 
-Invariant: an `OpId` depends on the model's source alone. Module paths come from `nn_module_stack`, which names the user's modules
-whatever Dynamo, DDP's graph splits or a rank call their nodes; occurrences are counted on through all graphs of one frame, so that an
-operator has one id whether DDP or a graph break splits the graph or not.
+Invariant: an `OpId` depends on the model's source alone. Module paths come from `nn_module_stack`,
+which names the user's modules independently of node names from Dynamo, DDP's graph splits or a
+rank. Occurrences are counted across all graphs of one frame, so an operator has the same id whether
+or not DDP or a graph break splits the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from qsync_fx.passes.tracing.dynamo_frames import SourcePlace, clean_path, trans
 from qsync_fx.plan.operator_id import Numbering, OpId
 
 _VARIABLE = re.compile(r"([LG])\['(\w+)'\]")
-"""What Dynamo's names of inputs begin with: a local or a global variable of the frame."""
+"""Prefix of Dynamo's names of inputs: a local or a global variable of the frame."""
 
 _numberings: weakref.WeakKeyDictionary[TracingContext, Numbering] = weakref.WeakKeyDictionary()
 _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering]] = (
@@ -37,10 +38,10 @@ _at_breaks: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], Numbering
 
 
 def numbering(current: SourcePlace) -> Numbering:
-    """Returns the numbering of the compilation under way, which goes on where an earlier graph of the same frame ended.
+    """Return the current numbering, continued from earlier graphs of the same frame.
 
-    DDP's buckets are compiled one by one, in one tracing context. What follows a graph break is another frame: it finds the numbering by
-    its line.
+    DDP's buckets are compiled one by one in one tracing context. The code after a graph break is
+    another frame, which finds the numbering by its line.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -58,7 +59,7 @@ def numbering(current: SourcePlace) -> Numbering:
 
 
 def numbering_now() -> Callable[[], None]:
-    """Returns what puts the numbering of the compilation under way back to where it is now: for a graph that is begun once more."""
+    """Return a function that resets the numbering to its current state, for a second attempt."""
     context = TracingContext.try_get()
     before = _numberings[context].copy() if context is not None and context in _numberings else None
 
@@ -74,7 +75,7 @@ def numbering_now() -> Callable[[], None]:
 
 
 def remember_break(current: SourcePlace, numbers: Numbering) -> None:
-    """Keeps the numbering for what follows the graph break, if it is one that ends the graph."""
+    """Store the numbering for the frame that resumes after a graph break."""
     tx = translator()
     reason = tx.output.compile_subgraph_reason if tx is not None else None
     if reason is not None and reason.graph_break and current.root is not None:
@@ -85,7 +86,7 @@ def remember_break(current: SourcePlace, numbers: Numbering) -> None:
 
 
 def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) -> None:
-    """Writes a note with an id to every node that computes with floating-point values."""
+    """Write a note with an id to every node that computes with floating-point values."""
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
             identify(body, numbers, current)
@@ -102,7 +103,7 @@ def identify(graph: PrecisionGraph, numbers: Numbering, current: SourcePlace) ->
 
 
 def mark(node: fx.Node, by: str) -> None:
-    """Notes which pass has put a node into the graph as Dynamo wrote it: tracing it again keeps that for what it becomes."""
+    """Mark a node of Dynamo's graph as inserted by a pass; retracing preserves the mark."""
     node_metadata.mark_as_put_in(node, by)
 
 
@@ -114,15 +115,17 @@ def identify_new(
     near: OperatorInfo | None,
     instead_of: list[fx.Node],
 ) -> None:
-    """Writes a note with an id to each of the nodes that a pass has put in.
+    """Write a note with an id to each operator among nodes that a pass inserted.
 
     Args:
-        graph: where they are.
+        graph: their graph.
         nodes: the new nodes.
-        by: the name of the pass. It is part of new ids, so that what the pass finds, and whether, changes no id of the model's.
-        how: what the pass did, "inserted" or "rewritten".
-        near: the operator whose place the nodes take, or follow; None where there is none.
-        instead_of: the operators that the nodes replace. One of the same name takes over id and decision, and uses them up.
+        by: the name of the pass; part of new ids, so that ids of the model do not depend on the
+            pass.
+        settings: "inserted" or "rewritten".
+        near: the operator that the nodes replace or follow; None if there is none.
+        instead_of: the replaced operators. A new operator of the same name inherits id and decision
+            and removes the entry.
     """
     full = graph.whole
     for node in nodes:
@@ -155,7 +158,7 @@ def identify_new(
 def _region(
     graph: PrecisionGraph, node: fx.Node, near: OperatorInfo | None
 ) -> Precision | Literal["off"] | None:
-    """What the autocast region of an operator says of one that is put beside it."""
+    """Return the autocast region of an operator inserted near another one."""
     region = near.autocast if near is not None else None
     return (format_of(graph.value(node)) or region) if isinstance(region, Precision) else region
 
@@ -181,25 +184,25 @@ def _is_operator(graph: PrecisionGraph, node: fx.Node) -> bool:
 
 
 def _computes(graph: PrecisionGraph, node: fx.Node) -> bool:
-    """Whether a node returns or writes floating-point values, or makes others of them: a spectrum, positions, truth values."""
+    """Return whether a node computes floating-point values, or other values from them."""
     made = [t for value in (node, *writes(node)) for t in tensors(graph.value(value))]
     read = (t for used in node.all_input_nodes for t in tensors(graph.value(used)))
     return any(is_float(t) for t in made) or (bool(made) and any(is_float(t) for t in read))
 
 
 def module_path(node: fx.Node, current: SourcePlace) -> str:
-    """Returns the path of the innermost module that a node belongs to, as state_dict spells it; "" outside any."""
+    """Return the state_dict path of a node's innermost module; "" outside of any module."""
     stack: dict[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
     if not stack:
         return current.path
     address, (path, _) = list(stack.items())[-1]
-    # A module that is called again is "address@1".
+    # A repeated call of a module has the key "address@1".
     available = current.path_of(address.partition("@")[0])
     return available if available is not None else joined(current.path, clean_path(path))
 
 
 def name_inputs(graph: fx.Graph, current: SourcePlace) -> None:
-    """Notes the paths that parameters and buffers have in the model, and names inputs after them.
+    """Record the paths of parameters and buffers in the model, and rename inputs accordingly.
 
     `layer1_conv_weight` rather than `l_self_modules_layer1_modules_conv_parameters_weight_`.
     """
@@ -216,7 +219,7 @@ def name_inputs(graph: fx.Graph, current: SourcePlace) -> None:
 
 
 def _holder(text: str, current: SourcePlace) -> str:
-    """Returns the path in the model of the module that Dynamo's name of an input starts from; "" where that is none."""
+    """Return the path of the module at the start of Dynamo's name of an input, or ""."""
     tx, result = translator(), _VARIABLE.match(text)
     if tx is None or result is None:
         return ""

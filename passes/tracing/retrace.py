@@ -1,29 +1,9 @@
-"""Re-traces what Dynamo wrote into pre-dispatch ATen, piece by piece.
+"""Retracing of Dynamo's graph to pre-dispatch ATen, piece by piece.
 
-Invariant: the new graph computes what the old one computes, to the last bit, in training too: pre-dispatch tracing records above
-autograd, so nothing is differentiated, decomposed by dtype or hidden behind a mode. Nodes that make_fx must not trace through stay as
-Dynamo wrote them (pieces.py), and the code between them is re-traced.
-
-The modes that nodes run in: whether gradients are recorded, and what autocast does.
-
-Invariant: a node's modes are what executing the graph's own switches before it leaves behind. The
-state of the process is restored.
-
-Splits what Dynamo wrote into pieces that are re-traced and pieces that stay.
-
-Invariant: every computing node is in one piece, in the order of the graph. make_fx must not trace
-through the following nodes, which stay:
-
-- higher-order operators: it raises KeyError on checkpointing's context function, and would inline a
-  custom autograd function's forward, losing its backward;
-- calls that change state of the process: it lasts beyond a piece, and tracing does not record them;
-- nodes that hook gradients;
-- regions between levels of functorch or of forward-mode differentiation: their values are batched or
-  dual tensors, which exist only inside.
-
-What functions call above autograd and autocast: make_fx before dispatch, and what goes past the dispatcher under another name.
-
-Invariant: what is traced computes what the function computes, to the last bit, in training too.
+Invariant: the new graph equals the old one bitwise, in training too: pre-dispatch tracing records
+above autograd and autocast, so no operator is differentiated, decomposed by dtype or hidden behind
+a mode. Nodes that make_fx must not trace through stay as Dynamo wrote them (`pieces`), and the code
+between them is retraced. The state of the process is restored.
 """
 
 from __future__ import annotations
@@ -61,10 +41,11 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Modes:
-    """
+    """Grad mode and autocast state of a node, as the preceding switches in the graph set them.
+
     Attributes:
         grad: whether gradients are recorded.
-        autocast: for each kind of device whether autocast is on, and the type that it lowers to.
+        autocast: (device type, enabled, dtype) for each device type.
     """
 
     grad: bool
@@ -72,14 +53,12 @@ class Modes:
 
     @classmethod
     def current(cls) -> Modes:
-        """Returns the modes of the process."""
         result = tuple(
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES
         )
         return cls(torch.is_grad_enabled(), result)
 
     def apply(self) -> None:
-        """Makes these the modes of the process."""
         torch.set_grad_enabled(self.grad)
         for device, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device, enabled)
@@ -102,12 +81,12 @@ def restored() -> Iterator[None]:
         before.apply()
         torch.set_autocast_cache_enabled(cache)
         torch.set_default_dtype(dtype)
-        # `torch.use_deterministic_algorithms` would set options of Inductor, too.
+        # `torch.use_deterministic_algorithms` would also set options of Inductor.
         torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
-    """Returns the modes that each node of a graph runs in."""
+    """Return the modes that each node of a graph runs in."""
     result: dict[fx.Node, Modes] = {}
     values: dict[fx.Node, Any] = {}
     with restored():
@@ -126,16 +105,27 @@ def modes(graph: PrecisionGraph) -> dict[fx.Node, Modes]:
 
 @dataclass(frozen=True)
 class GraphPiece:
-    """Consecutive nodes: either re-traced together, or kept as Dynamo wrote them."""
+    """Consecutive nodes, either retraced together or copied as Dynamo wrote them."""
 
     nodes: tuple[fx.Node, ...]
     kept: bool
     leveled: bool = False
-    """Whether the nodes are between the entry and the exit of a level."""
+    """Whether the nodes are between the entry and the exit of a functorch level."""
 
 
 def pieces(graph: fx.Graph) -> Iterator[GraphPiece]:
-    """Splits a graph's computing nodes into pieces to re-trace and pieces to keep."""
+    """Split a graph's computing nodes into pieces to retrace and pieces to copy, in order.
+
+    make_fx must not trace through the following nodes, which are copied:
+
+    - higher-order operators: make_fx raises KeyError on checkpointing's context function, and would
+      inline a custom autograd function's forward, losing its backward;
+    - calls that change state of the process: the state outlives a piece, and tracing does not
+      record them;
+    - nodes that register gradient hooks;
+    - regions between levels of functorch or of forward-mode differentiation: their values are
+      batched or dual tensors, which exist only inside.
+    """
     current: list[fx.Node] = []
     saved: set[fx.Node] = set()
     nesting = 0
@@ -172,7 +162,7 @@ def _stays(node: fx.Node) -> bool:
 
 
 def hooks_gradients(node: fx.Node) -> bool:
-    """Whether a node puts a hook on a tensor, which sees the tensor's gradient."""
+    """Return whether a node registers a hook on a tensor, which sees the tensor's gradient."""
     available = (used.meta.get("example_value") for used in node.all_input_nodes)
     return any(isinstance(value, (BackwardState, BackwardHook)) for value in available)
 
@@ -182,11 +172,11 @@ def _unpacks(node: fx.Node, saved: set[fx.Node]) -> bool:
 
 
 _OPERATOR_OF = {torch._C._autograd._get_data_attr: torch.ops.aten.data.default}  # type: ignore[attr-defined]
-"""Functions in Dynamo's graphs that go past the dispatcher, where tracing sees nothing, and the operators that do the same within it."""
+"""Functions that bypass the dispatcher and are invisible to tracing, with equivalent operators."""
 
 
 def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
-    """Returns the ATen operators that a function calls on these values, as they are before autograd and autocast see them."""
+    """Return the ATen operators that a function calls, before autograd and autocast see them."""
     with fx.traceback.preserve_node_meta():
         traced: fx.GraphModule = make_fx(
             function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True
@@ -195,7 +185,7 @@ def pre_dispatch(function: Callable[..., Any], values: Sequence[Any]) -> fx.Grap
 
 
 class Tracking(fx.Interpreter):
-    """Knows the name of the node that it runs, so that a failure can be laid at its door."""
+    """Interpreter that records the name of the current node, to attribute failures."""
 
     at = ""
 
@@ -215,15 +205,15 @@ _HOOKED = "a hook sees its gradient, in the type that the model has"
 def rebuild(
     module: fx.GraphModule, inputs: list[Any], keep: Callable[[fx.Node, fx.GraphModule], None]
 ) -> tuple[fx.GraphModule, list[str]]:
-    """Returns the module re-traced to pre-dispatch ATen, and what could not be re-traced and why.
+    """Return the module retraced to pre-dispatch ATen, and the failures with their reasons.
 
     Args:
-        module: a graph as Dynamo writes it.
-        inputs: one fake tensor, SymInt or plain value a placeholder.
-        keep: called with every higher-order node that is kept (already in the new graph) and the old module that its bodies are in;
-            it may give the node new bodies.
+        module: Dynamo's graph.
+        inputs: one fake tensor, SymInt or plain value per placeholder.
+        keep: called with every copied higher-order node (already in the new graph) and the old
+            module that contains its bodies; it may set new bodies.
 
-    The caller is responsible for the fake mode and for restoring autocast and grad mode.
+    The caller sets the fake mode and restores autocast and grad mode.
     """
     mark_unlisted(module.graph)
     builder = _Builder(module)
@@ -242,7 +232,10 @@ def rebuild(
 
 
 def current(value: Any) -> Any:
-    """Returns what Dynamo noted for a node as values of the fake mode that is active: Dynamo hands a graph on with a fresh one."""
+    """Return Dynamo's recorded value converted to the active fake mode.
+
+    Dynamo passes a graph on with a new fake mode.
+    """
     mode = active_fake_mode()
 
     def convert(fake: Any) -> Any:
@@ -258,7 +251,10 @@ def current(value: Any) -> Any:
 
 
 class _Builder:
-    """Builds the new graph; `values` and `mapped` tell each old node's fake value and its nodes in the new graph."""
+    """Builder of the new graph.
+
+    `values` maps each old node to its fake value, `mapped` to its nodes in the new graph.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
@@ -271,7 +267,7 @@ class _Builder:
         self.count = 0
 
     def copy(self, node: fx.Node, value: Any) -> fx.Node:
-        """Copies a node, its metadata and the attribute that it names, as it is."""
+        """Copy a node unchanged, with its metadata and the attribute that it names."""
         for used in node.all_input_nodes:
             self.fetch(used)
         new = self.graph.node_copy(node, lambda used: self.mapped[used])
@@ -284,7 +280,7 @@ class _Builder:
         return new
 
     def fetch(self, node: fx.Node) -> None:
-        """Copies a node that names an attribute, once."""
+        """Copy a node that names an attribute, once."""
         if node.op != "get_attr" or node in self.mapped:
             return
         value = self.root[str(node.target)] = _attribute(self.module, str(node.target))
@@ -296,7 +292,7 @@ class _Builder:
     def keep(
         self, node: fx.Node, keep: Callable[[fx.Node, fx.GraphModule], None], leveled: bool = False
     ) -> None:
-        """Copies a node that stays as Dynamo wrote it.
+        """Copy a node that stays as Dynamo wrote it.
 
         Args:
             leveled: whether the node is between the entry and the exit of a level.
@@ -322,7 +318,7 @@ class _Builder:
             )
 
     def _execute(self, node: fx.Node, leveled: bool) -> Any:
-        """Execute a call that changes state, for the pieces after it to be traced in that state.
+        """Execute a call that changes state, so that later pieces are traced in that state.
 
         Levels are not entered, so a call between them whose effect is unlisted may not work.
 
@@ -335,7 +331,10 @@ class _Builder:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _set_apart(self, used: fx.Node) -> None:
-        """Gives what a hook is put on a node of its own, in the model's type, that everybody reads: a hook sees the whole gradient."""
+        """Insert an alias of a hooked tensor, in the model's dtype, for all readers.
+
+        A hook must see the full gradient.
+        """
         source = self.mapped[used]
         if not isinstance(self.values[used], torch.Tensor):
             return
@@ -347,7 +346,7 @@ class _Builder:
         self.mapped.update({old: apart for old, new in self.mapped.items() if new is source})
 
     def retrace(self, nodes: tuple[fx.Node, ...]) -> None:
-        """Re-traces nodes into the new graph; where make_fx fails, keeps the node it fails at and re-traces the rest around it."""
+        """Retrace nodes into the new graph; copy a node at which make_fx fails."""
         if not nodes:
             return
         piece, external, results = self._extract(nodes)
@@ -361,7 +360,7 @@ class _Builder:
         inputs = [self.values[node] for node in external]
         try:
             traced = pre_dispatch(run, inputs)
-        except Exception as error:  # noqa: BLE001 - whatever fails in tracing, the node stays as Dynamo wrote it
+        except Exception as error:  # noqa: BLE001 - an untraceable node stays as Dynamo wrote it
             bad = next((n for n in nodes if n.name == interpreter.at), nodes[0])
             self._leave(nodes, bad, type(error).__name__, str(error).partition("\n")[0])
             return
@@ -375,12 +374,12 @@ class _Builder:
                 "it computes a value past the dispatcher, which tracing sees",
             )
         else:
-            # Which node it is shows where it stands alone.
+            # Retracing smaller pieces isolates the responsible node.
             self.retrace(nodes[: len(nodes) // 2])
             self.retrace(nodes[len(nodes) // 2 :])
 
     def _leave(self, nodes: tuple[fx.Node, ...], bad: fx.Node, kind: str, message: str) -> None:
-        """Keeps one of the nodes as Dynamo wrote it, and re-traces those before and after it."""
+        """Copy one of the nodes as Dynamo wrote it, and retrace the nodes before and after it."""
         if by := node_metadata.put_in_by(bad):
             raise PassError(
                 f"pass {by!r} has put in %{bad.name}, which cannot be traced: {kind}: {message}",
@@ -395,7 +394,7 @@ class _Builder:
         node_metadata.OPAQUE[new] = (
             f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
         )
-        # The inputs of a trace are single tensors, so a trace cannot read a result that is a tuple.
+        # Inputs of a trace are single tensors, so a trace cannot read a tuple.
         items = _items(bad)
         for item in items:
             self.copy(item, current(item.meta.get("example_value")))
@@ -405,7 +404,7 @@ class _Builder:
     def _extract(
         self, nodes: tuple[fx.Node, ...]
     ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-        """Returns the nodes as a module of their own, the nodes whose values they need, and those whose values others need."""
+        """Return the nodes as a module, its external inputs, and the nodes with external users."""
         inside = set(nodes)
         needed = dict.fromkeys(
             used for node in nodes for used in node.all_input_nodes if used not in inside
@@ -449,14 +448,15 @@ class _Builder:
         new = fx.GraphModule({**self.root, **self.constants}, self.graph, class_name="QSyncGraph")
         adopt_attributes(new, self.module)
         for name in self.constants:
-            # What `torch.tensor([1, 2])` and `x[[0, 2]]` write down. As buffers AOTAutograd would take them for the user's and miss their
-            # source; as attributes it copies their values into its own graph.
+            # Constants of `torch.tensor([1, 2])` and `x[[0, 2]]`. AOTAutograd would treat buffers
+            # as the user's and miss their source; it copies the values of plain attributes into its
+            # own graph.
             new.__dict__[name] = new._buffers.pop(name)
         return new
 
 
 def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
-    """Whether a fake tensor has become a constant: a value that something computed without the dispatcher, so that tracing missed it."""
+    """Return whether a fake tensor became a constant: its computation bypassed the dispatcher."""
     named = (
         _attribute(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
     )
@@ -464,7 +464,7 @@ def _bakes_in_fakes(traced: fx.GraphModule) -> bool:
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that unpack a node's result, and those that unpack the items."""
+    """Return the nodes that unpack a node's result, and the nodes that unpack its items."""
     items = [user for user in node.users if user.target is operator.getitem]
     for item in items:
         items += [user for user in item.users if user.target is operator.getitem]

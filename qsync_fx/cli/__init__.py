@@ -1,14 +1,11 @@
-"""The command `qsync`: what the backend does to a model, and what this machine offers, in a terminal.
+"""Command line `qsync`: effects of the backend on a model, plans, and checks of this machine.
 
-    command    what a verb is
-    commands/  the verbs, one file each: a new verb is a new file there, or an entry point of an installed package
-    parsing    their arguments
-    model      what verbs that take a model have in common: the arguments that name it, and the options of the backend
-    output     what verbs print: tables, JSON, progress, errors, and the status that the command ends with
-    reference, machine    "module:function" as a model; what this machine offers
+Each verb is a module of commands/ that defines a `Command` (command.py), or an entry point of an
+installed package. parser.py parses arguments; model_args.py and training_args.py define arguments
+that several verbs share; output.py prints results and returns the exit status.
 
-Invariant: importing this imports no torch, nor do `qsync --help` and `qsync --version`. Results go to standard output and everything else
-to standard error, so that output can be piped.
+Invariant: this package, `qsync --help` and `qsync --version` do not import torch. Results go to
+standard output and all other messages to standard error, so that results can be piped.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ __all__ = ["Command", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, or 2 after an error of qsync_fx or argparse."""
+    """Run the command and return its exit status; see `output.status_of`."""
 
     def run() -> None:
         chosen, arguments = parsed(sys.argv[1:] if argv is None else argv)

@@ -1,4 +1,4 @@
-"""`python -m qsync_fx.cli` is `qsync`."""
+"""Entry point of `python -m qsync_fx.cli`, which is the same as `qsync`."""
 
 from __future__ import annotations
 

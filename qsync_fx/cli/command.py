@@ -1,7 +1,7 @@
-"""What a verb of the command line is.
+"""`Command`: a verb of the command line.
 
-Invariant: a command either does something or is a choice of actions that do, which are commands themselves. It has no name: it is called
-as its file is, as its entry point is, or as the key that it stands under.
+Invariant: a command either runs or contains actions, which are commands. It stores no name; it is
+named by its file, its entry point, or its key in `actions`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ Arguments = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Command:
-    """A verb of `qsync`, or an action of one.
+    """Verb of `qsync`, or an action of a verb.
 
     Attributes:
-        help: what it does, in a few words, for the list of commands.
-        run: does it, with what the command line says. A `QSyncError` that it raises is told in its three lines.
-        arguments: adds to a parser what the command line may say.
-        about: what stands above the arguments in its --help; `help` where it is empty.
-        examples: lines for the end of its --help.
-        actions: the verb's own verbs, by name, as in "qsync kernels list".
+        help: short description for the list of commands.
+        run: implementation, called with the parsed arguments. A `QSyncError` that it raises is
+            printed in its three lines.
+        arguments: adds arguments to a parser.
+        about: description at the top of its --help; by default `help`.
+        examples: lines at the end of its --help.
+        actions: sub-commands by name, as in "qsync kernels list".
     """
 
     help: str
@@ -45,5 +46,5 @@ class Command:
 
 
 def literal(text: str) -> str:
-    """Returns a text as argparse takes it for the help of an argument, where it puts values in the place of what % stands before."""
+    """Escape "%" in a help text, which argparse would interpolate."""
     return text.replace("%", "%%")

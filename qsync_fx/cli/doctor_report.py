@@ -1,7 +1,7 @@
-"""The report of `qsync doctor`: the hardware and tools of this machine, and how each format runs on it.
+"""Report of `qsync doctor`: hardware and tools, and how each format runs here.
 
-Invariant: making a report changes nothing. A value that cannot be determined is empty, never guessed. How a format
-runs is the answer of `qsync_fx.devices.support`.
+Invariant: a report changes no state. Unknown values are empty, not guessed. The support of a format
+is the result of `qsync_fx.devices.support`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import qsync_fx.backend.cuda.runtime.device_state  # noqa: F401  what `support` says of CUDA devices comes from there
+import qsync_fx.backend.cuda.runtime.device_state  # noqa: F401  registers kernels
 from qsync_fx import _C, __version__
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, sass
@@ -32,10 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """The native quantizer: the path in use, those there are, and whether it uses threads. `path` is None with `wrong` saying why.
+    """Native quantizer.
 
-    `refused` are paths that are there, and are not used since they give other results than the scalar one; `products` says of each
-    type of values which instruction multiplies matrices of it.
+    Attributes:
+        path: active ISA variant; None if it is invalid, with the error in `wrong`.
+        available: ISA variants on this CPU.
+        openmp: whether it uses threads.
+        wrong: error of an invalid QSYNC_CPU_ISA.
+        refused: available variants that are not used, because their results differ from the scalar
+            variant.
+        products: for each type of values, the instruction that multiplies matrices.
     """
 
     path: str | None
@@ -48,7 +54,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device; memory in bytes."""
+    """CUDA device; `memory` in bytes."""
 
     device: torch.device
     name: str
@@ -58,7 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that CUDA kernels are compiled with, and where it lies."""
+    """Tool or headers for the compilation of CUDA kernels, and their path."""
 
     version: str
     path: Path
@@ -66,7 +72,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Kernels:
-    """CUDA kernels that are compiled already: how many there are in a folder. `reason` says why the folder is not used."""
+    """Number of compiled CUDA kernels in a folder; `reason` is why the folder is not used."""
 
     folder: Path
     count: int
@@ -75,7 +81,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class FormatSupport:
-    """How one device runs one format."""
+    """Support of one format on one device."""
 
     device: torch.device
     precision: Precision
@@ -84,15 +90,15 @@ class FormatSupport:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that `qsync doctor` says.
+    """Content of `qsync doctor`.
 
     Attributes:
-        cuda: what torch was built for; None for a CPU build.
-        threads: that kernels on the CPU use, of those that the process may.
-        nvcc, host, cutlass: what CUDA kernels are compiled with, or why it cannot be used.
-        nvrtc: what compiles for sm_70 (V100), which nvcc of CUDA 13 does not, or why there is nothing.
-        disassembler: what looks for the right instructions in compiled kernels; None where nothing does.
-        kernels: those that are compiled already: in the cache, then in the folders of QSYNC_KERNELS_PATH.
+        cuda: CUDA version that torch was built for; None for a CPU build.
+        threads: threads that CPU kernels use.
+        nvcc, host, cutlass: tools for CUDA kernels, or the error that prevents their use.
+        nvrtc: compiler for sm_70 (V100), which nvcc of CUDA 13 does not support, or the error.
+        disassembler: tool that checks the instructions of compiled kernels; None without one.
+        kernels: compiled kernels in the cache, then in the folders of QSYNC_KERNELS_PATH.
     """
 
     qsync_fx: str
@@ -114,7 +120,7 @@ class Report:
 
 
 def look() -> Report:
-    """Looks this machine over; under a second."""
+    """Return the report on this machine; runs in less than a second."""
     gpus = _gpus()
     devices = (torch.device("cpu"), *(gpu.device for gpu in gpus))
     return Report(
@@ -191,7 +197,7 @@ def _kernels() -> tuple[Kernels, ...]:
 
 
 def render(report: Report) -> RenderableType:
-    """Returns the report as something that a `rich.console.Console` prints: what there is, then formats by device."""
+    """Return the report for a `rich.console.Console`: the machine, then formats by device."""
     from rich.console import Group
 
     return Group(_machine(report), "", _formats(report))
@@ -206,7 +212,7 @@ def _machine(report: Report) -> Table:
     table.add_column()
 
     def line(name: str, value: str) -> None:
-        # Names of devices and paths are data: nothing in them is markup.
+        # Device names and paths may contain rich markup characters.
         table.add_row(name, Text(value))
 
     cores = f"{report.cpu.cores} cores, " if report.cpu.cores else ""

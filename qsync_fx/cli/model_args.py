@@ -1,16 +1,12 @@
-"""What commands that take a model have in common: the arguments that name it, and the options of the backend.
+"""Command-line arguments for a model, backend options and named files.
 
-Invariant: every such command takes the same ones. An option is an argument because `qsync_fx.option_help.DOCUMENTED` has it, in its words;
-those that say how a model runs are left out, for no command trains one, and the target where a command has a device by other arguments.
+`add` and `read` define the arguments that all verbs with a model share. Backend options are derived
+from `qsync_fx.option_help.DOCUMENTED`, except options that only affect training runs. `load`
+resolves a model reference "package.module:function". `named` parses NAME=VALUE arguments for
+classes of devices.
 
-Arguments of classes of devices: NAME=VALUE for one of them, VALUE for all.
-
-Invariant: either there is one value without a name, or each has a name of its own.
-
-A model named on a command line: "package.module:function".
-
-Invariant: a reference that cannot be followed raises `OptionError` saying which part of it is wrong. What the user's module or function
-raises itself goes through untouched.
+Invariant: an invalid reference raises `OptionError` that names its wrong part. Exceptions of the
+user's module or function are not caught.
 """
 
 from __future__ import annotations
@@ -39,11 +35,14 @@ if TYPE_CHECKING:
 
 
 def named(value: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]:
-    """Returns values by the names before them; those without by `unnamed` and their number."""
+    """Return values by the name before "="; values without a name by `unnamed` and their index.
+
+    Either one value has no name and applies to all classes, or each has a unique name.
+    """
     result: dict[str, str] = {}
     for index, text in enumerate(value):
         name, equals, path = text.partition("=")
-        # A path may hold the sign, too: then what stands before it is no plain name.
+        # A path may contain "=": a name contains no "/".
         name, path = (name, path) if equals and "/" not in name else (unnamed.format(index), text)
         if name in result:
             message = (
@@ -73,10 +72,12 @@ Referred = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def findable(reference: str) -> str:
-    """Returns a reference whose module may be there; made for `add_argument(type=...)`, so that it is known before torch is imported.
+    """Return a reference whose top-level module exists; for `add_argument(type=...)`.
+
+    This check precedes the import of torch.
 
     Raises:
-        OptionError: it names no module and callable, or one that is nowhere.
+        OptionError: it does not name a module and a callable, or the module does not exist.
     """
     module, _ = _parts(reference)
     top = module.partition(".")[0]
@@ -87,13 +88,14 @@ def findable(reference: str) -> str:
 
 
 def load(reference: str) -> Referred:
-    """Returns what the function at `reference` returns, a model and what to call it with.
+    """Call the function at `reference`, and return the model and its inputs.
 
     Args:
-        reference: "MODULE:CALLABLE"; the module is looked for in the current folder first, as by "python -m".
+        reference: "MODULE:CALLABLE"; the current folder is searched first, as by "python -m".
 
     Raises:
-        OptionError: there is no such module or callable, it takes arguments, or returns something else.
+        OptionError: the module or callable does not exist, it requires arguments, or its result has
+            the wrong type.
     """
     module, name = _parts(reference)
     factory = _attribute(_module(module, reference), name, reference)
@@ -118,7 +120,7 @@ def _module(name: str, reference: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A module that exists and imports one that does not is the user's to see in full.
+        # A failed import inside an existing module is shown to the user with its traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise _missing(error.name, reference) from None
@@ -170,7 +172,7 @@ def _check_call(factory: Any, reference: str) -> None:
             do="give its parameters defaults, or name a function that calls it",
         ) from None
     except ValueError:
-        # Some callables written in C do not tell their parameters; calling will show.
+        # Some callables written in C have no signature; the call shows whether it works.
         return
 
 
@@ -221,9 +223,9 @@ _SAID = {
     "plan": "path of a saved plan, in place of --precision; of one for a cluster the part for --device-class",
     "passes": "also run this pass of an installed package; repeatable",
 }
-"""What a command line can give of an option that Python can give more of."""
+"""Help of options for which the command line accepts less than Python."""
 _EITHER = ("fast_dropout",)
-"""What is on or off, and by default neither."""
+"""Switches with a third state, the default."""
 _FLAGS = {"passes": "--pass"}
 _METAVARS = {
     "precision": "NAME",
@@ -248,10 +250,10 @@ def add(
 
     Args:
         parser: of a command.
-        name: of the argument that names the model; with "--model" it may be left out.
-        looks: also adds --train, --eval and --target, for commands that only look at a model.
-        needed: whether there has to be a model.
-        refused: errors for the options that make no sense for this command. They are raised while
+        name: name of the argument for the model; "--model" makes it optional.
+        looks: also adds --train, --eval and --target, for commands that only inspect a model.
+        needed: whether a model is required.
+        refused: errors for options that do not apply to this command. They are raised while
             arguments are parsed, and --help does not list these options.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
@@ -290,18 +292,17 @@ def _refusing(error: OptionError) -> Callable[[str], NoReturn]:
 
 
 def flag(option: str) -> str:
-    """Returns the argument that an option of the backend is."""
+    """Return the command-line flag of a backend option."""
     return _FLAGS.get(option, f"--{option.replace('_', '-')}")
 
 
 def given(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the options that a command line gives, by name, and its recipe."""
+    """Return the options and the recipe that a command line sets, by name."""
     values = {name: getattr(arguments, name, None) for name in _arguments(looks=True)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
-    """Return the settings of argparse for each option."""
     result: dict[str, dict[str, Any]] = {
         "recipe": {"help": literal(RECIPE_HELP), "metavar": "NAME"}
     }
@@ -323,7 +324,7 @@ def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """The model that a command line names, and what it says of it."""
+    """Model that a command line names, with its inputs and options."""
 
     reference: str
     options: Options
@@ -334,7 +335,7 @@ class ModelArguments:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """Device of the first parameter; the CPU without parameters."""
         import torch
 
         parameters = (
@@ -343,7 +344,7 @@ class ModelArguments:
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     def on(self, device: torch.device) -> ModelArguments:
-        """Returns the same with its tensors on a device; a module moves there."""
+        """Return the same arguments with tensors on `device`; a module is moved in place."""
         import torch
         from torch.utils._pytree import tree_map_only
 
@@ -354,7 +355,7 @@ class ModelArguments:
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def explain(self) -> Explanation:
-        """Returns what the backend does to it; raises `QSyncError` where that is nothing."""
+        """Return the effects of the backend on the model; raise `QSyncError` if it has no graph."""
         import torch
 
         from qsync_fx.diagnostics.explain_model import explain
@@ -371,10 +372,10 @@ class ModelArguments:
 
 
 def read(arguments: argparse.Namespace) -> ModelArguments:
-    """Returns what a command line says of a model. Options come first: a wrong one is told before the model is made.
+    """Return the model arguments of a command line; options are checked before the model is built.
 
     Raises:
-        QSyncError: an option or the reference is wrong.
+        QSyncError: an option or the reference is invalid.
     """
     from qsync_fx.options import Options
 

@@ -1,12 +1,12 @@
-"""What commands print, and the status that `qsync` ends with.
+"""Output of commands, and the exit status of `qsync`.
 
-Invariant: results go to standard output and everything else to standard error, so that output can be piped. A terminal gets colours, and
-tables of its width, which whoever sets COLUMNS gets too, as pagers and scripts do. Piped without it, lines are as long as what they say,
-since other programs search them.
+Results go to standard output, all other messages to standard error. A terminal gets colors and
+tables of its width, as does a pipe if COLUMNS is set; other pipes get unwrapped lines, which
+programs can search.
 
-A `QSyncError` is printed in its three lines, with status 2, which argparse uses for wrong arguments. An
-exception of the user's own code comes with its traceback. If standard output is closed or cannot be
-written, one line on standard error says so, with status 2.
+A `QSyncError` is printed in its three lines, with status 2, which argparse uses for invalid
+arguments. An exception of the user's own code is printed with its traceback. A closed or unwritable
+standard output gives one line on standard error and status 2.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 100_000
-"""Rich wants a width, and no line is that long."""
+"""Width for rich if lines must not wrap."""
 
 
 def status_of(run: Callable[[], None]) -> int:
@@ -41,7 +41,7 @@ def status_of(run: Callable[[], None]) -> int:
 
     Returns:
         0 on success; 2 after a `QSyncError` or if standard output cannot be written; 130 after
-        Ctrl-C; 141 if the reader of standard output has closed the pipe.
+            Ctrl-C; 141 if the reader of standard output has closed the pipe.
     """
     _open_standard_streams()
     if sys.stdout is None:
@@ -62,12 +62,12 @@ def status_of(run: Callable[[], None]) -> int:
             note(error)
             status = 2
         except SystemExit as error:
-            exit_request = error  # argparse, after --help and --version
+            exit_request = error
         except KeyboardInterrupt:
             status = 130
         except OSError:
             if output.error is None:
-                raise  # an error of the user's own code
+                raise
         with contextlib.suppress(OSError):
             output.flush()
     if output.error is not None:
@@ -113,7 +113,6 @@ class _CheckedOutput:
 
 
 def _report_unwritable(stream: TextIO, error: OSError) -> int:
-    """Report that standard output cannot be written, and return the exit status."""
     with contextlib.suppress(OSError):
         # Python flushes the stream at exit, and would report the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -143,28 +142,25 @@ def note(description: object) -> None:
 
 
 def to_write(path: str) -> Path:
-    """Returns the path that an option names, where a file can be written; made for `add_argument(type=...)`, so that it is known before
-    any work is done.
+    """Return the path of a writable file; for `add_argument(type=...)`, before any work is done.
 
     Raises:
-        QSyncError: none can be written there.
+        QSyncError: the file cannot be written.
     """
     check_writable(path)
     return pathlib.Path(path)
 
 
 def wrote(path: str | Path) -> None:
-    """Says that a file was written."""
     note(f"wrote {path}")
 
 
 def as_json(value: object) -> None:
-    """Prints a value for other programs."""
     print(json.dumps(value, indent=2))
 
 
 def show(description: RenderableType) -> None:
-    """Prints a table, or whatever else rich prints, as wide as the place that it goes to."""
+    """Print a table or another rich renderable at the width of the output."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else width() or _LONGEST)
@@ -174,7 +170,7 @@ def show(description: RenderableType) -> None:
 
 
 def width() -> int | None:
-    """Returns how wide standard output is; None where nobody has said it."""
+    """Return the width of standard output; None for a pipe without COLUMNS."""
     if sys.stdout.isatty():
         from rich.console import Console
 
@@ -186,7 +182,11 @@ def width() -> int | None:
 def table(
     columns: Iterable[str], rows: Iterable[Iterable[str | Text]], right: Iterable[str] = ()
 ) -> Table:
-    """Returns a table of texts; `right` names the columns of numbers. What is long wraps: cut off it would be worth nothing."""
+    """Return a table of texts; long cells wrap, because cut cells would lose information.
+
+    Args:
+        right: names of right-aligned columns, which contain numbers.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -194,13 +194,13 @@ def table(
     for name in columns:
         made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
-        # Names of devices and paths are data: nothing in them is markup.
+        # Device names and paths may contain rich markup characters.
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return made
 
 
 def diff(text: str) -> None:
-    """Prints a unified diff, coloured on a terminal."""
+    """Print a unified diff, colored on a terminal."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,7 +1,8 @@
-"""Arguments of commands.
+"""Argument parser of `qsync`.
 
-Invariant: a command line loads the one command that it names; all of them where they are listed. A command of an installed package that
-cannot be loaded is listed with what is wrong with it, and stands in no other one's way.
+Invariant: a command line loads only the command that it names; a list of commands loads all. A
+command of an installed package that cannot be loaded is listed with its error and does not affect
+other commands.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ to begin with:
 _Raw = argparse.RawDescriptionHelpFormatter
 _RUN: Final = "_run"
 _ANSWERED = ("-h", "--help", "--version")
-"""What is answered without a command, whatever follows."""
+"""Arguments that are processed without a command."""
 
 
 def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
-    """Returns what a command line asks for, and what it says besides.
+    """Return the function of the command, and its parsed arguments.
 
     Raises:
         QSyncError: the command cannot be loaded.
-        SystemExit: argparse has something to complain of, or has printed what was asked for.
+        SystemExit: argparse reports an error, or has printed help or versions.
     """
     parser = argparse.ArgumentParser(
         prog="qsync", description=_ABOUT, epilog=_EXAMPLES, formatter_class=_Raw, allow_abbrev=False

@@ -1,6 +1,6 @@
-"""What `qsync plan` knows of devices and of the model: from files, reckoned by the catalog, or measured here.
+"""Inputs of `qsync plan`: profiles and sensitivities from files, the catalog or measurements.
 
-Invariant: what files say is not found out again, and what takes long is told while it is done.
+Invariant: data in files is not computed again, and slow work shows progress.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from qsync_fx.predictor.replayer.cluster import Cluster
 
 STEPS = 8
-"""Steps that sensitivities are a mean over, where they are found here."""
+"""Number of steps over which sensitivities are averaged if they are computed here."""
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """
+    """Profiles, cluster, sensitivities and model for planning.
+
     Attributes:
         profiles: by class of devices; "" for all.
         cluster: None for one device.
-        sensitivity: of the model, or of each class; None where profiles hold it.
-        trained: the model; None where there are files alone.
+        sensitivity: of the model, or by class; None if the profiles contain it.
+        trained: the model; None if only files are given.
     """
 
     profiles: Mapping[str, Any]
@@ -44,10 +45,10 @@ class PlanInputs:
 
 
 def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
-    """Return the profiles and sensitivities that a command line names, and measure those that are missing.
+    """Return the profiles and sensitivities of a command line; measure the missing ones.
 
     Raises:
-        QSyncError: an argument or a file is wrong, which is checked before anything is measured.
+        QSyncError: an argument or a file is invalid, which is checked before any measurement.
     """
     from qsync_fx.allocator.problem_builder import check_precisions
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
@@ -85,7 +86,7 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
 
 
 def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
-    """Raise `QSyncError` for arguments that are wrong with any profile."""
+    """Raise `QSyncError` for arguments that are invalid with any profile."""
     from qsync_fx.allocator.api import get_allocator
     from qsync_fx.allocator.measure_and_replan import check_max_replans
     from qsync_fx.allocator.problem_builder import PlanRequest
@@ -129,7 +130,6 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
 
 
 def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
-    """Raise `OptionError` for the name of a class of devices that the cluster does not have."""
     names = {
         "--device": [] if arguments.device is None else [arguments.device],
         "--memory": [name for name in named(arguments.memory, "--memory") if name],
@@ -151,7 +151,10 @@ def _without_model() -> OptionError:
 
 
 def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
-    """Raises `PlanError` where no plan fits into the memory that there is, whatever the sensitivities are, which take minutes to find."""
+    """Raise `PlanError` if no plan fits into memory, before sensitivities are computed.
+
+    Memory does not depend on sensitivities, which take minutes, so equal values replace them.
+    """
     from qsync_fx.allocator.api import find_plan
     from qsync_fx.errors import PlanError
     from qsync_fx.formats import FORMATS
@@ -183,7 +186,10 @@ def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
 def sensitivities(
     available: PlanInputs, method: str, anew: bool = False
 ) -> Sensitivity | dict[str, Sensitivity]:
-    """Returns what a method finds here for the narrow formats of each profile, where that holds none or it is to be found anew."""
+    """Return sensitivities of the narrow formats of each profile, computed by `method`.
+
+    Sensitivities in profiles are reused by default.
+    """
     from qsync_fx.formats import FORMATS
     from qsync_fx.profiler.sensitivity.estimate import sensitivity
 
@@ -209,14 +215,17 @@ def sensitivities(
 
 
 def _target(device: str) -> str | None:
-    """Returns the GPU that a profile is of, where it is one of the catalog."""
     from qsync_fx.devices import TARGETS
 
     return device if device in TARGETS else None
 
 
 def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], DeviceClass]:
-    """Returns what gives a class of devices another batch; raises `OptionError` where there is no model to look at."""
+    """Return a function that changes the batch size of a class of devices.
+
+    Raises:
+        OptionError: there is no model to build a graph from.
+    """
     from qsync_fx.allocator.evaluator import resized
 
     trained = available.trained
@@ -318,7 +327,12 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
 
 
 def at_hand(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
-    """Returns what a plan is run with, as `find_plan` takes it; nothing where no profile is of this machine, or none is to be run."""
+    """Return the arguments of `find_plan` that run the plan here.
+
+    Returns:
+        Empty if --max-replans is 0, if there is no model, or by default if no profile is of this
+            machine.
+    """
     from qsync_fx.allocator.measure_and_replan import MAX_REPLANS
     from qsync_fx.devices.machine import here_for
 
@@ -339,7 +353,6 @@ def at_hand(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, A
 
 
 def memory(arguments: argparse.Namespace) -> Any:
-    """Returns the memory that --memory allows, as `find_plan` takes it."""
     result = named(arguments.memory, "--memory")
     if not result:
         return None
@@ -347,7 +360,7 @@ def memory(arguments: argparse.Namespace) -> Any:
 
 
 def objective(arguments: argparse.Namespace, available: PlanInputs) -> str:
-    """Returns what was asked for; by default "hybrid" for several classes of devices, "fastest" for one."""
+    """Return the objective; by default "hybrid" for several classes of devices, else "fastest"."""
     if arguments.objective is not None:
         return str(arguments.objective)
     several = len(available.profiles) > 1 or (
@@ -357,7 +370,7 @@ def objective(arguments: argparse.Namespace, available: PlanInputs) -> str:
 
 
 def limit(text: str | None) -> str | float | None:
-    """Returns a limit that is a number, or the name of a format."""
+    """Return a limit as a number, or as the name of a format."""
     try:
         return None if text is None else float(text)
     except ValueError:

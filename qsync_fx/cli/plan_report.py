@@ -1,6 +1,6 @@
-"""What is asked of a plan that was found: shown as tables, or as JSON.
+"""Report of `qsync plan`: tables or JSON of a plan and its comparisons.
 
-Invariant: the plan that is written is the one that was shown last.
+Invariant: the written plan is the one that was shown last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def changes(arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns formats by operator, or by pattern, of --set."""
     result: dict[str, str] = {}
     for text in arguments.set:
         operator, equals, fmt = text.rpartition("=")
@@ -33,7 +32,6 @@ def changes(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def allocator(arguments: argparse.Namespace, available: PlanInputs) -> Allocator | str:
-    """Returns the allocator that --allocator names."""
     if arguments.allocator == "hessian":
         return _hessian(arguments.hessian or "", available)
     return str(arguments.allocator)
@@ -41,12 +39,13 @@ def allocator(arguments: argparse.Namespace, available: PlanInputs) -> Allocator
 
 @dataclass(frozen=True)
 class PlanReport:
-    """
+    """Plan with the analyses that the command line requests.
+
     Attributes:
         arguments: the command line.
-        known: of devices and the model.
-        answer: that was found.
-        changes: formats by operator or pattern, to be tried.
+        known: inputs of the plan.
+        answer: result of the planner.
+        changes: formats to try, by operator or pattern.
     """
 
     arguments: argparse.Namespace
@@ -55,7 +54,6 @@ class PlanReport:
     changes: Mapping[str, str]
 
     def show(self) -> None:
-        """Shows and writes what the command line asks for."""
         from qsync_fx.allocator.analysis import selected, single_change, what_if
 
         answer, arguments = self.answer, self.arguments
@@ -150,7 +148,7 @@ def as_json(
     compared: Sequence[AllocatorComparison] = (),
     front: ParetoFront | None = None,
 ) -> dict[str, Any]:
-    """Returns what the tables say, and more, as JSON takes it."""
+    """Return a JSON-compatible description of the report, with more details than the tables."""
     result: dict[str, Any] = _answer(answer) | {
         "plans": {name: dict(plan) for name, plan in answer.plans.items()},
         "notes": [

@@ -1,4 +1,4 @@
-"""What commands that train share: which formats, which module, and what it takes for a loss."""
+"""Command-line arguments for training: formats, module, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LOSS = "the loss is what the model returns as such, else the mean square of what
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that a command line names, as `measure` and `sensitivity` take one.
+    """Model that a command line names, in the form that `measure` and `sensitivity` accept.
 
     Attributes:
-        given: what the command line says of it.
+        given: model arguments.
         module: in training mode.
-        step: from the module and a batch to the loss.
-        batches: the one that the model comes with.
-        precisions: names of formats; None for those that the device has units for.
+        step: computes the loss from the module and a batch.
+        batches: the single batch that the model's function returns.
+        precisions: names of formats; None for formats with a native unit on the device.
     """
 
     given: ModelArguments
@@ -54,9 +54,9 @@ def add(
     Args:
         parser: of the command.
         title: of the group.
-        precisions: the help of --precisions.
-        noun: the result of the command, such as "a profile", for the error about --precision.
-        needed: whether there has to be a model.
+        precisions: help text of --precisions.
+        noun: result of the command, such as "a profile", for the error about --precision.
+        needed: whether a model is required.
         refused: errors for further options that the command refuses.
 
     Returns:
@@ -72,7 +72,7 @@ def add(
 
 
 def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
-    """Adds --output and --json, whose help is given."""
+    """Add --output and --json with these help texts."""
     saved = parser.add_argument_group("what to write")
     saved.add_argument("--output", metavar="FILE", type=to_write, help=output)
     saved.add_argument("--json", action="store_true", help=json)
@@ -82,11 +82,11 @@ def read(arguments: argparse.Namespace) -> Trained:
     """Return the model that a command line names, with its step and its batch.
 
     Raises:
-        OptionError: an option is wrong, or the model has no parameters.
+        OptionError: an option is invalid, or the model has no parameters.
     """
     import torch
 
-    # What was interrupted finds the same weights when it goes on.
+    # A resumed measurement needs the same weights.
     torch.manual_seed(0)
     value = model_args.read(arguments)
     if not hasattr(value.model, "parameters"):
@@ -104,10 +104,12 @@ def read(arguments: argparse.Namespace) -> Trained:
 
 
 def loss_of(result: Any, reference: str) -> Tensor:
-    """Returns the loss in what a model returned: the tensor without dimensions, or `.loss`, or the mean square of all that needs gradients.
+    """Return the loss: `.loss`, or a single scalar output, or the sum of mean squares.
+
+    The sum is over all output tensors that require gradients.
 
     Raises:
-        OptionError: nothing of it needs one.
+        OptionError: no output requires gradients.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -129,13 +131,12 @@ def loss_of(result: Any, reference: str) -> Tensor:
 
 
 def add_optimizer(group: argparse._ArgumentGroup) -> None:
-    """Adds --optimizer."""
     text = "a class of torch.optim, or none; adamw by default"
     group.add_argument("--optimizer", metavar="NAME", default="adamw", help=text)
 
 
 def optimizer(name: str, module: Any) -> Optimizer | None:
-    """Returns the optimizer that --optimizer names; raises `OptionError` where torch has none of this name."""
+    """Return the optimizer that --optimizer names; raise `OptionError` if torch has none."""
     import torch
 
     from qsync_fx.errors import nearest

@@ -1,9 +1,11 @@
-"""What is known of devices: what each offers a number format, as what GPU one may count, and how long work takes on one of the catalog.
+"""Devices: format support of real devices, and a catalog with cost models of absent ones.
 
-`offers` answers for a format, `counted` says as what a device counts, `targets` assumes a GPU that is not there. `get("t4")` is a device of
-the catalog (`device`), or of a file of the user's (`known`, `reading`), with the constants (`constants`) that `analytic` reckons with.
+`support` (format_support.py) returns how a device runs a number format, and `targeted`
+(target_override.py) assumes a GPU that is not present. `get("t4")` (device_catalog.py) returns a
+`Device` (device_model.py) of the catalog or of a user's file, which predicts durations by the
+roofline model (roofline.py) from the constants of its file (spec.py).
 
-Invariant: each name is imported when it is first used (PEP 562), so that the names of devices can be checked without importing torch.
+Names are imported on first use (PEP 562), so the catalog can be listed without importing torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""The processor of this machine, as the system tells it.
+"""CPU features: instruction sets, and native units for BF16 and INT8 products.
 
-Invariant: it looks and changes nothing, and what cannot be found out is left empty, never guessed.
-
-Whether this CPU has a unit for BF16.
-
-Invariant: a processor of which nothing is known is what torch says it is.
-
-What this CPU makes of products of integers: by the native module, and by oneDNN.
+Invariant: queries change no state. Unknown features are reported as empty, not guessed; for an
+unknown processor torch's answer is used.
 """
 
 from __future__ import annotations
@@ -33,17 +28,17 @@ _FEATURES = {
     "bf16": ("avx512_bf16",),
     "amx": ("amx_tile amx_int8 amx_bf16",),
 }
-"""Instruction sets by the flags of /proc/cpuinfo: all of one of the alternatives."""
+"""Instruction sets by the flags of /proc/cpuinfo: all flags of one alternative are required."""
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor.
+    """Processor of a machine.
 
     Attributes:
-        model: as the system names it; empty if it does not.
-        features: of "avx2", "avx512", "vnni" (INT8 products), "bf16" and "amx", those it has.
-        cores: physical cores of the machine; None where the system does not say.
+        model: name reported by the system; "" if there is none.
+        features: subset of "avx2", "avx512", "vnni" (INT8 products), "bf16" and "amx".
+        cores: physical cores; None if the system does not report them.
         threads: threads that this process may use.
     """
 
@@ -54,7 +49,11 @@ class Cpu:
 
 
 def cpu(cpuinfo: str | None = None) -> Cpu:
-    """Returns the processor that a text like Linux's /proc/cpuinfo describes; this machine's by default."""
+    """Return the processor described by text in the format of Linux's /proc/cpuinfo.
+
+    Args:
+        cpuinfo: the text; by default /proc/cpuinfo of this machine.
+    """
     if cpuinfo is None:
         cpuinfo = ""
         with contextlib.suppress(OSError):
@@ -97,13 +96,14 @@ _WITHOUT: Final = (
     "AVX512_CORE",
     "AVX512_CORE_VNNI",
 )
-"""Values of ONEDNN_MAX_CPU_ISA, which narrows what oneDNN uses and which no query of torch's knows."""
+"""Values of ONEDNN_MAX_CPU_ISA that exclude BF16 units; no query of torch reports them."""
 
 
 def native_bf16_unit() -> bool:
-    """Whether oneDNN multiplies BF16 by a unit for it here (AVX512-BF16, AMX, Arm's), and not by converting to FP32 and back.
+    """Return whether oneDNN multiplies BF16 in a native unit (AVX512-BF16, AMX, Arm).
 
-    Torch says that BF16 is supported from AVX-512 on. On a processor that has it without BF16 a product then takes longer than in FP32.
+    Torch reports BF16 support from AVX-512 on. Without a BF16 unit such a processor computes a
+    product more slowly than in FP32.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
@@ -116,13 +116,14 @@ def native_bf16_unit() -> bool:
 
 @functools.cache
 def cpu_multiplies_integers() -> bool:
-    """Whether oneDNN's products of INT8 matrices are exact on this CPU.
+    """Return whether oneDNN's products of INT8 matrices are exact on this CPU.
 
-    Without VNNI (AVX2, and AVX-512 before Cascade Lake) oneDNN adds two products up in 16 bits, saturated, so that eight of 127 by 127
-    come out as 1020 (docs/known-issues.md). That is tried, not looked up: what oneDNN uses is narrowed by ONEDNN_MAX_CPU_ISA, which no
-    query of torch's knows.
+    Without VNNI (AVX2, and AVX-512 before Cascade Lake) oneDNN adds two products in 16 bits with
+    saturation, so that eight products of 127 by 127 sum to 1020 (docs/known-issues.md). This is
+    tested by computation, because ONEDNN_MAX_CPU_ISA restricts the ISA of oneDNN and no query of
+    torch reports it.
     """
-    # Whoever asks may be tracing, where nothing has a value.
+    # The caller may be tracing with fake tensors, which have no values.
     with _disable_current_modes():
         int8 = precision("int8")
         largest = torch.full((4, 8), int(int8.max), dtype=int8.dtype, device="cpu")
@@ -132,9 +133,9 @@ def cpu_multiplies_integers() -> bool:
 
 @functools.cache
 def wrong_path() -> OptionError | None:
-    """Returns why the native module computes nothing here: QSYNC_CPU_ISA is wrong; None where it is not.
+    """Return the error of an invalid QSYNC_CPU_ISA, which disables the native module; else None.
 
-    It is raised where something is computed; whoever looks a machine over is to see the rest of it.
+    The error is raised by computations only, so that reports on a machine stay complete.
     """
     try:
         _C.isa()
@@ -145,5 +146,5 @@ def wrong_path() -> OptionError | None:
 
 @functools.cache
 def native_integer_unit() -> bool:
-    """Whether the native module multiplies INT8 by a unit for it (AMX, VNNI), and not by arithmetic that floats are as fast in."""
+    """Return whether the native module multiplies INT8 with AMX or VNNI."""
     return wrong_path() is None and _C.isa() in ("amx", "avx512_vnni")

@@ -1,9 +1,10 @@
-"""Where files of devices lie, and which there are.
+"""Catalog of device files.
 
-A device is one file of TOML: in the catalog of the package, in a folder of $QSYNC_DEVICES, in the folder `devices` of the user's
-configuration, or wherever a path says. A file of the user's goes before one of the package with the same name.
+A device is a TOML file in the package's catalog, in a folder of $QSYNC_DEVICES, in the folder
+`devices` of the user's configuration, or at an explicit path. User files have precedence over
+package files of the same name.
 
-Invariant: a name is the name of a file, so that what there is can be told without reading it.
+Invariant: the name of a device is its file name, so the catalog is listed without reading files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CATALOG = Path(__file__).parent / "catalog"
 
 
 def folders() -> list[Path]:
-    """Returns where devices are looked for, in this order."""
+    """Return the folders that are searched for devices, in order of precedence."""
     return [
         *environment.paths("QSYNC_DEVICES"),
         platformdirs.user_config_path("qsync_fx", appauthor=False) / "devices",
@@ -35,32 +36,32 @@ def folders() -> list[Path]:
 
 
 def names() -> list[str]:
-    """Returns the names of all devices, in order."""
+    """Return the names of all devices, sorted."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.toml")})
 
 
 def get(name: str | os.PathLike[str]) -> Device:
-    """Returns the device of a name, or of a file of TOML.
+    """Return the device with a name, or from the path of a TOML file.
 
     Raises:
-        DeviceError: there is none, or its file is not one of a device.
+        DeviceError: there is no such device, or its file is invalid.
     """
     return _read(*_identity(_path(name)))
 
 
 def check_exists(name: str | os.PathLike[str]) -> None:
-    """Raise `DeviceError` if there is no file of this device; without reading it, and without importing torch."""
+    """Raise `DeviceError` if a device has no file, without reading it or importing torch."""
     _identity(_path(name))
 
 
 def name_of(device: Device) -> str | None:
-    """Returns the name that a device's file is found by; None where it takes its path, as another one has the name or none has."""
+    """Return the name that finds a device's file; None if only its path finds it."""
     path = Path(device.path)
     return path.stem if path.stem in names() and _path(path.stem) == path else None
 
 
 def is_path(name: str) -> bool:
-    """Whether a text is the path of a file of TOML, and no name."""
+    """Return whether a text is the path of a TOML file rather than a name."""
     return name.endswith(".toml") or os.sep in name
 
 
@@ -97,7 +98,7 @@ def _read(path: Path, changed: int, size: int) -> Device:
 
 
 def gpus() -> Iterator[str]:
-    """Yields the names of GPUs; a file that is no device is told where it is asked for."""
+    """Yield the names of GPUs and of invalid files, whose errors are raised by `get`."""
     for name in names():
         try:
             if get(name).kind != "gpu":

@@ -1,11 +1,8 @@
-"""A device that need not be at hand: what it is made of, and how long work takes on it.
+"""Device model: constants from a TOML file, and predicted durations of operators.
 
-Invariant: whatever is asked for has an answer in seconds that follows from the constants of its file, or raises.
-
-From a file of TOML, which anyone may have written, to a device.
-
-Invariant: whatever the bytes, reading ends in a device whose constants make sense, or in a `DeviceError` that says what is wrong, where in
-the file, and what to do.
+Invariant: each prediction is a function of the constants in the file. Reading a file returns a
+device with valid constants, or raises a `DeviceError` that names the problem, its location and a
+remedy.
 """
 
 from __future__ import annotations
@@ -51,23 +48,24 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """A device of the catalog.
+    """Device of the catalog, with a roofline cost model.
 
     Attributes:
-        name: what it is asked for by.
-        title: what it is called.
-        kind: what it is.
+        name: identifier.
+        title: name for reports.
+        kind: "gpu" or "cpu".
+        source: origin of the constants.
         processors: multiprocessors of a GPU, cores of a CPU.
-        clock: cycles a second under load.
-        memory: its memory.
-        units: what multiplies values of a format, by the format's encoding.
-        capability: the compute capability of a GPU.
-        calibrated_as: the device of the catalog whose fitted constants serve where this one has none.
-        products: how matrix products are computed, by encoding.
-        convolutions: how each product of a convolution is, by encoding.
-        reductions: all-reduces that were measured.
-        link: what connects it to others of its kind.
-        path: of the file that describes it; "" for one that no file does.
+        clock: cycles per second under load.
+        memory: constants of the memory.
+        units: functional unit for products, by the name of the format's encoding.
+        capability: compute capability of a GPU.
+        calibrated_as: device of the catalog that provides missing fitted constants.
+        products: constants of matrix products, by encoding.
+        convolutions: constants of each product of a convolution, by encoding.
+        reductions: measured all-reduces.
+        link: interconnect to devices of the same kind.
+        path: path of the device file; "" without one.
     """
 
     name: str
@@ -90,7 +88,7 @@ class Device:
         return self.name
 
     def unit(self, fmt: str | Precision) -> Precision:
-        """Returns the format whose unit multiplies values of `fmt`: itself, or what it is simulated in on this device."""
+        """Return the format whose unit multiplies values of `fmt`: `fmt` or its compute dtype."""
         requested = precision(fmt)
         tried = encoding(requested)
         while tried.name not in self.units and tried is not FP32:
@@ -100,11 +98,12 @@ class Device:
 
     @property
     def target(self) -> str | None:
-        """What the option "target" has for it: its name, or the path of a file that no name finds; None for a CPU, which needs none.
+        """Value of the option "target" for this device; None for a CPU, which needs none.
 
-        Profiles hold it, which others read on machines where the catalog lies elsewhere.
+        It is the name, or the path of a file that no name finds. Profiles store it, because the
+        catalog may be located elsewhere on the machine that reads them.
         """
-        # Files are found by names above this module.
+        # device_catalog imports this module.
         from qsync_fx.devices.device_catalog import name_of
 
         return None if self.kind == "cpu" else name_of(self) or self.path or self.name
@@ -112,7 +111,12 @@ class Device:
     def gemm_seconds(
         self, m: int, n: int, k: int, precision: str | Precision, layout: Layout = "nn"
     ) -> float:
-        """Returns the seconds in which a matrix of m by k is multiplied with one of k by n; `layout` says which is transposed."""
+        """Return the seconds of the product of an m x k and a k x n matrix.
+
+        Args:
+            precision: format of the operands.
+            layout: which operand is transposed, in BLAS notation; see `Layout`.
+        """
         _check(m=m, n=n, k=k)
         _one_of("layout", layout, LAYOUTS, "gemm_seconds")
         return _gemm(self, m, n, k, self.unit(precision).name, layout)
@@ -131,13 +135,14 @@ class Device:
         precision: str | Precision,
         product: Product = "output",
     ) -> float:
-        """Returns the seconds of a convolution, or of one of its two gradients.
+        """Return the seconds of a convolution, or of one of its two gradients.
 
         Args:
             n, c, h, w: batch, channels, height and width of the input.
-            k, r, s: channels of the output, height and width of the window.
-            stride, padding: one for both directions, or height and width.
-            product: which of the three.
+            k, r, s: output channels, height and width of the kernel window.
+            stride, padding: one number, or (vertical, horizontal).
+            precision: format of the operands.
+            product: forward output, input gradient or weight gradient.
         """
         strides = (stride, stride) if isinstance(stride, int) else tuple(stride)
         around = (padding, padding) if isinstance(padding, int) else tuple(padding)
@@ -159,7 +164,7 @@ class Device:
         )
 
     def allreduce_seconds(self, nbytes: float, ranks: int) -> float:
-        """Returns the seconds in which `ranks` of these devices, in one server, add up a tensor of `nbytes` bytes."""
+        """Return the seconds of an all-reduce of `nbytes` bytes over devices in one server."""
         _check(ranks=ranks)
         _check_bytes(nbytes)
         result = reduced(self.reductions, self.link, nbytes, ranks)
@@ -172,18 +177,21 @@ class Device:
         return result
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Returns the seconds in which an operator reads and writes `nbytes` bytes in all."""
+        """Return the seconds of an operator that reads and writes `nbytes` bytes in total."""
         _check_bytes(nbytes)
         return moved(self.memory, nbytes)
 
     def work_seconds(self, flops: float, nbytes: float, precision: str | Precision) -> float:
-        """Returns the seconds of an operator of which nothing but its operations and bytes is known: the longer of what both take."""
+        """Return the seconds by the roofline model: maximum of compute time and memory time."""
         _check_bytes(flops, "flops")
         unit = self.unit(precision).name
         return max(self.memory_seconds(nbytes), flops / (self.units[unit].peak * _USUAL.efficiency))
 
     def cast_seconds(self, before: str | Precision, after: str | Precision, numel: int) -> float:
-        """Returns the seconds in which `numel` values are converted, or quantized: for their scale they are read once before that."""
+        """Return the seconds to cast or quantize `numel` values.
+
+        Quantization to a scaled format reads the values twice, first for the scale.
+        """
         _check_bytes(numel, "numel")
         source, target = precision(before), precision(after)
         if encoding(source) is encoding(target) or not numel:
@@ -193,7 +201,7 @@ class Device:
         return seconds + self.memory_seconds(read) if target.scaled else seconds
 
     def machine(self, unit: str) -> RooflineMachine:
-        """Returns what products of the format of a unit are computed with."""
+        """Return the constants of this device for products of a unit's format."""
         return RooflineMachine(
             self.processors, self.clock, self.units[unit].peak, self.memory.bandwidth
         )
@@ -224,7 +232,14 @@ def _check_bytes(size: float, name: str = "nbytes") -> None:
 
 
 def constants(device: Device, unit: str) -> tuple[Device, str]:
-    """Returns the device and the unit whose fitted constants serve for products of a unit: its own, or those of its kin."""
+    """Return the device and unit whose fitted constants apply to products of `unit`.
+
+    They are searched on the device itself, then on the devices that it is calibrated as: first of
+    the unit, then of another unit that is likewise narrower than 32 bits or not.
+
+    Returns:
+        The device itself and "" if no constants are found.
+    """
     from qsync_fx.devices.device_catalog import get
 
     narrow = precision(unit).bits < 32
@@ -284,7 +299,7 @@ _USUAL = ConvolutionSpec(
 
 
 def read(path: Path) -> Device:
-    """Returns the device that a file describes; raises `DeviceError`."""
+    """Return the device that a file describes; raise `DeviceError` if the file is invalid."""
     return replace(DEVICE.load(path), path=str(path))
 
 
@@ -421,4 +436,4 @@ DEVICE: Final = TomlSchema(
         Device: _device,
     },
 )
-"""Such a file. Its path is its own: a file does not say it."""
+"""Schema of a device file; `path` is no field of the file."""

@@ -1,15 +1,12 @@
-"""What a device offers each number format.
+"""Number-format support: how each device runs each format.
 
-Invariant: one answer per (device, format), with a reason, and everybody asks here: the passes, the lowered operators, the report and
-`qsync doctor`. A format that this table does not name is simulated, exactly, so that a new format needs no line here.
+`support` returns whether a format runs natively, is simulated exactly, or is substituted, with a
+reason; passes, operators, reports and `qsync doctor` all use it. Formats without an entry in the
+tables are simulated. `resolve` maps the planned format of an operator to the format that runs.
+`capability` respects an assumed target GPU, so that all decisions refer to the same device.
 
-As what a device counts: what it is, or a GPU that is assumed in its place; and who knows of kernels for it.
-
-Invariant: whoever asks for a compute capability asks here, so that all that is decided for an assumed GPU is decided for the same one.
-
-From the precision that a plan asks for to the one that runs.
-
-Invariant: the answer differs from the plan only for a reason that is returned with it, so nothing is lost silently.
+Invariant: each (device, format) has one answer, and each deviation from the plan is returned with
+its reason.
 """
 
 from __future__ import annotations
@@ -38,13 +35,13 @@ from qsync_fx.ops.spec import OperatorRow
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whether there are kernels of ours for a CUDA device.
+    """Availability of our kernels for a CUDA device.
 
     Attributes:
-        arch: what they are compiled for; None where there are none.
-        reason: why not.
-        formats: names of the encodings that they multiply with themselves.
-        capability: of a device that is assumed and not there; None for one that torch knows.
+        arch: architecture that they are compiled for; None if there are none.
+        reason: why there are none.
+        formats: names of the encodings that they multiply natively.
+        capability: of an assumed device that is not present; None for a device that torch sees.
     """
 
     arch: str | None
@@ -58,28 +55,28 @@ def _not_loaded(device: torch.device) -> Kernels:
 
 
 class Offer:
-    """Who knows of kernels: the backend, which stands above this module and says so when it is imported."""
+    """Registry entry of the backend, which provides kernels and registers itself on import."""
 
     kernels: Callable[[torch.device], Kernels] = staticmethod(_not_loaded)
     forget: tuple[Callable[[], object], ...] = ()
 
 
 target: ContextVar[tuple[str, tuple[int, int]] | None] = ContextVar("qsync_target", default=None)
-"""The type of devices that count as another, and its compute capability."""
+"""Device type that counts as another GPU, and the compute capability of that GPU."""
 
 
 def target_of(device: torch.device) -> tuple[int, int] | None:
-    """Returns the compute capability that a device counts as having; None where it counts as what it is."""
+    """Return the compute capability that a device is assumed to have; None without assumption."""
     result = target.get()
     return result[1] if result is not None and result[0] == device.type else None
 
 
 ANY = (99, 0)
-"""The capability of a device that is no GPU, and compiles everything."""
+"""Compute capability of a device that is no GPU and compiles all formats."""
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a CUDA device, or the one that a device counts as having."""
+    """Return the actual or assumed compute capability of a device."""
     assumed = target_of(device) or (
         Offer.kernels(device).capability if device.type != "meta" else None
     )
@@ -94,7 +91,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def standing_for(device: torch.device) -> Iterator[None]:
-    """Lets tensors without values (of the type "meta") count as ones of `device`."""
+    """Treat tensors of device type "meta" as tensors on `device`."""
     token = target.set(("meta", result)) if (result := capability(device)) != ANY else None
     try:
         yield
@@ -111,13 +108,13 @@ CUDA_SINCE = {
     "fp8": (8, 9),
     "fp8_e5m2": (8, 9),
 }
-"""Compute capability whose tensor cores first have the values of a format, by its `encoding` (NVIDIA's architecture whitepapers)."""
+"""Compute capability that introduces tensor cores for an `encoding` (NVIDIA's whitepapers)."""
 
 _COMPILED_SINCE = {"bf16": (8, 0)}
-"""Compute capability below which Inductor compiles no graph that holds a format, by its name (torch 2.11 to 2.15)."""
+"""Compute capability from which Inductor compiles graphs with a format (torch 2.11 to 2.15)."""
 
 _INSTEAD = {"bf16": "fp16"}
-"""What stands in for a format that a device does not compile."""
+"""Substitute of a format that a device does not compile."""
 
 _EVERYWHERE = ("fp64", "fp32")
 
@@ -127,8 +124,9 @@ class Support:
     """How a device runs a format.
 
     Attributes:
-        how: "native": its own unit; "simulated": the format's exact numerics on another unit; "substituted": another format.
-        runs_as: the format that runs: the one asked for, unless substituted.
+        how: "native": its own unit; "simulated": the format's exact numerics on another unit;
+            "substituted": another format.
+        runs_as: the format that runs: the requested one unless substituted.
         reason: one clause, for reports.
     """
 
@@ -138,9 +136,11 @@ class Support:
 
 
 def offer(kernels: Callable[[torch.device], Kernels], *forgets: Callable[[], object]) -> None:
-    """Lets `support` ask `kernels` for what there is for a CUDA device; what it has answered before is forgotten.
+    """Register the backend's query for CUDA kernels, and clear cached answers.
 
-    `forgets` are called where answers of the backend's own do not hold any longer.
+    Args:
+        kernels: returns the kernels for a device.
+        forgets: functions that clear caches of the backend.
     """
     Offer.kernels, Offer.forget = staticmethod(kernels), forgets
     forget()
@@ -148,10 +148,10 @@ def offer(kernels: Callable[[torch.device], Kernels], *forgets: Callable[[], obj
 
 @functools.cache
 def support(device: torch.device, fmt: Precision, exact: bool = False) -> Support:
-    """Returns how `device` runs `fmt`; `exact` forbids substitution.
+    """Return how `device` runs `fmt`; `exact` forbids substitution.
 
     Raises:
-        DeviceError: qsync_fx does not run on this type of device.
+        DeviceError: the device type is not supported, or `exact` excludes the only option.
     """
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(
@@ -166,7 +166,10 @@ def support(device: torch.device, fmt: Precision, exact: bool = False) -> Suppor
 
 
 def compiles(device: torch.device, fmt: Precision) -> bool:
-    """Whether graphs that hold values of a plain format are compiled for a device; Dynamo runs others as they are, without a plan."""
+    """Return whether graphs with values of a plain format are compiled for a device.
+
+    Dynamo runs other graphs eagerly, without a plan.
+    """
     return _compiled_at(capability(device), fmt)
 
 
@@ -175,16 +178,17 @@ def _compiled_at(capability: tuple[int, int], fmt: Precision) -> bool:
 
 
 def row_on(device: torch.device, fmt: Precision) -> Precision:
-    """Returns a format's row as it is on a device: carrier, output, gradient, and what runs elsewhere are formats that it compiles.
+    """Return a format's row with dtypes that the device compiles.
 
-    On GPUs before Ampere (V100, T4) they are FP16 and not BF16. FP16 holds the values of the 8-bit floats, but not their sums: those are
-    carried in FP32 there.
+    On GPUs before Ampere (V100, T4), FP16 replaces BF16 as compute dtype, output, gradient and
+    fallback. FP16 represents the values of 8-bit floats, but not their sums, so these are computed
+    in FP32.
     """
     return row_at(capability(device), fmt)
 
 
 def row_at(capability: tuple[int, int], fmt: Precision) -> Precision:
-    """Returns a format's row as it is on GPUs of a compute capability, as `row_on` does."""
+    """Return a format's row for GPUs of a compute capability; see `row_on`."""
     return (
         fmt
         if all(_compiled_at(capability, precision(name)) for name in _INSTEAD)
@@ -209,13 +213,13 @@ def _without(fmt: Precision) -> Precision:
 
 
 def forget() -> None:
-    """Drops what has been answered, of devices that are assumed no longer."""
+    """Clear cached answers, for example of a device that is no longer assumed."""
     for clear in (support.cache_clear, *Offer.forget):
         clear()
 
 
 def default_precision(device: torch.device) -> Precision:
-    """Returns what runs when the user asks for nothing: BF16 where the device has it, else FP32."""
+    """Return the default format: BF16 if it is native on the device, else FP32."""
     bf16 = precision("bf16")
     return bf16 if support(device, bf16).how == "native" else FP32
 
@@ -264,7 +268,7 @@ def _integers(fmt: Precision) -> Support:
             fmt,
             "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32",
         )
-    # That sums are exact says nothing of a unit: what has none may be exact, too.
+    # Exact sums do not imply a unit: oneDNN is also exact without one.
     if {"vnni", "amx"}.intersection(cpu().features):
         return Support(
             "native",
@@ -333,15 +337,21 @@ def resolve(
     live: Precision | None = None,
     refused: str | None = None,
 ) -> tuple[Precision, str]:
-    """Returns the format that an adjustable operator runs in, and why it is not `planned`; "" where it is.
+    """Return the format that an adjustable operator runs in, and why it differs from `planned`.
 
     Args:
-        exact: forbids that the device runs another format in place of the planned one.
-        refused: why an operator of ours cannot take the place of this one; None where it can.
-        held: the format that the model itself holds the operator's result in: torch computes in it, so nothing is put in its place.
+        row: the operator.
+        exact: forbids substitution of the planned format by the device.
+        live: format of the result in the model itself, which torch computes in; it is not
+            substituted.
+        refused: why our operator cannot replace this one; None if it can.
+
+    Returns:
+        The format, and the reason; "" if the format is `planned`.
     """
     runs, reasons = planned, []
-    # Scaled formats and formats that exist only inside products need an operator of ours, which products with a weight have.
+    # Scaled formats and formats that exist only inside products need an operator of ours, which
+    # exists for products with a weight.
     if not runs.plain and (refused is not None or not row.scaled):
         runs = live if live is not None and live.bits < 32 else row_on(device, planned).elsewhere
         but = f", and {row.unscaled}:" if row.unscaled else ","
@@ -351,7 +361,7 @@ def resolve(
             else f"{planned} is for products with a weight{but} {row.name}"
         )
         reasons.append(f"{why} runs in {runs}")
-    # What the model itself holds torch computes in, whatever the device makes of it.
+    # torch computes in the model's own format, regardless of the unit of the device.
     result = (
         support(device, runs, exact or runs is live) if runs is not live or not runs.plain else None
     )
@@ -362,10 +372,15 @@ def resolve(
 
 
 def stays(owned: Precision, planned: Precision, automatic: bool) -> bool:
-    """Whether a default leaves what the model holds: FP64, a narrow float that it would widen, and any narrow float where nobody asked.
+    """Return whether a default precision leaves a format of the model unchanged.
+
+    This is the case for FP64, for a narrow float that the default would widen, and for any narrow
+    float if the precision was chosen automatically.
 
     Args:
+        owned: format in the model.
         planned: the default's row on the device.
+        automatic: whether the user requested no precision.
     """
     wide = planned.output
     widened = not planned.scaled and owned.dtype is not wide.dtype and promoted(owned, wide) is wide

@@ -1,10 +1,7 @@
-"""Where a profile was taken, so that it is not taken for one of another place.
+"""Machine identity of a profile, and detection of huge pages.
 
-Invariant: two machines are equal where times measured on one hold on the other, as far as can be told from their names.
-
-Whether what a process allocates lies in huge pages, which training on a CPU is faster with.
-
-Invariant: it looks and changes nothing, and says nothing of systems whose files are not Linux's.
+Invariant: two machines compare equal if times measured on one apply to the other, as far as names,
+features, threads and versions show. Queries change no state; huge pages are reported on Linux only.
 """
 
 from __future__ import annotations
@@ -23,21 +20,21 @@ from qsync_fx.devices.device_model import Device
 from qsync_fx.errors import ProfileError
 
 SWITCH = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
-"""What has glibc ask for huge pages: in the environment of a process before it starts."""
+"""Environment setting, made before a process starts, by which glibc requests huge pages."""
 
 _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SINCE = (2, 35)
-"""The glibc that knows the switch first."""
+"""First version of glibc that supports the setting."""
 
 
 @dataclass(frozen=True)
 class HugePages:
-    """What the system does, and what this process asks it for.
+    """Use of transparent huge pages, which speed up training on a CPU.
 
     Attributes:
-        policy: of transparent huge pages: "always", "madvise" (those who ask have them) or "never"; "" where it cannot be known.
-        asked: whether this process asks for them.
-        can_ask: whether its C library is one that the switch is for.
+        policy: of the system: "always", "madvise" (on request) or "never"; "" if unknown.
+        asked: whether this process requests them.
+        can_ask: whether its C library supports the request.
     """
 
     policy: str
@@ -46,7 +43,7 @@ class HugePages:
 
     @property
     def missing(self) -> bool:
-        """Whether the process has none and would have them for the switch."""
+        """Whether the process runs without huge pages and the setting would enable them."""
         return self.policy == "madvise" and not self.asked and self.can_ask
 
     def __str__(self) -> str:
@@ -62,12 +59,12 @@ class HugePages:
 
 
 def huge_pages() -> HugePages:
-    """Looks at the system and this process."""
+    """Return the state of the system and of this process."""
     try:
         text = _POLICY.read_text()
     except OSError:
         text = ""
-    # Another allocator that is loaded first does as it likes.
+    # A preloaded allocator ignores glibc's setting.
     is_libc_malloc = "malloc" not in environment.text("LD_PRELOAD")
     return of(
         text,
@@ -77,17 +74,17 @@ def huge_pages() -> HugePages:
 
 
 def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
-    """Reads what a system says of itself.
+    """Return the state described by system files and environment.
 
     Args:
-        policy: the file of transparent huge pages, which has the one that holds in brackets.
-        tunables: GLIBC_TUNABLES of the process: settings between colons.
+        policy: content of the transparent huge page file, with the active policy in brackets.
+        tunables: GLIBC_TUNABLES of the process: settings separated by colons.
         library: name and version of the C library that allocates.
     """
     chosen = policy.partition("[")[2].partition("]")[0]
     name, version = library
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    # Of a setting that stands twice the last one holds; 2 asks for pages that are set aside.
+    # The last of repeated settings is active; 2 requests reserved pages.
     settings = dict(setting.partition("=")[::2] for setting in tunables.split(":"))
     available = name == "glibc" and parts >= _SINCE
     return HugePages(
@@ -100,13 +97,13 @@ _RECKONED = ", reckoned"
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and the libraries that run there.
+    """Device and library versions that a profile belongs to.
 
     Attributes:
-        device: its type.
-        name: as the system calls it.
-        features: the instruction sets that matter here.
-        threads: that torch computes with.
+        device: device type.
+        name: name reported by the system.
+        features: relevant instruction sets, or compute capability.
+        threads: threads that torch computes with.
         torch, qsync_fx: versions.
     """
 
@@ -118,7 +115,7 @@ class Machine:
     qsync_fx: str
 
     def check(self, current: Machine) -> None:
-        """Raises `ProfileError` where this is another machine than `here`."""
+        """Raise `ProfileError` if this machine differs from `current`."""
         both = (
             (part.name, getattr(self, part.name), getattr(current, part.name))
             for part in dataclasses.fields(self)
@@ -136,21 +133,21 @@ class Machine:
 
     @property
     def reckoned(self) -> bool:
-        """Whether it is a device of the catalog, of which nothing was measured."""
+        """Whether this is a device of the catalog with predicted instead of measured times."""
         return self.name.endswith(_RECKONED)
 
     def stands_for(self, device: Device) -> bool:
-        """Whether what is of this machine was reckoned for a device of the catalog."""
+        """Return whether a profile of this machine was predicted for a device of the catalog."""
         return self.reckoned and self.name == of_catalog(device).name
 
 
 def this_machine(device: torch.device | str = "cpu") -> Machine:
-    """Returns the processor at hand, or its GPU, and what runs on it."""
+    """Return the machine of this process: its CPU, or its GPU for a CUDA device."""
     device = torch.device(device)
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         features = [f"compute capability {major}.{minor}"]
-        # However many threads the processor has, one queues.
+        # One thread queues kernels, regardless of the number of CPU threads.
         return Machine(
             "cuda",
             torch.cuda.get_device_name(device),
@@ -171,7 +168,7 @@ def this_machine(device: torch.device | str = "cpu") -> Machine:
 
 
 def of_catalog(device: Device) -> Machine:
-    """Returns the machine that a profile which is reckoned for a device of the catalog is of."""
+    """Return the machine of profiles that are predicted for a device of the catalog."""
     kind = "cuda" if device.kind == "gpu" else "cpu"
     return Machine(
         kind, f"{device.title}{_RECKONED}", [], 1, torch.__version__, qsync_fx.__version__
@@ -179,7 +176,7 @@ def of_catalog(device: Device) -> Machine:
 
 
 def here_for(machine: Machine) -> Machine:
-    """Returns what is at hand of the kind of another machine: the GPU for one of a GPU, where there is any."""
+    """Return the local machine of the same kind: its GPU for a GPU, if any; else its CPU."""
     return this_machine(
         machine.device if machine.device == "cuda" and torch.cuda.is_available() else "cpu"
     )

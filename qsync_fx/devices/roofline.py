@@ -1,44 +1,11 @@
-"""How long the three products of a convolution take: implicit matrix products, or Winograd's in FP32 where those are faster.
+"""Tile-based roofline model: durations of products, convolutions, copies and all-reduces.
 
-    product            m            n               k
-    output             channels out places out      channels in and window
-    input_gradient     channels in  places in       channels out and window
-    weight_gradient    channels out channels in     places out
-                                    and window
+`tiled` models a matrix product computed tile by tile. `convolved` models the three products of a
+convolution as implicit matrix products, or in FP32 as Winograd's algorithm if that is faster
+(`winograd`). `moved` and `reduced` model copies and all-reduces.
 
-Tensor cores take the channels of one place of the window a step at a time, so that few channels cost as many as a step has; the gradient
-of the weight has tiles of its own for each place of the window. The gradient of the input has, for each of the places that a stride skips,
-the values of the window that meet it.
-
-Invariant: seconds are positive; all sizes may be arrays of one length.
-
-How long products, convolutions, copies and all-reduces take on a device that is not at hand, from its constants.
-
-How long a matrix product takes that is computed tile by tile.
-
-The result is cut into tiles and k into parts. A processor computes as many tiles at once as fit; tiles are handed out in waves, and the
-last one may leave processors idle. A tile takes as long as its multiplications at the unit's rate, or as its steps' latency where too few
-tiles share a processor to hide it. Meanwhile operands and results go through memory. A library picks the tile and the number of parts
-that are fastest.
-
-Invariant: seconds are positive, and all sizes may be arrays that broadcast.
-
-How long a matrix product takes.
-
-What is convolved: sizes of inputs, windows and outputs.
-
-Invariant: all sizes are arrays of one length, so that many convolutions are reckoned at once.
-
-How long copies within a device take, and all-reduces between devices.
-
-How long Winograd's algorithm takes for the products of a convolution: fewer multiplications, in patches that are transformed.
-
-Windows of 3 by 3 and 5 by 5 that move one place at a time have it. Patches of 4 by 4 results have kernels of their own for the transforms,
-which go through memory; batches below a size have none of those. For windows of 3 by 3, but not for the gradient of a weight, patches of
-2 by 2 results are transformed within the kernel that multiplies, side by side in blocks of 8 by 8.
-
-Invariant: where it does not serve it takes for ever, so that the faster of it and another algorithm can be taken; no batch takes longer
-than a larger one.
+Invariant: durations are positive seconds. Sizes may be arrays of one length, so that many products
+are evaluated at once.
 """
 
 from __future__ import annotations
@@ -72,18 +39,18 @@ _EDGES = (
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 _TALLEST = 128
 _AREA_AT_ONCE = 32768.0
-"""Values of results that one processor holds at once: what fits its registers."""
+"""Result values that one processor accumulates at once, limited by its registers."""
 
 
 @dataclass(frozen=True)
 class RooflineMachine:
-    """What tiles are computed with.
+    """Hardware that computes the tiles.
 
     Attributes:
-        processors: how many.
-        clock: cycles a second.
-        peak: operations a second of all of them.
-        bandwidth: bytes a second.
+        processors: number of processors.
+        clock: cycles per second.
+        peak: operations per second of all processors.
+        bandwidth: bytes per second.
     """
 
     processors: int
@@ -103,13 +70,19 @@ def tiled(
     efficiency: float = 1.0,
     smallest: int | None = None,
 ) -> Numbers:
-    """Returns the seconds of products of m by k with k by n, without the launch.
+    """Return the seconds of m x k by k x n products, without launch time.
+
+    The result is cut into tiles and k into parts. Processors compute tiles in waves; the last wave
+    may leave processors idle. The time of a tile is its multiplications at the rate of the unit, or
+    the latency of its steps if too few tiles share a processor to hide it. Memory traffic of
+    operands and results overlaps with this. The fastest tile size and number of parts are assumed,
+    as a library would select.
 
     Args:
         moved: bytes that are read and written once.
-        slower: factor of what each tile takes.
-        efficiency: fraction of the constants' own.
-        smallest: edge of the smallest tile, where it is not that of the constants.
+        slower: factor on the time of each tile.
+        efficiency: factor on the efficiency of the constants.
+        smallest: edge of the smallest tile; by default from the constants.
     """
     m, n, k, moved, slower = (_column(value) for value in (m, n, k, moved, slower))
     least = smallest or by.smallest
@@ -141,7 +114,7 @@ def tiled(
 
 
 def throttled(by: Tiles, seconds: Numbers) -> Numbers:
-    """Returns what work takes whose clock is limited by power the longer it lasts."""
+    """Return the durations of work whose clock falls by power throttling as it lasts longer."""
     return np.asarray(seconds * (1 + by.throttle * np.log1p(seconds / 1e-3)))
 
 
@@ -150,8 +123,10 @@ def _column(value: Any) -> Numbers:
 
 
 Layout = Literal["nn", "tn", "nt"]
-"""Which factor is transposed, as BLAS counts, which sees matrices by columns: of a linear layer the output is "tn", the gradient of its
-input "nn", that of its weight "nt"."""
+"""Transposed operands in BLAS notation (column-major matrices).
+
+For a linear layer the output is "tn", the input gradient "nn", and the weight gradient "nt".
+"""
 
 
 def multiplied(
@@ -164,11 +139,16 @@ def multiplied(
     width: int,
     result: int,
 ) -> Numbers:
-    """Returns the seconds of products of m by k with k by n: values of `width` bytes to ones of `result` bytes."""
+    """Return the seconds of m x k by k x n products.
+
+    Args:
+        layout: one for all products, or one per product.
+        width, result: bytes per value of the operands and of the result.
+    """
     layouts = [layout] if isinstance(layout, str) else layout
     m, n, k = (np.atleast_1d(np.asarray(side, dtype=float)) for side in (m, n, k))
     moved = (m * k + k * n) * width + m * n * result
-    # Rows of a first factor that is not transposed begin m values apart.
+    # Rows of a first operand that is not transposed start m values apart.
     odd = (m % by.alignment > 0) & np.array([item[0] == "n" for item in layouts])
     slower = np.array([by.layouts.get(item, 1.0) for item in layouts]) * np.where(
         odd, by.misaligned, 1.0
@@ -182,7 +162,11 @@ Product = Literal["output", "input_gradient", "weight_gradient"]
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Sizes of convolutions: batch, channels in, height, width, channels out, and of the window: height, width, strides, paddings."""
+    """Sizes of convolutions, as arrays of one length.
+
+    n, c, h, w, k, r and s are those of `Device.conv_seconds`, followed by vertical and horizontal
+    stride, and vertical and horizontal padding.
+    """
 
     n: Numbers
     c: Numbers
@@ -198,30 +182,29 @@ class GemmShape:
 
     @classmethod
     def of(cls, *sizes: ArrayLike) -> GemmShape:
-        """Returns shapes of n, c, h, w, k, r, s, two strides and two paddings."""
+        """Return shapes from these sizes, in the order of the fields."""
         return cls(*(np.atleast_1d(np.asarray(size, dtype=float)) for size in sizes))
 
     def at(self, where: NDArray[np.bool_]) -> GemmShape:
-        """Returns some of the shapes."""
+        """Return the shapes that a mask selects."""
         return GemmShape(*(getattr(self, field.name)[where] for field in fields(self)))
 
     def batch(self, n: Numbers) -> GemmShape:
-        """Returns the shapes with another batch."""
         return replace(self, n=n)
 
     @property
     def high(self) -> Numbers:
-        """Places of a column of the output."""
+        """Height of the output."""
         return np.asarray(np.floor((self.h + 2 * self.above - self.r) / self.down) + 1)
 
     @property
     def wide(self) -> Numbers:
-        """Places of a row of the output."""
+        """Width of the output."""
         return np.asarray(np.floor((self.w + 2 * self.beside - self.s) / self.across) + 1)
 
     @property
     def places(self) -> Numbers:
-        """Places of the output, over the batch."""
+        """Positions of the output, over the batch."""
         return self.n * self.high * self.wide
 
     @property
@@ -230,12 +213,12 @@ class GemmShape:
 
     @property
     def skipped(self) -> Numbers:
-        """Of how many places of the input one is the middle of a window."""
+        """Input positions per output position: product of the strides."""
         return self.down * self.across
 
     @property
     def input(self) -> Numbers:
-        """Values of the input."""
+        """Number of values of the input."""
         return self.n * self.c * self.h * self.w
 
     @property
@@ -244,12 +227,15 @@ class GemmShape:
 
     @property
     def output(self) -> Numbers:
-        """Values of the output."""
+        """Number of values of the output."""
         return self.places * self.k
 
 
 def moved(by: MemorySpec, size: float) -> float:
-    """Returns the seconds in which `size` bytes are read and written: the launch, what the cache holds, and the rest through memory."""
+    """Return the seconds to read and write `size` bytes, through the cache and then memory.
+
+    The minimum is the time of a kernel launch.
+    """
     cached = min(size, by.cache) if by.cache_bandwidth else 0.0
     seconds = (size - cached) / (by.bandwidth * by.fraction)
     return max(by.launch, seconds + (cached / by.cache_bandwidth if cached else 0.0))
@@ -258,10 +244,13 @@ def moved(by: MemorySpec, size: float) -> float:
 def reduced(
     measured: Sequence[ReductionSpec], link: LinkSpec | None, size: float, ranks: int
 ) -> float | None:
-    """Returns the seconds of an all-reduce of `size` bytes over `ranks` devices of one server; None where nothing is known.
+    """Return the seconds of an all-reduce of `size` bytes over `ranks` devices of one server.
 
-    Where it was not measured over so many, the nearest number of devices that was stands in: each of n devices sends 2 (n - 1) / n of the
-    bytes.
+    Measurements for the nearest number of devices are scaled: each of n devices sends 2 (n - 1) / n
+    of the bytes, as in a ring.
+
+    Returns:
+        None without measurements and without a link.
     """
     if ranks == 1 or size == 0:
         return 0.0
@@ -279,7 +268,7 @@ def _sent(ranks: int) -> float:
 
 
 def interpolated(index: Sequence[float], seconds: Sequence[float], size: float) -> float:
-    """Returns the value at `size` of straight lines between points in logarithms; it is constant below, and proportional beyond."""
+    """Interpolate linearly in log-log space; constant below the range, proportional above it."""
     if size <= index[0]:
         return seconds[0]
     if size >= index[-1]:
@@ -291,16 +280,22 @@ def interpolated(index: Sequence[float], seconds: Sequence[float], size: float) 
 
 
 _LARGE, _SMALL = 4.0, 2.0
-"""Edges of patches: with transforms of their own, and without."""
+"""Edges of Winograd output patches: with separate transform kernels, and with fused transforms."""
 _BLOCK = 8.0
 _FUSED = 32
-"""Edge of the smallest tile of products whose patches are transformed within their kernel."""
+"""Edge of the smallest tile with fused transforms."""
 _FEWEST = 16
-"""Channels in and out, from which it is used."""
+"""Minimum input and output channels for Winograd's algorithm."""
 
 
 def winograd(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: Product) -> Numbers:
-    """Returns the seconds with Winograd's algorithm."""
+    """Return the seconds of convolutions by Winograd's algorithm; infinity if it does not apply.
+
+    It applies to 3 x 3 and 5 x 5 windows with stride 1. Patches of 4 x 4 outputs use separate
+    transform kernels, whose results go through memory, from a minimum batch size on. For 3 x 3
+    windows, except for the weight gradient, patches of 2 x 2 outputs are transformed inside the
+    multiplying kernel, in blocks of 8 x 8 outputs. No batch is slower than a larger one.
+    """
     result = np.full(len(of.n), np.inf)
     square = (of.r == of.s) & ((of.r == 3) | (of.r == 5))
     serves = (of.skipped == 1) & square & (np.minimum(of.c, of.k) >= _FEWEST)
@@ -308,7 +303,7 @@ def winograd(by: ConvolutionSpec, on: RooflineMachine, of: GemmShape, product: P
         return result
     fusing = (of.r == 3) & (product != "weight_gradient") & (by.winograd_fused > 0)
     some = of.at(serves)
-    # A small batch never takes longer than the smallest that has kernels for its transforms.
+    # A small batch is never slower than the smallest batch with separate transforms.
     batch = np.where(fusing[serves], np.maximum(some.n, by.winograd_batch), some.n)
     result[serves] = _apart(by, on, some.batch(batch), product)
     if (index := serves & fusing).any():
@@ -354,7 +349,7 @@ def _multiplied(
         "input_gradient": (of.c, patches, of.k),
         "weight_gradient": (of.k, of.c, patches),
     }[product]
-    # One product for each value of a transformed patch, side by side.
+    # Each value of a transformed patch has one product; all are computed together.
     return tiled(
         by, on, m, np.ceil(n / edge) * edge * values, k, moved, efficiency=efficiency, smallest=edge
     )
@@ -368,7 +363,17 @@ def convolved(
     width: int,
     tensor_cores: bool,
 ) -> Numbers:
-    """Returns the seconds of one product of convolutions of values of `width` bytes."""
+    """Return the seconds of one product of convolutions.
+
+        product          m             n                     k
+        output           out channels  output positions      in channels * window
+        input_gradient   in channels   input positions       out channels * window
+        weight_gradient  out channels  in channels * window  output positions
+
+    With tensor cores, channels are padded to a multiple of `step`, and in weight gradients to a
+    multiple of the tile edge. The input gradient with stride s multiplies only the window values
+    that meet an input position.
+    """
     seconds = uncorrected(by, on, shape, product, width, tensor_cores)
     if not by.corrections:
         return seconds
@@ -388,10 +393,10 @@ def uncorrected(
     width: int,
     tensor_cores: bool,
 ) -> Numbers:
-    """Returns the seconds before corrections."""
+    """Return the seconds before fitted corrections."""
     inputs, written, weights = shape.input * width, shape.output * width, shape.weights * width
     gradient = product == "input_gradient"
-    # Of the rows of an input some are skipped; within one, what is skipped is read with what is not.
+    # A stride skips rows of the input; skipped values within a row are read with the others.
     read = inputs if gradient else inputs * np.minimum(1.0, shape.r / shape.down)
     seconds = _direct(by, on, shape, product, read + written + weights, tensor_cores)
     bandwidth = on.bandwidth * by.memory
@@ -401,7 +406,8 @@ def uncorrected(
         seconds = seconds + by.relayout * np.where(shape.skipped > 1, inputs, 0.0) / bandwidth
     seconds = seconds + by.weights * weights / bandwidth
     if tensor_cores and product != "output":
-        # Kernels for tensor cores take no padding as large as the window; the ordinary units have an eighth of their rate.
+        # Tensor-core kernels do not support a padding as large as the window; ordinary units run at
+        # an eighth of their rate.
         ordinary = 2 * shape.output * shape.c * shape.window / (on.peak / 8 * by.ordinary)
         seconds = seconds + np.where(shape.above >= shape.r, ordinary, 0.0)
     if not tensor_cores:
@@ -416,7 +422,7 @@ _SHARP = 8
 def traits(
     by: ConvolutionSpec, of: GemmShape, product: Product, tensor_cores: bool
 ) -> Mapping[str, Numbers]:
-    """Returns what corrections may be about."""
+    """Return the features that corrections may refer to: logarithms of sizes, and indicators."""
     m, n, k = _sides(by, of, product, tensor_cores)
     served = (
         (of.skipped == 1)
@@ -440,7 +446,7 @@ def traits(
 
 
 FEATURES = ("m", "n", "k", "window", "strided", "thin", "single", "tall", "winograd", "all")
-"""The names of those."""
+"""Names of the features of `traits`."""
 
 
 def _direct(
@@ -474,7 +480,7 @@ def _sides(
     if product == "output":
         return of.k, of.places, stepped(of.c, by.step) * of.window
     if product == "weight_gradient":
-        # An image of one channel lies as tensor cores want it, and has a kernel of its own.
+        # An image of one channel has the layout that tensor cores need, and a kernel of its own.
         tile = np.where(of.c == 1, by.step, by.smallest)
         places = of.n * np.ceil(of.high * of.wide / by.places) * by.places
         return of.k, stepped(of.c, tile) * of.window, places

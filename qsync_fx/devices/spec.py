@@ -1,7 +1,9 @@
-"""The constants of a device of the catalog, as its file of TOML gives them.
+"""Constants of a catalog device, as its TOML file specifies them.
 
-Invariant: every group of constants says where they come from. Efficiencies are fractions and latencies are cycles, so that those fitted on
-one device may serve for its kin, whose peaks and clocks are others.
+Efficiencies are fractions and latencies are cycles, so constants fitted on one device apply to
+related devices with other peaks and clocks.
+
+Invariant: every group of constants names its source.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """
+    """Constants of a device's memory.
+
     Attributes:
-        bytes: how much there is.
-        bandwidth: of the memory, bytes a second, as the data sheet says.
-        fraction: of it that reading and writing in order gets.
+        bytes: capacity.
+        bandwidth: bytes per second, from the data sheet.
+        fraction: of the bandwidth that sequential access reaches.
         cache: bytes of the largest cache that all processors share.
-        cache_bandwidth: bytes a second from there.
-        launch: seconds that the smallest kernel takes.
-        host: bytes a second that go to the host, and as many back; 0 where the device is the host.
+        cache_bandwidth: bytes per second of this cache.
+        launch: seconds of the smallest kernel.
+        host: bytes per second to the host and back, each; 0 if the device is the host.
     """
 
     bytes: int
@@ -35,9 +38,10 @@ class MemorySpec:
 
 @dataclass(frozen=True)
 class FunctionalUnit:
-    """
+    """Unit that multiplies values of one format.
+
     Attributes:
-        peak: operations a second, 2 a multiply-add.
+        peak: operations per second; a multiply-add counts as 2.
     """
 
     peak: float
@@ -46,26 +50,26 @@ class FunctionalUnit:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a library's kernels compute a product tile by tile, with products of one format.
+    """Efficiency of a library's tiled kernels for products of one format.
 
     Attributes:
-        efficiency: of the unit's peak that tiles of 128 by 128 reach.
-        small_tiles: by which power of its relative edge a smaller tile is less efficient.
+        efficiency: fraction of the unit's peak that tiles of 128 x 128 reach.
+        small_tiles: exponent of the efficiency of a smaller tile in its relative edge.
         smallest: edge of the smallest tile.
-        step: values of k that a tile takes at a time.
-        latency: cycles for one k of a tile of 64 by 64 at least, however idle the device is.
+        step: values of k per step of a tile.
+        latency: minimum cycles per value of k of a 64 x 64 tile on an idle device.
         alone: fraction of its rate that a processor reaches with a single tile.
-        tallest: whether tiles are as tall as m fills, up to 128, in place of whichever are fastest.
-        prologue: values of k that starting and ending a tile costs.
-        splits: the most parts that k is split into.
-        reduction: how often the sums of those parts go through memory, written and read once being 1.
-        memory: fraction of the memory's bandwidth that reading tiles gets.
-        overlap: how far computing hides memory: the power of the mean of both times; 1 adds them up.
-        launch: seconds before and after.
-        throttle: growth of a product's time for each e-fold beyond a millisecond, where power limits the clock.
-        misaligned: how much longer it takes where rows of the first factor begin no multiple of `alignment` values apart.
-        alignment: values.
-        layouts: how much longer tiles take where the first factor ("tn") or the second ("nt") is transposed, as BLAS counts.
+        tallest: whether tiles are as tall as m requires, up to 128, instead of the fastest.
+        prologue: start and end of a tile, in values of k.
+        splits: maximum number of parts of k (split-k).
+        reduction: memory traffic of the partial sums; 1 is one write and one read.
+        memory: fraction of the memory bandwidth that tiles reach.
+        overlap: exponent p in (compute^p + memory^p)^(1/p); 1 is no overlap.
+        launch: seconds of overhead of a kernel launch.
+        throttle: relative growth of time per e-fold beyond a millisecond by power throttling.
+        misaligned: factor if rows of the first operand are not aligned.
+        alignment: in values.
+        layouts: factor if the first ("tn") or second ("nt") operand is transposed (BLAS).
     """
 
     efficiency: float
@@ -90,28 +94,33 @@ class Tiles:
 
 @dataclass(frozen=True)
 class ConvolutionSpec(Tiles):
-    """How a library's kernels compute one of the three products of a convolution.
+    """Efficiency of a library's kernels for one of the three products of a convolution.
 
     Attributes:
-        gather: how much longer a tile takes that gathers a window of more than one value.
-        pointwise: edge of the smallest tile for windows of one value; 0: `smallest`.
-        relayout: how often input and output go through memory to lie as the tiles want them; of a gradient of a strided convolution's
-            input in FP32, how often that goes, whose skipped places are set to zero.
-        weights: how often weights go through memory besides: sums of their gradient, and to lie as the tiles want them.
-        strided: of what a stride of s skips in the gradient of the input with a window of one value, s*s - 1 of s*s values, the power
-            that is skipped: 1 all, 0.5 those of one direction.
-        places: of how many places of an image a tile of the gradient of the weight takes a multiple.
-        ordinary: fraction of an eighth of tensor cores' peak with which gradients are reckoned whose padding is as large as the window.
-        floor: seconds in which a program starts its kernels, however small they are; tensor cores have more
-            of these for the gradient of an input, which lay values out anew.
-        winograd: fraction of `efficiency` that Winograd's products reach with transforms of their own, of tiles of 4 by 4; 0: none is used.
-        winograd_fused: the same with transforms in the kernel, of tiles of 2 by 2, which is all that batches below `winograd_batch` have.
-        winograd_batch: the smallest batch whose transforms have kernels of their own.
-        winograd_smallest: edge of the smallest tile of Winograd's products with transforms of their own.
-        winograd_data, winograd_weights: how often what is transformed goes through memory.
-        corrections: what is left, as powers: of the sides "m", "n" and "k" of the product (by 128, 4096 and 1024), and of e where the
-            "window" has more than one value, it is "strided", the input has at most four channels ("thin") or one ("single"), the window is
-            five or more high ("tall"), "winograd" serves, and of "all".
+        gather: relative slowdown of tiles that gather a window of more than one value.
+        pointwise: edge of the smallest tile for 1 x 1 windows; 0 for `smallest`.
+        relayout: memory passes over input and output to change their layout. For the input gradient
+            of a strided convolution in FP32: passes over that gradient to zero skipped positions.
+        weights: additional memory passes over the weights, for gradient sums and layout changes.
+        strided: exponent of the saving of a 1 x 1 input gradient with stride s: 1 skips all s*s - 1
+            of s*s values, 0.5 the values of one direction.
+        places: output positions of an image are padded to a multiple of this, in the weight
+            gradient.
+        ordinary: fraction of an eighth of the tensor-core peak, for gradients whose padding is as
+            large as the window.
+        floor: minimum seconds to start the kernels; more with tensor cores for the input gradient,
+            which change layouts.
+        winograd: fraction of `efficiency` of Winograd products with separate transforms, in patches
+            of 4 x 4; 0 if unused.
+        winograd_fused: the same with fused transforms, in patches of 2 x 2; used alone for batches
+            below `winograd_batch`.
+        winograd_batch: smallest batch with separate transforms.
+        winograd_smallest: edge of the smallest tile of Winograd products with separate transforms.
+        winograd_data, winograd_weights: memory passes over transformed data and weights.
+        corrections: coefficients of a fitted log-linear correction, by feature. "m", "n", "k":
+            logarithms of the sides of the product (over 128, 4096 and 1024). Indicators: "window"
+            of more than one value, "strided", "thin" (up to 4 input channels), "single" (one),
+            "tall" (window height 5 or more), "winograd" (applies), "all".
     """
 
     gather: float = 0.0
@@ -133,12 +142,12 @@ class ConvolutionSpec(Tiles):
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """What all-reduce takes on one server, by bytes: straight lines between points, in logarithms.
+    """Measured all-reduce times on one server, interpolated in log-log space.
 
     Attributes:
-        ranks: how many devices were reduced over.
-        bytes: of the tensor, growing.
-        seconds: at each of `bytes`.
+        ranks: number of devices.
+        bytes: tensor sizes, ascending.
+        seconds: duration for each size.
     """
 
     ranks: int
@@ -149,11 +158,11 @@ class ReductionSpec:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What connects devices, where no all-reduce was measured.
+    """Interconnect of devices without measured all-reduces.
 
     Attributes:
-        bandwidth: bytes a second that each device sends.
-        latency: seconds a step.
+        bandwidth: bytes per second that each device sends.
+        latency: seconds per ring step.
     """
 
     bandwidth: float

@@ -1,7 +1,7 @@
-"""GPUs that a graph may be looked at for where there is none.
+"""Target override: analysis of a graph for a GPU that is not present.
 
-Invariant: within `targeted` all devices of one type count as that GPU, for everybody; what was answered before or within does not
-outlast it.
+Invariant: inside `targeted`, all devices of one type count as that GPU. Cached answers from before
+or inside it are cleared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qsync_fx.errors import DeviceError
 
 
 class _Targets(Mapping[str, tuple[int, int]]):
-    """The GPUs of the catalog and of the user's files, by name; a path of a file is a name, too."""
+    """GPUs of the catalog and of user files, by name or by path of the file."""
 
     def __getitem__(self, name: str) -> tuple[int, int]:
         if not is_path(name) and name not in names():
@@ -36,12 +36,12 @@ class _Targets(Mapping[str, tuple[int, int]]):
 
 
 TARGETS: Mapping[str, tuple[int, int]] = _Targets()
-"""GPUs that a graph may be looked at for where there is none, with their compute capability."""
+"""Available target GPUs and their compute capability."""
 
 
 @contextlib.contextmanager
 def targeted(name: str | None, on: torch.device) -> Iterator[None]:
-    """Lets all devices of the type of `on` count as the GPU called `name`, one of `TARGETS`; None changes nothing."""
+    """Treat all devices of the type of `on` as the GPU `name` of `TARGETS`; None has no effect."""
     if name is None:
         yield
         return
@@ -55,7 +55,7 @@ def targeted(name: str | None, on: torch.device) -> Iterator[None]:
 
 
 def check_target(name: str, device: torch.device) -> None:
-    """Raises `DeviceError` where code is to be compiled for a device that is not the one at hand."""
+    """Raise `DeviceError` if the local device is not the GPU that code is to be compiled for."""
     if device.type == "cuda" and format_support.capability(device) == TARGETS[name]:
         return
     current = (

@@ -1,5 +1,8 @@
-"""What the backend does to a model, and why: `explanation`, made by `explaining`; the same under another plan: `replan`; what of it runs:
-`applied_plan`.
+"""Diagnostics: the backend's decisions for a model, and their reasons.
+
+`explain` runs the passes on a model and returns an `Explanation`, which `ReplayedPlan` evaluates
+under other plans. `coverage_report.plan_coverage` reports which parts of a plan run in a training
+model. `explanation_table` and `dot` render the results. Start with `explain_model.explain`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`plan_coverage`: what of a plan runs in a model that is being trained, and what does not.
+"""`plan_coverage`: the parts of a plan that run in a training model, and those that do not.
 
-Invariant: it tells what has been compiled so far, for the options that each module was compiled with last; it compiles and runs nothing.
+The report covers the code compiled so far, with the latest options of each module. It neither
+compiles nor runs code.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class AppliedModule:
     """One module.
 
     Attributes:
-        path, type: where it stands in the model, and its class.
-        operators: what compiled code computes for it.
-        uncovered: why compiled code computes nothing for it, or no more; None where all is well.
+        path: its path in the model.
+        type: its class name.
+        operators: its operators in compiled code.
+        uncovered: why compiled code does not, or no longer, compute it; None if it does.
     """
 
     path: str
@@ -38,13 +40,13 @@ class AppliedModule:
 
 @dataclass(frozen=True)
 class PlanCoverage:
-    """What runs in a model, and what of its plan does not.
+    """Coverage of a model by compiled code, and the unapplied parts of its plan.
 
     Attributes:
-        model: the name of its class.
-        modules: its modules that have parameters or operators.
-        unused: the operators and patterns of plans that decide on nothing.
-        unasked: of plans that nobody asked for, found from a cached profile, what there is to say.
+        model: name of its class.
+        modules: modules with parameters or operators.
+        unused: operators and patterns of plans without effect.
+        unasked: notes on plans that were selected automatically from a cached profile.
         called: whether Dynamo has processed a call of the model, compiled or skipped.
         planned: whether there is a plan or a precision; without one no module is `lost`.
     """
@@ -58,22 +60,22 @@ class PlanCoverage:
 
     @property
     def operators(self) -> list[Ran]:
-        """Every operator that runs in compiled code."""
+        """All operators in compiled code."""
         return [ran for module in self.modules for ran in module.operators]
 
     @property
     def uncovered(self) -> list[Uncovered]:
-        """The modules with parameters that no compiled code computes, each with the reason."""
+        """Modules with parameters that no compiled code computes, with reasons."""
         return [module.uncovered for module in self.modules if module.uncovered is not None]
 
     @property
     def complete(self) -> bool:
-        """Whether all that is planned is applied, as far as the model has run; False before its first call."""
+        """Whether all code that has run applies the full plan; False before the first call."""
         waiting = any(module.cause.why is Reason.NOT_MET for module in self.uncovered)
         return self.called and not waiting and not Findings(tuple(self.uncovered), self.unused)
 
     def table(self, width: int | None = None) -> str:
-        """Returns the table that `print` shows, fitted to a width where one is given."""
+        """Return the table that `print` shows, fitted to `width` if given."""
         from qsync_fx.diagnostics.explanation_table import coverage_text
 
         return coverage_text(self, width)
@@ -83,15 +85,16 @@ class PlanCoverage:
 
 
 def plan_coverage(model: nn.Module) -> PlanCoverage:
-    """Says what runs in a model that is trained with this backend, module by module, and what of its plan does not.
+    """Report the parts of a model that run in compiled code, and the unapplied parts of its plan.
 
-    Graphs are made when the model is called: ask after a training step.
+    Graphs exist only after the model is called, so call this after a training step.
 
     Args:
-        model: the model, before or after torch.compile, or one that holds or is called by what was compiled.
+        model: the model, before or after torch.compile, or a module that contains or is called by
+            the compiled one.
 
     Raises:
-        OptionError: it is no module.
+        OptionError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(

@@ -1,6 +1,6 @@
-"""The operators of a model as a Graphviz graph, coloured by precision.
+"""Graphviz rendering of a model's operators, coloured by precision.
 
-Invariant: what comes from the model (names, lines of source) is quoted, so that no model can write a graph of its own.
+Invariant: names and source lines from the model are quoted, so they cannot inject DOT syntax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def dot(explanation: Explanation) -> str:
-    """Returns the explanation in the DOT language; one cluster a graph, an edge for each tensor that one operator reads in one role."""
+    """Return the explanation in the DOT language.
+
+    Each graph is a cluster. Each tensor that an operator reads in a role is an edge.
+    """
     lines = [
         "digraph qsync {",
         '  node [shape=box, style="rounded,filled", fontname="Helvetica"];',
@@ -45,7 +48,7 @@ def _cluster(graph: PrecisionGraph, index: int, cluster: int) -> list[str]:
 
 
 def _shown(graph: PrecisionGraph) -> list[Operator]:
-    """The operators, but for those that just call a body, which is shown itself."""
+    """Return the operators except calls of bodies, as the bodies are shown themselves."""
     return [
         operator for operator in graph.own_operators() if not node_metadata.bodies(operator.node)
     ]
@@ -62,7 +65,7 @@ def _edges(graph: PrecisionGraph, index: int) -> list[str]:
         for source, reader, data in dag.edges(data=True)
         if source in shown and reader in shown
     ]
-    # What a pass has put in after precisions were decided is not in the model's own DAG.
+    # Operators that a pass inserts after the decisions are not in the precision DAG.
     for operator in operators:
         late = str(operator.id) not in dag
         for source in dict.fromkeys(_sources(operator.node)):
@@ -82,7 +85,7 @@ def _name(graph: int, operator: str) -> str:
 
 
 def _sources(node: fx.Node) -> list[str]:
-    """The ids of the operators that a node reads from, through casts and unpacking."""
+    """Return the ids of the operators that a node reads from, through casts and unpacking."""
     result: list[str] = []
     for used in node.all_input_nodes:
         note = node_metadata.NOTE.get(used)
@@ -94,7 +97,7 @@ def _sources(node: fx.Node) -> list[str]:
 
 
 def colour(fmt: Precision | None) -> str:
-    """Returns a colour by width: the narrower, the warmer."""
+    """Return a colour by width: narrower formats are warmer."""
     if fmt is None:
         return "#eeeeee"
     return {32: "#dbe9f6", 64: "#c6d4e8", 19: "#d5efe6", 16: "#fdeec4", 8: "#f9cdb5"}.get(

@@ -1,11 +1,8 @@
-"""`explain`: runs a model once, as written, and notes down what the backend makes of it.
+"""`explain`: a run of a model as written that records the backend's decisions.
 
-Invariant: explaining trains nothing and changes nothing. The model runs to let Dynamo see what follows a graph break; its parameters,
-buffers, training mode and the random number generators are as before afterwards.
+The model runs so that Dynamo reaches the code after graph breaks.
 
-What running a model changes, put back.
-
-Invariant: the tensors are the same objects afterwards, with the values of before.
+Invariant: buffers and random number generators are restored; parameters are not trained.
 """
 
 from __future__ import annotations
@@ -33,11 +30,13 @@ from qsync_fx.plan.validation import check_plan
 
 @contextlib.contextmanager
 def unchanged(written: Sequence[Tensor], every: Sequence[Tensor]) -> Iterator[None]:
-    """Puts back the values of tensors, and torch's random number generators.
+    """Restore the values of tensors, and torch's random number generators, on exit.
+
+    The tensors stay the same objects.
 
     Args:
-        written: the tensors that may be written to.
-        every: all of the model's, whose devices have generators.
+        written: tensors that may be mutated.
+        every: all tensors of the model; they determine the devices whose generators are restored.
     """
     saved = [t.detach().clone() for t in written]
     devices = sorted({t.device.index or 0 for t in every if t.device.type == "cuda"})
@@ -56,15 +55,15 @@ def explain(
     options: Mapping[str, object] | Options | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Says what `torch.compile(model, backend="qsync", options=options)` does to a model with these inputs.
+    """Explain `torch.compile(model, backend="qsync", options=options)` with these inputs.
 
     Args:
         model: a module or function.
-        args, kwargs: inputs, as the model takes them.
-        options: the backend's options.
+        args, kwargs: inputs of the model.
+        options: options of the backend.
 
     Raises:
-        QSyncError: as the backend would, and for patterns of the plan that match no operator of the whole model.
+        QSyncError: any error of the backend, or a pattern of the plan that matches no operator.
     """
     parsed = Options.parse(options)
     collected: list[Explained] = []
@@ -115,7 +114,7 @@ def _registered(trees: Sequence[Tree]) -> Iterator[Registered]:
 def explained(
     module: fx.GraphModule, inputs: Sequence[Any], options: Options, before: Sequence[Explained]
 ) -> Explained:
-    """Returns what the backend makes of a graph that Dynamo hands over; `before` are the model's graphs so far."""
+    """Return the explanation of a graph from Dynamo; `before` are the model's earlier graphs."""
     from qsync_fx.backend.compile import candidates, rewrite
     from qsync_fx.backend.dynamo_hooks import record
     from qsync_fx.backend.entry import through_dynamo
@@ -126,7 +125,7 @@ def explained(
         current = place(options)
         alone = compile_for_this_module_only(
             current
-        )  # code that layers share would have the ids of one of them
+        )  # code shared by layers would have the ids of one layer
         visited = [operator.id for part in before for operator in part.graph.operators()]
         device = next(
             (x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu")
@@ -151,18 +150,18 @@ def observed(
     options: Options,
     dynamic: bool | None = None,
 ) -> Callable[..., Any]:
-    """Returns what torch.compile would, with what Dynamo makes of the model noted down."""
+    """Return the model as compiled by torch.compile, recording Dynamo's results."""
     from qsync_fx.backend.dynamo_hooks import observe
 
     context = torch._dynamo.optimize(backend, dynamic=dynamic)
-    if isinstance(context, OptimizeContext):  # where Dynamo is not switched off
+    if isinstance(context, OptimizeContext):  # unless Dynamo is disabled
         observe(context, model, options)
     compiled: Callable[..., Any] = context(model)
     return compiled
 
 
 def _short(text: str) -> str:
-    """Returns the reason for a graph break, and the frame that it makes Dynamo skip, of Dynamo's long text."""
+    """Return the reason for a graph break and the skipped frame, from Dynamo's text."""
     first, *others = (line.strip() for line in text.splitlines())
     skipped = (line.partition(": ")[2] for line in others if "frame skipped" in line)
     return ", ".join([first, *skipped])
@@ -170,10 +169,10 @@ def _short(text: str) -> str:
 
 @contextlib.contextmanager
 def _own_cache() -> Iterator[Callable[[], list[str]]]:
-    """Lets Dynamo compile afresh however often the code was compiled before; yields what tells the graph breaks on the way."""
+    """Lift Dynamo's recompile limits; yield a function that returns the graph breaks so far."""
     from torch._dynamo.utils import counters
 
-    # Where a break makes Dynamo leave the whole frame to Python it counts no break, but something that it does not implement.
+    # A break that leaves a whole frame to Python counts as "unimplemented", not as a graph break.
     kinds = ("graph_break", "unimplemented")
     before = {kind: dict(counters[kind]) for kind in kinds}
 
@@ -195,10 +194,10 @@ def _own_cache() -> Iterator[Callable[[], list[str]]]:
 
 
 def _nothing_changed(model: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Puts back what running the model changes: parameters and buffers in place, gradients, random number generators."""
+    """Restore a model's buffers and the random number generators on exit."""
     module = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
     tensors = (
         [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     )
-    # Parameters are not written to by a forward pass; buffers (statistics of batch norms, spectral norms) are.
+    # A forward pass mutates buffers (batch norm statistics, spectral norms), but no parameters.
     return unchanged([t for t in tensors if not isinstance(t, torch.nn.Parameter)], tensors)

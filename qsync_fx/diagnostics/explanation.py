@@ -1,10 +1,6 @@
-"""What the backend does to a model, and why, as a value.
+"""Explanation of the backend's decisions for a model, as a value.
 
-Invariant: what it says follows from the graphs that it holds; asking changes nothing.
-
-Which operators that nobody named run in a format that is not faster at their shape: the option "skip_unprofitable" leaves them wider.
-
-Invariant: it asks what that option would ask, of the graph as the model wrote it, and decides and changes nothing.
+Invariant: all queries are computed from the graphs in the explanation, and change nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from qsync_fx.serialization.atomic_files import write_text
 
 @dataclass(frozen=True)
 class Explained:
-    """One graph of the model: Dynamo gives one, or several when it breaks."""
+    """One graph of the model; graph breaks make several."""
 
     graph: PrecisionGraph
     snapshots: Snapshots
@@ -59,9 +55,10 @@ class Registered:
     """A parameter as the model registers it.
 
     Attributes:
-        path: its name in the model, without wrappers; the first one where it has several.
-        numel, dtype_bytes: its elements, and the bytes of one.
-        trained: whether it gets a gradient.
+        path: its first name in the model, without wrappers.
+        numel: number of elements.
+        dtype_bytes: bytes per element.
+        trained: whether it requires a gradient.
     """
 
     path: str
@@ -72,13 +69,13 @@ class Registered:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the backend does to a model.
+    """Decisions of the backend for a model.
 
     Attributes:
-        graphs: the graphs that the model makes, in the order they run.
-        breaks: why Dynamo broke the graph, each with its place; empty for a model that is one graph.
-        uncovered: the modules with parameters that no graph holds, which run as the model wrote them, each with the reason.
-        parameters: those of the model, in the order in which it registers them.
+        graphs: the model's graphs in execution order.
+        breaks: reasons and positions of Dynamo's graph breaks.
+        uncovered: modules with parameters that are in no graph and run as written, with reasons.
+        parameters: the model's parameters in registration order.
     """
 
     graphs: tuple[Explained | ReplayedPlan, ...]
@@ -89,22 +86,22 @@ class Explanation:
 
     @property
     def lowered_graphs(self) -> list[PrecisionGraph]:
-        """The graphs after the last pass, in the order they run."""
+        """Graphs after the last pass, in execution order."""
         return [part.graph for part in self.graphs]
 
     @property
     def operators(self) -> list[Operator]:
-        """Every operator of the model, in the order they run."""
+        """All operators of the model, in execution order."""
         return [operator for part in self.graphs for operator in part.operators]
 
     @property
     def passes(self) -> list[str]:
-        """The names of the passes, in the order they ran."""
+        """Names of the passes in execution order."""
         return list(self.graphs[0].snapshots.texts) if self.graphs else []
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The time that each pass took, over all graphs."""
+        """Seconds of each pass, over all graphs."""
         return {
             name: sum(part.timing.seconds.get(name, 0.0) for part in self.graphs)
             for name in self.passes
@@ -112,7 +109,7 @@ class Explanation:
 
     @property
     def unknown(self) -> dict[str, int]:
-        """The operators that the table does not know, and how often each occurs."""
+        """Operators missing in the operator table, with the number of occurrences."""
         result: dict[str, int] = {}
         for part in self.graphs:
             for graph in part.graph.walk():
@@ -122,7 +119,7 @@ class Explanation:
 
     @property
     def rewritten(self) -> dict[str, Rewritten]:
-        """What each rewrite has done, by its name: how many places it changed, and which it left alone."""
+        """Result of each rewrite by name: the places that it changed, and those that it skipped."""
         result: dict[str, Rewritten] = {}
         for part in self.graphs:
             for name, done in part.graph.rewritten.items():
@@ -130,7 +127,7 @@ class Explanation:
         return result
 
     def graph(self, name: str = "lower") -> str:
-        """Returns the graph after a pass, as text."""
+        """Return the graph after a pass, as text."""
         self._known(name)
         texts = [part.snapshots.texts[name] for part in self.graphs]
         if len(texts) == 1:
@@ -140,26 +137,26 @@ class Explanation:
         )
 
     def graph_module(self, name: str = "lower", index: int = 0) -> fx.GraphModule:
-        """Returns the graph after a pass, as a module; `index` chooses among several graphs."""
+        """Return the graph after a pass, as a module; `index` selects one of several graphs."""
         self._known(name)
         return self.graphs[index].snapshots.graphs[name].module
 
     def diff(self, first: str, second: str) -> str:
-        """Returns what changed between the graphs after two passes, as a unified diff."""
+        """Return the difference between the graphs after two passes, as a unified diff."""
         self._known(first)
         self._known(second)
         return "\n".join(part.snapshots.diff(first, second) for part in self.graphs)
 
     def plan(self) -> Plan:
-        """Returns the plan that names every adjustable operator with the precision it was planned in; a starting point for edits."""
+        """Return a plan with every adjustable operator's planned precision, as a base for edits."""
         return Plan(
             operators={op.id: _plannable(op) for op in self.operators if op.kind is Kind.ADJUSTABLE}
         )
 
     def replanned(self, plan: Plan) -> Explanation:
-        """Returns what the backend would do with another plan, without another trace: all as `explain` says it, but in milliseconds.
+        """Return the explanation under another plan, in milliseconds, without another trace.
 
-        Graphs after passes (`graph`, `diff`, `graph_module`) are made when they are asked for.
+        Graphs after passes (`graph`, `diff`, `graph_module`) are computed lazily.
 
         Raises:
             PlanError: the plan does not fit the model.
@@ -174,15 +171,15 @@ class Explanation:
         return Explanation(graphs, self.breaks, result.uncovered, self.parameters, plan)
 
     def table(self, kind: Kind | str | None = None, width: int | None = None) -> str:
-        """Returns the table that `print` shows.
+        """Return the table that `print` shows.
 
         Args:
-            kind: shows the operators of this kind alone.
-            width: fits the table to so many columns: what is long wraps, and a narrow one does without costs. By default it is as wide as
-                what it says, whatever the terminal.
+            kind: restrict the table to operators of this kind.
+            width: columns to fit the table to, by wrapping and, if narrow, by omitting columns. By
+                default the width depends only on the content, not on the terminal.
 
         Raises:
-            OptionError: there is no such kind; there are "adjustable", "dependent" and "fixed".
+            OptionError: the kind is not "adjustable", "dependent" or "fixed".
         """
         from qsync_fx.diagnostics.explanation_table import explanation_text
 
@@ -193,13 +190,13 @@ class Explanation:
         return explanation_text(self, None if kind is None else Kind(kind), width)
 
     def save_dot(self, path: str | Path) -> None:
-        """Writes the operators and what flows between them as a Graphviz file."""
+        """Write the operators and the tensors between them as a Graphviz file."""
         from qsync_fx.diagnostics.dot import dot
 
         write_text(Path(path), dot(self))
 
     def there(self) -> contextlib.AbstractContextManager[None]:
-        """Lets what is asked of devices be answered for the option "target", where it was given."""
+        """Return a context in which device queries refer to the option "target", if set."""
         return self.graphs[0].graph.context.there() if self.graphs else contextlib.nullcontext()
 
     def _known(self, name: str) -> None:
@@ -211,20 +208,24 @@ class Explanation:
 
 
 def _plannable(operator: Operator) -> Precision:
-    """What a plan should say of an operator: what was planned, unless the operator runs elsewhere on every device."""
+    """Return an operator's planned precision, or its substitute without a scaled implementation."""
     planned, row = operator.note.planned or operator.precision, operator.row
     assert planned is not None and row is not None, f"{operator.id} was not assigned"
     return planned if planned.plain or row.scaled else planned.elsewhere
 
 
 def line_of(operator: Operator) -> str:
-    """Returns where an operator stands in the user's model, short: "model.py:42"."""
+    """Return the position of an operator in the user's code, such as "model.py:42"."""
     source = source_of(operator.node)
     return f"{Path(source.file).name}:{source.line}" if source else ""
 
 
 def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
-    """Returns the operators of a graph that the option would leave in a wider format, each with the reason; none where it has no say."""
+    """Return the operators that run in a format that is not faster at their shape, with reasons.
+
+    The option "skip_unprofitable" would leave them in a wider format. Operators whose format was
+    chosen explicitly, and plans for which the option has no effect, are excluded.
+    """
     options = part.context.options
     if options.is_default or options.skip_unprofitable or options.emulate_unsupported:
         return {}
@@ -239,7 +240,7 @@ def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
             or _kept(operator, before, part.context.plan)
         ):
             continue
-        # Of a format without a unit a line of the explanation tells, and who asks for one seldom does for speed.
+        # Simulated formats have a line of their own, and are rarely chosen for speed.
         native = support(part.context.device, fmt).how != "simulated"
         if native and (why := before.slower(fmt)) is not None:
             result[operator.id] = why
@@ -247,15 +248,15 @@ def as_fast_wider(part: Explained | ReplayedPlan) -> Mapping[OpId, str]:
 
 
 def _written(part: Explained | ReplayedPlan) -> list[Operator]:
-    """Before they are lowered: what is asked of a shape is asked of torch's own operators."""
+    """Return the operators before lowering, as `slower` applies to torch's own operators."""
     graph = part.written if isinstance(part, ReplayedPlan) else part.snapshots.graphs[WRITTEN]
     return graph.operators(Kind.ADJUSTABLE)
 
 
 def _kept(operator: Operator, before: Operator, plan: Plan) -> bool:
-    """Whether an operator runs otherwise than a plan says of all: what the plan, a pass or the model names is obeyed."""
+    """Return whether the format is not the plan's default: an explicit choice always applies."""
     choice, note = plan.precision_for(operator.id), operator.note
-    # A region of autocast gives way to a plan, whatever plan the graph was written under.
+    # A plan overrides an autocast region, even one from the plan at capture.
     live = None if isinstance(note.autocast, Precision) else before.held
     return (
         choice is None

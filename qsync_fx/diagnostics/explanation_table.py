@@ -1,11 +1,8 @@
-"""The table of an explanation.
+"""Tables of an explanation and of `plan_coverage`.
 
-Invariant: one operator a line, in the order they run. Plain text is as wide as it needs, so that it can be searched and compared; fitted
-to a width, lines wrap, for cut off they are worth nothing.
-
-The table of `plan_coverage`: one operator or one module that is in no graph a line, then what is planned and not applied.
-
-Invariant: as of the table of an explanation, whose columns these are.
+Each operator, and each module in no graph, is one line, in execution order. Plain text is as wide
+as its content, so that it can be searched and compared; with a given width, lines wrap instead of
+being cut off.
 """
 
 from __future__ import annotations
@@ -39,14 +36,14 @@ if TYPE_CHECKING:
 def explanation_text(
     explanation: Explanation, kind: Kind | None = None, width: int | None = None
 ) -> str:
-    """Returns the explanation as plain text: of the operators of one kind alone, and fitted to a width, where these are given."""
+    """Return the explanation as plain text, optionally for one kind and fitted to a width."""
     return plain(explanation_table(explanation, kind, width), width)
 
 
 def explanation_table(
     explanation: Explanation, kind: Kind | None = None, width: int | None = None
 ) -> RenderableType:
-    """Returns the explanation for a rich console: one line an operator, then what to know about the whole."""
+    """Return the explanation for a rich console: one line per operator, then notes."""
     with explanation.there():
         return _explanation_table(explanation, kind, width)
 
@@ -81,7 +78,7 @@ def _explanation_table(
 
 
 def fit(table: Table, width: int) -> None:
-    """Lets what is long wrap; narrow, the table does without costs and lines, then without what the reason tells."""
+    """Wrap long columns; below 120 columns omit costs and lines, below 60 also kind and output."""
     dropped = {"flops", "bytes", "saved", "line"} if width < 120 else set()
     dropped |= {"kind", "output"} if width < 60 else set()
     table.columns[:] = [column for column in table.columns if column.header not in dropped]
@@ -91,14 +88,14 @@ def fit(table: Table, width: int) -> None:
 
 
 def precision_cell(precision: Precision | None, planned: Precision | None) -> str:
-    """Returns what runs, and what was planned where that is something else."""
+    """Return the precision that runs, and the planned one if it differs."""
     if planned is not None and precision is not None and planned is not precision:
         return f"{precision} (not {planned})"
     return str(precision or "-")
 
 
 def uncovered_cells(module: Uncovered, columns: Sequence[str]) -> tuple[str, ...]:
-    """Returns the row of a module that is in no graph."""
+    """Return the row of a module that is in no graph."""
     available = {
         "operator": f"{module.path} ({module.type})".strip(),
         "kind": "in no graph",
@@ -162,7 +159,7 @@ def _notes(explanation: Explanation) -> list[str]:
 
 
 def part_line(plan: Plan) -> str:
-    """Returns whose part of a plan for a cluster a plan is, and why it is this rank's."""
+    """Return the device class whose part of a cluster plan this is, and how it was chosen."""
     return f"plan: the part for {plan.notes[DEVICE_CLASS]}, chosen by {plan.notes[CHOSEN_BY]}"
 
 
@@ -210,12 +207,12 @@ _COVERAGE_COLUMNS = ("operator", "kind", "precision", "output", "line", "reason"
 
 
 def coverage_text(applied: PlanCoverage, width: int | None = None) -> str:
-    """Returns the table as plain text, fitted to a width where one is given."""
+    """Return the coverage table as plain text, fitted to `width` if given."""
     return plain(coverage_table(applied, width), width)
 
 
 def coverage_table(applied: PlanCoverage, width: int | None = None) -> RenderableType:
-    """Returns the table for a rich console."""
+    """Return the coverage table for a rich console."""
     table = table_of(_COVERAGE_COLUMNS)
     for module in applied.modules:
         for ran in module.operators:
@@ -259,7 +256,7 @@ def _coverage_notes(applied: PlanCoverage) -> list[str]:
 
 
 def _needs_advice(module: Uncovered, applied: PlanCoverage) -> bool:
-    """Return whether to say how a module gets into a graph."""
+    """Return whether to advise how a module gets into a graph."""
     if module.lost or module.cause.why is Reason.NOT_MET:
         return True
     return not applied.planned and module.ran and module.cause.why is not Reason.NOT_GIVEN

@@ -1,9 +1,10 @@
-"""Another plan for a graph that was explained, without another trace.
+"""Replay of the passes on an explained graph under another plan, without another trace.
 
-The graph as the model wrote it is kept from before precisions are decided. Deciding them anew takes milliseconds, as nothing is copied: the
-same nodes get other notes. The graphs that follow from the decisions are made when somebody asks for them.
+Replay starts from the graph as the model wrote it, before precisions are decided. A decision needs
+milliseconds, as it only replaces the metadata of the same nodes. The graphs after later passes are
+computed lazily.
 
-Invariant: what comes out equals explaining afresh with that plan: states, reasons, costs and graphs.
+Invariant: states, reasons, costs and graphs equal a new explanation with that plan.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from qsync_fx.passes.printer import Snapshots, Timing
 from qsync_fx.plan import Plan
 
 WRITTEN, DECIDED = "classify", "insert_casts"
-"""The pass after which a graph is as the model wrote it, and the one before which every state is decided."""
+"""Pass after which a graph is as written, and the pass before which all states are decided."""
 
 
 class ReplayedPlan:
     """One graph under another plan.
 
     Attributes:
-        operators: each with its note under this plan.
-        written: the graph as the model wrote it, before anything is decided.
-        timing: of the passes that have run.
-        costing: what operators cost in each of their states.
+        operators: operators with their metadata under this plan.
+        written: the graph as the model wrote it.
+        timing: seconds of the passes that have run.
+        costing: costs of operators in each of their states.
     """
 
     def __init__(self, explained: Snapshots, costing: Costing, plan: Plan) -> None:
@@ -67,10 +68,10 @@ class ReplayedPlan:
 
     def _decided(self, passes: Sequence[Pass]) -> list[Operator]:
         if any(isinstance(step, GraphPass) for step in passes):
-            # A user's pass may do more than decide.
+            # A user's pass may change more than metadata.
             return self._costed(run(self._copy(), passes, (self.timing,), after=self._before))
         with _borrowed(self.written, self._under) as graph:
-            # Nothing is rewritten, so there is no rule to break that held before.
+            # Without rewrites, the verifier's rules cannot be broken.
             return self._costed(
                 run(graph, passes, (self.timing,), verified=False, after=self._before)
             )
@@ -105,7 +106,7 @@ class ReplayedPlan:
 def _borrowed(
     graph: PrecisionGraph, under: Callable[[Context], Context]
 ) -> Iterator[PrecisionGraph]:
-    """Lends a graph to passes that write notes and change nothing else, under other contexts; all is as before afterwards."""
+    """Lend a graph to passes that only write metadata, under other contexts; restore it on exit."""
     contexts = [(part, part.context) for part in graph.walk()]
     notes: list[tuple[fx.Node, OperatorInfo]] = [(op.node, op.note) for op in graph.operators()]
     for part, context in contexts:

@@ -1,11 +1,10 @@
-"""Training of ranks that differ: that they agree before they start, that the failure of one is told on all, that replicas stay equal.
+"""Data-parallel training over unequal ranks.
 
-`guard` stands around training: in agreeing/ `agreement` has the ranks compare what they are about to do, `watcher` has each of them see at
-any time how the others fare, and `channel` is how they tell, apart from the collectives, in which a rank may be stuck. `replicas` compares
-parameters to the last bit, `averaging` weighs gradients by the batches of the ranks. `measure_and_plan` has each rank measure itself, and
-finds
-the plan of all; in adapting/ `replanning` finds another when a device has changed, by what `pace` and `holding` see of each step and
-`drift` makes of it.
+`guard` (guard_training.py) wraps training: ranks agree before the first step (consensus/) and an
+error on one rank ends training on every rank. `measure_and_plan` (fleet_plan.py) profiles each rank
+and returns the plan of the cluster; `Replanning` (replan.py) solves again when monitoring/ detects
+drift in speed, memory or links. `compress` compresses gradients, `average_by_batch` weights them by
+batch size, and `check_replicas` compares parameters bit by bit. Start with guard_training.py.
 """
 
 from qsync_fx.distributed.compress_gradients import compress

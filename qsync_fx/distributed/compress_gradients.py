@@ -1,15 +1,10 @@
-"""What `compress` was asked for, looked at by each rank for itself.
+"""Gradient compression for DistributedDataParallel and FSDP2.
 
-Invariant: nothing is sent, and nothing changes.
+`compress` validates its arguments on each rank without communication, has all ranks agree on codec,
+seed and model, and installs a DDP communication hook or a custom FSDP2 reduce-scatter.
 
-What FSDP2 reduces at once in a model, and where it is told how.
-
-Invariant: what is private in torch's FSDP is read in this file alone.
-
-Gradients that are compressed on their way between ranks.
-
-Invariant: no rank sends anything before all have agreed on the codec, the seed and the model. What one of them cannot take is an error on
-all of them at once.
+Invariant: no rank sends gradients before all ranks agree; an error of one rank raises on every
+rank. This is the only file that reads private attributes of torch's FSDP.
 """
 
 from __future__ import annotations
@@ -49,18 +44,21 @@ from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.plan_loading import given_plan, read_plan
 
 Way = Codec | Duo | Mapping[str, str]
-"""A codec for all gradients, DUO, or the codec of each parameter as a plan says it."""
+"""A codec for all gradients, DUO, or the codec of each parameter from a plan."""
 _DEVICES: Final = ("cpu", "cuda")
 _TYPES: Final = 4
 
 
 @dataclass(frozen=True)
 class CompressRequest:
-    """
+    """Validated arguments of `compress`.
+
     Attributes:
-        way: in what gradients are to go.
-        hierarchical: whether that is between nodes alone; a number for nodes of so many ranks in a row.
-        planned: how many ranks of a node a plan goes by; 0 where none says it, or the user says otherwise.
+        way: how gradients are coded.
+        hierarchical: whether only gradients between nodes are coded; an int is the number of
+            consecutive ranks per node.
+        planned: ranks per node that the plan assumes; 0 if no plan specifies it or the user
+            overrides it.
     """
 
     way: Way
@@ -68,7 +66,7 @@ class CompressRequest:
     planned: int = 0
 
     def tell(self, nodes: NodeGroups | None) -> None:
-        """Warns where ranks share nodes in another way than was asked for."""
+        """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
         if nodes is not None and len(nodes.ranks) == 1:
             warnings.warn(
                 "all ranks share one node, inside of which gradients go in FP32: nothing is compressed; give hierarchical=False to "
@@ -92,7 +90,12 @@ def checked(
     least: int | None,
     fsdp: bool,
 ) -> CompressRequest:
-    """Returns what is asked for; raises `OptionError` or `PlanError` where arguments do not fit, or a plan cannot be read."""
+    """Return the validated request.
+
+    Raises:
+        OptionError: the arguments do not fit together.
+        PlanError: the plan cannot be read.
+    """
     plan = _plan(codec)
     planned = plan.codecs if isinstance(plan, ClusterPlan) else None if plan is None else {}
     chosen = planned if planned is not None else _made(codec)
@@ -141,7 +144,7 @@ def checked(
 
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
-    """Returns the seed as codecs take it; raises `OptionError` where one of these is no such number."""
+    """Return the seed modulo 2**64; raise `OptionError` if a number is out of its range."""
     _number("seed", seed, "a whole number", "give one of any size", None)
     if least is not None:
         _number("least", least, "a number of values", "give 0 or more, or leave it out", 0)
@@ -163,8 +166,11 @@ def _number(name: str, value: object, description: str, do: str, smallest: int |
 
 
 def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
-    """Returns the DistributedDataParallel of a model and the parameters that it trains, by name; raises `OptionError` where it cannot be
-    compressed."""
+    """Return the DistributedDataParallel of a model and its trained parameters, by name.
+
+    Raises:
+        OptionError: the gradients of the model cannot be compressed.
+    """
     parallel = parallel_in(model)
     if parallel is None:
         raise OptionError(
@@ -199,7 +205,11 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
 
 
 def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
-    """Raises `OptionError`, which says what to do, where gradients of a parameter are none that codecs take."""
+    """Raise `OptionError` if no codec supports the device or dtype of a parameter.
+
+    Args:
+        do: the remedy in the error message.
+    """
     if (
         parameter.device.type not in _DEVICES
         or not parameter.is_floating_point()
@@ -214,7 +224,7 @@ def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
 
 
 def of_units(chosen: Way) -> Codec:
-    """Returns the codec of what FSDP reduces; raises `OptionError` where it cannot go in what is asked for."""
+    """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
     if not isinstance(chosen, Codec):
         raise OptionError(
             "DUO takes a DistributedDataParallel: of a model that FSDP shards it would have to keep parameters that it does not have"
@@ -241,7 +251,7 @@ def of_units(chosen: Way) -> Codec:
 def assignment(
     chosen: Way, names: Sequence[str], sizes: Sequence[int], least: int | None
 ) -> Assigned:
-    """Returns the codec of each parameter; raises `PlanError` where a plan is one of another model."""
+    """Return the codec of each parameter; raise `PlanError` if the plan is of another model."""
     if isinstance(chosen, Duo):
         return chosen.assigned(sizes, least)
     return (
@@ -254,7 +264,7 @@ def assignment(
 def weight_codecs(
     duo: Duo, sharded: bool | str | Codec, sizes: Sequence[int], least: int | None
 ) -> Sequence[Codec] | None:
-    """Returns what differences of each parameter go in; None where the optimizer is not to be sharded."""
+    """Return the codec of each parameter's updates; None if the optimizer is not sharded."""
     if sharded is False:
         return None
     return ddp_hook.to_all(
@@ -263,7 +273,7 @@ def weight_codecs(
 
 
 def _plan(result: object) -> Plan | ClusterPlan | None:
-    """Returns the plan that is given, or whose file is; None for what is none."""
+    """Return the given plan, or read it from its file; None if `result` is not a plan."""
     inputs = given_plan(result)
     if isinstance(inputs, os.PathLike) or (isinstance(inputs, str) and inputs.endswith(".json")):
         return read_plan(inputs)
@@ -282,19 +292,19 @@ def _made(value: object) -> Codec | Duo:
 
 
 _TORCHS: Final = "DefaultReduceScatter"
-"""What reduces gradients where nobody has said anything else."""
+"""Name of torch's class that reduces gradients by default."""
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 shards the model, or a part of it."""
+    """Return whether FSDP2 shards the model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def unit_rows(model: nn.Module) -> dict[str, int]:
-    """Returns how many values a rank keeps of each unit, by its name, with what fills up shards; of units whose gradients are reduced.
+    """Return the number of values in each unit's padded shard, of units that train, by unit name.
 
     Raises:
-        OptionError: the model cannot be compressed.
+        OptionError: the gradients of the model cannot be compressed.
     """
     result: dict[str, int] = {}
     for name, module in _units(model).items():
@@ -328,14 +338,14 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
 
 
 def reduce_by(model: nn.Module, compression: ShardedCompression) -> None:
-    """Has FSDP reduce and scatter gradients of all units through `compression`."""
+    """Install `compression` as the reduce-scatter of all FSDP units."""
     modules: Any = _units(model)
     for unit in compression.units:
         modules[unit.name].set_custom_reduce_scatter(compression.scatter(unit))
 
 
 def _units(model: nn.Module) -> dict[str, Any]:
-    """Returns the units; several modules that are sharded together are one."""
+    """Return the FSDP units by name; modules that are sharded together form one unit."""
     result: dict[int, tuple[str, Any]] = {}
     for name, module in unwrapped(model).named_modules():
         if isinstance(module, FSDPModule):
@@ -419,38 +429,46 @@ def compress(
     least: int | None = None,
     check_every: int = 100,
 ) -> DdpCompressor | ShardedCompression:
-    """Has a model's gradients sent in a codec, or in those of a plan; once, before training, on all ranks.
+    """Install gradient compression on a model; call it once before training, on all ranks.
+
+    Gradients on a GPU are coded there and sent through host memory; AQGB encodes on the host,
+    because its levels follow the link.
 
     Args:
-        model: a DistributedDataParallel over all ranks, or one that is sharded by `fully_shard`, also one that is compiled, on the CPU or
-            on one GPU a rank, which codes its gradients; they travel by way of its host, where AQGB's levels are made.
-        codec: "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb", whose ranks choose as many bits as the link
-            takes, or one of its levels alone ("aqgb12" to "aqgb32"), or one that is made from its class; "duo0", "duo1", "duo2", "duo4",
-            "duo8" for DUO, or `Duo(...)`; or a plan that says it of each parameter, as `find_plan(..., codecs=...)` finds it, or the path
-            of its file (a `pathlib.Path`, or a text that ends with ".json"). Where nothing is to be coded DistributedDataParallel
-            sends gradients as ever.
-        optimizer: with DUO, what steps the model's parameters, all of them.
-        scaler: the GradScaler that scales the loss, if there is one: with DUO, and with a codec that sends with the next gradient what it
-            leaves of one ("1bit", "1bit*"), which then keeps to the scale, and forgets steps that are left out. Others need it not.
-        sharded: with DUO, whether each rank's optimizer steps a part of every parameter alone, and ranks send each other what they make of
-            theirs: True for differences in 4 bits, 8 with "duo8", and in FP32 with "duo32", or what they go in ("qsgd8"). The optimizer's
-            parameters become those parts.
-        hierarchical: whether gradients are summed in FP32 between ranks of the same node, and go in the codec between nodes alone. True for
-            nodes as torchrun has started them, or else by the names of their hosts; a number for nodes of so many ranks in a row. By
-            default as a plan says, and else not.
-        seed: of stochastic rounding: with the same one training is repeated to the last bit.
-        least: tensors, and under FSDP units, of fewer values go in FP32; by default the largest size with which more than 99% of all
-            values are coded, and with "duo0" none do. A plan says that itself.
-        check_every: after how many steps gradients are compared over ranks, to the last bit, and what a codec adds is measured; 0 for
-            never.
+        model: a DistributedDataParallel over all ranks, or a model sharded by `fully_shard`,
+            compiled or not, on the CPU or on one GPU per rank.
+        codec: the codec of gradients, or a plan that names a codec for each parameter. Codecs:
+            "fp16", "bf16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16", "aqgb" (ranks
+            choose the bits by the bandwidth of the link), one AQGB level ("aqgb12" to "aqgb32"), or
+            a `Codec` object. DUO: "duo0", "duo1", "duo2", "duo4", "duo8", "duo32", or `Duo(...)`.
+            Plan: the result of `find_plan(..., codecs=...)`, or the path of its file (a
+            `pathlib.Path`, or a string that ends with ".json"). If no tensor is to be coded,
+            DistributedDataParallel reduces gradients as without `compress`.
+        optimizer: with DUO, the optimizer that steps all parameters of the model.
+        scaler: the GradScaler of the loss, if there is one. DUO needs it, and so do codecs with
+            error feedback ("1bit", "1bit*"): they rescale the error feedback to the current scale,
+            and undo its change of a skipped step. Other codecs do not need it.
+        sharded: with DUO, whether the optimizer of each rank steps a shard of every parameter, and
+            ranks exchange the updates. True codes updates in 4 bits ("duo8": 8 bits, "duo32":
+            FP32); a codec such as "qsgd8" replaces this default. The parameters of the optimizer
+            become the shards.
+        hierarchical: whether gradients are summed in FP32 inside a node and coded only between
+            nodes. True uses the nodes of torchrun, or else host names; an int is the number of
+            consecutive ranks per node. Default: as the plan specifies, otherwise False.
+        seed: seed of stochastic rounding. The same seed reproduces training bit by bit.
+        least: tensors (with FSDP: units) of fewer values are sent in FP32. Default: the largest
+            size with which more than 99% of all values are coded; 0 with "duo0". Not allowed with a
+            plan.
+        check_every: steps between bit-exact comparisons of gradients over ranks and measurements of
+            the codec's error; 0 for never.
 
     Returns:
-        what saves and loads the state of codecs, and reports.
+        A handle that reports, saves and loads the state of the codecs.
 
     Raises:
-        OptionError: an argument that it cannot take.
-        PlanError: the plan cannot be read, or is one of another model.
-        RankError: the ranks do not agree; on all of them.
+        OptionError: an argument is invalid.
+        PlanError: the plan cannot be read, or is of another model.
+        RankError: the ranks do not agree; raised on all of them.
     """
     rank = distributed.get_rank() if several_ranks() else 0
     with told_to_all():
@@ -470,7 +488,8 @@ def compress(
             stepped = (
                 functional_optimizer.checked(optimizer, named) if isinstance(chosen, Duo) else None
             )
-    # Here an error of one rank is told on the others, which have not begun to make a group yet.
+    # Up to this point an error of one rank is reported to the others, which do not create a process
+    # group yet.
     nodes = None
     if several_ranks():
         nodes = nodes_of_ranks(wanted.hierarchical, rendezvous.patience())
@@ -540,7 +559,6 @@ def _sharded(
 
 
 def _group_of_our_own() -> distributed.ProcessGroup | None:
-    """Returns a process group that nobody else uses; None for one rank."""
     if not several_ranks():
         return None
     group: distributed.ProcessGroup = distributed.new_group(
@@ -550,7 +568,6 @@ def _group_of_our_own() -> distributed.ProcessGroup | None:
 
 
 def _agree(result: CompressorHandle) -> None:
-    """Returns once all ranks have stated the same."""
     if several_ranks():
         with Meeting(rendezvous.patience(), None, collectives=False) as meeting:
             meeting.agree("codecs", result.statement(), _REMEDIES)

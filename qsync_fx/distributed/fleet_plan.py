@@ -1,11 +1,10 @@
-"""`measure_and_plan` for ranks that are up: each measures itself, rank 0 chooses, and all get the plan for the cluster.
+"""Plan of a running cluster: ranks profile themselves, rank 0 solves and broadcasts.
 
-Invariant: all ranks return the same plan, with the class of each rank in its table, or all raise: an error of one is told on all of them.
-While a rank measures itself or runs a plan, and while rank 0 chooses, no other is in a collective, so that it hears of an error at once.
+`PlanSurvey` stores the profiles on rank 0, so that another plan can be found later from slowdowns
+and memory limits without measuring again. `FleetPlan` is the cluster plan together with its survey.
 
-What the ranks have measured, kept by the one that chooses: another plan can be found from it without measuring again.
-
-Invariant: a survey is a value. Its plans follow from it, what devices take longer than their profiles say, and the memory that they have.
+Invariant: all ranks return the same plan, with the device class of every rank, or all raise. While
+a rank measures or rank 0 solves, no other rank waits in a collective, so errors propagate at once.
 """
 
 from __future__ import annotations
@@ -46,18 +45,19 @@ from qsync_fx.profiler.timing.step_timers import StepFunction, first_batch
 from qsync_fx.serialization.schema import Path
 
 CODECS: Final = "codecs"
-"""The note of a plan that says which codecs there were to choose from."""
+"""Key of the plan note that lists the codecs that the solver may choose."""
 
 
 @dataclass(frozen=True)
 class PlanSurvey:
-    """
+    """Measurements of all ranks, from which plans are solved; an immutable value.
+
     Attributes:
-        ranks: the class of each rank.
-        profiles: of each class, that of its slowest rank, which speaks for it.
-        wishes: of the user, as `qsync_fx.find_plan` takes them.
-        batches: of each class, samples of that rank in a step, where that is known.
-        links: which ranks share nodes, where they are told apart.
+        ranks: device class of each rank.
+        profiles: profile of the slowest rank of each class.
+        wishes: planning request of the user: keyword arguments of `qsync_fx.find_plan`.
+        batches: samples per step on that slowest rank, by class, if known.
+        links: node topology and link measurements.
     """
 
     ranks: tuple[str, ...]
@@ -75,7 +75,12 @@ class PlanSurvey:
         samples: Sequence[int],
         links: NodeLinks = FLAT,
     ) -> PlanSurvey:
-        """Returns the survey of ranks that each have measured themselves, with so many samples in a step; 0 where that is not known."""
+        """Return the survey of ranks that have measured themselves.
+
+        Args:
+            ranks, profiles, samples: device class, profile, and samples per step of each rank; 0
+                samples if unknown.
+        """
         slowest: dict[str, Profile] = {}
         batches: dict[str, int] = {}
         for name, profile, batch in zip(ranks, profiles, samples, strict=True):
@@ -90,15 +95,17 @@ class PlanSurvey:
         memory: Mapping[str, float] | None = None,
         links: Sequence[tuple[int, float]] = (),
     ) -> PlanResult:
-        """Returns what `qsync_fx.find_plan` finds.
+        """Return the result of `qsync_fx.find_plan`.
 
         Args:
-            slowdowns: by class, what everything takes longer than its profile says.
-            memory: by class, the bytes that a step may take, in the place of what the user wished; None for that.
-            links: bytes and seconds of all-reduces, in the place of those that profiles hold; none for these.
+            slowdowns: by class, factor on all durations of its profile.
+            memory: by class, bytes that a step may use; replaces the limit of the user. None for
+                the user's limit.
+            links: (bytes, seconds) of all-reduces; replaces the measurements of the profiles. Empty
+                for these.
 
         Raises:
-            QSyncError: no plan keeps the limits.
+            QSyncError: no plan satisfies the limits.
         """
         counts = Counter(self.ranks)
         devices = {
@@ -109,7 +116,7 @@ class PlanSurvey:
         }
         wishes = {**self.wishes} if memory is None else {**self.wishes, "memory": memory}
         profiles = {name: _linked(profile, links) for name, profile in self.profiles.items()}
-        # Its links are what the profiles measured.
+        # The link measurements of the cluster are in the profiles.
         result = find_plan(profiles, Cluster(devices, nodes=self.links.nodes), **wishes)
         return (
             replace(result, notes=(*result.notes, PlanNote(PlanNoteKind.UNEVEN)))
@@ -120,13 +127,13 @@ class PlanSurvey:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class FleetPlan(ClusterPlan):
-    """The plan that ranks have found for themselves, with what it was found from.
+    """Cluster plan that ranks found for themselves, with its survey.
+
+    It compares equal to the plain cluster plan; survey and answer are neither saved nor pickled.
 
     Attributes:
-        survey: what was measured, on the rank that chooses; None on the others.
-        answer: what the plan was made of, there.
-
-    It equals the plan without them; nothing of them is saved or pickled.
+        survey: measurements of all ranks, on rank 0; None on the others.
+        answer: result of the solver, on rank 0; None on the others.
     """
 
     survey: PlanSurvey | None
@@ -141,7 +148,7 @@ class FleetPlan(ClusterPlan):
 
     @classmethod
     def of(cls, answer: PlanResult, survey: PlanSurvey) -> FleetPlan:
-        """Returns the plan of an answer, with the class of each rank in its table."""
+        """Return the plan of a result, with the device class of each rank."""
         notes = {"answer": str(answer)}
         if answer.problem.coding is not None:
             notes[CODECS] = " ".join(answer.problem.coding.codecs)
@@ -163,12 +170,12 @@ class FleetPlan(ClusterPlan):
 
 
 def under(plans: PlanResult, now: PlanResult) -> Evaluation:
-    """Returns what the plans of one answer cost where things are as in another."""
+    """Evaluate the plans of one result under the problem of another."""
     return evaluate_plan(now.problem, plans.plans, plans.judged.codecs)
 
 
 def _linked(profile: Profile, links: Sequence[tuple[int, float]]) -> Profile:
-    """Returns a profile with other all-reduces, where there are any."""
+    """Return a profile with other all-reduce measurements, if there are any."""
     if not links:
         return profile
     return replace(
@@ -202,29 +209,36 @@ def measure_and_plan(
     progress: bool = True,
     **measuring: Any,
 ) -> FleetPlan:
-    """Returns the plan that is best for the ranks that are up; every rank calls it, after `init_process_group`, with the model as written.
+    """Return the best plan for the running ranks; call it on every rank with the uncompiled model.
+
+    Call it after `init_process_group`. Rank 0's planning request is used: objective, limits,
+    codecs, `hierarchical` and `max_replans`.
 
     Args:
-        model, step, batches, optimizer: as `qsync_fx.measure` takes them.
-        device_class: what the class of this rank's device is called; by default by the environment variable QSYNC_DEVICE_CLASS, or after
-            the device. Ranks of one class get one plan.
-        objective, budget, memory, target, margin: as `qsync_fx.find_plan` takes them, classes by these names. Rank 0's count.
-        precisions: formats to measure, and to choose from.
-        codecs: what a bucket of gradients may be sent in beside FP32, as `qsync_fx.find_plan` takes them. Rank 0's count. A plan that has
-            codecs is applied by `compress(ddp, plan)`, on all ranks.
-        hierarchical: whether codecs are chosen for what goes between nodes alone, as `compress` takes it, which goes by what the plan
-            says of it. By default they are where there are several nodes, all of as many ranks, several of them. Rank 0's count.
-        save: the file that rank 0 writes the plan to.
-        max_replans: how often at most every rank runs its part of the plan and corrects its profile, so that rank 0 chooses again, until
-            what is foreseen and what is measured agree; 0 to leave it. Rank 0's count.
-        compiling, silence: seconds that a rank may take to measure, and say nothing, as of a guard.
-        progress: whether rank 0 shows how far it is.
-        measuring: what else `qsync_fx.measure` takes. Each rank has a file of its own for its profile: rank 1 makes "profile.1.json" of
-            `path="profile.json"`.
+        model, step, batches, optimizer: as of `qsync_fx.measure`.
+        device_class: name of this rank's device class; by default the environment variable
+            QSYNC_DEVICE_CLASS, or the name of the device. Ranks of one class share one plan.
+        objective, budget, memory, target, margin: as of `qsync_fx.find_plan`, with these class
+            names.
+        precisions: formats to measure and to choose from.
+        codecs: codecs of gradient buckets to choose from in addition to FP32, as of
+            `qsync_fx.find_plan`. A plan with codecs is applied by `compress(ddp, plan)` on all
+            ranks.
+        hierarchical: whether codecs are chosen for traffic between nodes only, as of `compress`,
+            which follows the plan. Default: True if there are several nodes, each with the same
+            number of ranks, which is more than one.
+        save: path of the file that rank 0 writes the plan to.
+        max_replans: maximum number of rounds in which every rank runs its part of the plan and
+            corrects its profile, and rank 0 solves again, until prediction and measurement agree. 0
+            disables this.
+        compiling, silence: seconds that a rank may measure or send no heartbeat, as of a guard.
+        progress: whether rank 0 shows progress.
+        measuring: further arguments of `qsync_fx.measure`. Each rank writes its own profile: with
+            `path="profile.json"` rank 1 writes "profile.1.json".
 
     Raises:
-        RankError: another rank has failed, or has another model.
-        QSyncError: this one has: it cannot be measured, or no plan keeps the limits.
+        RankError: another rank has failed, or has a different model.
+        QSyncError: this rank cannot be measured, or no plan satisfies the limits.
     """
     mine = device_class or named_class() or _class_of(this_process().device)
     wishes: dict[str, Any] = {
@@ -288,7 +302,7 @@ def measure_and_plan(
             settings["path"] = _of_rank(path, meeting.rank)
 
         def current() -> None:
-            # All are here before any of them waits for another in a collective.
+            # All ranks arrive here before any of them waits for another in a collective.
             meeting.agree("measurements", {}, {}, patient=True)
 
         profile = measure(
@@ -331,10 +345,10 @@ def measure_and_plan(
 
 
 class _Choosing:
-    """What the rank that chooses does: from profiles of all ranks to plans to run, and to the one to take.
+    """Solver loop of rank 0: from the profiles of all ranks to the final plan.
 
     Attributes:
-        next: the plan to run next; None where there is none.
+        next: the plan to run next; None at the end of the loop.
     """
 
     def __init__(
@@ -357,7 +371,7 @@ class _Choosing:
         return self._found() if self._rounds.more else None
 
     def learn(self, profiles: Sequence[Profile]) -> None:
-        """Takes the profiles of all ranks, as they have corrected them by the plan that they have run."""
+        """Solve again from the profiles that ranks corrected by running the last plan."""
         before = self._survey
         self._survey = PlanSurvey.of(
             before.ranks, profiles, before.wishes, self._samples, before.links
@@ -365,7 +379,7 @@ class _Choosing:
         self._rounds.learn(self._survey.profiles, before.profiles, self._survey.profiles)
 
     def taken(self, save: Path | None) -> FleetPlan:
-        """Returns the plan to take; writes it where that is wished."""
+        """Return the final plan; write it to a file if one is given."""
         result = self._found()
         if save is not None:
             result.save(save)
@@ -376,7 +390,7 @@ class _Choosing:
 
 
 def _check_measuring(measuring: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for arguments that `measure` or `find_plan` would refuse later on."""
+    """Raise `OptionError` for arguments that `measure` or `find_plan` would refuse later."""
     ours = ("model", "step", "batches", "precisions", "optimizer", "profile", "progress")
     names = set(inspect.signature(measure).parameters).difference(ours)
     for name in measuring:
@@ -415,5 +429,5 @@ def _of_rank(path: Path, rank: int) -> pathlib.Path:
 
 
 def _class_of(device: str) -> str:
-    """Returns the name of a device in the catalog, or what it is called."""
+    """Return the catalog name of a device, or its own name if the catalog has none."""
     return max((name for name in names() if is_called(device, name)), key=len, default=device)

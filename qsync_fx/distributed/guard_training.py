@@ -1,9 +1,11 @@
-"""`guard`: what stands around training over several ranks, so that they agree before the first step and none waits for one that has failed.
+"""`guard`: context that synchronizes errors of data-parallel training over ranks.
 
-It is a line of the user's and does not come by itself, since no rank can know what the others do: one may compile to evaluate, alone.
+The user opens it explicitly, because a rank cannot know the state of the others: it may compile for
+evaluation on its own.
 
-Invariant: under a guard an error on any rank, whatever it is, ends training on every rank with an error that names the rank and its reason,
-unless a process is killed before it can tell. The guard changes no number: no tensor, no gradient, no random state.
+Invariant: under a guard, an error on any rank ends training on every rank with an error that names
+the rank and its reason, unless the process is killed before it can report. The guard changes no
+tensor, gradient or random state.
 """
 
 from __future__ import annotations
@@ -48,22 +50,25 @@ def guard(
     same_batch: bool = True,
     replan: Replanning | None = None,
 ) -> Guard:
-    """Returns the guard of a training, a context: `with qsync_fx.distributed.guard(model): train()`, on all ranks.
+    """Return a guard: `with qsync_fx.distributed.guard(model): train()`, on all ranks.
+
+    If a plan was made for a memory limit, a rank that exceeds the limit in a step logs a warning.
+    Without torch.distributed, or with a single rank, the guard is inactive.
 
     Args:
-        model: what is trained, as it is called: compiled, a DistributedDataParallel, or both in either order.
-        compiling: seconds that a rank may compile, whatever the limit of the process group.
-        silence: seconds that a rank may say nothing, as one that is stopped; by default the limit of the process group.
-        check_every: after how many steps of the optimizer the ranks compare their parameters, to the last bit; 0 for never.
-        same_batch: whether ranks that are called with batches of different sizes first are an error, as they are unless gradients are
-            weighted by batch.
-        replan: has another plan put in force when a device's speed or its free memory changes; see `Replanning`.
-
-    Where a plan was made for a limit of memory, a rank that holds more in a step says so in its log.
-    Where torch.distributed is not in use, or there is one rank, it does nothing.
+        model: the trained module as it is called: compiled, a DistributedDataParallel, or both in
+            either order.
+        compiling: seconds that a rank may compile, regardless of the timeout of the process group.
+        silence: seconds without a heartbeat until a rank counts as failed; by default the timeout
+            of the process group.
+        check_every: optimizer steps between bit-exact comparisons of the parameters; 0 for never.
+        same_batch: whether it is an error that ranks start with batches of different sizes, unless
+            gradients are weighted by batch size.
+        replan: switches to another plan when the speed of a device or its free memory changes; see
+            `Replanning`.
 
     Raises:
-        OptionError: an argument that it cannot take.
+        OptionError: an argument is invalid.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -82,7 +87,7 @@ def guard(
 
 
 class Guard:
-    """A guard, as `guard` returns it: a context for one training."""
+    """Context for one training, created by `guard`."""
 
     def __init__(
         self,
@@ -103,21 +108,21 @@ class Guard:
 
     @property
     def plan(self) -> ClusterPlan | None:
-        """The plan in force, where the guard has been given one to replan from."""
+        """Active plan, if the guard replans; None otherwise."""
         if self._replanner is not None:
             return self._replanner.found
         return None if self._replan is None else self._replan.found
 
     @property
     def replanned(self) -> tuple[ReplanReport, ...]:
-        """What was decided when devices had changed, in order."""
+        """Decisions on drift so far, in order."""
         return () if self._replanner is None else tuple(self._replanner.history)
 
     def __enter__(self) -> Guard:
-        """Compares what the ranks are about to do.
+        """Compare the statements of all ranks and install the hooks.
 
         Raises:
-            RankError: on every rank: they differ, one of them does not come, or one has failed.
+            RankError: on every rank: statements differ, a rank does not arrive, or one has failed.
         """
         if not several_ranks():
             return self
@@ -147,10 +152,10 @@ class Guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tells the others of an error, or says whose failure it comes from.
+        """Compare parameters after the last step; report an error, or raise its cause.
 
         Raises:
-            RankError: training has ended since another rank failed.
+            RankError: training ends because another rank has failed, or parameters differ.
         """
         if error is not None or self._steps == 0 or not self._check_every:
             self._stack.__exit__(kind, error, traceback)
@@ -159,7 +164,7 @@ class Guard:
             check_replicas(self._model)
 
     def _watch(self, meeting: Meeting, stack: contextlib.ExitStack) -> None:
-        """Has the memory of steps measured, where it is limited, and their time, where the ranks may plan anew."""
+        """Measure peak memory if a plan limits it, and step time if the ranks replan."""
         plans = [options.plan for options in options_of(self._model) if options.plan is not None]
         foreseen = next(
             (
@@ -202,7 +207,10 @@ class Guard:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Compares what the steps before have made: one that is under way may be whole on this rank alone, as of a sharded optimizer."""
+        """Compare parameters that previous steps produced.
+
+        During a step of a sharded optimizer, parameters may be updated on one rank only.
+        """
         if not self._trains(optimizer):
             return
         self._optimizers.add(optimizer)

@@ -1,6 +1,8 @@
-"""Which ranks share a node: as torchrun has started them, by the names of their hosts, or as the user says.
+"""Node topology: which ranks share a node, and the links inside and between nodes.
 
-Invariant: all ranks find the same nodes, all of as many ranks, or all raise.
+Nodes come from torchrun, from host names, or from the user.
+
+Invariant: all ranks obtain the same nodes, each with the same number of ranks, or all raise.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ _REMEDIES: Final = {"hierarchy": "give compress the same hierarchical on all ran
 
 
 def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
-    """Returns the nodes; None where ranks are not to be told apart, or each has a node of its own.
+    """Return the nodes; None if ranks are not grouped, or each has a node of its own.
 
     Args:
-        hierarchical: whether they are; a number for nodes of so many ranks in a row.
-        limit: seconds that another rank may take to come.
+        hierarchical: whether to group ranks by node; an int is the number of consecutive ranks per
+            node.
+        limit: seconds to wait for another rank.
 
     Raises:
         OptionError: nodes have different numbers of ranks.
-        RankError: ranks do not say the same.
+        RankError: ranks give different arguments.
     """
     with Meeting(limit, None, collectives=False) as meeting:
         meeting.agree("hierarchies", {"hierarchy": [f"hierarchical={hierarchical!r}"]}, _REMEDIES)
@@ -47,12 +50,12 @@ def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """What a plan for the ranks that are up is made for, beside the devices.
+    """Node topology that a plan is solved for.
 
     Attributes:
-        nodes: as a cluster has them, with what was measured inside and between them; of one rank each where they are not told apart.
-        in_a_row: whether it is the user who says which ranks share one.
-        uneven: whether ranks share nodes that have different numbers of them, so that nodes are not told apart.
+        nodes: ranks per node with measured links; one rank per node if ranks are not grouped.
+        in_a_row: whether the user gave the number of consecutive ranks per node.
+        uneven: whether nodes have different numbers of ranks, so that ranks are not grouped.
     """
 
     nodes: cluster.NodeGroup = field(default_factory=cluster.NodeGroup)
@@ -61,22 +64,26 @@ class NodeLinks:
 
 
 FLAT: Final = NodeLinks()
-"""All ranks alike."""
+"""Topology without nodes."""
 
 
 def nodes_to_plan_for(
     meeting: Meeting, hierarchical: bool | int | None, limit: float
 ) -> tuple[NodeGroups | None, bool]:
-    """Returns the nodes that a plan is made for, None where ranks are not to be told apart, and whether that is so as nodes are uneven.
+    """Return the nodes that a plan is solved for, and whether they are uneven.
 
     Args:
-        hierarchical: as `nodes_of_ranks` takes it; None for nodes where there are several, all of as many ranks, several of them. Rank 0's
-            counts.
-        limit: seconds that another rank may take to come.
+        hierarchical: as of `nodes_of_ranks`; None groups ranks if there are several nodes, each
+            with the same number of ranks. Rank 0's value is used.
+        limit: seconds to wait for another rank.
+
+    Returns:
+        nodes: None if ranks are not grouped.
+        uneven: whether this is because nodes have different numbers of ranks.
 
     Raises:
-        OptionError: nodes have different numbers of ranks, on rank 0.
-        RankError: the same, on the others.
+        OptionError: on rank 0: nodes have different numbers of ranks.
+        RankError: on the other ranks, for the same reason.
     """
     names = _names(meeting, limit)
     if meeting.rank == 0:
@@ -95,8 +102,12 @@ def nodes_to_plan_for(
 def links_between_nodes(
     meeting: Meeting, hierarchical: bool | int | None, limit: float, device: torch.device = CPU
 ) -> NodeLinks:
-    """Returns what a plan for the ranks that are up is made for, once these have measured, all at once, what all-reduces take inside nodes
-    and between them, of gradients on a device; other arguments, and errors, are those of `nodes_to_plan_for`."""
+    """Return the topology of the running ranks, with all-reduces measured by all of them.
+
+    Args:
+        meeting, hierarchical, limit: as of `nodes_to_plan_for`, which raises the same errors.
+        device: device of the gradients.
+    """
     nodes, uneven = nodes_to_plan_for(meeting, hierarchical, limit)
     if nodes is None:
         return NodeLinks(uneven=uneven)
@@ -104,7 +115,7 @@ def links_between_nodes(
 
 
 def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup:
-    """Returns what all-reduces take inside nodes and between them, the same on all ranks, which call it together."""
+    """Measure all-reduces inside and between nodes; call it on all ranks."""
     size, count = nodes.size, len(nodes.ranks)
     inside = all_reduces(nodes.ranks, device)
     across = (
@@ -120,7 +131,7 @@ def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup
 
 
 def in_a_row(size: int, world: int) -> list[str]:
-    """Returns the node of each rank, where so many in a row share one."""
+    """Return the node name of each rank, for nodes of `size` consecutive ranks."""
     if size < 1 or world % size:
         message = f"{world} ranks do not make nodes of {size}"
         raise OptionError(
@@ -130,7 +141,7 @@ def in_a_row(size: int, world: int) -> list[str]:
 
 
 def grouped(names: Sequence[str]) -> NodeGroups | None:
-    """Returns nodes by the name of each rank's; None where no two ranks share one."""
+    """Return the nodes from the node name of each rank; None if no two ranks share one."""
     result: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         result.setdefault(name, []).append(rank)
@@ -153,13 +164,12 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
 
 
 def _names(meeting: Meeting, limit: float) -> list[str]:
-    """Returns what the node of each rank is called."""
     meeting.put("node", _own())
     return [meeting.get("node", rank, limit) for rank in range(meeting.world)]
 
 
 def _own() -> str:
-    """Returns what this rank's node is called: by torchrun's number, where it has started the rank, else by the host."""
+    """Return this rank's node name: torchrun's group rank, or else the host name."""
     if (node := environment.text("GROUP_RANK")) and environment.text("LOCAL_WORLD_SIZE"):
         return json.dumps(["torchrun's", node])
     return socket.gethostname()

@@ -1,16 +1,12 @@
-"""Another plan in the middle of training, when a device's speed or its free memory has changed.
+"""Replanning during training, when device speed, free memory or link speed changes.
 
-Each rank compares, step by step, what it computes itself with what the plan foresees. Every `patience` steps the ranks tell each other,
-look what links take, where there are codecs to choose from, and all of them decide the same by `drift`. Then rank 0 solves anew, with the
-profiles that were measured before training, scaled by what was seen, and with the memory that is there; all switch between the same two
-steps. No collective waits meanwhile, so that an error is told at once.
+Every `patience` steps the ranks exchange summaries of their windows, probe links if the plan has
+codecs, and evaluate `drift`. On drift, rank 0 solves again with the profiles from before training,
+scaled by the measured changes, and all ranks switch plans between the same two steps. No rank waits
+in a collective meanwhile, so errors propagate at once.
 
-Invariant: all ranks are under parts of one plan at every step. The optimizer, parameters and random numbers are left alone, and a plan that
-is equal, or wins too little, is not switched to.
-
-That the ranks have planned anew, with numbers: why, what a step took before and takes after.
-
-Invariant: a value, the same on all ranks; what is said of it is made from it.
+Invariant: at every step all ranks run parts of the same plan. Optimizer, parameters and random
+state do not change. An equal plan, or one that gains too little, is not switched to.
 """
 
 from __future__ import annotations
@@ -68,13 +64,14 @@ class PlanChange(StrEnum):
 
 @dataclass(frozen=True)
 class ReplanCause:
-    """What a rank asks for another plan for.
+    """Reason of a rank for replanning.
 
     Attributes:
-        rank, device: whose it is, and the class of its device; of links -1 and "", as they are those of all.
-        change: of what.
-        foreseen, measured: seconds that it computes in a step, or that an all-reduce takes; or bytes that the plan takes or was made for,
-            and those that it may take.
+        rank, device: the rank and its device class; -1 and "" for links, which all ranks share.
+        change: kind of change.
+        foreseen, measured: predicted and measured compute seconds of a step, or seconds of an
+            all-reduce. For memory: bytes that the plan needs or was solved for, and bytes that are
+            available.
     """
 
     rank: int
@@ -86,13 +83,13 @@ class ReplanCause:
 
 @dataclass(frozen=True)
 class ReplanCosts:
-    """What plans cost.
+    """Costs of plans.
 
     Attributes:
         seconds: of a step.
         variance: of the gradients.
-        formats: of each class, how many operators are asked for in each format.
-        codecs: how many buckets of gradients go in each codec; nothing where there was nothing to choose.
+        formats: by class, number of operators that request each format.
+        codecs: number of gradient buckets per codec; empty if the plan has no codecs.
     """
 
     seconds: float
@@ -108,13 +105,14 @@ class ReplanCosts:
 
 @dataclass(frozen=True)
 class ReplanReport:
-    """
+    """Decision on drift; equal on all ranks.
+
     Attributes:
-        step: after which step of the optimizer.
-        causes: why.
-        before: of the plan that was in force, as devices are now; None where it could not be judged.
-        after: of the plan that is in force now; None where that is the one before.
-        kept: why the plan before is kept; "" where it is not.
+        step: optimizer step after which it was decided.
+        causes: reasons for replanning.
+        before: costs of the previous plan under current conditions; None if not evaluated.
+        after: costs of the new plan; None if the previous plan stays active.
+        kept: why the previous plan stays active; "" if it does not.
     """
 
     step: int
@@ -198,18 +196,21 @@ _EQUAL: Final = "the best plan now is the one that is in force"
 
 @dataclass(frozen=True)
 class Replanning:
-    """What `guard(model, replan=...)` goes by.
+    """Settings for `guard(model, replan=...)`.
 
     Attributes:
-        found: what `qsync_fx.distributed.measure_and_plan` returned, which the model trains under.
-        tolerance, patience, cooldown, gain: what a step may differ from what is foreseen, as a share; how many steps in a row have to
-            differ by more; how many steps after a decision count for nothing; and the share of time or variance that another plan has to
-            win.
-        links: what an all-reduce between steps may differ from what is foreseen, as a share, twice in a row with `patience` steps
-            between, where the plan was found with codecs.
-        compression: what `compress(ddp, found)` returned, where the plan was found with codecs: another plan may have others.
-        free: returns the bytes that this rank's device has free, for who knows better than the system; None for nothing known.
-        clock: in seconds; by default that of the wall, which sees whatever holds a device up, other programs among it.
+        found: the result of `qsync_fx.distributed.measure_and_plan` that the model trains under.
+        tolerance: relative deviation of compute seconds or memory from the prediction.
+        patience: consecutive steps that must exceed it.
+        cooldown: steps after a decision that are ignored.
+        gain: relative improvement of time or variance that another plan must reach.
+        links: relative deviation of an all-reduce from the prediction, in two consecutive probes
+            that are `patience` steps apart; for plans with codecs.
+        compression: the result of `compress(ddp, found)`, required for plans with codecs, because
+            another plan may have other codecs.
+        free: returns the free bytes of this rank's device, or None if unknown; overrides the
+            system's value.
+        clock: in seconds; by default wall time, which includes delays by other programs.
     """
 
     found: FleetPlan
@@ -242,7 +243,7 @@ class Replanning:
                 where="Replanning(compression=...)",
                 do="give what qsync_fx.distributed.compress(ddp, found) returned for this plan",
             )
-        self.hysteresis  # noqa: B018 - says what cannot be
+        self.hysteresis  # noqa: B018 - raises for invalid values
 
     @property
     def hysteresis(self) -> Hysteresis:
@@ -250,11 +251,11 @@ class Replanning:
 
 
 class Replanner:
-    """Replanning of one training, on one rank; `begin` and `end` stand around each step of the optimizer.
+    """Replanning of one training, on one rank; call `begin` and `end` around optimizer steps.
 
     Attributes:
-        found: the plan in force.
-        history: what was decided so far.
+        found: the active plan.
+        history: decisions so far.
     """
 
     def __init__(
@@ -285,11 +286,10 @@ class Replanner:
         self.pace = Pace(model, settings.clock)
 
     def begin(self) -> None:
-        """Notes that the optimizer's step begins."""
         self.pace.begin()
 
     def end(self) -> None:
-        """Looks at the step that ends; after every `patience` of them the ranks compare, and all are here at the same step."""
+        """Record the step, and compare with the other ranks after every `patience` steps."""
         seconds, foreseen = self.pace.end(), self._foreseen[self._own].computing
         if seconds is not None and foreseen is not None:
             room = None if self._seen.resting else self._room()
@@ -312,13 +312,12 @@ class Replanner:
             self._held = held_bytes(self._model, self._optimizers(), self._peaks.parallel)
         allowed = free + self._held
         allowed = allowed if cap is None else min(allowed, cap)
-        # Of a step that takes more than foreseen, so much less may be planned for.
+        # A measured peak above the prediction reduces the available memory by the same factor.
         return Room(
             allowed / max(1.0, self._peaks.over or 1.0), foreseen.peak, self._planned.get(self._own)
         )
 
     def _exchanged(self, mine: Stated) -> list[Stated]:
-        """Returns what all ranks state."""
         numbers = [math.nan if value is None else float(value) for value in vars(mine).values()]
         owned = torch.tensor(numbers, dtype=torch.float64)
         everyones = [torch.empty_like(owned) for _ in range(self._meeting.world)]
@@ -368,7 +367,7 @@ class Replanner:
         self._peaks.follow(self._foreseen[self._own])
 
     def _solved(self, causes: tuple[ReplanCause, ...]) -> dict[str, Any]:
-        """Returns what rank 0 tells the others: what is decided, and the plan to switch to."""
+        """Return rank 0's decision and the plan to switch to, as a JSON-compatible dict."""
         survey, old = self.found.survey, self.found.answer
         assert survey is not None and old is not None
         memory = {
@@ -395,7 +394,7 @@ class Replanner:
     def _kept(
         self, old: PlanResult, new: PlanResult, before: ReplanCosts, after: ReplanCosts, fits: bool
     ) -> str:
-        """Returns why the plan in force is kept; "" where it is not."""
+        """Return why the active plan stays; "" if the new plan replaces it."""
         if new.plans == old.plans and new.codecs == old.codecs:
             return _EQUAL
         costs = (before.seconds, before.variance), (after.seconds, after.variance)
@@ -420,7 +419,7 @@ class Replanner:
 
 
 def _check(model: nn.Module, result: FleetPlan) -> None:
-    """Raises `OptionError` where a model does not train under the plan, or trains in a way that no plan is for."""
+    """Raise `OptionError` if the model does not train under the plan, or is sharded."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise OptionError(
             "plans are found for DistributedDataParallel, and this model is sharded",
@@ -441,7 +440,6 @@ def _check(model: nn.Module, result: FleetPlan) -> None:
 
 
 def _sends(compression: DdpCompressor | None, result: FleetPlan) -> bool:
-    """Whether gradients are sent as a plan says."""
     return (
         compression is not None
         and compression.assigned.text == by_plan(result.codecs, compression.names).text

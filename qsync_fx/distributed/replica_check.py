@@ -1,7 +1,7 @@
-"""Whether the ranks hold the same parameters, to the last bit.
+"""Bit-exact comparison of parameters over ranks.
 
-Invariant: a parameter is compared by a hash of its bits that every rank computes on its own device. Of a parameter that is sharded each
-rank holds another part, and it is passed over.
+Each rank hashes its parameters on its own device, and ranks compare the hashes. Parameters of type
+DTensor are skipped, because each rank has a different shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ODD = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed nu
 
 
 def check_replicas(model: nn.Module) -> None:
-    """Compares the parameters of all ranks, to the last bit; every rank calls it at the same point of training.
+    """Compare the parameters of all ranks bit by bit; call it on every rank at the same step.
 
     Raises:
         RankError: on every rank, with the rank and the parameters that differ.
@@ -70,7 +70,7 @@ def _differ(names: list[str], mine: list[int]) -> RankError:
 
 
 def digests(model: nn.Module) -> dict[str, int]:
-    """Returns a hash of the bits of each parameter that all ranks hold whole."""
+    """Return a 64-bit hash of the bits of each parameter that is not a DTensor, by name."""
     named = [
         (name, p) for name, p in unwrapped(model).named_parameters() if not isinstance(p, DTensor)
     ]
@@ -82,7 +82,10 @@ def digests(model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of a tensor's bytes, each times an odd number of its own, modulo 2**64."""
+    """Return a 64-bit polynomial hash of a tensor: int64 scalar on the CPU.
+
+    Chunks of 2**20 bytes are summed with odd weights modulo 2**64 and combined with factor 31.
+    """
     values = tensor.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for index in range(0, values.numel(), _CHUNK):

@@ -1,10 +1,12 @@
-"""Gradients of ranks whose batches differ in size, averaged over samples.
+"""Gradient averaging over samples for ranks with batches of different sizes.
 
-DistributedDataParallel takes the mean over ranks of what is a mean over samples on each. Where rank r has b(r) samples, the mean over all
-samples weighs its gradient by b(r) * ranks / sum(b). The weights are exchanged with the first bucket, so that they may change from step to
-step, and a rank that has run out of data (`join`) counts for nothing.
+DistributedDataParallel averages over ranks the means over samples of each rank. If rank r has b(r)
+samples, the mean over all samples weights its gradient by b(r) * ranks / sum(b). The sample counts
+are reduced with the first bucket of each step, so batch sizes may change between steps, and a rank
+without data (`join`) has weight 0.
 
-Invariant: the gradient is that of one process with the whole batch, up to the order of summation, for a loss that is a mean over samples.
+Invariant: for a loss that is a mean over samples, the gradient equals the gradient of one process
+with the full batch, up to the order of summation.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ _WEIGHTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object = None) -> None:
-    """Has a model's gradients averaged over all samples, in place of over ranks; once, before training.
+    """Average the gradients of a model over samples instead of ranks; call once before training.
 
-    A batch is as large as the first dimension of the first tensor that the model is called with. Passes under `no_sync` add up.
+    The batch size is the first dimension of the first tensor argument of the model. Passes under
+    `no_sync` add up.
 
     Args:
-        model: a DistributedDataParallel, also one that is compiled.
-        hook, state: a communication hook of DistributedDataParallel that averages over ranks, and its state; by default the plain one.
+        model: a DistributedDataParallel, compiled or not.
+        hook, state: a communication hook of DistributedDataParallel that averages over ranks, and
+            its state; by default the plain all-reduce.
 
     Raises:
-        OptionError: the model is not one.
+        OptionError: the model contains no DistributedDataParallel.
     """
     parallel = parallel_in(model)
     if parallel is None:
@@ -64,7 +68,7 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
             return hook(value, bucket)
         return default_hooks.allreduce_hook(group, bucket)
 
-    # DistributedDataParallel compares annotations with classes, and these are texts.
+    # DistributedDataParallel compares annotations with classes, but here they are strings.
     weigh.__annotations__.clear()
     parallel.register_forward_pre_hook(uncompiled(count), with_kwargs=True)
     parallel.register_comm_hook(state, weigh)
@@ -72,19 +76,19 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
 
 
 def averages_by_batch(model: nn.Module) -> bool:
-    """Whether the gradients of a model are averaged over samples."""
+    """Return whether the gradients of a model are averaged over samples."""
     return parallel_in(model) in _WEIGHTED
 
 
 class _Counted:
-    """How many samples this rank has had since gradients were averaged last, and what its gradients weigh."""
+    """Samples of this rank since the last reduction, and the weight of its gradients."""
 
     samples = 0
     weight = torch.tensor(1.0)
 
 
 def samples_in(argument: Any) -> int:
-    """Returns the first dimension of the first tensor in arguments, or in a batch; 0 where there is none."""
+    """Return the first dimension of the first tensor in arguments or a batch; 0 without one."""
     for value in pytree.tree_leaves(argument):
         if isinstance(value, torch.Tensor) and value.dim():
             return value.shape[0]

@@ -1,13 +1,10 @@
-"""The precision graph: a typed view over an fx.Graph, and what is known of its nodes.
+"""The precision graph: a typed view over an fx.Graph, and analyses of it.
 
-`meta` is the contract for what passes write into a node, `notes` what they write. `nodes`, `values` and `weights` read what a node says,
-`effects` what nodes do beside computing, `copies` copies a graph, and `costs` says what it costs, in terms of `algebra`.
-
-What operators and casts cost: what flows where, what is kept, and the DAG that all of it is given out as.
-
-What nodes do beside computing a value: switch modes (`modes`), write (`writes`), share memory (`memory`), call a graph (`bodies`).
-
-`sharing` follows from it: how far one cast is shared.
+`graph` has `PrecisionGraph`, its `Operator` handles and the `Context` of a compilation; start
+there. `node_metadata` defines the facts that passes record on nodes. `operand_formats`,
+`cascade_rules` and `alias_analysis` have the rules for formats, cascades and cast sharing.
+`saved_tensors`, `operator_costs` and `cost_dag` compute costs, in terms of `cost_algebra`;
+`fx_utils` has helpers for nodes.
 """
 
 from __future__ import annotations

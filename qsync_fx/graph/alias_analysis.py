@@ -1,23 +1,12 @@
-"""Which values of a graph may share memory, and which nodes write to it.
+"""Alias analysis: values that share memory, in-place writes, and the sharing of casts.
 
-Invariant: values that share memory share a place. The converse need not hold: what a node does that nobody can look into is taken for
-the worst. Places are the storages of fake tensors, which alias as the tensors of a run do, whatever a schema says of it (a `reshape` or
-a conversion that changes nothing returns its input).
+Invariant: values that share memory have a common place. The analysis is conservative: an opaque
+node may alias and write all its operands. Places are the storages of fake tensors, which alias like
+real tensors even if the schema differs (`reshape` or a no-op conversion returns its input).
 
-What a node writes to.
-
-Invariant: told by the schema, or by the operator's row where the schema keeps silent.
-
-What crosses the border of a higher-order operator that just calls its body, as activation checkpointing does.
-
-Invariant: such a border changes nothing: formats, casts and random numbers are those of the body written in its place. So a model trains to
-the same bits with checkpointing as without, and what is kept for the recomputation is kept in the narrow format.
-
-How far one cast is shared: the pass that inserts casts and the rules that check them ask here.
-
-Invariant: a cast of a tensor stands in for another one exactly if nothing between the two may write to the tensor, and both record
-gradients or neither does. A cast from before a write holds a stale value; one that was made without gradients loses them. What a node
-reads it reads before it writes.
+Higher-order operators that only call their body, such as activation checkpointing, are transparent:
+formats, casts and random numbers equal an inlined body's. Training with checkpointing is
+bitwise equal to training without, and tensors saved for recomputation are narrow.
 """
 
 from __future__ import annotations
@@ -38,7 +27,7 @@ from qsync_fx.ops import row_for
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that a node writes to in place, whether its schema says so or its row."""
+    """Return the arguments that a node writes to, by its schema or its row."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     row = row_for(node.target)
@@ -53,7 +42,10 @@ def writes(node: fx.Node) -> list[fx.Node]:
 
 
 def in_place(node: fx.Node) -> bool:
-    """Whether a node's result is one of its arguments, written to (a batch norm writes to its statistics, but returns another tensor)."""
+    """Return whether a node returns the argument that it writes to.
+
+    A batch norm writes to its statistics but returns another tensor.
+    """
     written = writes(node)
     return (
         bool(written)
@@ -63,19 +55,19 @@ def in_place(node: fx.Node) -> bool:
 
 
 def operands(node: fx.Node, body: PrecisionGraph) -> list[tuple[fx.Node, Any]]:
-    """Returns the placeholders of a body, each with the argument of the higher-order operator that it stands for."""
+    """Return a body's placeholders, each with its argument of the higher-order operator."""
     placeholders = [p for p in body.nodes if p.op == "placeholder"]
     return list(zip(placeholders, node.args[1:], strict=True))
 
 
 def results(body: PrecisionGraph) -> tuple[Any, ...]:
-    """Returns what a body returns: the nodes that `getitem` takes from the higher-order operator."""
+    """Return the results of a body, which `getitem` nodes unpack from the higher-order operator."""
     returned = body.nodes[-1].args[0]
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
 
 
 def result_of(node: fx.Node) -> fx.Node | None:
-    """Returns the node inside a body that a `getitem` outside of it takes; None for any other node."""
+    """Return the node inside a body that a `getitem` outside unpacks; None for other nodes."""
     if node.target is not py_operator.getitem:
         return None
     source, index = node.args
@@ -85,7 +77,7 @@ def result_of(node: fx.Node) -> fx.Node | None:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that read a node's value, on whichever side of a border."""
+    """Yield the nodes that read a node's value, across boundaries of bodies."""
     for user in node.users:
         caller = node_metadata.CALLER.get(user)
         if bodies := node_metadata.bodies(user):
@@ -101,7 +93,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) -> fx.Node:
-    """Returns a new last placeholder of a body, and gives the higher-order operator `node` the argument for it."""
+    """Append a placeholder to a body, pass `value` for it to the higher-order operator `node`."""
     graph, placeholders = body.graph, [n for n in body.nodes if n.op == "placeholder"]
     with (
         graph.inserting_after(placeholders[-1])
@@ -109,7 +101,7 @@ def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) ->
         else graph.inserting_before(body.nodes[0])
     ):
         result = graph.placeholder(name)
-    result.target = result.name  # the name of an argument, of which there may be several
+    result.target = result.name  # argument names must be unique
     result.meta["val"] = value.meta["val"]
     node.args = (*node.args, value)
     return result
@@ -119,10 +111,10 @@ Places = frozenset[Hashable]
 
 
 class AliasSets:
-    """The places of every node of a graph, as its values are when this is made.
+    """Places of the values in a graph, computed once.
 
     Args:
-        given: for the body of a higher-order operator, the places of its placeholders outside of it.
+        value: for the body of a higher-order operator, the outer places of its placeholders.
 
     Attributes:
         written: the places that some node of the graph writes to.
@@ -142,17 +134,17 @@ class AliasSets:
         )
 
     def of(self, node: fx.Node) -> Places:
-        """Returns the places of a node's value; for a node that came later, those of its value now."""
+        """Return the places of a node's value; for a later node, places of its current value."""
         if node in self._places:
             return self._places[node]
         return _storages(self._graph.value(node)) | self._beyond.get(node, frozenset())
 
     def put(self, node: fx.Node, instead_of: fx.Node) -> None:
-        """Gives a new node the places of the one that it stands in for."""
+        """Give a new node the places of the node that it replaces."""
         self._places[node] = self.of(instead_of)
 
     def _inherited(self, node: fx.Node) -> Places:
-        """The places that a node's value may have and its fake tensors cannot show."""
+        """Return the places of a node's value that its fake tensors cannot show."""
         if node.op not in ("call_function", "call_method") or is_switch(node):
             return frozenset()
         if node.target is py_operator.getitem and isinstance(node.args[0], fx.Node):
@@ -163,7 +155,7 @@ class AliasSets:
 
 
 def may_write(node: fx.Node) -> list[fx.Node]:
-    """Returns the operands that a node may write to; of a node that nobody can look into, all."""
+    """Return the operands that a node may write to; all operands of an opaque node."""
     if (
         node.op not in ("call_function", "call_method")
         or is_switch(node)
@@ -178,7 +170,7 @@ def may_write(node: fx.Node) -> list[fx.Node]:
 
 
 def _written_by(body: PrecisionGraph, node: fx.Node) -> Iterable[fx.Node]:
-    """Yields the operands of a higher-order operator that its body writes to."""
+    """Yield the operands of a higher-order operator that its body writes to."""
     memory = AliasSets(body)
     for placeholder, operand in operands(node, body):
         if isinstance(operand, fx.Node) and memory.of(placeholder) & memory.written:
@@ -186,7 +178,10 @@ def _written_by(body: PrecisionGraph, node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _sizes_are_kept(node: fx.Node) -> bool:
-    """Whether a view's value is the one that it was traced with, since its sizes depend on values (`PrecisionGraph.propagate`)."""
+    """Return whether a view still has its traced value, since its sizes are data-dependent.
+
+    See `PrecisionGraph.propagate`.
+    """
     return bool(node.meta.get("unbacked_bindings")) and any(
         r.alias_info
         for r in node.target._schema.returns  # type: ignore[union-attr]
@@ -201,7 +196,7 @@ def _storage(tensor: torch.Tensor) -> Hashable:
     try:
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     except NotImplementedError:
-        # Sparse tensors have none of their own; nothing writes to a part of one.
+        # Sparse tensors have no storage of their own, and no node writes to a part of one.
         return id(tensor)
 
 
@@ -209,11 +204,17 @@ Epoch = tuple[Hashable, int]
 
 
 class Sharing:
-    """Walks a graph from its first node to its last: `passed` is called with each, once all that it reads has been dealt with."""
+    """Walk over a graph that decides how far a cast can be shared.
+
+    Call `passed` with each node in order, after its operands: a node reads before it writes. Two
+    casts of a tensor are interchangeable exactly if no node between them may write to the tensor,
+    and both record gradients or neither does. A cast from before a write is stale; a cast without
+    gradients loses them.
+    """
 
     def __init__(self, graph: PrecisionGraph, memory: AliasSets | None = None) -> None:
         self.memory = memory or AliasSets(graph)
-        # What a body starts with is its caller's affair.
+        # The grad mode at the start of a body depends on its caller.
         self.mode: tuple[Hashable, ...] = (
             graph.context.training if graph.parent is None else None,
         )
@@ -221,15 +222,15 @@ class Sharing:
         self._modes: dict[fx.Node, Hashable] = {}
 
     def epoch(self, source: fx.Node) -> Epoch:
-        """Returns what two casts of a tensor have in common that may be one."""
+        """Return a key that is equal for interchangeable casts of a tensor."""
         return self.mode, self.writes(source)
 
     def writes(self, source: fx.Node) -> int:
-        """Returns how many writes so far may have changed a tensor."""
+        """Return how many writes so far may have changed a tensor."""
         return sum(self._writes[place] for place in self.memory.of(source))
 
     def records_as_here(self, node: fx.Node) -> bool:
-        """Whether gradients are recorded here as they were where the node stands."""
+        """Return whether grad mode is the same here as at an earlier node."""
         return self._modes.get(node, self.mode) == self.mode
 
     def passed(self, node: fx.Node) -> None:
@@ -241,7 +242,7 @@ class Sharing:
 
 
 def _switched(mode: tuple[Hashable, ...], node: fx.Node) -> tuple[Hashable, ...]:
-    """The mode after a switch: whether gradients are recorded, then the regions of inference mode that are open."""
+    """Return the mode after a switch: grad mode, then the open regions of inference mode."""
     if "exit" in getattr(node.target, "__name__", ""):
         return (mode[0], *(region for region in mode[1:] if region is not node.args[0]))
     if "enter" in getattr(node.target, "__name__", ""):

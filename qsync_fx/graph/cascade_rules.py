@@ -1,7 +1,8 @@
-"""How the format of a node follows from those of what it reads, as data: the rules by which precisions cascade (paper, section IV-B).
+"""Cascade rules: the format of a node as a function of its inputs' formats.
 
-Invariant: a rule is read from a graph as the model wrote it and holds for every plan, so the pass that decides and the predictor that
-foresees it apply the same one. Promotion is torch's own: tensors without dimensions do not widen.
+Invariant: a rule depends only on the graph as the model wrote it and is valid for every plan, so
+the pass `cascade` and the predictor apply the same rules (QSync, section IV-B). Promotion follows
+torch: zero-dimensional tensors do not widen.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from qsync_fx.ops import Kind
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of an operator whose precision no plan decides.
+    """Rule of an operator whose precision no plan decides.
 
     Attributes:
-        inputs: the nodes whose formats decide; none where the precision is `own` whatever the plan.
-        own: the precision where no input has a format: the one that the model was written in.
-        promotes: whether it is the promotion of all inputs, and not the format of the first.
-        scalars: its finite scalar arguments; one beyond a promoted format's range keeps it in `own`.
-        named: the format of the result, where the arguments name one: `softmax(x, dtype=torch.float32)`.
-        in_place: whether it writes to its first input, whose format it takes.
+        inputs: the nodes whose formats decide; empty if the precision is always `own`.
+        own: the precision if no input has a format: the model's.
+        promotes: whether the precision is the promotion of all inputs, not the first input's
+            format.
+        scalars: the finite scalar arguments; a scalar beyond the range of the promoted format makes
+            the precision `own`.
+        named: the result format that the arguments name: `softmax(x, dtype=torch.float32)`.
+        in_place: whether the operator writes to its first input, whose format the result has.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -44,7 +47,7 @@ class Rule:
     in_place: bool = False
 
     def promotion(self, formats: Sequence[Precision | None]) -> Precision | None:
-        """Returns the widest of the formats of `inputs`; of the first, where it is that alone which decides."""
+        """Return the widest of the formats of `inputs`, or the first unless `promotes`."""
         available = [item for item in formats if item is not None]
         return (
             functools.reduce(promoted, available if self.promotes else available[:1])
@@ -55,7 +58,7 @@ class Rule:
     def precision(
         self, formats: Sequence[Precision | None]
     ) -> tuple[Precision | None, float | None]:
-        """Returns the precision, given the formats of `inputs`, and the scalar that does not fit their promotion."""
+        """Return the precision for the formats of `inputs`, and a scalar that does not fit it."""
         widest = self.promotion(formats)
         if widest is None:
             return self.own, None
@@ -64,15 +67,15 @@ class Rule:
         return (widest, None) if large is None else (self.own, large)
 
     def output(self, result: Precision | None) -> Precision | None:
-        """Returns the format of the result where the precision is `found`."""
+        """Return the format of the result for the precision `result`."""
         return self.named or result
 
 
 def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
-    """Returns the rule of an operator that is not adjustable.
+    """Return the rule of an operator that is not adjustable.
 
     Args:
-        automatic: whether the model's own autocast regions decide, and no plan in their place.
+        automatic: whether the model's autocast regions decide, because there is no plan.
     """
     note, owned = node_metadata.NOTE[node], format_of(graph.value(node))
     row = note.row
@@ -85,7 +88,8 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
             else Rule((like[-1],), owned)
         )
     if note.kind is Kind.FIXED and not in_place(node):
-        # Where only its autocast region has it narrow and a plan decides in the region's place, it is FP32 at least.
+        # If only an autocast region narrows the operator and a plan replaces the region, it runs in
+        # FP32 or wider.
         narrowed = row is not None and isinstance(note.autocast, Precision) and not automatic
         return Rule((), promoted(owned, FP32) if owned is not None and narrowed else owned)
     named = _named_format(node)
@@ -103,14 +107,14 @@ def rule_of(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> Rule:
 
 
 def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node | None:
-    """Returns the node whose format one has that is no operator: what it unpacks; None where it is what the model says."""
+    """Return the node whose format a node without a note passes on; None if the model decides."""
     owned = format_of(graph.value(node))
     source = node.args[0] if node.args else None
     if owned is None or not isinstance(source, fx.Node):
         return None
     cast = node_metadata.CAST.get(node)
     if cast is not None and cast.policy == "lower" and not automatic:
-        return source  # where to compute in fewer bits is the plan's choice, against the region's
+        return source  # the plan, not the region, decides where to use fewer bits
     if (result := result_of(node)) is not None:
         return result
     unpacks = getattr(node.target, "__name__", "") == "getitem"
@@ -118,9 +122,9 @@ def handed_on(graph: PrecisionGraph, node: fx.Node, automatic: bool) -> fx.Node 
 
 
 def wide_readers(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Returns the operators that have to compute in FP32 at least for a scaled operator to give that out (paper, footnote 3).
+    """Return the operators that must compute in FP32 for a scaled operator to output FP32.
 
-    None: some reader takes nothing wide, whatever the plan.
+    Return None if some reader never accepts a wide input (QSync, footnote 3).
     """
     result: list[fx.Node] = []
     for user in readers(node):
@@ -133,9 +137,9 @@ def wide_readers(node: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def wants_wide(kind: Kind, result: Precision | None) -> bool:
-    """Whether a reader of `wide_readers` that computes in a format wants FP32.
+    """Return whether a reader from `wide_readers` with precision `result` reads FP32.
 
-    Of a dependent one that is known once another of its inputs has made it wide, whatever a scaled operator gives.
+    A dependent reader does if another input has widened it, independently of the scaled operator.
     """
     return result is not None and result.bits >= 32 and (kind is Kind.DEPENDENT or result.plain)
 

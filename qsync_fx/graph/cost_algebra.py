@@ -1,8 +1,8 @@
-"""What work costs: an algebra of operations, bytes moved and bytes kept.
+"""Cost algebra: operations, bytes moved and bytes saved for backward.
 
-Invariant: costs are values that add up, and `sum` adds them. Sizes are whole numbers, or sympy expressions of a graph's symbolic sizes;
-`at` puts numbers in their place. What is kept for the backward pass counts by value: what several operators keep of one tensor in one
-format is kept once, in whatever order costs are added.
+Invariant: costs are values that `sum` adds. Sizes are integers, or sympy expressions of a graph's
+symbolic sizes, which `at` substitutes. Saved bytes count by value: a tensor that several operators
+save in one format counts once, in any order of addition.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import sympy
 
 Size = Any
-"""A whole number, or a sympy expression."""
+"""An integer, or a sympy expression."""
 
 Kept = tuple[str, str]
-"""A value that is kept: the name of the tensor, and the format it is kept in."""
+"""A saved value: the name of the tensor, and the format in which it is saved."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Work:
     """One piece of work.
 
     Attributes:
-        flops: floating-point operations, 2 a multiply-add.
+        flops: floating-point operations; a multiply-add counts 2.
         bytes: bytes read and written, each value at the width of its format.
     """
 
@@ -45,16 +45,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operator, or several, cost in one training step.
+    """Cost of one or several operators in one training step.
 
     Attributes:
         forward: the operator itself.
-        input_gradient: the gradients of what it reads, parameters apart.
-        weight_gradient: the gradients of the parameters that it reads.
-        casts: conversions and quantizers that stand before it for its sake, in the forward pass.
-        casts_backward: what differentiating those takes.
-        recomputed: what activation checkpointing computes again.
-        saved: bytes kept for the backward pass, by value. Parameters as they stand, and the graph's inputs, are there anyway.
+        input_gradient: gradients of its operands except parameters.
+        weight_gradient: gradients of its parameters.
+        casts: conversions and quantizers inserted for it, forward pass.
+        casts_backward: their gradients.
+        recomputed: recomputation by activation checkpointing.
+        saved: bytes saved for backward, by value, without unconverted parameters and graph inputs,
+            which are in memory anyway.
     """
 
     forward: Work = Work()
@@ -87,7 +88,7 @@ class Cost:
 
     @property
     def work(self) -> Work:
-        """All of it: forward, backward, casts, and what is computed again."""
+        """The sum of all pieces: forward, backward, casts and recomputation."""
         return sum((getattr(self, name) for name in WORKS), start=Work())
 
     @property
@@ -104,7 +105,7 @@ class Cost:
 
     @property
     def sizes(self) -> list[Size]:
-        """All of them: operations and bytes of each piece of work, then what is kept."""
+        """All sizes: operations and bytes of each piece of work, then the saved bytes."""
         works = [
             size
             for name in WORKS
@@ -113,7 +114,6 @@ class Cost:
         return [*works, *self.saved.values()]
 
     def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Cost:
-        """Returns the cost with other symbols for symbolic sizes."""
         if not names:
             return self
         return self.each(
@@ -121,11 +121,11 @@ class Cost:
         )
 
     def each(self, change: Callable[[Size], Size]) -> Cost:
-        """Returns the cost with each of its sizes changed."""
+        """Return the cost with `change` applied to each size."""
         return _rebuilt(self, map(change, self.sizes))
 
     def at(self, **sizes: int) -> Cost:
-        """Returns the cost with numbers for symbolic sizes, by their names; what is not named stays symbolic.
+        """Return the cost with numbers for the named symbolic sizes; other sizes stay symbolic.
 
         Example:
             >>> import sympy
@@ -141,7 +141,7 @@ WORKS = tuple(part.name for part in fields(Cost) if part.name != "saved")
 
 
 def evaluated(costs: Iterable[Cost], sizes: Mapping[str, int]) -> list[Cost]:
-    """Returns costs with numbers for the symbolic sizes named in `sizes`: one compiled function for all of them."""
+    """Return costs with numbers for the symbolic sizes named in `sizes`; see `numbers`."""
     costs = list(costs)
     flat = [value for cost in costs for value in cost.sizes]
     values = iter(numbers(flat, sizes))
@@ -149,7 +149,7 @@ def evaluated(costs: Iterable[Cost], sizes: Mapping[str, int]) -> list[Cost]:
 
 
 def numbers(expressions: Iterable[Size], sizes: Mapping[str, int]) -> list[Size]:
-    """Returns sizes with numbers for the symbolic ones named in `sizes`: one compiled function for all of them."""
+    """Evaluate expressions for the symbolic sizes named in `sizes`, in one compiled function."""
     names = tuple(sorted(sizes))
     return _function(tuple(expressions), names)(*(sizes[name] for name in names))
 
@@ -161,7 +161,7 @@ def _rebuilt(cost: Cost, values: Any) -> Cost:
 
 @functools.lru_cache(maxsize=64)
 def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable[..., list[Size]]:
-    """Returns the function of the sizes that gives all expressions, compiled by sympy where that is possible."""
+    """Return a function from sizes to all expressions, compiled if all symbols are named."""
     symbols = {
         str(symbol): symbol
         for e in expressions
@@ -173,7 +173,8 @@ def _function(expressions: tuple[Size, ...], names: tuple[str, ...]) -> Callable
         set(e.free_symbols) <= set(inputs) for e in expressions if isinstance(e, sympy.Basic)
     )
     if full:
-        # torch's own functions of sizes, such as FloorDiv, evaluate themselves on numbers; math's would not know them.
+        # torch's functions of sizes, such as FloorDiv, need these implementations; `math` lacks
+        # them.
         compiled: Callable[..., list[Size]] = sympy.lambdify(
             inputs, list(expressions), modules=[ON_NUMBERS, "math"], cse=True
         )
@@ -202,4 +203,4 @@ ON_NUMBERS: dict[str, Any] = {
     "Max": max,
     "Min": min,
 }
-"""torch's functions of symbolic sizes (torch.utils._sympy.functions), on whole numbers."""
+"""torch's functions of symbolic sizes (torch.utils._sympy.functions), on integers."""

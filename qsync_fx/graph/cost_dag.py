@@ -1,17 +1,13 @@
-"""The precision DAG as a value of networkx: operators, what flows between them, and what every state of every operator costs.
+"""The precision DAG with the costs of every operator state, and the attribution of kernels.
 
-What a search over plans, a picture and a comparison of blocks have in common. Read from a graph before casts are inserted, so it holds for
-every plan.
+The DAG is a networkx graph for searches over plans, plots and block comparison, read from a graph
+before casts are inserted, so it is valid for every plan. Invariant: node names outlive a graph:
+operator ids, parameter paths in the model, input names. An edge is one tensor that one operator
+reads in one role; nodes between the two are skipped.
 
-Invariant: nodes are named by what outlives a graph: operators by their id, parameters by their path in the model, inputs by their name.
-An edge is one tensor that one operator reads in one role, whatever lies between the two.
-
-Whose time the kernels of a node take: the operator of the model that it belongs to, and the part where it is one of a cast.
-
-Invariant: every node of a lowered graph that computes is charged to an operator (`charge`), and torch carries that on through AOTAutograd
-and Inductor. What these make without it is charged to what it stands beside (`charges`): sums of gradients, writes to buffers, constants
-of decompositions, and what a pattern of Inductor's has put in the place of several operators. Of those `from_node` tells nothing: it names
-nodes of the pattern's own graph, and of others none.
+`charge` attributes every computing node of a lowered graph to an operator, and torch preserves the
+mark through AOTAutograd and Inductor. `charges` attributes the nodes that these create without a
+mark.
 """
 
 from __future__ import annotations
@@ -39,9 +35,9 @@ OUTPUT = "output"
 
 
 class Costs(Mapping[OperandState, Cost]):
-    """What one operator costs in each state that it can take; computed when it is asked for.
+    """Costs of one operator by state, computed on demand.
 
-    Raises `KeyError` for a state that the operator cannot be in.
+    Raise `KeyError` for a state that the operator cannot be in.
     """
 
     def __init__(self, flow: Flow, site: OperandSite, states: tuple[OperandState, ...]) -> None:
@@ -65,14 +61,16 @@ class Costs(Mapping[OperandState, Cost]):
 def precision_dag(graph: PrecisionGraph) -> nx.MultiDiGraph:
     """Return the operators of a graph, with the tensors between them as edges.
 
-    Nodes have `type`: "operator", "parameter", "input" or "output". Operators have `kind`, `row` (name), `order`, `shape`, `numel`, `line`
-    ("file:line" or ""), `repeated` (activation checkpointing computes it again), `precisions` (names of the formats that it can take) and
-    `costs` (a mapping from `State` to `Cost`). Parameters and inputs have `shape` and `numel`.
-    Edges have `role` (the argument's name), `tensor` (the name of what flows; views of one tensor share it), `numel`, `own` (the name of
-    the format that the model holds it in, None for integers) and `gradient` (whether one flows back).
+    Nodes have `type`: "operator", "parameter", "input" or "output". Operators have `kind`, `row`
+    (name), `order`, `shape`, `numel`, `line` ("file:line" or ""), `repeated` (whether activation
+    checkpointing recomputes them), `precisions` (names of their possible formats) and `costs` (a
+    mapping from `OperandState` to `Cost`). Parameters and inputs have `shape` and `numel`.
+    Edges have `role` (the argument's name), `tensor` (the tensor's name; its views share it),
+    `numel`, `own` (the name of the model's format, None for integers) and `gradient` (whether a
+    gradient flows back).
 
     Raises:
-        PassError: if the graph is not classified yet.
+        PassError: the graph is not classified yet.
     """
     with graph.context.there():
         return _dag(graph.costing.flow)
@@ -91,7 +89,7 @@ def _dag(flow: Flow) -> nx.MultiDiGraph:
 
 
 def states(site: OperandSite) -> tuple[OperandState, ...]:
-    """Returns the states that an operator can be in on its graph's device, whatever the plan."""
+    """Return the states that an operator can be in on its graph's device under any plan."""
     note = node_metadata.NOTE[site.node]
     owned = format_of(site.graph.value(site.node))
     context, operator = site.graph.context, Operator(site.graph, site.node)
@@ -194,11 +192,13 @@ def _numel(value: Any) -> Any:
 
 
 def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
-    """Returns whom each node that computes is charged to, in a graph of any stage after lowering: Dynamo's, AOTAutograd's or Inductor's.
+    """Return the charge of each computing node of a graph at any stage after lowering.
 
-    A node without a mark belongs to what reads it: the sum of two gradients to the operator that produced the value, the middle of an
-    attention that was fused to the product at its end. One that nobody reads belongs to what it reads. A node that is
-    connected with no operator is missing.
+    A node without a mark belongs to its reader: the sum of two gradients to the operator that
+    produced the value, the middle of a fused attention to the product at its end. A node without
+    readers belongs to an operand. Examples are sums of gradients, writes to buffers, constants of
+    decompositions and Inductor's pattern replacements; `from_node` does not identify them. A node
+    without a connection to an operator is missing.
     """
     result = {
         node: charge
@@ -206,7 +206,7 @@ def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
         if computes(node) and (charge := node_metadata.charged(node)) is not None
     }
     available = -1
-    # Again while it finds any: what was charged to what it reads may have read constants of its own.
+    # Repeat to a fixed point: a node charged to an operand may read constants of its own.
     while available < len(result):
         available = len(result)
         for node in reversed(graph.nodes):
@@ -217,10 +217,10 @@ def charges(graph: fx.Graph) -> dict[fx.Node, CostAttribution]:
 
 
 def charge(graph: PrecisionGraph) -> None:
-    """Marks the nodes of a graph in which casts stand: operators as their own, a cast as that of the operator that it is for.
+    """Charge the nodes of a graph with casts: an operator to itself, a cast to its owner.
 
-    What is neither belongs to what it stands beside, and what is connected with no operator, such as the counter of a batch norm, to the
-    operator that follows it.
+    Other nodes belong to their neighbors. A node without a connection to an operator, such as the
+    counter of a batch norm, belongs to the operator that follows it.
     """
     operators = {
         node: note for node in graph.nodes if (note := node_metadata.NOTE.get(node)) is not None
@@ -248,7 +248,7 @@ def computes(node: fx.Node) -> bool:
 def _beside(
     result: dict[fx.Node, CostAttribution], node: fx.Node, others: Iterable[fx.Node]
 ) -> None:
-    """Charges a node that is not charged yet to one of the others, rather to an operator than to the cast that stands before it."""
+    """Charge an uncharged node to a neighbor, preferably an operator rather than a cast."""
     available = sorted(
         (result[other] for other in others if other in result),
         key=lambda charge: charge.part is not None,

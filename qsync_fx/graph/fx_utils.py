@@ -1,21 +1,11 @@
-"""Calls that change state of the process (grad mode, autocast, ...) rather than compute a value.
+"""Utilities for fx graphs: sources and arguments of nodes, fake values, and switches of state.
 
-Invariant: such a call is never dropped, although its result has no reader: a context that is entered
-and never left changes the rest of the program. The table lists the calls of Dynamo's context managers
-by the state that they change; `mark_unlisted` adds the calls that the table does not list. Works on
-graphs as Dynamo writes them and as passes leave them.
+They work on graphs as Dynamo writes them and as passes leave them.
 
-What a node of an fx.Graph says of itself: the line of the user's model that it comes from, what it calls, and with what.
-
-Invariant: works on any node, whether passes know it or not; what reads a node changes none.
-
-What a node's value is: a fake tensor, several, or none; which format it has, and how texts of graphs show it.
-
-Invariant: works on any value, and on symbolic sizes; it computes nothing.
-
-Runs operators on fake tensors.
-
-Invariant: nothing is computed, and no size that depends on values is left with a name that nothing has.
+A switch is a call that changes state of the process (grad mode, autocast, ...). Invariant: a switch
+is never dropped, although its result has no reader: a context that is entered and never left
+changes the rest of the program. `_CALLS` lists the calls of Dynamo's context managers by the state
+that they change; `mark_unlisted` adds other calls.
 """
 
 from __future__ import annotations
@@ -49,7 +39,7 @@ class Source:
 
 
 def source_of(node: fx.Node) -> Source | None:
-    """Returns the line of the user's model that a node comes from: the innermost frame of its stack trace."""
+    """Return the source line of a node: the innermost frame of its stack trace."""
     lines = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
     ]
@@ -66,7 +56,7 @@ def source_of(node: fx.Node) -> Source | None:
 
 
 def target_name(node: fx.Node) -> str:
-    """Returns a short name of what a node calls: "aten.linear.default" for operators, the function's name otherwise."""
+    """Return a short name of a node's target, "aten.linear.default" or the function's name."""
     if isinstance(node.target, str):
         return node.target
     return (
@@ -77,9 +67,9 @@ def target_name(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns every argument of an operator's node by its name, in the order of the schema, defaults filled in.
+    """Return all arguments of an operator's node by name, in schema order, with defaults.
 
-    A node's own `args` end where the call's did: what was left out is not there, and what was given by name stands elsewhere.
+    `node.args` alone lacks omitted arguments and arguments given by name.
     """
     target = node.target
     assert isinstance(target, torch._ops.OpOverload), node.format_node()
@@ -89,7 +79,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 def filled(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns every argument of a call by its name, in the order of the schema; one without a default that is not given is None."""
+    """Return all arguments of a call by name, in schema order, None without value and default."""
     schema = target._schema.arguments
     inputs = {argument.name: value for argument, value in zip(schema, args, strict=False)}
     return {
@@ -101,19 +91,19 @@ def filled(
 
 
 def argument_at(value: Sequence[Any], place: int | tuple[int, int]) -> Any:
-    """Returns the argument at a place among those of a call: one of them, or an item of one that is a list."""
+    """Return an argument of a call, or an item of a list argument."""
     return value[place] if isinstance(place, int) else value[place[0]][place[1]]
 
 
 def nodes_in(value: object) -> list[fx.Node]:
-    """Returns the nodes in an argument: itself, or those in a list."""
+    """Return the nodes in an argument, including nested lists."""
     if isinstance(value, (list, tuple)):
         return [node for item in value for node in nodes_in(item)]
     return [value] if isinstance(value, fx.Node) else []
 
 
 def map_arguments(node: fx.Node, change: Callable[[int, Any], Any]) -> None:
-    """Puts `change(position in the schema, argument)` in the place of each argument that a call gives, by position or by name."""
+    """Replace each given argument by `change(position in the schema, argument)`."""
     positions = {name: index for index, name in enumerate(arguments(node))}
     node.args = tuple(change(index, value) for index, value in enumerate(node.args))
     node.kwargs = {name: change(positions[name], value) for name, value in node.kwargs.items()}
@@ -127,28 +117,29 @@ _SHORT = {
 
 
 def is_float(value: Any) -> bool:
-    """Whether a value is a tensor of a floating-point type that torch computes in: one that a plan may change.
+    """Return whether a value is a tensor of a dtype that a plan may change.
 
-    Float8 and Float4 only store: the model has quantized there by itself, and hardly an operator takes them.
+    Float8 and Float4 are storage dtypes: the model has quantized there itself, and few operators
+    accept them.
     """
     return isinstance(value, torch.Tensor) and precision_of(value.dtype) is not None
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns what tells the memory of a tensor from that of others, as long as these live."""
+    """Return a key of a tensor's storage, unique among live tensors."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
-        return id(tensor)  # sparse tensors, and those of vmap, show none
+        return id(tensor)  # sparse tensors and vmap's tensors show no storage
 
 
 def is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors lie in one memory."""
+    """Return whether two tensors share a storage."""
     return storage_of(first) == storage_of(second)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a node's value: one, several, or none."""
+    """Return the tensors in a node's value."""
     if isinstance(value, (list, tuple)):
         return [t for item in value for t in tensors(item)]
     return [value] if isinstance(value, torch.Tensor) else []
@@ -157,8 +148,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def memory_order(value: Any) -> list[int] | None:
     """Return the dimensions of a tensor from the outermost in memory to the innermost.
 
-    Symbolic sizes are replaced by the sizes of the example, without a guard. Of equal strides the
-    dimension of size 1 is the inner one, as in new tensors of any memory format.
+    Symbolic sizes are replaced by their hints, without a guard. Of equal strides the dimension of
+    size 1 is the inner one, as in new tensors of any memory format.
 
     Returns:
         None for a tensor that is not dense in memory or has no elements, and for unbacked sizes.
@@ -180,9 +171,10 @@ def memory_order(value: Any) -> list[int] | None:
 
 
 def same_strides(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have equal strides, except along dimensions of size 1.
+    """Return whether two tensors have equal strides, except along dimensions of size 1.
 
-    The result is True if one is not dense: its copy is dense, and supports every view of the original.
+    Return True for different shapes, or if one is not dense: its copy is dense, and supports every
+    view of the original.
     """
     orders = [memory_order(value) for value in (first, second)]
     if None in orders or first.shape != second.shape:
@@ -198,36 +190,40 @@ def _hint(number: Any) -> Any:
 
 
 def format_of(value: Any) -> Precision | None:
-    """Returns the format of a node's value, that of its first floating-point tensor; None where there is none."""
+    """Return the format of the first floating-point tensor in a value; None if there is none."""
     floats = [t for t in tensors(value) if is_float(t)]
     return precision_of(floats[0].dtype) if floats else None
 
 
 def describe(value: Any) -> str:
-    """Returns the short text of a value: `f32[8, 16]`, `s0`, `(f32[8], i64[8])`."""
+    """Return the short text of a value: `f32[8, 16]`, `s0`, `(f32[8], i64[8])`."""
     if isinstance(value, torch.Tensor):
         sizes = ", ".join(str(size) for size in value.shape)
         return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(describe(item) for item in value) + ")"
-    # Other objects print their address, which differs from run to run.
+    # The repr of other objects contains an address, which differs between runs.
     return (
         str(value) if isinstance(value, (int, float, str, torch.SymInt)) else type(value).__name__
     )
 
 
 def expression(size: Any) -> Any:
-    """Returns a size as a whole number, or as a sympy expression where it is symbolic."""
+    """Return a size as an integer, or as a sympy expression if it is symbolic."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 class FakeRun:
-    """A context in which operators run on the fake tensors of `mode`, within others. A class: graphs enter it for every node."""
+    """Context to run operators on fake tensors of `mode`, inside other contexts.
+
+    It is a class rather than a generator for speed: graphs enter it for every node. Fresh unbacked
+    symbols are ignored.
+    """
 
     def __init__(self, mode: FakeTensorMode | None, *others: AbstractContextManager[Any]) -> None:
         self._contexts: list[Any] = list(others)
         if mode is not None:
-            # Without the Python dispatcher operators that are composed of others take no symbolic sizes.
+            # Composite operators need the Python dispatcher for symbolic sizes.
             self._contexts += [enable_python_dispatcher(), mode]
             if mode.shape_env is not None:
                 self._contexts.append(mode.shape_env.ignore_fresh_unbacked_symbols())
@@ -290,7 +286,7 @@ _DEFERRED = (Effect.KERNELS, Effect.FORWARD_GRAD, Effect.HOOKS, Effect.LEVEL)
 
 
 def effect_of(node: fx.Node) -> Effect | None:
-    """Return which state a node changes; None for a node that computes a value."""
+    """Return the state that a node changes; None for a node that computes a value."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OperatorBase):
         return None
     listed = _EFFECT_OF.get(getattr(node.target, "__name__", ""))
@@ -303,12 +299,12 @@ def is_switch(node: fx.Node) -> bool:
 
 
 def switches_grad(node: fx.Node) -> bool:
-    """Return whether a node changes whether gradients are recorded."""
+    """Return whether a node changes grad mode or inference mode."""
     return effect_of(node) is Effect.GRAD
 
 
 def affects_tracing(node: fx.Node) -> bool:
-    """Return whether nodes after this one trace differently, so that tracing has to execute it."""
+    """Return whether tracing must execute a node, because later nodes trace differently."""
     effect = effect_of(node)
     return effect is not None and effect not in _DEFERRED
 
@@ -322,10 +318,10 @@ def level_step(node: fx.Node) -> int:
 
 
 def mark_unlisted(graph: fx.Graph) -> None:
-    """Mark the calls in a graph of Dynamo's that have an effect which the table does not list.
+    """Mark calls in Dynamo's graph with an effect that `_CALLS` does not list.
 
-    Dynamo notes the value of each node that computes one. A call without a value that reads and feeds
-    only such calls can have no other purpose, and leaves no record in a trace.
+    Dynamo records the value of each node that computes one. A call without a value whose operands
+    and readers are only such calls can have no other purpose, and leaves no record in a trace.
     """
     calls = {node for node in graph.nodes if is_switch(node) or _is_bare_call(node)}
     while True:

@@ -1,20 +1,9 @@
-"""The precision DAG: a typed view over an fx.Graph.
+"""The precision graph: a typed view over an fx.Graph, with handles on its operators.
 
-Invariant: the fx.Graph is the only truth. Each node's value is `meta["val"]` (fake tensors), each operator's note is
-a frozen `Note` (qsync_fx/graph/node_metadata.py); a `PrecisionGraph` adds no state of its own beside the context of the compilation.
-
-A handle on one operator of a graph.
-
-Invariant: it keeps nothing. What it says it reads from the node's note, and what is decided by it stands there.
-
-A copy of a precision graph, which stays as it is when the passes go on.
-
-Invariant: the copy shares no node and no body with the original. Notes are frozen, so both hold the same ones; tensors that it
-refers to are shared.
-
-Which dropout draws what it drops in vectors, from the stream of the roundings: the option "fast_dropout".
-
-Invariant: who compiles and who foresees ask the same function. Where nothing is asked for, dropout of a CPU is drawn so wherever it can be.
+Invariant: the fx.Graph is the only source of truth. A node's `meta["val"]` is its fake value, and a
+frozen `OperatorInfo` (node_metadata.py) has the facts and decisions about an operator. A
+`PrecisionGraph` adds the context of the compilation and bookkeeping for reports; an `Operator`
+stores no state.
 """
 
 from __future__ import annotations
@@ -58,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class Operator:
-    """A handle on one operator of the graph; it reads and writes the node's note.
+    """Handle on one operator of a graph; it reads and writes the node's `OperatorInfo`.
 
     Args:
-        note: what the handle shows in place of the node's note: a decision that is another plan's.
+        note: overrides the node's `OperatorInfo`, to show the decision of another plan.
     """
 
     def __init__(
@@ -103,13 +92,13 @@ class Operator:
 
     @property
     def held(self) -> Precision | None:
-        """The format that the model itself holds the result in; None in an autocast region that gives way to a plan."""
+        """The model's format of the result; None in an autocast region that a plan overrides."""
         region = isinstance(self.note.autocast, Precision) and not self.graph.context.automatic
         return None if region else format_of(self.graph.value(self.node))
 
     @property
     def refused(self) -> str | None:
-        """Why no operator of ours takes the place of this one; None where one does, and for rows that never have one."""
+        """Why the operator cannot be lowered; None if it can, and for rows without lowering."""
         row = self.row
         if row is None or not row.scaled:
             return None
@@ -132,13 +121,12 @@ class Operator:
         return f"operator {self.id}" + (f", {source}: {source.code}" if source else "")
 
     def update(self, **changes: Any) -> None:
-        """Replaces fields of the note."""
         note = self.note
         if any(getattr(note, name) != value for name, value in changes.items()):
             node_metadata.NOTE[self.node] = dataclasses.replace(note, **changes)
 
     def assign(self, name: str | Precision, reason: str) -> None:
-        """Gives the operator a precision, for a reason that reports show; it holds against the plan.
+        """Give the operator a precision against the plan, with a reason for reports.
 
         Raises:
             PrecisionError: the precision is unknown, or the operator is not adjustable.
@@ -153,11 +141,11 @@ class Operator:
         self.decide(wanted, reason, pinned=True)
 
     def slower(self, fmt: Precision) -> str | None:
-        """Why a wider format is as fast at the operator's shape on the device; None where it is not, or where nothing says so."""
+        """Return why a wider format is as fast on the device, or None if it is not or unknown."""
         context = self.graph.context
         if (offered := support(context.device, fmt)).how == "simulated":
             return offered.reason
-        # A product without a weight has no lowering that would know its shape.
+        # a product without a weight has no lowering that knows its shape
         lowering = (
             context.lowerings.get(self.row.name)
             if self.row is not None and self.row.scaled
@@ -173,10 +161,10 @@ class Operator:
     def decide(
         self, planned: Precision, reason: str, pinned: bool = False, skip_unprofitable: bool = False
     ) -> None:
-        """Notes what is planned, what the operator and the device make of it, and why.
+        """Record the planned precision, the precision that operator and device support, and why.
 
         Args:
-            skip_unprofitable: whether a wider format is taken that is as fast.
+            skip_unprofitable: whether to use a wider format that is as fast.
         """
         row = self.row
         assert row is not None, "adjustable operators have rows"
@@ -205,19 +193,20 @@ class Operator:
 
 @dataclass(frozen=True)
 class Context:
-    """What a compilation knows beside the graph.
+    """Context of a compilation.
 
     Attributes:
         device: where the graph runs.
         options: the backend's options.
-        plan: the plan in force: the user's, or the uniform one that the options ask for.
-        fake_mode: the mode of every fake tensor in the graph; None when the graph holds no tensors.
-        ambient: (enabled, dtype) of an autocast region around the whole graph; None when there is none.
+        plan: the active plan: the user's, or the uniform one of the options.
+        fake_mode: the mode of every fake tensor in the graph; None for a graph without tensors.
+        ambient: (enabled, dtype) of an autocast region around the entire graph; None if there is
+            none.
         training: whether gradients are recorded.
-        complete: whether the graph holds the whole model (no graph break, no split by DDP).
-        seen: operators of earlier graphs of the model, which the plan may mean too.
-        modules: the paths of the model's modules; None where they are not known.
-        lowerings: how adjustable operators become `qsync::` operators, by row name.
+        complete: whether the graph is the entire model (no graph break, no split by DDP).
+        seen: operators of earlier graphs of the model, which the plan may name.
+        modules: the paths of the model's modules; None if unknown.
+        lowerings: lowerings of adjustable operators to `qsync::` operators, by row name.
     """
 
     device: torch.device
@@ -233,11 +222,11 @@ class Context:
 
     @property
     def automatic(self) -> bool:
-        """Whether neither a plan nor a precision was asked for, so that the model's own autocast regions decide where there are any."""
+        """Whether the user requested neither a plan nor a precision: autocast regions decide."""
         return self.options.is_default
 
     def there(self) -> AbstractContextManager[None]:
-        """Lets devices count as the target, if the options name one: whoever asks what runs where asks within."""
+        """Activate the target device of the options, if any, for queries about the device."""
         return targeted(self.options.target, self.device)
 
 
@@ -245,14 +234,15 @@ class PrecisionGraph:
     """One graph on its way through the passes.
 
     Attributes:
-        module: the graph and the tensors it refers to. A pass may change it in place or replace it.
+        module: the graph and the tensors it refers to. A pass may change or replace it.
         inputs: example inputs, fake tensors and SymInts.
-        outputs: the type of each output, as Dynamo expects it; None for what is no tensor, or where Dynamo does not say.
-        context: what the compilation knows beside the graph.
-        parent: the graph that this one is the body of a higher-order operator in; None at the top.
-        written: a copy from before casts are inserted: the graph as the model, and the passes of its user, wrote it. None until it is
-            classified, and for bodies.
-        numbers: of its operators; those in bodies are numbered with it.
+        outputs: the dtype of each output that Dynamo expects; None for other values than tensors,
+            or if Dynamo does not say.
+        context: context of the compilation.
+        parent: the graph that calls this body of a higher-order operator; None at the top.
+        written: a copy from before casts are inserted: the graph of the model and the user's
+            passes. None before classification, and for bodies.
+        numbers: numbering of the operators, including operators in bodies.
     """
 
     def __init__(
@@ -279,12 +269,12 @@ class PrecisionGraph:
 
     @property
     def whole(self) -> PrecisionGraph:
-        """The graph at the top, of which this one is a body, or a body of a body; itself where it is no body."""
+        """The top-level graph that contains this body; itself if it is not a body."""
         return self if self.parent is None else self.parent.whole
 
     @property
     def where(self) -> str:
-        """Where the graph stands in the user's model, for error messages."""
+        """The position of the graph in the user's model, for error messages."""
         first = next(iter(self.operators()), None)
         return (
             f"the graph that starts with {first.where}"
@@ -293,13 +283,13 @@ class PrecisionGraph:
         )
 
     def own_operators(self) -> list[Operator]:
-        """Returns the operators of this graph alone, without those in bodies of higher-order operators."""
+        """Return the operators of this graph, without operators in bodies."""
         return [Operator(self, node) for node in self.nodes if node in node_metadata.NOTE]
 
     def operators(
         self, kind: Kind | str | None = None, pattern: str | None = None
     ) -> list[Operator]:
-        """Returns the operators, those in bodies of higher-order operators included, by kind and by pattern of their id."""
+        """Return the operators, in bodies too, by kind and by pattern of their id."""
         wanted = Kind(kind) if kind is not None else None
         return [
             operator
@@ -310,21 +300,21 @@ class PrecisionGraph:
         ]
 
     def walk(self) -> Iterator[PrecisionGraph]:
-        """Yields this graph and, depth first, the bodies of its higher-order operators that the passes rewrite."""
+        """Yield this graph and, depth first, the bodies that the passes rewrite."""
         yield self
         for node in self.nodes:
             for body in node_metadata.bodies(node):
                 yield from body.walk()
 
     def output_types(self) -> list[torch.dtype | None]:
-        """Returns the type of each output as the graph is now; None for what is no tensor."""
+        """Return the current dtype of each output; None for other values than tensors."""
         (output,) = (node for node in self.nodes if node.op == "output")
         values = (self.value(used) for used in pytree.tree_leaves(output.args))
         return [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
 
     @functools.cached_property
     def costing(self) -> Costing:
-        """What operators cost in each of their states."""
+        """Costs of operators in each of their states."""
         from qsync_fx.graph.operator_costs import Costing
         from qsync_fx.graph.saved_tensors import Flow
 
@@ -333,7 +323,7 @@ class PrecisionGraph:
         return Costing(Flow(self.written))
 
     def value(self, node: Any) -> Any:
-        """Returns the fake value of a node; anything that is no node is its own value."""
+        """Return the fake value of a node; another object is its own value."""
         return (
             node.meta.get("val", node.meta.get("example_value"))
             if isinstance(node, fx.Node)
@@ -341,19 +331,19 @@ class PrecisionGraph:
         )
 
     def propagate(self, node: fx.Node) -> None:
-        """Computes a node's fake value anew from its arguments.
+        """Recompute a node's fake value from its arguments.
 
         Raises:
-            PassError: the operator does not take these arguments.
+            PassError: the operator does not accept these arguments.
         """
         value = self.computed(node)
-        # Sizes that depend on values were named when the graph was traced; names that are given anew belong to nothing.
+        # Data-dependent sizes got their symbols in tracing; new symbols would be unbound.
         node.meta["val"] = (
             _sized_as(self.value(node), value) if node.meta.get("unbacked_bindings") else value
         )
 
     def computed(self, node: fx.Node) -> Any:
-        """Returns what a node makes of its arguments' fake values; raises as `propagate` does."""
+        """Return the result for the fake values of a node's arguments; raise like `propagate`."""
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self.value)
         try:
             enabled, dtype = node_metadata.REGION.get(node) or (False, None)
@@ -373,21 +363,27 @@ class PrecisionGraph:
 
 
 def _sized_as(before: Any, now: Any) -> Any:
-    """Returns values of the types of `now` and the sizes of `before`."""
+    """Return values with the dtypes of `now` and the sizes of `before`."""
     if isinstance(now, (list, tuple)):
         return type(now)(_sized_as(b, n) for b, n in zip(before, now, strict=True))
     return before.to(now.dtype) if isinstance(now, torch.Tensor) else before
 
 
 def copied(graph: PrecisionGraph, parent: PrecisionGraph | None = None) -> PrecisionGraph:
-    """Returns a copy of the graph and of the bodies of its higher-order operators; `parent` is the copy that it is a body in."""
+    """Return a copy of the graph and of the bodies of its higher-order operators.
+
+    The copy shares no node and no body with the original; it shares tensors and frozen notes.
+
+    Args:
+        parent: the copied graph that contains the copied body.
+    """
     nodes: dict[fx.Node, fx.Node] = {}
     new = fx.Graph()
     matches = new.graph_copy(graph.graph, nodes, return_output_node=True)
     if isinstance(matches, tuple):
         result, output = matches
         new.output(result).meta = dict(output.meta)
-    # Lazily: the code of a copy is written when somebody runs it.
+    # Lazy: the copy's code is generated only if it runs.
     copy = PrecisionGraph(
         _LazyGraphModule(graph.module, new), list(graph.inputs), graph.context, parent
     )
@@ -423,7 +419,7 @@ _ATTRIBUTES = (
 
 
 def adopt_attributes(new: fx.GraphModule, old: fx.GraphModule) -> None:
-    """Give a module the metadata and the attributes that Dynamo has written to another one."""
+    """Copy the metadata and Dynamo's attributes to another module."""
     new.meta.update(old.meta)
     for name in _ATTRIBUTES:
         if hasattr(old, name):
@@ -431,7 +427,7 @@ def adopt_attributes(new: fx.GraphModule, old: fx.GraphModule) -> None:
 
 
 def copied_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a module of Dynamo's, which shares its tensors and its bodies' graphs."""
+    """Return a copy of Dynamo's module that shares its tensors and its bodies' graphs."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         copy = nodes[node] = graph.node_copy(node, nodes.__getitem__)
@@ -445,7 +441,7 @@ def copied_module(module: fx.GraphModule) -> fx.GraphModule:
 aten = torch.ops.aten
 
 VECTORS: Final = "vectors"
-"""How an operator computes that drops what is drawn so."""
+"""Value of `computed` for dropout with vectorized random numbers (option "fast_dropout")."""
 _DROPPING: Final = (
     aten.dropout.default,
     aten.native_dropout.default,
@@ -454,12 +450,15 @@ _DROPPING: Final = (
 
 
 def drops(node: fx.Node) -> bool:
-    """Whether a node may be a dropout, or have one in it."""
+    """Return whether a node may be or contain a dropout."""
     return node.target in _DROPPING
 
 
 def may_be_drawn(graph: PrecisionGraph) -> bool:
-    """Whether there is a dropout in a graph that is compiled for a CPU, and nothing asks for torch's."""
+    """Return whether a CPU graph has a dropout and the options allow vectorized random numbers.
+
+    Compilation and prediction both call this function.
+    """
     context = graph.context
     requested = (
         context.options.fast_dropout is not False and context.options.inner_backend == "inductor"
@@ -470,8 +469,11 @@ def may_be_drawn(graph: PrecisionGraph) -> bool:
 
 
 def drawn(graph: PrecisionGraph) -> bool:
-    """Whether it is drawn in vectors: not in the body of an operator, which may be computed again from another seed, nor where the model
-    calls torch.native_dropout."""
+    """Return whether dropout uses vectorized random numbers.
+
+    It does not in bodies, which may be recomputed from another seed, nor for torch.native_dropout
+    in the model.
+    """
     if not may_be_drawn(graph):
         return False
     parts = list(graph.walk())

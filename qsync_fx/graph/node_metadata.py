@@ -1,11 +1,9 @@
-"""What is known of a node beside torch's own facts: the one contract between passes, and the only file that names keys of `node.meta`.
+"""Node metadata: the keys of `node.meta` through which passes communicate.
 
-Invariant: a key is written by one place and read by the others, as its line says; what a key holds is a frozen value, or a graph that
-the passes go on to rewrite. Where a cast's operand comes from is not kept, as the graph says it: `cast_source` reads it there.
-
-What is known of one operator: what the passes have found and decided, and what it costs.
-
-Invariant: a note is frozen. A pass that learns more puts another in its place (`Operator.update`).
+Invariant: only this module names the keys. Each key has the writers and readers that its docstring
+lists; its value is frozen, or a graph that later passes rewrite. A pass that learns more about an
+operator replaces its `OperatorInfo` (`Operator.update`). The source of a cast is not stored,
+because the graph shows it (`cast_source`).
 """
 
 from __future__ import annotations
@@ -26,24 +24,27 @@ from qsync_fx.plan.operator_id import OpId
 
 @dataclass(frozen=True)
 class OperatorInfo:
-    """What the passes have found and decided about one operator.
+    """Facts and decisions about one operator.
 
     Attributes:
         id: identity, stable across graph splits, ranks and machines.
         kind: who decides the precision.
-        row: what the operator table says of it; None for an operator that the table does not know.
-        reason: why the operator runs in `precision`, in words a user understands.
-        planned: the precision that the plan asks for; None where no plan speaks.
-        instead: why it is not the planned one that it computes in; "" where it is.
-        precision: the format it computes in; None until assigned. It differs from `planned` only for the reason in `instead`.
-        output: the format of its output; None until known, or for outputs that are no floating-point tensors.
-        autocast: the format that the model's own autocast region gives it, "off" where that disables autocast, None outside of all.
-        pinned: set by `Operator.assign`: later passes do not override it.
-        cost: filled in by annotate_cost.
-        stream: where the roundings of its gradients draw from; None where nothing of ours is rounded.
-        computed: what computes the products of a layer of ours; None for all else, and on devices that never have kernels.
-        by: the pass that put the operator in; "" for the model's own.
-        how: what that pass did there: "inserted", or "rewritten" where it replaced what a pattern had found.
+        row: row of the operator table; None for an unknown operator.
+        reason: why the operator runs in `precision`, in words for users.
+        planned: the precision that the plan requests; None without a plan for it.
+        instead: why `precision` differs from `planned`; "" if they are equal.
+        precision: the compute format; None until assigned.
+        output: the format of its output; None until decided, and for outputs that are not
+            floating-point tensors.
+        autocast: the format in the model's autocast region, "off" if the region disables autocast,
+            None outside of regions.
+        pinned: set by `Operator.assign`: later passes do not override the precision.
+        cost: set by annotate_cost.
+        stream: random stream of its gradients' roundings; None without qsync roundings.
+        computed: implementation of a lowered operator's products; None for other operators, and on
+            devices without qsync kernels.
+        by: the pass that inserted the operator; "" for the model's operators.
+        how: "inserted", or "rewritten" if it replaces a match of a pattern.
     """
 
     id: OpId
@@ -65,11 +66,11 @@ class OperatorInfo:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What a rewrite has done.
+    """Result of a rewrite.
 
     Attributes:
-        count: the places that it has changed.
-        left: the places that compute its pattern and were left alone, each with the reason.
+        count: number of rewritten sites.
+        left: sites that match the pattern and remain unchanged, with the reasons.
     """
 
     count: int = 0
@@ -83,7 +84,7 @@ T = TypeVar("T")
 
 
 class Part(Enum):
-    """What a node that passes have put in does: the parts of a cast, and what goes with them."""
+    """Function of an inserted node: the parts of a cast, copies, and the seed."""
 
     CONVERT = "convert"
     ROUND = "round"
@@ -96,7 +97,7 @@ class Part(Enum):
 
 
 class Purpose(Enum):
-    """Whom a cast is for."""
+    """Reason for a cast."""
 
     OPERAND = "operand"
     RESULT = "result"
@@ -105,15 +106,16 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class CastInfo:
-    """A node that changes in which format a value is held, and not what it stands for.
+    """Cast: a node that changes the format of a value.
 
     Attributes:
-        part: what the node does.
-        owner: the operator whose operand or result it converts, the first of those that share it; None where no operator does.
-        format: what it converts to; None for what converts nothing.
-        stream: where its roundings draw from; None where nothing is rounded at random.
-        purpose: an operand of its owner's, its result, or what the model's own autocast region asks for.
-        policy: by which rule of autocast; None for all other purposes.
+        part: function of the node.
+        owner: the first operator whose operand or result it converts; None for graph outputs and
+            for nodes without an operator.
+        format: target format; None if the node converts no value.
+        stream: random stream of its roundings; None if it does not round randomly.
+        purpose: an operand of its owner, its result, or the model's autocast region.
+        policy: the rule of autocast; None for other purposes.
     """
 
     part: Part
@@ -125,11 +127,11 @@ class CastInfo:
 
 
 class CostAttribution(NamedTuple):
-    """Whose time the kernels of a node take.
+    """The operator that the time of a node's kernels is charged to.
 
     Attributes:
-        owner: the id of an operator of the model, as text: it outlives the process in profiles.
-        part: what the node does of a cast of that operator's; None where it is none.
+        owner: the id of an operator of the model, as text, which profiles store.
+        part: part of a cast for that operator; None if the node is not a cast.
     """
 
     owner: str
@@ -137,7 +139,7 @@ class CostAttribution(NamedTuple):
 
 
 class Key(Generic[T]):
-    """One fact of a node, or the lack of it."""
+    """Typed accessor of one metadata key."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -159,42 +161,73 @@ class Key(Generic[T]):
 
 
 NOTE: Final = Key[OperatorInfo]("qsync")
-"""What is known of an operator; nodes without one are none. Written by `identify` and `Operator.update`, read by every pass and report."""
+"""Facts of an operator; other nodes have none.
+
+Written by `identify`, `identify_new` and `Operator.update`, read by every pass and report.
+"""
 
 CAST: Final = Key[CastInfo]("qsync_cast")
-"""That the node is a cast, and which. Written by `Casts`, `autocast` and `drawn`; read by `lower`, the verifier and costs."""
+"""Marks a cast.
+
+Written by `Casts` and the passes that insert casts or the seed; read by `lower`, the verifier and
+costs.
+"""
 
 BODIES: Final = Key[tuple[Any, ...]]("qsync_bodies")
-"""The graphs that a higher-order operator calls and that the passes rewrite. Written by normalize, read by whatever walks into them."""
+"""Graphs of a higher-order operator that the passes rewrite.
+
+Written by normalize, read by every walk into bodies.
+"""
 
 CALLER: Final = Key[fx.Node]("qsync_called_by")
-"""On the output node of a body: the higher-order operator that calls it. Written by normalize, read by `bodies.readers`."""
+"""The higher-order operator, on the output node of its body.
+
+Written by normalize, read by `alias_analysis.readers`.
+"""
 
 REPLACED: Final = Key[dict[fx.Node, Any]]("qsync_replaced")
-"""Of a higher-order operator: what stood for its rewritten bodies. Written by normalize, taken by retrace, which puts it back."""
+"""The new modules of a higher-order operator's bodies.
+
+Written by normalize, consumed by retrace, which installs them.
+"""
 
 OPAQUE: Final = Key[str]("qsync_opaque")
-"""Why a node stays as Dynamo wrote it. Written by normalize and retrace, read by classify."""
+"""Reason why a node stays as Dynamo wrote it.
+
+Written by normalize and retrace, read by classify.
+"""
 
 REGION: Final = Key[tuple[bool, torch.dtype | None]]("qsync_region")
-"""The autocast region that a node is left in: (enabled, type). Written by autocast, read where values are propagated."""
+"""Autocast region around an opaque node: (enabled, dtype).
+
+Written by autocast, read by `PrecisionGraph.computed`.
+"""
 
 KEPT: Final = Key[bool]("qsync_keep")
-"""That a switch of autocast is to stay in the graph. Written and read by autocast."""
+"""Marks an autocast switch that stays in the graph.
+
+Written and read by autocast.
+"""
 
 UNLISTED: Final = Key[bool]("qsync_unlisted")
-"""That a call changes state which the table in `effects.modes` does not list. Written by retrace."""
+"""Marks a call with an effect that the table in `fx_utils` does not list.
+
+Written by `mark_unlisted`.
+"""
 
 PATH: Final = Key[str]("qsync_input")
-"""The path in the model of a parameter or buffer that is an input. Written by normalize, read by the DAG."""
+"""Path in the model of a parameter or buffer that is a graph input.
+
+Written by normalize, read by the DAG.
+"""
 
 OURS: Final = (NOTE, CAST, BODIES, CALLER, REPLACED, OPAQUE, REGION, KEPT, UNLISTED, PATH)
 
 
 def bodies(node: fx.Node) -> tuple[Any, ...]:
-    """Return the bodies of a higher-order operator, each a `PrecisionGraph`; () for all other nodes.
+    """Return the bodies of a higher-order operator, each a `PrecisionGraph`; () for other nodes.
 
-    The type is not named here: graphs import this module.
+    The type is `Any`, because `graph` imports this module.
     """
     return BODIES.get(node) or ()
 
@@ -214,7 +247,7 @@ def has_purpose(node: object, purpose: Purpose) -> bool:
 
 
 def cast_source(node: fx.Node) -> fx.Node:
-    """Returns the node whose value a cast converts: of a scale the quantized one, too."""
+    """Return the node that a cast converts; for values and scale, the source of their quantizer."""
     result = node.args[0]
     while is_part(node, Part.VALUES, Part.SCALE, Part.DEQUANTIZE):
         assert isinstance(result, fx.Node)
@@ -223,12 +256,12 @@ def cast_source(node: fx.Node) -> fx.Node:
     return result
 
 
-# What follows an operator through AOTAutograd and Inductor: torch carries this key on, to recomputed and backward nodes too.
+# Torch preserves this key through AOTAutograd and Inductor, on recomputed and backward nodes too.
 _CARRIED: Final = "custom"
 
 
 def charge(node: fx.Node, owner: OpId | str, part: Part | None = None) -> None:
-    """Says to which operator the time of a node's kernels belongs, and as which part of a cast. `charging.charges` reads it."""
+    """Charge a node's kernels to an operator, as a part of a cast. See `cost_dag.charges`."""
     marks = {
         key: value for key, value in (node.meta.get(_CARRIED) or {}).items() if key != "qsync_part"
     }
@@ -240,7 +273,7 @@ def charge(node: fx.Node, owner: OpId | str, part: Part | None = None) -> None:
 
 
 def charged(node: fx.Node) -> CostAttribution | None:
-    """Returns what a node of whichever stage says itself of whose time it takes; None if nothing."""
+    """Return the charge that a node at any stage carries itself; None if there is none."""
     marks = node.meta.get(_CARRIED) or {}
     if "qsync" not in marks:
         return None
@@ -249,17 +282,17 @@ def charged(node: fx.Node) -> CostAttribution | None:
 
 
 def mark_as_put_in(node: fx.Node, by: str) -> None:
-    """Says that the pass called `by` has put a node into a graph of Dynamo's: retracing forgets all but what is carried on."""
+    """Mark a node of Dynamo's graph as inserted by the pass `by`; the mark survives retracing."""
     node.meta[_CARRIED] = {**(node.meta.get(_CARRIED) or {}), "qsync_by": by}
 
 
 def put_in_by(node: fx.Node) -> str:
-    """Returns the name of the pass that has put a node in; "" for the model's own."""
+    """Return the name of the pass that inserted a node; "" for the model's nodes."""
     return str((node.meta.get(_CARRIED) or {}).get("qsync_by", ""))
 
 
 def take_over(new: fx.Node, old: fx.Node) -> None:
-    """Lets a node stand for another one of the model's: what is known of it and carried on, and where it comes from."""
+    """Copy the metadata of a node of the model to the node that replaces it."""
     for key in (NOTE.name, _CARRIED, "stack_trace", "nn_module_stack", "seq_nr", "from_node"):
         if key in old.meta:
             new.meta[key] = old.meta[key]

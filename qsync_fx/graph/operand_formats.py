@@ -1,12 +1,11 @@
-"""In which format an operator reads each of its operands: the one answer for casts, the verifier, costs and the DAG.
+"""Formats in which operators read their operands, and the weights of products.
 
-Invariant: the answer follows from the operator's row and precision and from the types that the model was written in, not from casts that
-are there already.
+Casts, the verifier, costs and the DAG use the same answer. Invariant: it follows from the
+operator's row and precision and from the model's dtypes, not from inserted casts.
 
-Which factor of a product is a weight: a parameter of the model, or what only moves or converts one's values.
-
-Invariant: the row that is returned has `scaled` where one factor is a weight and the product is one that a layer computes; elsewhere it
-says what the factors are, or what the product is, so that the reason is true.
+A weight is a parameter of the model, moved or converted at most. Invariant: a row from
+`with_weight` has `scaled` if exactly one factor is a weight and the product is a layer's; otherwise
+its reason describes the factors or the product.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from qsync_fx.ops.spec import Kind, OperatorRow, Place
 
 
 class Origin(enum.Enum):
-    """Where a value comes from. HELD: from what the model holds alone, changed on the way, or from a buffer."""
+    """Origin of a value. HELD: a buffer, or computed from parameters and buffers alone."""
 
     PARAMETER = 1
     HELD = 2
@@ -42,7 +41,7 @@ class Origin(enum.Enum):
 
 
 class Origins:
-    """The origins of the values of a graph; its nodes are asked for in any order, and each is looked at once."""
+    """Origins of the values of a graph and its bodies, computed once."""
 
     def __init__(self, graph: PrecisionGraph) -> None:
         self._known: dict[fx.Node, Origin] = {}
@@ -76,7 +75,7 @@ class Origins:
         ):
             return self.of(moved)
         if row is not None and row.output_only:
-            return Origin.ACTIVATION  # what is looked up in a table
+            return Origin.ACTIVATION  # a lookup in a table
         read = [used for used in node.all_input_nodes if tensors(graph.value(used))]
         read = [used for used in read if any(map(is_float, tensors(graph.value(used))))] or read
         return (
@@ -89,7 +88,7 @@ class Origins:
 def with_weight(
     graph: PrecisionGraph, node: fx.Node, row: OperatorRow, origins: Origins
 ) -> OperatorRow:
-    """Returns a product's row, with what is known of its factors in this call."""
+    """Return a product's row, completed with the factors of this call."""
     if row.contracts is None:
         return row
     inputs = list(arguments(node).values())
@@ -105,7 +104,8 @@ def with_weight(
     factors = [origins.of(argument_at(inputs, place)) for place in result.places]
     weights = [index for index, origin in enumerate(factors) if origin is Origin.PARAMETER]
     if row.scaled:
-        # Written as a layer: what stands in the weight's place is one, however it is computed, unless the other factor clearly is.
+        # The weight argument of a layer is the weight, however it is computed, unless only the
+        # other factor is a parameter.
         declared = result.places.index(row.scaled[1])
         weights = weights if len(weights) == 1 and not result.unfit(weights[0]) else [declared]
     if len(weights) != 1:
@@ -118,7 +118,7 @@ def with_weight(
 
 
 def _named(row: OperatorRow, factors: list[Origin], why: str = "") -> OperatorRow:
-    """The row of a product that takes float formats only."""
+    """Return the row of a product that accepts float formats only."""
     parameters = factors.count(Origin.PARAMETER)
     if Origin.ACTIVATION not in factors and parameters == len(factors):
         return dataclasses.replace(
@@ -135,10 +135,10 @@ def _named(row: OperatorRow, factors: list[Origin], why: str = "") -> OperatorRo
 
 @dataclass(frozen=True)
 class OperandState:
-    """What a plan makes of an operator.
+    """State of an operator under a plan.
 
     Attributes:
-        precision: the format it computes in; None for an operator without floating-point results.
+        precision: the compute format; None for an operator without floating-point results.
         output: the format of its result.
     """
 
@@ -151,7 +151,6 @@ class OperandState:
 
     @functools.cached_property
     def names(self) -> tuple[str | None, str | None]:
-        """Both by name."""
         return (
             self.precision.name if self.precision else None,
             self.output.name if self.output else None,
@@ -159,7 +158,7 @@ class OperandState:
 
 
 class Asks(Enum):
-    """What an operator asks of an operand where it asks for no format."""
+    """Requirement of an operator that requires no fixed format of an operand."""
 
     WRITTEN = "as the model wrote it"
     BESIDE = "as the model wrote it, widened where that is a narrow format other than the operator's: torch takes no two"
@@ -171,10 +170,11 @@ class Operand:
     """A tensor that an operator reads.
 
     Attributes:
-        node: what it reads, as the model was written.
-        position: of the argument in the operator's schema.
-        role: the argument's name there, with the place in it where it is a list: "input", "mat2", "tensors.1"; a product's "weight".
-        place: its position, or that and the place in it where it is a list.
+        node: the operand's node, in the model's graph.
+        position: position of the argument in the operator's schema.
+        role: the argument's name in the schema, with an index for list items: "input", "mat2",
+            "tensors.1"; "weight" for a product's weight.
+        place: the position, or (position, index) for list items.
     """
 
     node: fx.Node
@@ -185,14 +185,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class OperandReader:
-    """An operator that reads.
+    """An operator as a reader of its operands.
 
     Attributes:
-        kind, row: what its note says.
-        operands: what it reads, once for each time that it reads it; nothing where it holds a body, whose operators read.
-        converted: positions of the operands that are in an adjustable operator's precision, beside factors.
-        in_place: whether its result is what it writes to, whose format it has.
-        made: the format of its result as the model was written.
+        kind, row: from its note.
+        operands: one entry per read; empty for an operator with a body, whose operators read.
+        converted: positions of the operands that an adjustable operator reads in its precision,
+            besides factors.
+        in_place: whether the result is the tensor that it writes to.
+        made: the model's format of the result.
     """
 
     kind: Kind
@@ -204,7 +205,7 @@ class OperandReader:
 
     @classmethod
     def of(cls, node: fx.Node, note: OperatorInfo, value: Any) -> OperandReader:
-        """Returns an operator as it stands; `value`: its own, in the types that the model was written in."""
+        """Return the reader for a node; `value` is its value in the model's dtype."""
         row = note.row
         converted: tuple[int, ...] = ()
         if note.kind is Kind.ADJUSTABLE and row is not None:
@@ -213,11 +214,15 @@ class OperandReader:
         return cls(note.kind, row, owned, converted, in_place(node), format_of(value))
 
     def takes_scaled(self, operand: Operand) -> bool:
-        """Whether an operand is a factor of a product with a weight, which takes formats that are not plain."""
+        """Return whether an operand is a factor that may be in a format that is not plain."""
         return self.row is not None and operand.place in self.row.scaled
 
     def asks(self, precision: Precision | None, operand: Operand, value: Any) -> Precision | Asks:
-        """Returns the format that an operator in `precision` asks for; `value`: the operand's fake value, of which only sizes count."""
+        """Return the format that an operator in `precision` requires of an operand.
+
+        Args:
+            value: the operand's fake value; only its sizes matter.
+        """
         if not is_float(value):
             return Asks.GIVEN
         if self.kind is Kind.ADJUSTABLE and self.row is not None:
@@ -229,7 +234,7 @@ class OperandReader:
         if self.in_place:
             return precision
         if self.kind is Kind.DEPENDENT:
-            # Tensors without dimensions do not widen what they meet, and are not converted.
+            # Zero-dimensional tensors do not widen other operands, and are not converted.
             return precision if value.dim() else Asks.GIVEN
         return Asks.WRITTEN if precision is self.made else precision
 
@@ -241,17 +246,18 @@ class OperandReader:
             return precision
         if precision.scaled:
             return Asks.WRITTEN
-        # What is no factor is not rounded to a grid: it has the type that the grid's values are kept in.
+        # An operand that is not a factor is not rounded to the grid: it gets the grid's storage
+        # dtype.
         live = precision if precision.plain else precision_of(precision.dtype)
         return live if live is not None and operand.position in self.converted else Asks.BESIDE
 
     def read_as(
         self, precision: Precision | None, operand: Operand, value: Any
     ) -> Precision | None:
-        """Returns the format that an operator in `precision` reads an operand in; None where it takes whatever format that has.
+        """Return the format that an operator in `precision` reads an operand in; None for any.
 
         Args:
-            value: the operand's fake value, in the type that the model was written in.
+            value: the operand's fake value in the model's dtype.
         """
         requested, owned = self.asks(precision, operand, value), format_of(value)
         if isinstance(requested, Precision):
@@ -263,7 +269,7 @@ class OperandReader:
 
 
 def operands(node: fx.Node, note: OperatorInfo | None) -> tuple[Operand, ...]:
-    """Returns what an operator reads, once for each time that it reads it."""
+    """Return an operator's operands, one entry per read."""
     result: list[Operand] = []
     weight = (
         note.row.scaled[1]
@@ -281,14 +287,13 @@ def operands(node: fx.Node, note: OperatorInfo | None) -> tuple[Operand, ...]:
 
 
 def map_operands(node: fx.Node, change: Callable[[Operand], fx.Node]) -> None:
-    """Puts `change(operand)` in the place of each operand."""
+    """Replace each operand by `change(operand)`."""
     node.args, node.kwargs = _mapped(node, change)
 
 
 def _mapped(
     node: fx.Node, change: Callable[[Operand], fx.Node]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments with `change(operand)` in the place of each operand."""
     names: list[str] = []
     if isinstance(node.target, torch._ops.OpOverload):
         names = [argument.name for argument in node.target._schema.arguments]

@@ -1,21 +1,10 @@
-"""What an operator costs in a state: forward, both gradients, and what it keeps.
+"""Costs of operators and casts: forward, gradients, and bytes saved for backward.
 
-Invariant: costs follow from shapes, formats and the operator's row alone, so that they are known of every state, for devices that are not
-there, and for every size of a batch. Operands are counted in the format that they are read in; what it takes to convert them is the
-cost of casts.
-
-Where casts may stand, whatever the plan: what each operator reads, what a cast would convert for it, and who else would share it.
-
-Invariant: read once from a graph as the model wrote it. Which of these casts there are follows from states alone (`casts`).
-
-Which casts a set of states takes, and what they cost: what `insert_casts` will do, foreseen without a graph.
-
-Invariant: there is one cast here for each that the pass inserts. It is charged to the operator that reads it first; that of a result which
-is given out in another format, to the operator that made it.
-
-What every operator of a graph costs under a plan, its casts included, by its id.
-
-Invariant: the sum over all operators is the cost of the graph: each cast is charged to one operator, and what is kept counts once.
+Invariant: costs follow from shapes, formats and operator rows alone, so they are known for every
+state and batch size, and for absent devices. An operand counts in the format in which it is read;
+its conversion is the cost of a cast. `casts` predicts each cast that the pass `insert_casts`
+inserts. A cast is charged to its first reader, a cast of a result to the operator that computes it,
+so the sum over all operators is the cost of the graph.
 """
 
 from __future__ import annotations
@@ -48,15 +37,15 @@ from qsync_fx.plan.operator_id import OpId
 
 
 def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
-    """Returns what an operator costs in a state, without the casts of its operands."""
+    """Return the cost of an operator in a state, without casts of its operands."""
     note = node_metadata.NOTE[site.node]
     row, value = note.row, site.graph.value(site.node)
     if flow.is_view(site.node) or (row is not None and row.converts):
-        return Cost()  # it shows memory that is there; what a conversion takes, casts know
+        return Cost()  # a view moves no bytes, and a conversion counts as a cast
     result = size_in(value, state.output)
     read = {o: size_in(site.graph.value(o.node), _format(site, state, o)) for o in site.operands}
     if row is not None and row.output_only:
-        # Of a large table it reads what it returns.
+        # A lookup reads only the rows that it returns.
         read[site.operands[0]] = size_in(value, format_of(value))
     forward = Work(flops_of(site.graph, site.node), sum(read.values(), start=0) + result)
     saved = _saved(flow, site, state)
@@ -72,7 +61,7 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
             + size_in(site.graph.value(operand.node), format_of(site.graph.value(operand.node))),
         )
         if operand in multiplied:
-            # The gradient of a factor is a product of the incoming gradient and of the other factors.
+            # The gradient of a factor is a product of the incoming gradient and the other factors.
             others = sum(
                 (size for o, size in read.items() if o is not operand and o in multiplied), start=0
             )
@@ -90,12 +79,12 @@ def operator_cost(flow: Flow, site: OperandSite, state: OperandState) -> Cost:
 
 
 def is_parameter(flow: Flow, operand: Operand) -> bool:
-    """Whether an operand is a parameter of the model, or a view of one."""
+    """Return whether an operand is a parameter of the model, or a view of one."""
     return isinstance(flow.tensor(operand.node).meta.get("val"), torch.nn.Parameter)
 
 
 def _gradient_flops(site: OperandSite, forward: Size, factors: int) -> Size:
-    """The operations of the gradient of one factor; where all gradients are computed at once, its share of them."""
+    """Return the operations of one factor's gradient, or its share if they are counted together."""
     row = node_metadata.NOTE[site.node].row
     total = row.gradient_flops if row is not None else None
     return (
@@ -106,7 +95,7 @@ def _gradient_flops(site: OperandSite, forward: Size, factors: int) -> Size:
 
 
 def flops_of(graph: PrecisionGraph, node: fx.Node) -> Size:
-    """Returns the operations of an operator's forward pass; 0 where they do not matter."""
+    """Return the operations of an operator's forward pass, 0 if they are negligible."""
     row = node_metadata.NOTE[node].row
     return 0 if row is None or row.flops is None else _counted(graph, node, row.flops)
 
@@ -117,7 +106,7 @@ def _counted(graph: PrecisionGraph, node: fx.Node, flops: Flops) -> Size:
 
 
 def _saved(flow: Flow, site: OperandSite, state: OperandState) -> dict[Kept, Size]:
-    """What the operator keeps, by value: quantized operands where it is lowered, else what autograd says."""
+    """Return the bytes saved by value: quantized operands if lowered, else autograd's answer."""
     note = node_metadata.NOTE[site.node]
     if site.repeated or not any(site.needs):
         return {}
@@ -127,7 +116,7 @@ def _saved(flow: Flow, site: OperandSite, state: OperandState) -> dict[Kept, Siz
         source = flow.tensor(node)
         owned = format_of(site.graph.value(node))
         if source.op == "placeholder" and fmt in (None, owned):
-            return  # a parameter, or an input: it is there anyway
+            return  # parameters and inputs are in memory anyway
         result[source.name, str(fmt or "")] = size_in(extent, fmt)
 
     if note.kind is Kind.ADJUSTABLE and state.precision is not None and not state.precision.plain:
@@ -169,7 +158,7 @@ def _format(site: OperandSite, state: OperandState, operand: Operand) -> Precisi
 
 
 def size_in(value: Any, fmt: Precision | None) -> Size:
-    """Returns the bytes of a value whose floating-point tensors are in a format."""
+    """Return the bytes of a value whose floating-point tensors are in a format."""
     return sum(
         (
             expression(t.numel())
@@ -182,11 +171,11 @@ def size_in(value: Any, fmt: Precision | None) -> Size:
 
 @dataclass(frozen=True)
 class FormatSource:
-    """The format of a node's value: that of an operator's result, or what the model says.
+    """The format of a node's value: the output of an operator, or the model's format.
 
     Attributes:
-        site: the operator; None where it is `own` whatever the plan.
-        own: the format in the model; None for what is no floating-point tensor.
+        site: the operator; None if the format is `own` under any plan.
+        own: the format in the model; None for other values than floating-point tensors.
     """
 
     site: OperandSite | None
@@ -195,15 +184,16 @@ class FormatSource:
 
 @dataclass(frozen=True, eq=False)
 class CastSite:
-    """A reading of a value, for which it may be converted.
+    """A read of a value that may need a cast.
 
     Attributes:
-        graph: the graph, or body, that reads.
-        reader: the operator; None for what the graph returns.
-        operand: what it reads, as it does; None for what the graph returns.
-        used, origin: the node that is read, and the one that a cast would convert, with the formats of their values.
-        value: that of `used`.
-        shared: equal for readings that share one cast a format.
+        graph: the graph or body of the reader.
+        reader: the operator; None for an output of the graph.
+        operand: the operand; None for an output of the graph.
+        used, origin: the node that is read, and the node that a cast converts.
+        used_held, origin_held: the formats of their values.
+        value: the value of `used`.
+        shared: equal for reads that share one cast per format.
     """
 
     graph: PrecisionGraph
@@ -217,7 +207,7 @@ class CastSite:
     shared: Hashable
 
     def wanted(self, precision: Precision | None) -> Precision | None:
-        """Returns the format that a reader in `precision` reads it in; None for whichever it has."""
+        """Return the format that a reader in `precision` reads the value in; None for any."""
         if self.reader is None or self.operand is None:
             return self.used_held.own
         return self.reader.reader.read_as(precision, self.operand, self.value)
@@ -225,12 +215,13 @@ class CastSite:
 
 @dataclass(frozen=True, eq=False)
 class FormatChange:
-    """A change of format that is an operator's own: a conversion of the model's, or a result that is given out in another format.
+    """A change of format by an operator: a conversion in the model, or a cast of its result.
 
     Attributes:
-        graph, site: the operator, where it stands.
-        source: the node whose value changes, with the format that it has before.
-        wanted: whether the model itself asks for it.
+        graph, site: the operator and its graph.
+        source: the node whose value changes.
+        held: the format of the source.
+        wanted: whether the model itself requests the change.
     """
 
     graph: PrecisionGraph
@@ -241,7 +232,10 @@ class FormatChange:
 
 
 def places(flow: Flow) -> list[CastSite | FormatChange]:
-    """Returns all that may need a cast in a graph, in the order in which it runs."""
+    """Return all reads and changes of format that may need a cast, in execution order.
+
+    They depend on the graph as the model wrote it. The states decide which casts exist (`casts`).
+    """
     walk = _Walk(flow)
     walk.graph(flow.graph)
     return walk.found
@@ -277,7 +271,8 @@ class _Walk:
             return
         for operand in site.operands:
             self._read(graph, site, operand, operand.node, sharing)
-        # An operator that computes in the model's own format and promises another, as a lookup in a table does.
+        # An operator that computes in the model's format and outputs another one, such as an
+        # embedding.
         if row is not None and row.output_only and not in_place(node):
             self.found.append(
                 FormatChange(
@@ -314,7 +309,7 @@ class _Walk:
         return FormatSource(self.flow.by_node.get(self.flow.source(node)), format_of(value))
 
     def _origin(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> fx.Node:
-        """Sees through conversions of the model's own that lose nothing, as casts do."""
+        """Return the node to convert, like `Casts.origin`: skip lossless conversions."""
         while node.target is torch.ops.aten.to.dtype and is_float(graph.value(node)):
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -339,13 +334,14 @@ States = Mapping[fx.Node, OperandState]
 
 @dataclass(frozen=True)
 class CastCost:
-    """
+    """A cast and its cost.
+
     Attributes:
-        owner: the operator that it is made for; None for what the graph hands on as it was given.
-        wanted: whether it is a conversion that the model itself asks for, which is an operator of its own.
+        owner: the operator that it is made for; None for a graph input that is returned.
         source: the node whose value is converted.
         before, after: the formats.
-        cost: of the conversion or quantizer, and of its gradient.
+        cost: cost of the conversion or quantizer, and of its gradient.
+        wanted: whether it is an operator of the model, which requests the conversion itself.
     """
 
     owner: fx.Node | None
@@ -359,10 +355,10 @@ class CastCost:
 def casts(
     flow: Flow, states: States, where: Sequence[CastSite | FormatChange] | None = None
 ) -> list[CastCost]:
-    """Returns the casts that a graph needs where its operators are in these states, and the model's own that convert anything there.
+    """Return the casts of a graph in given states, including the model's effective conversions.
 
     Args:
-        where: the graph's `places`, where they are known already.
+        where: the graph's `places`, if they are already computed.
     """
     result: dict[Any, CastCost] = {}
     for place in places(flow) if where is None else where:
@@ -374,12 +370,12 @@ def casts(
 
 
 def needs_cast(before: Precision | None, used: Precision | None, wanted: Precision | None) -> bool:
-    """Whether a value has to be converted for a reader.
+    """Return whether a value has to be converted for a reader.
 
     Args:
-        before: the format that it has where a cast would convert it.
-        used: the format that it has where it is read, behind conversions of the model's own.
-        wanted: the format that it is read in; None for whichever it has.
+        before: format at the node that a cast converts.
+        used: format at the node that is read, behind conversions of the model.
+        wanted: format in which it is read; None for any.
     """
     if wanted is None or before is None or wanted is before:
         return False
@@ -419,7 +415,6 @@ def _changed(result: dict[Any, CastCost], flow: Flow, states: States, change: Fo
 
 
 def _cast_format(live: FormatSource, states: States) -> Precision | None:
-    """The format of a value in these states."""
     state = states.get(live.site.node) if live.site is not None else None
     return live.own if state is None else state.output or live.own
 
@@ -432,16 +427,17 @@ def _cost(
 
 
 def cast_cost(read: Size, written: Size, after: Precision, differentiated: bool) -> Cost:
-    """Returns what converting or quantizing so many bytes costs."""
+    """Return the cost of a conversion or quantizer, given bytes read and written."""
     if not after.plain:
-        # A quantizer reads once for the scale and once for the values. The operator differentiates past it.
+        # A quantizer reads once for the scale and once for the values. Its gradient is part of the
+        # operator.
         return Cost(casts=Work(0, read * (2 if after.scaled else 1) + written))
     moved = Work(0, read + written)
     return Cost(casts=moved, casts_backward=moved if differentiated else Work())
 
 
 class Costing:
-    """Costs of one graph, for any plan; what was computed for one plan is there for the next."""
+    """Costs of one graph for any plan; results are cached across plans."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -449,11 +445,11 @@ class Costing:
 
     @functools.cached_property
     def places(self) -> list[CastSite | FormatChange]:
-        """What may need a cast, whatever the plan."""
+        """Reads and changes of format that may need a cast, under any plan."""
         return places(self.flow)
 
     def own(self, node: fx.Node, state: OperandState) -> Cost:
-        """Returns what the operator at `node` costs in a state, without casts."""
+        """Return the cost of the operator at `node` in a state, without casts."""
         key = node, state
         if key not in self._known:
             site = self.flow.by_node[node]
@@ -461,7 +457,7 @@ class Costing:
         return self._known[key]
 
     def of(self, states: Mapping[OpId, OperandState]) -> dict[OpId, Cost]:
-        """Returns what each operator costs, by its id, where the operators are in these states."""
+        """Return the cost of each operator by its id, casts included, in the given states."""
         by_node = {site.node: states[site.id] for site in self.flow.sites if site.id in states}
         result = {
             site.id: self.own(site.node, by_node[site.node])

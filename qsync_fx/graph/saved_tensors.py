@@ -1,25 +1,12 @@
-"""What flows through a graph as the model wrote it: where each tensor comes from, which need gradients, what is kept for them.
+"""Data flow of a graph: origins of tensors, gradients, and tensors saved for backward.
 
-Read from a graph before casts are inserted. Whatever lies between an operator and its reader is looked through: unpacking, borders of
-checkpointed bodies, casts of an autocast region.
+It is read from a graph before casts are inserted and skips nodes between an operator and its
+reader: unpacking, boundaries of checkpointed bodies, casts of autocast. Invariant: several views
+are one tensor, named after the node that made it.
 
-Invariant: a tensor that several nodes show, each as a view, is one tensor, named after the node that made it.
-
-Which attention is computed as two products with a softmax between them, in place of torch's fused kernel.
-
-On the CPU that kernel is slow in BF16 where sequences are short: forward and backward together the products, compiled, took 0.25 to 0.64 of
-its time for up to 512 tokens, and as long for 1,024 (`benchmarks/kernels/attention.py`). They keep the weights, which the kernel computes
-again.
-
-Invariant: who lowers attention and who foresees what it keeps ask the same function. It holds for what was measured alone: training in BF16
-on a CPU with a unit for it, compiled by Inductor, without a mask and without dropout, of sizes that are known.
-
-What an operator's backward pass needs: which operands get a gradient, and which tensors are kept for it.
-
-Nothing of this is written down in a table. Autograd is asked: the operator runs on fake operands, with hooks on what it saves. So it holds
-for every operator of torch, and for those that are composed of others.
-
-Invariant: nothing is computed and nothing of the graph changes; what was asked once is remembered by operator, types and sizes.
+The saved tensors come from autograd: each operator runs on fake operands with saved-tensor hooks.
+This covers all operators of torch, composites included, and computes no values. The module also
+decides which attention is computed as two products with a softmax instead of torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -53,9 +40,14 @@ from qsync_fx.plan.operator_id import OpId
 
 FUSED: Final = torch.ops.aten.scaled_dot_product_attention.default
 _DROPOUT: Final = 4
-"""Place of its chance among the arguments."""
+"""Index of the dropout probability among the arguments."""
 MOST_TOKENS: Final = 512
-"""Tokens of query and key up to which products are taken; of different lengths their mean (geometric) counts."""
+"""Maximum number of tokens for attention as products; the geometric mean if lengths differ.
+
+On the CPU in BF16, forward and backward of the compiled products took 0.25 to 0.64 of the fused
+kernel's time up to 512 tokens and as long at 1,024 (`benchmarks/kernels/attention.py`). The
+products save the weights, which the kernel recomputes.
+"""
 
 
 def as_products(
@@ -66,10 +58,14 @@ def as_products(
     device: torch.device,
     options: Options,
 ) -> bool:
-    """Returns whether a call is attention that is computed as products.
+    """Return whether a call is attention that is computed as products.
+
+    Lowering and the prediction of saved tensors both call this function. It accepts only the
+    measured case: training in BF16 on a CPU with native support for it, compiled by Inductor,
+    without mask and dropout, of static sizes.
 
     Args:
-        args, kwargs: of the call, tensors of the types that it computes in among them.
+        args, kwargs: arguments of the call, with tensors in its compute dtype.
         need: whether a gradient flows back to an operand.
     """
     if (
@@ -88,7 +84,7 @@ def as_products(
         return False
     if device.type != "cpu" or capability(device) != ANY:
         return False
-    # Of 16 bits, a CPU's default is what it has a unit for.
+    # A CPU's default format has 16 bits only if the CPU supports it natively.
     fast = default_precision(device)
     if fast.bits != 16 or any(
         format_of(t) is not fast or t.dim() != 4 for t in (query, key, value)
@@ -104,24 +100,25 @@ def as_products(
 def without_dropout(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of the call of the fused kernel that drops nothing."""
+    """Return the arguments of a call of fused attention, without dropout."""
     drops = args[_DROPOUT : _DROPOUT + 1]
     rest = {name: value for name, value in kwargs.items() if name != "dropout_p"}
     return (*args[:_DROPOUT], *(0.0 for _ in drops), *args[_DROPOUT + 1 :]), rest
 
 
 def products(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Computes attention as what it stands for: scores are rounded to the operands' type, and the softmax is FP32 inside."""
+    """Compute attention as two products; scores have the operands' dtype, the softmax is FP32."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-2, -1)
-    # The same numbers as of a product in 16 bits. Of that Inductor makes the fused kernel again, where the batch is one sequence.
+    # Bitwise equal to scaling in 16 bits, whose pattern Inductor fuses back to the kernel for a
+    # batch of one sequence.
     scaled = (scores.float() * factor).to(scores.dtype)
     return torch.softmax(scaled, -1) @ value
 
 
 @dataclass(frozen=True)
 class Extra:
-    """A tensor that only the backward pass knows: a mask, a mean."""
+    """A tensor that only the backward pass reads: a mask, a mean."""
 
     numel: Any
     dtype: torch.dtype
@@ -129,11 +126,11 @@ class Extra:
 
 @dataclass(frozen=True)
 class SavedRead:
-    """A tensor operand, as an operator reads it.
+    """A tensor operand as an operator reads it.
 
     Attributes:
-        value: fake tensors whose sizes and strides it has.
-        dtype: the type it is read in; None where it is read as it lies.
+        value: fake tensors with its sizes and strides.
+        dtype: the dtype in which it is read; None for its own dtype.
         need: whether it needs a gradient.
     """
 
@@ -144,12 +141,13 @@ class SavedRead:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """
+    """Tensors that an operator saves for backward.
+
     Attributes:
         differentiable: whether the operator's result has a gradient.
-        operands: positions, among the operator's tensor operands, of those that are kept.
-        results: positions of the results that are kept.
-        extras: what else is.
+        operands: indices of saved operands among the operator's tensor operands.
+        results: indices of saved results.
+        extras: other saved tensors.
     """
 
     differentiable: bool = False
@@ -159,14 +157,14 @@ class SavedTensors:
 
 
 class Autograd:
-    """Asks autograd about operators; remembers the answers."""
+    """Saved tensors of operators according to autograd, cached by operator, dtypes and sizes."""
 
     def __init__(self, mode: FakeTensorMode | None, device: torch.device, options: Options) -> None:
         self._mode, self._device, self._options = mode, device, options
         self._known: dict[Hashable, SavedTensors] = {}
 
     def kept(self, node: fx.Node, reads: Mapping[fx.Node, SavedRead]) -> SavedTensors:
-        """Returns what a call of an ATen operator keeps that reads the nodes it reads as `reads` says."""
+        """Return the tensors that a call of an ATen operator saves for the given reads."""
         if not any(read.need for read in reads.values()) or not isinstance(
             node.target, torch._ops.OpOverload
         ):
@@ -199,12 +197,13 @@ class Autograd:
                 and self._device.type == "cpu"
                 and capability(self._device) != ANY
             ):
-                # A GPU's fused kernels draw what they drop again; a CPU's have no dropout, and attention with it is several kernels there.
+                # The CPU represents a target GPU, whose fused kernels redraw the dropout mask. The
+                # CPU's fused kernel has no dropout and would be replaced by several kernels.
                 args, kwargs = without_dropout(args, kwargs)
             try:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     result = call(*args, **kwargs)
-            except Exception:  # noqa: BLE001 - an operator that does not run alone may keep all that it reads
+            except Exception:  # noqa: BLE001 - it may save all operands if it cannot run alone
                 return SavedTensors(
                     True, tuple(index for index, read in enumerate(reads.values()) if read.need)
                 )
@@ -237,14 +236,14 @@ def _outline(read: SavedRead) -> Hashable:
 
 
 def _stand_in(value: Any, read: SavedRead) -> Any:
-    """Returns fresh tensors of the same sizes, no two of one memory."""
+    """Return new tensors of the same sizes and strides, without shared storages."""
     if isinstance(value, (list, tuple)):
         return type(value)(_stand_in(item, read) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
     dtype = read.dtype if read.dtype is not None and is_float(value) else value.dtype
     fresh = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=value.device)
-    # A leaf may not be written to in place; what a graph computes is none.
+    # In-place writes to a leaf raise; values in a graph are not leaves.
     return fresh.requires_grad_().view_as(fresh) if read.need and is_float(value) else fresh
 
 
@@ -254,15 +253,15 @@ def _numel(tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class OperandSite:
-    """An operator where it stands.
+    """An operator at its position in the graph.
 
     Attributes:
         node: its node.
-        graph: the graph, or body, that the node is in.
-        reader: what it reads, and how.
+        graph: the graph or body that contains the node.
+        reader: its operands and their formats.
         needs: for each operand, whether a gradient flows back to it.
-        repeated: whether activation checkpointing computes it again.
-        order: its place among the operators of the whole graph.
+        repeated: whether activation checkpointing recomputes it.
+        order: its index among the operators of the top-level graph.
     """
 
     node: fx.Node
@@ -283,13 +282,15 @@ class OperandSite:
 
 
 class Flow:
-    """
+    """Data flow of a graph and its bodies.
+
     Attributes:
-        sites: the operators in the order they run, those in bodies included.
-        by_node: the same, by their nodes.
+        sites: the operators in execution order, including operators in bodies.
+        by_node: the sites by node.
         outputs: nodes whose values the graph returns.
-        sizes: readable names for symbolic sizes: "batch" for the first dimension of the first input that has a symbolic one, "sequence" for
-            the second of token ids, else the input's name and the dimension.
+        sizes: readable names for symbolic sizes: "batch" for the first dimension of the first input
+            with a symbolic one, "sequence" for the second of token ids, else the input's name and
+            the dimension.
     """
 
     def __init__(self, graph: PrecisionGraph) -> None:
@@ -308,32 +309,32 @@ class Flow:
         self.sizes = _named_sizes(graph)
 
     def source(self, node: fx.Node) -> fx.Node:
-        """Returns the operator, parameter or input whose result a node hands on unchanged: the node itself for those."""
+        """Return the operator, parameter or input whose result a node passes on unchanged."""
         while node in self._same:
             node = self._same[node]
         return node
 
     def tensor(self, node: fx.Node) -> fx.Node:
-        """Returns the node that made the memory that a node's value lies in."""
+        """Return the node that made the storage of a node's value."""
         node = self.source(node)
         while node in self._roots:
             node = self.source(self._roots[node])
         return node
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether a node's value lies in the memory of one of its operands."""
+        """Return whether a node's value shares the storage of one of its operands."""
         return node in self._roots
 
     def needs(self, node: fx.Node) -> bool:
-        """Whether a gradient flows back to a node's value."""
+        """Return whether a gradient flows back to a node's value."""
         return self._needs.get(node, False)
 
     def memory(self, graph: PrecisionGraph) -> AliasSets:
-        """Returns which values of the graph, or of one of its bodies, share memory."""
+        """Return the alias sets of the graph or of one of its bodies."""
         return self._memory[graph]
 
     def kept(self, site: OperandSite, state: OperandState) -> SavedTensors:
-        """Returns what an operator keeps for its backward pass in a state that torch computes itself."""
+        """Return the tensors that an operator saves in a state that torch computes itself."""
         graph = site.graph
         reads: dict[fx.Node, SavedRead] = {}
         for operand, need in zip(site.operands, site.needs, strict=True):
@@ -447,5 +448,5 @@ def _named_sizes(graph: PrecisionGraph) -> dict[sympy.Symbol, sympy.Symbol]:
 
 
 def is_float_all(value: Any) -> bool:
-    """Whether a gradient may flow back to a value: a floating-point tensor, or several."""
+    """Return whether a value contains a floating-point tensor, which may have a gradient."""
     return any(is_float(t) for t in tensors(value))

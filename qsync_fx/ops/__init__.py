@@ -1,15 +1,9 @@
-"""What we know of operators.
+"""The operator table: one declarative row per ATen operator.
 
-Invariant: each module of the folders of this package holds `ROWS`, a tuple of `OperatorRow`, or what rows are made of; a new operator is
-a new row.
-Installed packages add rows through the entry point group `qsync_fx.ops`, whose values are such tuples. No two rows claim one
-target.
-
-Operators that compute new values element by element, or sum up along a dimension: activations, norms, reductions, losses.
-
-Operators whose results hold the values that they are given, or constants: views, lookups, conversions, writes.
-
-Operators that multiply tensors: products, convolutions, attention, and what is built of them.
+Each module with rows defines `ROWS`, a tuple of `OperatorRow` (spec.py); a new operator is a new
+row. Installed packages add tuples of rows through the entry point group `qsync_fx.ops`. Two rows
+with the same target are an error. `row_for` looks up a node's target; `contractions` describes
+products. Start in `spec`.
 """
 
 from __future__ import annotations
@@ -31,12 +25,12 @@ __all__ = ["Flops", "Kind", "OperatorRow", "Place", "row_for", "table"]
 
 
 _NO_ROWS = ("qsync_fx.ops.spec", "qsync_fx.ops.contractions")
-"""What rows are made of."""
+"""Modules without rows."""
 
 
 @functools.cache
 def table() -> Mapping[str, OperatorRow]:
-    """Returns every row by target ("aten::linear"), our own and those of installed packages."""
+    """Return every row by target ("aten::linear"), including rows of installed packages."""
     sources: dict[str, tuple[OperatorRow, ...]] = {}
     for module in pkgutil.walk_packages(__path__, f"{__name__}."):
         if not module.ispkg and module.name not in _NO_ROWS:
@@ -58,14 +52,14 @@ def table() -> Mapping[str, OperatorRow]:
 
 
 def row_for(target: Any) -> OperatorRow | None:
-    """Returns the row of a graph node's target; None for an operator that the table does not know."""
+    """Return the row of a node's target; None for an unknown operator."""
     return _row_of(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 @functools.cache
 def _row_of(target: torch._ops.OpOverload) -> OperatorRow | None:
     name, overload, rows = target._schema.name, target._overloadname, table()
-    # An in-place operator is the same operator: `relu_` decides as `relu` does.
+    # An in-place operator has the row of its out-of-place form: `relu_` the row of `relu`.
     plain = name.removesuffix("_")
     names = (f"{name}.{overload}", name, f"{plain}.{overload}", plain)
     row = next((rows[entry] for entry in names if entry in rows), None)

@@ -1,10 +1,8 @@
-"""How a product contracts its two factors: one letter a dimension, as einsum writes it.
+"""Contractions: products of two tensors in einsum notation, one letter per dimension.
 
-Every product of two tensors is of this kind, so what is true of one that has a weight is said once for all of them: which dimensions are
-summed over, which are channels, and whether it is what a layer computes.
-
-Invariant: it follows from the arguments' shapes alone. A letter that both factors have is a dimension of the same size in both; a
-dimension of size 1 that is stretched has the letter `STRETCHED`.
+All products share one analysis of summed dimensions, channels, and fitness as a layer. Invariant:
+it depends on the arguments' shapes alone. A letter that both factors have is a dimension of equal
+size; a broadcast dimension of size 1 has the letter `STRETCHED`.
 """
 
 from __future__ import annotations
@@ -24,14 +22,16 @@ NOT_A_BIAS: Final = "it adds something else than a bias per output channel to it
 
 @dataclass(frozen=True)
 class Contraction:
-    """
+    """A product of two factors.
+
     Attributes:
         factors: the letters of both factors.
         result: the letters of the result.
-        places: where the factors stand.
-        sizes: of every letter.
-        bias: the shape of what is added; None where nothing is.
-        group: the letter of the second factor whose index an offset picks for each row of the first; "" for what is no grouped product.
+        places: the argument positions of the factors.
+        sizes: the size of every letter.
+        bias: the shape of the addend; None without one.
+        group: the letter of the second factor's dimension that offsets select per row of the first;
+            "" unless it is a grouped product.
     """
 
     factors: tuple[str, str]
@@ -48,11 +48,11 @@ class Contraction:
 
     @property
     def batch(self) -> str:
-        """The letters that both factors and the result have, in the order of the result: each index is a product of its own."""
+        """The letters of both factors and the result, in its order: separate products per index."""
         return "".join(c for c in self.result if c in self.factors[0] and c in self.factors[1])
 
     def own(self, factor: int) -> str:
-        """The letters of the result that one factor alone has, in its order."""
+        """Return the letters of the result that only one factor has, in its order."""
         return "".join(
             c
             for c in self.factors[factor]
@@ -61,7 +61,7 @@ class Contraction:
 
     @property
     def turned(self) -> Contraction:
-        """The same with the other factor first."""
+        """The same contraction with swapped factors."""
         return dataclasses.replace(self, factors=self.factors[::-1], places=self.places[::-1])
 
     @property
@@ -70,23 +70,23 @@ class Contraction:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is `[..., K]` by `[N, K]`, which gives `[..., N]`."""
+        """Whether it computes `[..., K]` by `[N, K]` to `[..., N]`."""
         rows, channels, summed = self.own(0), self.own(1), self.summed
         as_layer = (f"{rows}{summed}", f"{channels}{summed}"), f"{rows}{channels}"
         return (self.factors, self.result) == as_layer and len(channels) == len(summed) == 1
 
     def separate(self, factor: int) -> list[int]:
-        """The dimensions of a factor whose indices are matrices of their own."""
+        """Return the dimensions of a factor whose indices are separate matrices."""
         letters = self.batch + (self.group if factor == 1 else "")
         return [index for index, c in enumerate(self.factors[factor]) if c in letters]
 
     def channels(self, factor: int) -> list[int]:
-        """The dimensions of a factor that a scale may vary along: it is not summed over them."""
+        """Return the dimensions of a factor that a scale may vary along: they are not summed."""
         letters = self.result + self.group
         return [index for index, c in enumerate(self.factors[factor]) if c in letters]
 
     def unfit(self, weight: int) -> str:
-        """Returns why it is no layer's product whose weight is that factor; "" where it is."""
+        """Return why it is not a layer's product with that factor as the weight, or ""."""
         for this, other in ((0, 1), (1, 0)):
             if any(
                 c not in self.factors[other] + self.result + self.group + STRETCHED
@@ -124,12 +124,12 @@ def contraction(
     bias: Any = None,
     group: str = "",
 ) -> Contraction:
-    """Returns the contraction of two tensors, told by letters of which some may be stretched."""
+    """Return the contraction of two tensors with given letters; broadcast letters are replaced."""
     shapes = [tuple(t.shape) for t in value]
     sizes: dict[str, Any] = {}
     for letters, shape in zip(factors, shapes, strict=True):
         for letter, size in zip(letters, shape, strict=True):
-            # A symbolic size is not 1: torch would have made a number of it.
+            # A symbolic size is not 1: torch would have specialized it.
             if letter not in sizes or _is_one(sizes[letter]):
                 sizes[letter] = size
     first, second = (
@@ -149,7 +149,7 @@ def _is_one(size: Any) -> bool:
 
 
 def matmul(args: Sequence[Any]) -> Contraction:
-    """`matmul` and its kin: the last two dimensions of each are a matrix, those before are aligned at their ends."""
+    """Return the contraction of `matmul`: matrices in the last two dimensions, others broadcast."""
     first, second = args[:2]
     rows, columns = "m" if first.dim() > 1 else "", "n" if second.dim() > 1 else ""
     letters = [c for c in string.ascii_letters if c not in "mkn"]
@@ -168,7 +168,7 @@ def linear(args: Sequence[Any]) -> Contraction:
 
 
 def inner(args: Sequence[Any]) -> Contraction:
-    """`inner` contracts the last dimensions."""
+    """Return the contraction of `inner`, over the last dimensions."""
     first, second = args[:2]
     letters = string.ascii_letters.replace("k", "")
     a, b = letters[: first.dim() - 1], letters[first.dim() :][: second.dim() - 1]
@@ -189,7 +189,10 @@ def tensordot(args: Sequence[Any]) -> Contraction:
 
 
 def plus(first: str, second: str, result: str, args: Sequence[Any]) -> Contraction | str:
-    """`addmm` and its kin: `beta * args[0] + alpha * args[1] @ args[2]`."""
+    """Return the contraction of `addmm` and its variants, or why it is not a layer's.
+
+    They compute `beta * args[0] + alpha * args[1] @ args[2]`.
+    """
     bias, a, b, beta, alpha = args[:5]
     if beta != 1 or alpha != 1:
         return "it weighs its bias or its product, which a linear layer does not"
@@ -224,7 +227,11 @@ def einsum(args: Sequence[Any]) -> Contraction | str:
 
 
 def grouped(args: Sequence[Any]) -> Contraction | str:
-    """Rows of the first factor are one group after the other, and each group has a matrix of the second: the experts of a model."""
+    """Return the contraction of a grouped product, such as experts.
+
+    The rows of the first factor are concatenated groups, and each group has a matrix of the second
+    factor.
+    """
     first, second = args[:2]
     bias = args[3] if len(args) > 3 else None
     if first.dim() == second.dim() == 3:
@@ -235,7 +242,7 @@ def grouped(args: Sequence[Any]) -> Contraction | str:
 
 
 def labels(term: str, dimensions: int) -> list[str]:
-    """Returns one label a dimension. Those of an ellipsis are aligned at their ends, so they are named from there."""
+    """Return one label per dimension; labels of an ellipsis are numbered from its end."""
     before, dots, after = term.partition("...")
     hidden = dimensions - len(before) - len(after) if dots else 0
     return [*before, *(f".{position}" for position in range(hidden, 0, -1)), *after]

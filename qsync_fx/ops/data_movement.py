@@ -1,16 +1,6 @@
-"""Operators that move values and change none.
+"""Rows of data movement: views, copies, lookups, indexing, creation, conversions and writes.
 
-Conversions that the model itself asks for. The passes keep them as they are.
-
-Operators that make tensors out of numbers.
-
-Lookups in a table of weights.
-
-Operators that read or write at indices.
-
-Quantization that the model itself does.
-
-Operators that write into a tensor that already has a type.
+They compute no new values. The passes preserve conversions and quantization in the model.
 """
 
 from __future__ import annotations
@@ -103,7 +93,7 @@ _SHAPE_ROWS = (
         "_pad_circular reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
         "replication_pad3d",
     ),
-    # Of a converted view there is a copy, without the memory around it that strides may reach.
+    # A converted view is a copy without the surrounding memory that strides may reach.
     *dependent(
         "it reads memory by strides, so it takes the precision of its input, whose strides stay as they are",
         "as_strided as_strided_copy",

@@ -1,8 +1,6 @@
-"""Operators that work value by value: those that a narrow float does not harm, and those that it does.
+"""Rows of elementwise operators: pointwise, integer and boolean results, random numbers.
 
-Operators whose results are integers, truth values or ranks.
-
-Operators that draw random numbers. Their stream depends on the type they draw in, so it stays the model's.
+Random streams depend on the dtype, so random operators stay as the model wrote them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,10 @@
-"""Matrix products.
+"""Rows of matrix products, convolutions, attention, linear algebra and recurrent networks.
 
-Only a product with a weight takes scaled formats. `linear`, and `addmm`, which adds a bias to one, are written for that; any other has one
-where one of its factors is a parameter, which its row leaves to `classify`. Two activations the paper leaves unquantized, so their product
-takes float formats only.
-
-`einsum`, the product whose shape is written in its first argument.
-
-Linear algebra, Fourier transforms, and complex and sparse tensors, which torch computes in no narrow float.
-
-Recurrent networks, each of which torch keeps as one operator.
-
-Convolutions: products of an activation and a weight, so they take every format.
-
-Attention as one operator.
-
-Its two products are of activations, so it takes float formats only. Its softmax is FP32 inside.
+Only a product with a weight accepts scaled formats; QSync does not quantize products of two
+activations. `linear`, `addmm` and convolutions have a weight argument. In other products a factor
+may be a parameter; the pass `classify` finds it. Attention multiplies activations, so it accepts
+float formats only; its softmax is FP32 internally. Linear algebra, Fourier transforms, complex and
+sparse tensors have no narrow format in torch.
 """
 
 from __future__ import annotations
@@ -46,22 +36,22 @@ ODD = "a product of an activation and a weight, but not as a layer's: the plan c
 
 
 def last_dimension(args: tuple[Any, ...], output: Any) -> Any:
-    """Operations of a product that contracts the last dimension of its first argument, if it has one (`inner`)."""
+    """Return the FLOPs of a product over its first argument's last dimension, if it has one."""
     return 2 * output.numel() * math.prod(args[0].shape[-1:])
 
 
 def added(args: tuple[Any, ...], output: Any) -> Any:
-    """The same where the first argument is what the product is added to."""
+    """Return the FLOPs of a product that is added to the first argument."""
     return 2 * output.numel() * args[1].shape[-1]
 
 
 def summed(args: tuple[Any, ...], output: Any) -> Any:
-    """`addbmm(bias, [b, n, k], [b, k, m])` adds the `b` products up."""
+    """Return the FLOPs of `addbmm(bias, [b, n, k], [b, k, m])`, which sums `b` products."""
     return 2 * output.numel() * args[1].shape[0] * args[1].shape[-1]
 
 
 def grouped(args: tuple[Any, ...], output: Any) -> Any:
-    """`_grouped_mm(a, b)`: whichever operand has two dimensions holds all groups one after the other."""
+    """Return the FLOPs of `_grouped_mm(a, b)`; a 2-D operand concatenates the groups."""
     first, second = args[:2]
     if first.dim() == second.dim() == 2:
         return 2 * first.numel() * second.shape[-1]
@@ -69,9 +59,12 @@ def grouped(args: tuple[Any, ...], output: Any) -> Any:
 
 
 def chain(args: tuple[Any, ...], output: Any) -> Any:
-    """A product of several matrices, from left to right. torch picks the cheapest order: this is an upper bound."""
+    """Return the FLOPs of a product of several matrices from left to right.
+
+    This is an upper bound: torch picks the cheapest order.
+    """
     first, *rest = args[0]
-    # The first and the last may be vectors: a row, and a column.
+    # The first operand may be a row vector, the last a column vector.
     rows = first.shape[0] if first.dim() == 2 else 1
     inner, total = first.shape[-1], 0
     for matrix in rest:
@@ -81,12 +74,12 @@ def chain(args: tuple[Any, ...], output: Any) -> Any:
 
 
 def bilinear(args: tuple[Any, ...], output: Any) -> Any:
-    """`bilinear([..., i], [..., j], [o, i, j])`: a product with the weight, then one with the second input."""
+    """Return the FLOPs of `bilinear([..., i], [..., j], [o, i, j])`, as two products."""
     return 2 * output.numel() * args[2].shape[1] * (args[2].shape[2] + 1)
 
 
 def tensor_dot(args: tuple[Any, ...], output: Any) -> Any:
-    """`tensordot(a, b, dims_a, dims_b)` contracts `dims_a` of `a`."""
+    """Return the FLOPs of `tensordot(a, b, dims_a, dims_b)`."""
     return 2 * output.numel() * math.prod([args[0].shape[dimension] for dimension in args[2]])
 
 
@@ -96,7 +89,7 @@ Contracts = Callable[[Sequence[Any]], Contraction | str]
 def weighted(
     name: str, flops: Flops, scaled: tuple[int, int], bias: int, contracts: Contracts
 ) -> OperatorRow:
-    """A product of an activation and a weight, to which a bias may be added."""
+    """Return the row of a product of an activation and a weight with an optional bias."""
     return OperatorRow(
         name,
         (f"aten::{name}",),
@@ -120,7 +113,7 @@ def two(
     reason: str = ACTIVATIONS,
     unscaled: str = "",
 ) -> OperatorRow:
-    """A product of two tensors, of which `contracts` may find one to be a weight."""
+    """Return the row of a product of two tensors; `contracts` may identify one as a weight."""
     return OperatorRow(
         name,
         (f"aten::{name}",),
@@ -194,7 +187,10 @@ _PRODUCT_ROWS = (
 
 
 def einsum_contraction(args: tuple[Any, ...], output: Any) -> Any:
-    """From left to right, as torch does without a path: a step multiplies once for each combination of labels it holds."""
+    """Return the FLOPs of an einsum from left to right, as torch computes it without a path.
+
+    Each step costs one operation per combination of its labels, two if it sums.
+    """
     inputs, arrow, result = args[0].replace(" ", "").partition("->")
     terms = [
         labels(term, operand.dim())
@@ -203,7 +199,8 @@ def einsum_contraction(args: tuple[Any, ...], output: Any) -> Any:
     sizes: dict[str, Any] = {}
     for names, operand in zip(terms, args[1], strict=True):
         for name, size in zip(names, operand.shape, strict=True):
-            # One of the operands may be broadcast. A symbolic size is not 1: torch would have made a number of it.
+            # An operand may be broadcast. A symbolic size is not 1: torch would have specialized
+            # it.
             if name not in sizes or (isinstance(sizes[name], int) and sizes[name] == 1):
                 sizes[name] = size
     every = [name for names in terms for name in names]
@@ -211,17 +208,17 @@ def einsum_contraction(args: tuple[Any, ...], output: Any) -> Any:
     live, total = set(terms[0]), 0
     for position, names in enumerate(terms[1:], start=2):
         later = saved.union(*terms[position:])
-        # What only one of the two has, and nobody needs later, is summed before they meet.
+        # A label of one operand that no later step needs is summed before the product.
         shared = live & set(names)
         live = (live | set(names)) & (later | shared)
-        # Without a sum it is a product value by value, of one operation each.
+        # A product without a sum costs one operation per value.
         total = total + (1 if live <= later else 2) * math.prod(sizes[name] for name in live)
         live &= later
     return total
 
 
 def _kept(name: str, result: str | None, every: list[str]) -> bool:
-    """Whether a label is one of the result's; without an arrow, those are what occurs once."""
+    """Return whether a label is in the result; without an arrow, if it occurs once."""
     if result is None:
         return name.startswith(".") or every.count(name) == 1
     return "..." in result if name.startswith(".") else name in result
@@ -281,17 +278,17 @@ CONVOLUTION_REASON = "a convolution of an activation by a weight: the plan choos
 
 
 def forward(args: tuple[Any, ...], output: Any) -> Any:
-    """Each output value is a product over `weight[0]`, whose shape [in / groups, *kernel] accounts for groups."""
+    """Return the FLOPs of a convolution; `weight[0]` is [in / groups, *kernel] per output value."""
     return 2 * output.numel() * math.prod(args[1].shape[1:])
 
 
 def transposed(args: tuple[Any, ...], output: Any) -> Any:
-    """Each input value is spread over `weight[0]`, here of shape [out / groups, *kernel]."""
+    """Return the FLOPs of a transposed convolution; `weight[0]` is [out / groups, *kernel]."""
     return 2 * args[0].numel() * math.prod(args[1].shape[1:])
 
 
 def either(args: tuple[Any, ...], output: Any) -> Any:
-    """`convolution(input, weight, bias, stride, padding, dilation, transposed, ...)`."""
+    """Return the FLOPs of `convolution`, whose argument 6 is `transposed`."""
     return transposed(args, output) if args[6] else forward(args, output)
 
 
@@ -327,18 +324,20 @@ ATTENTION_REASON = (
 
 
 def attention(args: tuple[Any, ...], output: Any) -> Any:
-    """Query [..., Lq, E], key [..., Lk, E], value [..., Lk, Ev]: scores, then their product with the values.
+    """Return the FLOPs of the two products of attention.
 
-    A causal mask halves neither: kernels differ in what they skip, and torch counts both whole too.
+    Shapes: query [..., Lq, E], key [..., Lk, E], value [..., Lk, Ev]. A causal mask does not halve
+    them: kernels skip different parts, and torch counts the full product too.
     """
     query, key, value = args[:3]
     return 2 * math.prod(output.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def attention_gradients(args: tuple[Any, ...], output: Any) -> Any:
-    """Both gradients of both products; a fused kernel computes the scores once more, torch's plain one keeps them.
+    """Return the FLOPs of both gradients of both products.
 
-    On the CPU dropout is what the fused kernel does not take.
+    A fused kernel recomputes the scores. Torch's plain attention saves them; the CPU uses it for
+    dropout.
     """
     query, key, value, _, dropout = args[:5]
     pairs = 2 * math.prod(output.shape[:-1]) * key.shape[-2]

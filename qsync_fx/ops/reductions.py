@@ -1,12 +1,8 @@
-"""Pooling and resampling: maxima, or means of a few neighbours, which no narrow float harms.
+"""Rows of reductions: norms, softmax, losses, pooling, sums and means.
 
-Normalisations: float formats for the activation, FP32 for statistics and parameters.
-
-Softmax, whose outputs lie in [0, 1] and survive a narrow float, and its logarithm, whose outputs do not.
-
-Losses. Small differences of a loss steer training, so a loss and what goes into it stay in FP32.
-
-Reductions: those whose result stays within its inputs, and those whose result grows out of them.
+Norms and softmax accept float formats; statistics and parameters of norms stay in FP32. Losses and
+their inputs stay in FP32, because training depends on small differences of a loss. A reduction
+follows its inputs if its result stays in their range, otherwise it is fixed.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ def row(
 
 
 _NORM_ROWS = (
-    # On the CPU torch takes an FP32 bias beside a narrow input only where there is an FP32 weight, too.
+    # On the CPU torch accepts an FP32 bias with a narrow input only if the weight is FP32 too.
     row("layer_norm", "native_layer_norm", alone=(3, 2)),
     row("group_norm", "native_group_norm"),
     row(

@@ -1,7 +1,6 @@
-"""What one operator is to the passes: a frozen, declarative row.
+"""The specification of operator rows: frozen, declarative facts about ATen operators.
 
-Invariant: a row states facts about an ATen operator and holds no state. Passes ask rows; they never name operators
-themselves.
+Invariant: a row has no state. Passes query rows and never name operators themselves.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ if TYPE_CHECKING:
     from qsync_fx.ops.contractions import Contraction
 
 Place = int | tuple[int, int]
-"""Where an operand stands: the position of an argument, or that and the place in it where it is a list."""
+"""Position of an operand: an argument index, or (index, item) for an item of a list."""
 
 Flops = Callable[[tuple[Any, ...], Any], Any]
-"""Maps (arguments with tensors in place of nodes, output tensor) to the forward's floating-point operations.
+"""Maps (arguments with tensors instead of nodes, output tensor) to the forward FLOPs.
 
 A multiply-add counts 2. Shapes may be symbolic; the result is then a `torch.SymInt`.
 """
 
 
 class Kind(enum.StrEnum):
-    """Who decides an operator's precision (paper, section IV-B).
+    """Who decides an operator's precision (QSync, section IV-B).
 
-    ADJUSTABLE: the plan. DEPENDENT: its inputs, promoted. FIXED: nobody, it stays as the model wrote it.
+    ADJUSTABLE: the plan. DEPENDENT: the promotion of its inputs. FIXED: the model as written.
     """
 
     ADJUSTABLE = "adjustable"
@@ -41,30 +40,39 @@ class OperatorRow:
 
     Attributes:
         name: the operator's name in ids, plans and reports, such as "linear".
-        targets: the ATen operators it stands for, such as "aten::linear". They are named without overload, save where
-            one overload differs from its operator, as "aten::view.dtype" does, which reads bits as another type.
+        targets: its ATen operators, such as "aten::linear". An overload is named only if it differs
+            from its operator: "aten::view.dtype" reinterprets bits as another dtype.
         kind: who decides its precision.
-        reason: why it is of that kind, in words a user understands.
-        operands: adjustable only: positions of the tensor arguments that are converted to the precision. A position may
-            hold None, a list of tensors (`einsum`), or a mask of truth values (attention), which is not converted.
-            Tensor arguments elsewhere (a norm's weight and statistics) keep their format.
-        scaled: adjustable only: places of (activation, weight) for operators that can take scaled formats (INT8,
-            FP8); empty means float formats only: the paper leaves products of two activations, norms and softmax
-            unquantized.
-        contracts: products of two factors that need not be an activation and a weight: maps arguments, with tensors in place of nodes, to
-            what is contracted, or to the reason why that is no layer's product. `classify` finds the weight and fills in `scaled`.
-        unscaled: why it takes no scaled format, where it is not that neither of its factors is a weight.
-        output_only: adjustable only: converting the result gives the same values as converting the operands, and is
-            cheaper (an embedding gathers few rows of a large table).
-        alone: adjustable only: (position, position of its partner): where the partner is None it is an operand like the others.
-        products: whether it is made of matrix products: formats like TF32 exist only inside products.
-        writes: positions of arguments that it may write to without a word of it in its schema (a batch norm's statistics).
-        added: products only: positions of operands that are added to the product and not multiplied: a bias, a mask.
-        moves: its result has the values of its first argument, or some of them, in places that do not depend on values.
-        converts: it is a conversion that the model itself asks for: it takes any format and gives the one it names.
-        loss: fixed only: it is a loss, or what feeds one, and reads nothing that was made narrower for it.
-        flops: forward floating-point operations; None where they do not matter next to the bytes moved.
-        gradient_flops: those of all gradients together, of a product whose gradients are not as dear as itself, each.
+        reason: why it has this kind, in words for users.
+        operands: adjustable only: positions of the tensor arguments that are converted to the
+            precision. An argument may be None, a list of tensors (`einsum`), or a boolean mask
+            (attention), which is not converted. Other tensor arguments (a norm's weight and
+            statistics) preserve their format.
+        scaled: adjustable only: places of (activation, weight) for operators that accept scaled
+            formats (INT8, FP8). Empty means float formats only: QSync does not quantize products of
+            two activations, norms and softmax.
+        contracts: for products whose factors need not be an activation and a weight: maps
+            arguments, with tensors instead of nodes, to the contraction, or to the reason why the
+            product is not a layer's. `classify` finds the weight and sets `scaled`.
+        unscaled: why it accepts no scaled format; "" if the reason is that no factor is a weight.
+        output_only: adjustable only: converting the result gives the same values as converting the
+            operands at lower cost (an embedding gathers few rows of a large table).
+        alone: adjustable only: (position, position of its partner): the argument is an operand only
+            if the partner is None.
+        products: whether it consists of matrix products: formats like TF32 exist only inside
+            products.
+        writes: positions of arguments that it may write to although its schema does not say so (a
+            batch norm's statistics).
+        added: products only: positions of operands that are added to the product: a bias, a mask.
+        moves: its result has values of its first argument, at positions that do not depend on
+            values.
+        converts: it is a conversion of the model: it accepts any format and returns the named one.
+        loss: fixed only: it is a loss or computes its input, and reads no operand that was narrowed
+            for it.
+        flops: forward floating-point operations; None if they are negligible next to the bytes
+            moved.
+        gradient_flops: operations of all gradients together; None if each gradient costs as much as
+            the forward product.
     """
 
     name: str
@@ -89,28 +97,28 @@ class OperatorRow:
 
     @property
     def may_scale(self) -> bool:
-        """Whether it takes scaled formats where one of its factors is a weight."""
+        """Whether it accepts scaled formats if one of its factors is a weight."""
         return bool(self.scaled) or self.contracts is not None
 
     def converted(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions of the arguments that are converted to an adjustable operator's precision."""
+        """Return the positions of the arguments converted to an adjustable operator's precision."""
         if self.alone is None or args[self.alone[1]] is not None:
             return self.operands
         return (*self.operands, self.alone[0])
 
 
 def dependent(reason: str, names: str) -> tuple[OperatorRow, ...]:
-    """Returns a row for each of `names`, ATen operators parted by spaces, whose precision their inputs decide."""
+    """Return dependent rows for the ATen operators in `names`, separated by spaces."""
     return _rows(Kind.DEPENDENT, reason, names)
 
 
 def fixed(reason: str, names: str, *, loss: bool = False) -> tuple[OperatorRow, ...]:
-    """Returns a row for each of `names`, ATen operators parted by spaces, that stay as the model wrote them."""
+    """Return fixed rows for the ATen operators in `names`, separated by spaces."""
     return _rows(Kind.FIXED, reason, names, loss)
 
 
 def _rows(kind: Kind, reason: str, names: str, loss: bool = False) -> tuple[OperatorRow, ...]:
-    # The row of one overload carries the name of its operator: ids and plans know no overloads.
+    # The row of an overload has its operator's name: ids and plans do not name overloads.
     return tuple(
         OperatorRow(name.partition(".")[0], (f"aten::{name}",), kind, reason, loss=loss)
         for name in names.split()

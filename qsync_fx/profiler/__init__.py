@@ -1,6 +1,9 @@
-"""Measures a model on the device at hand: times of operators in context, memory, and the statistics that sensitivity is reckoned from.
+"""Profiler: operator times, peak memory and sensitivity statistics of a model on a device.
 
-`measurement` takes a profile, with what measuring/ sees of each step; statistics/ is what a sensitivity is reckoned from.
+Start with `measurement.measure`, which returns a `profile.Profile`; `analytic_profile` computes one
+for a device of the catalog. `timing` times steps, `tensor_capture` records tensors and gradients,
+`sensitivity` computes the indicator's inputs, and `links` measures collectives and codecs.
+`model_graph_builder` builds the predictor's `ModelGraph`.
 
-Invariant: measuring trains nothing: parameters, buffers and random number generators are as before afterwards.
+Invariant: profiling restores parameters, buffers and random number generators.
 """

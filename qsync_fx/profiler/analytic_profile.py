@@ -1,7 +1,7 @@
-"""Profiles of devices that are not present: times are computed from the catalog.
+"""Profiles of catalog devices, with computed times and predicted memory.
 
-Invariant: the profile is like a measured one, except that its machine is a catalog device and that its memory is
-predicted. The optimizer's memory is left out if it cannot be determined.
+Invariant: the profile has the form of a measured one. The optimizer's memory is omitted if it
+cannot be determined.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ def catalog_profile(
     precisions: Sequence[str | Precision] | None = None,
     optimizer: GivenOptimizer | None = None,
 ) -> Profile:
-    """Return the profile of a model on a device of the catalog, with computed times in place of measured ones.
+    """Return the profile of a model on a catalog device, with computed instead of measured times.
 
-    The step runs on this machine: once with the model, and twice without it.
+    The step runs on this machine: twice with the model and, for a model on the CPU, twice without
+    computing it, to measure the loss's memory.
 
     Args:
-        device: of `qsync_fx.devices.get`, or its name, or the path of a TOML file that describes it.
+        device: from `qsync_fx.devices.get`, its name, or the path of a TOML file that describes it.
         model: the model, as for `qsync_fx.measure`.
-        step: takes the model and a batch, and returns the loss.
+        step: function of the model and a batch that returns the loss.
         batch: the argument of `step`.
-        precisions: formats that plans may use; by default those that the device has units for.
-        optimizer: an optimizer of the model, or a callable that makes one of its parameters; None to leave its time
-            and memory out.
+        precisions: formats that plans may use; by default those that the device has units for, up
+            to 32 bits.
+        optimizer: an optimizer of the model, or a callable that makes one of its parameters; None
+            to omit its time and memory.
 
     Raises:
-        DeviceError: if there is no such device.
-        OptionError: for arguments that cannot be used.
+        DeviceError: there is no such device.
+        OptionError: an argument is invalid.
     """
     if not isinstance(device, Device):
         device = get(device)
@@ -69,7 +71,7 @@ def catalog_profile(
     training = TrainingStep(
         step, batch, updating, lambda: model.zero_grad(set_to_none=True), clock_for(1)
     )
-    # Whatever sizes the model was compiled for before, its times are those of this batch.
+    # Times are for the sizes of this batch, even if the model was compiled for others.
     with untouched(model, updating), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         visited = observed(model, training, {"target": device.target})
     graph = build_model_graph(visited.explanation, [fmt.name for fmt in formats])
@@ -83,7 +85,7 @@ def catalog_profile(
     seconds = times.optimizer() if updating is not None else 0.0
     return Profile(
         machine_of(device),
-        # The target is the machine, and no condition of its times.
+        # The target option is the profile's machine, not a condition of its times.
         replace(visited.model, options=""),
         stored(graph),
         [fmt.name for fmt in formats],
@@ -107,7 +109,7 @@ def _formats(device: Device, precisions: Sequence[str | Precision] | None) -> li
 def _run(
     label: str, result: States, times: DeviceTimes, optimizer: float, live: Held
 ) -> MeasuredRun:
-    """Casts between plain formats are part of the operators' times, as they are where they are measured."""
+    """Return the computed run of a plan; unscaled casts count as operator time, as measured."""
     step = scheduled(result, times)
     forward, backward = (_by_operator(entries) for entries in (step.forward, step.backward))
     quantized = _quantized(result, times)
@@ -157,7 +159,10 @@ def _collectives(device: Device) -> list[Collective]:
 
 
 def _moved(optimizer: Optimizer | None) -> float:
-    """Returns the bytes that an optimizer moves for a parameter: all is read, and all but the gradient written."""
+    """Return the bytes that an optimizer moves per element of a parameter, in FP32.
+
+    It reads the parameter, the gradient and the state, and writes the parameter and the state.
+    """
     settings = optimizer.defaults if optimizer is not None else {}
     saved = 2 if "betas" in settings else 1 if settings.get("momentum") else 0
     return 4.0 * (3 + 2 * saved)

@@ -1,25 +1,14 @@
-"""`measure`: a profile of a model on the device at hand.
+"""Measurement of a model's profile: `measure`.
 
-Every plan is compiled once, then all take turns, in one process: what else the machine does falls on all of them. In a turn a plan runs
-three steps: one to have its memory and caches as it wants them, one that is timed as a whole, and one that is timed line by line.
+Every plan is compiled once; then all plans run interleaved in one process, so that other load
+affects all of them. In each round a plan runs `_TURN` steps: one to warm up memory and caches, one
+that is timed as a unit, and one that is timed line by line. Completed rounds are checkpointed and
+survive an interruption.
 
-Invariant: the model, its optimizer and the random number generators are as they were afterwards; what was measured before an interruption
-is not measured again.
+With an existing profile, only further plans are measured. Its first plan runs interleaved with
+them, and their times are scaled to the speed that the machine had when the profile was measured.
 
-What measuring a model will cost, in words, before it is done, and what is left of it meanwhile.
-
-What is given to be measured, checked before anything runs.
-
-Invariant: an optimizer that comes out of here updates the model.
-
-A profile that is there, corrected by plans that are measured themselves.
-
-Machines are faster at one time than at another: others use them, or it is their clocks and heat. So the first plan of the profile runs in
-turns with those that correct it, and what they took is put as if the machine were as fast as it was then, where it differs by more than
-chance. Where a plan is that first one, it says itself how fast the machine is now, and nothing else.
-
-Invariant: what the profile holds of other plans stays as it was measured, and it is of the same model, machine, options and optimizer. Of
-runs of one plan the latest counts.
+Invariant: the model, its optimizer and the random number generators are restored.
 """
 
 from __future__ import annotations
@@ -79,16 +68,18 @@ from qsync_fx.profiler.training_state import untouched
 from qsync_fx.serialization.schema import Path
 
 _TURN: Final = 3
-"""Steps that a plan runs in its turn, and around its compilation."""
+"""Steps of a plan in one round."""
 _KNOWN: Final = (1.0, 0.015)
-"""Seconds that it takes to compile a model, and each operator of it more, where its graphs are in torch's caches."""
+"""Seconds to compile a model, fixed and per operator, if its graphs are in torch's caches."""
 _NEW: Final = (5.0, 0.2)
-"""The same where they are not: most of it compilers of C++ take, for kernels that are not alike. On two cores a BERT-base of 302 operators
-took 45 s a plan, and a ResNet-18 of 69 some 40 s of the processor's."""
+"""The same without cached graphs; most of it is the C++ compiler, for distinct kernels.
+
+Measured on two cores: 45 s for BERT-base (302 operators), 40 s of CPU time for ResNet-18 (69).
+"""
 
 
 def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
-    """Returns what it takes to measure a model under so many plans, in so many turns each."""
+    """Return the estimated cost of measuring a model under `plans` plans in `rounds` rounds."""
     from qsync_fx.formatting import many
 
     steps = plans * (rounds * _TURN + 3)
@@ -97,7 +88,7 @@ def costs(observed: ObservedStep, plans: int, rounds: int) -> str:
 
 
 def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: int) -> str:
-    """Returns what it takes to find a sensitivity beside; "" for none."""
+    """Return the estimated cost of measuring the sensitivity; "" without one."""
     if sensitivity is None:
         return ""
     from qsync_fx.formatting import many, roughly
@@ -113,7 +104,7 @@ def sensitivity_costs(observed: ObservedStep, sensitivity: str | None, formats: 
 
 
 def sending_costs(observed: ObservedStep, ranks: int) -> str:
-    """Returns what it takes to find what sending gradients takes of a step; "" where one rank is alone."""
+    """Return the estimated cost of measuring joint steps of all ranks; "" for a single rank."""
     if ranks == 1:
         return ""
     steps = PLANS * planned_seconds(_step(observed))
@@ -121,11 +112,16 @@ def sending_costs(observed: ObservedStep, ranks: int) -> str:
 
 
 class Left:
-    """What is left of a measurement, by how long its parts took; each of both lists grows as they are done.
+    """Estimate of the remaining time of a measurement, from the durations of its completed parts.
 
     Args:
-        seen: the model.
-        plans, rounds: how many plans are compiled, and how many turns each has then.
+        observed: the model.
+        plans: number of plans to compile.
+        rounds: number of rounds per plan.
+
+    Attributes:
+        compiled: seconds of each completed compilation; the caller appends.
+        turned: seconds of each plan in each completed round; the caller appends.
     """
 
     def __init__(self, observed: ObservedStep, plans: int, rounds: int) -> None:
@@ -135,7 +131,7 @@ class Left:
 
     @property
     def seconds(self) -> float:
-        """Seconds that all plans take that are not compiled, and all turns that have not been. The first plan has compilers start."""
+        """Remaining seconds; the mean omits the first compilation, which starts compilers."""
         each = _mean(self.compiled[1:] or self.compiled, 0.0)
         turns = (self._turns - len(self.turned)) * _mean(self.turned, self._turn)
         return (self._plans - len(self.compiled)) * each + turns
@@ -146,7 +142,7 @@ def _mean(seconds: Sequence[float], unknown: float) -> float:
 
 
 def _about(observed: ObservedStep, plans: int, steps: float) -> str:
-    """Returns in words what it takes to compile the model under so many plans, and steps that take so many seconds."""
+    """Return in words the time to compile under `plans` plans, plus `steps` seconds of steps."""
     from qsync_fx.formatting import roughly
 
     operators = len(observed.explanation.operators)
@@ -161,17 +157,17 @@ def _step(observed: ObservedStep) -> float:
 
 
 GivenOptimizer = Optimizer | Callable[[list[Tensor]], Optimizer]
-"""One of the model's parameters, or what makes one of them."""
+"""An optimizer of the model, or a function that makes one from its parameters."""
 
 _ONE: Final = "optimizer=torch.optim.SGD(model.parameters(), lr=0.1)"
 
 
 def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.Module:
-    """Returns the module that is to be measured, without what wraps it.
+    """Return the module to measure, without its wrappers.
 
     Raises:
-        OptionError: it is no module, or not to be measured so often, or under these options.
-        ProfileError: it does not lie on one device that is at hand.
+        OptionError: the model is no module, or `rounds` or an option is invalid.
+        ProfileError: the parameters are not all on the CPU, or not all on one GPU.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -207,12 +203,12 @@ def checked(model: nn.Module, rounds: int, options: Mapping[str, object]) -> nn.
 
 
 def optimizer_of(model: nn.Module, value: GivenOptimizer | None) -> Optimizer | None:
-    """Returns the optimizer that was given, or that what was given makes of the model's parameters; None for none.
+    """Return the given optimizer, or the one that the given function makes; None for none.
 
-    Warns of parameters in it that are not the model's: no graph tells of their memory.
+    Warns of parameters that are not the model's, as the predicted memory excludes them.
 
     Raises:
-        OptionError: it is no optimizer, or updates no parameter of the model.
+        OptionError: the result is no optimizer, or updates no parameter of the model.
     """
     if value is None:
         return None
@@ -244,13 +240,13 @@ def optimizer_of(model: nn.Module, value: GivenOptimizer | None) -> Optimizer | 
 
 
 _CHANCE: Final = 0.02
-"""By how much, of it, steps differ by chance at least, where too few were measured to know."""
+"""Minimum relative spread of steps, as few samples underestimate it."""
 _OF_MEDIAN: Final = 1.86
-"""The standard error of a median of normal numbers, by the median of how far they lie from it and the root of their count."""
+"""Standard error of a median of n normal values, in median absolute deviations / sqrt(n)."""
 
 
 def check_asked(plans: Sequence[Plan], precisions: object) -> None:
-    """Raises `OptionError` where nothing is asked for that would correct a profile, or more than can be added to one."""
+    """Raise `OptionError` if a correction has no plans, or requests other precisions."""
     if not plans:
         do = "give the plan that is to be measured, or leave the profile out to measure the model anew"
         raise OptionError("a profile is corrected by plans, and there is none", where="plan", do=do)
@@ -262,7 +258,7 @@ def check_asked(plans: Sequence[Plan], precisions: object) -> None:
 
 
 def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str) -> None:
-    """Raises `ProfileError` where a profile is of something else than what is at hand."""
+    """Raise `ProfileError` if a profile's machine, model or optimizer is not the current one."""
     profile.machine.check(machine)
     profile.model.check(model)
     if profile.optimizer != optimizer:
@@ -278,9 +274,10 @@ def check_same(profile: Profile, machine: Machine, model: Model, optimizer: str)
 
 
 def corrected(profile: Profile, result: Profile) -> Profile:
-    """Returns a profile with the runs of another one of the same model that are of the user's plans, in place of what it held of these.
+    """Return a profile with the user plans of a new measurement, which replace equal ones.
 
-    What the loss takes stays, too, but where it was not known.
+    The new runs are scaled by the speed of the machine, which the run of the profile's first plan
+    shows. If the profile has no memory of the loss, the new one is used.
     """
     then = profile.runs[0]
     neighbours = next(
@@ -303,7 +300,7 @@ def corrected(profile: Profile, result: Profile) -> Profile:
 def again(
     profile: Profile, explanation: Explanation, requested: Mapping[str, Plan]
 ) -> dict[str, tuple[Plan, States]]:
-    """Returns the plans that are to run to correct a profile: the user's, by their labels, and the first that the profile has."""
+    """Return the plans that correct a profile: the user's, and the profile's first plan."""
     result: dict[str, tuple[Plan, States]] = {}
     for label, plan in requested.items():
         add(result, label, plan, explanation)
@@ -312,13 +309,13 @@ def again(
 
 
 def _pace(then: MeasuredRun, now: MeasuredRun) -> float:
-    """Returns how fast the machine is now, of what it was; 1 where both differ by chance."""
+    """Return the speed of the machine relative to the profile's; 1 within the standard error."""
     pace = then.passes / now.passes
     return pace if abs(pace - 1) > math.hypot(_uncertain(then), _uncertain(now)) else 1.0
 
 
 def _uncertain(run: MeasuredRun) -> float:
-    """Returns the standard error of what a run's passes take, as a share of it."""
+    """Return the relative standard error of a run's median passes."""
     return _OF_MEDIAN * max(_CHANCE, run.spread) / math.sqrt(len(run.steps))
 
 
@@ -328,8 +325,10 @@ def _states(run: MeasuredRun) -> list[tuple[str, str | None, str | None]]:
 
 REPEATS = 7
 SETTLED = 0.1
-"""The standard error of what each operator adds to the variance of the gradients, as a share, in proportion to the others, within which
-it is known well enough (`statistics.settling`)."""
+"""Tolerance of the sensitivity: the standard error of an operator's share of the gradient variance.
+
+See `qsync_fx.profiler.sensitivity.estimate.settled`.
+"""
 
 
 def measure(
@@ -348,35 +347,39 @@ def measure(
     all_reduce: bool | Callable[[], None] = True,
     progress: bool = True,
 ) -> Profile:
-    """Measures a model on the device that it lies on: how long each operator takes in each format, and how much memory a step needs.
+    """Measure a model on its device: operator times in each format, and the memory of a step.
 
-    Says before, on standard error, what that will cost. Nothing is trained.
+    The estimated cost is printed to standard error first. The model is not trained.
 
     Args:
-        model: a module, in the mode (train or eval) that it is to be measured in.
-        step: what a training step computes: takes the model and a batch, returns the loss.
-        batches: the first one is what every step that is timed gets.
-        precisions: the formats to measure; by default those that the device computes itself.
-        optimizer: what updates the model, or makes that of a list of its parameters; without one a profile tells of forward and backward
-            passes alone.
-        plan: is measured itself, too, or several are, also as find_plan returns them, which corrects what the profile says of it.
-        profile: one that was measured before of the same model on this machine, or the path of its file: then plans alone are measured, in
-            turns with its first one, by which it is known how fast the machine is now, and what comes out is that profile, corrected. Its
-            sensitivity and all-reduces stay.
-        repeats: how many turns each plan has.
-        sensitivity: how it is found what each operator adds to the variance of the gradients (`qsync_fx.sensitivity`), over the first 50
-            batches, or fewer once that is known to 10%; a list that is shorter starts again. None to leave it out.
-        path: where the profile is written. What is measured is kept beside it, in files that end with ".partial", until all is, so that a
-            measurement that was interrupted goes on from there when it is called again.
-        options: of the backend, for all plans.
-        all_reduce: whether to measure all-reduces too, and what sending gradients takes of a step, where torch.distributed is up: all ranks
-            wait for one another then. A function is called before that, and returns once all of them are here.
-        progress: whether to show it.
+        model: a module, in the mode (train or eval) to measure.
+        step: function of the model and a batch that returns the loss.
+        batches: the first one is used for all timed steps.
+        precisions: formats to measure; by default those that the device computes natively.
+        optimizer: optimizer of the model, or a function that makes one from a list of its
+            parameters; without it the profile covers the forward and backward pass only.
+        plan: one or more plans, also as returned by find_plan, to measure themselves; this corrects
+            their predictions.
+        profile: an earlier profile of the same model on this machine, or its path. Then only `plan`
+            is measured, interleaved with the profile's first plan to determine the current speed of
+            the machine, and the corrected profile is returned. Its sensitivity and all-reduces are
+            unchanged.
+        repeats: number of rounds per plan.
+        sensitivity: method that estimates each operator's contribution to the variance of the
+            gradients (`qsync_fx.sensitivity`). It uses the first 50 batches, or fewer once the
+            standard error is below 10%; a shorter list is repeated. None to omit it.
+        path: file for the profile. Intermediate results are stored next to it, in files that end in
+            ".partial", and an interrupted measurement resumes from them.
+        options: options of the backend, for all plans.
+        all_reduce: whether to measure all-reduces, and the cost of sending gradients during a step,
+            if torch.distributed is initialized; this synchronizes all ranks. A function is called
+            before, and returns when all ranks are ready.
+        progress: whether to show progress.
 
     Raises:
-        ProfileError: the step does not train the model, the profile is of something else, or an interrupted measurement of something
-            else is at `path`, or nothing can be written there.
-        QSyncError: an option, a precision or the plan does not fit.
+        ProfileError: the step does not train the model, the profile or an interrupted measurement
+            at `path` belongs to something else, or `path` is not writable.
+        QSyncError: an option, a precision or the plan is invalid.
     """
     if path is not None:
         PROFILE.check_writable(path)
@@ -488,7 +491,7 @@ def measure(
 def _known(
     profile: Profile | Path | None, plans: Sequence[Plan], precisions: object
 ) -> Profile | None:
-    """Returns the profile that is to be corrected, which may be given as the path of its file."""
+    """Return the profile to correct, loaded from its file if necessary; None for none."""
     if profile is None:
         return None
     check_asked(plans, precisions)
@@ -501,7 +504,7 @@ def _turn(
     training.run(compiled)
     full = training.run(compiled)
     if gpu is not None:
-        # By one thread, so that the backward pass is watched, too.
+        # A single thread, so that the trace function also sees the backward pass.
         with timing_kernels(files, gpu) as queued, torch.autograd.set_multithreading_enabled(False):
             replace(training, clock=queued.clock).run(compiled, queued)
         result = attribute(queued.seconds(full), files)
@@ -510,7 +513,7 @@ def _turn(
         )
     with timing_lines(files, training.clock) as lines:
         watched = training.run(compiled, lines)
-    # Watching slows down what lies between the lines, and the two steps are two.
+    # Tracing slows down the code between the lines, so times are scaled to the untraced step.
     scale = full.passes / watched.passes
     result = attribute({line: seconds * scale for line, seconds in lines.seconds.items()}, files)
     return StepSample(
@@ -546,7 +549,7 @@ def _profile(
 
 
 def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str]:
-    """Returns the formats that are measured and those that plans of the user's ask for beside them, each once."""
+    """Return the measured formats and the formats of the plans, without duplicates."""
     named = [
         fmt.name
         for plan, _ in plans
@@ -563,7 +566,7 @@ def _asked(formats: list[str], plans: Iterable[tuple[Plan, States]]) -> list[str
 def _plans(
     observed: ObservedStep, formats: Sequence[Precision], requested: Sequence[Plan]
 ) -> dict[str, tuple[Plan, States]]:
-    """Returns the plans that are to run: those that all profiles have, of these formats, and those of the user's."""
+    """Return the plans that every profile measures in these formats, and the user's plans."""
     result = profile_plans(observed.explanation, formats)
     for label, plan in _labelled(requested).items():
         add(result, label, plan, observed.explanation)
@@ -575,7 +578,7 @@ def _labelled(requested: Sequence[Plan]) -> dict[str, Plan]:
 
 
 def label_of(plan: Plan) -> str:
-    """Returns what the run of a plan of the user's is called."""
+    """Return the label of a user plan."""
     return f"plan {hashlib.sha256(plan.to_json().encode()).hexdigest()[:8]}"
 
 

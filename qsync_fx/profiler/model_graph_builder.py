@@ -1,11 +1,9 @@
-"""One graph of an explanation as operators and values that refer to one another by their place.
+"""Builder of the predictor's `ModelGraph` from an explanation.
 
-Invariant: what is read here is what the passes decide by: the rules of `graph/cascading.py`, `resolve`, and the places of casts. Nothing is
-decided anew, and the graph stays as it is.
-
-The model graph of an explanation: everything that the passes know of a model and that holds for every plan.
-
-Invariant: several graphs, where the model breaks, stand one behind the other, and sizes are in the form that files hold.
+The model graph contains all facts of a model that the passes know and that no plan changes.
+They come from the same functions that the passes use: `rule_of` in `graph/cascade_rules.py`,
+`resolve`, and the cast sites of `Costing`. If the model has graph breaks, its graphs are
+concatenated. The FX graphs stay unchanged, and sizes are in their serializable form.
 """
 
 from __future__ import annotations
@@ -56,19 +54,21 @@ if TYPE_CHECKING:
 
 
 class GraphReading:
-    """
+    """One graph of an explanation, with operators, values and cast points numbered across graphs.
+
     Args:
-        graph: its place among those of the model.
-        values: those of the graphs before it, which its own are added to.
-        first: the place of its first operator.
-        points: the number of places of casts in graphs before it.
-        pinned: the formats of operators that a pass of the user's has assigned, by id.
+        costing: costs and cast sites of the graph.
+        graph: its index in the model.
+        values: values of the preceding graphs; this graph's values are appended.
+        first: index of its first operator.
+        points: number of cast points in the preceding graphs.
+        pinned: formats that a user's pass assigned, by operator id.
 
     Attributes:
-        operators: without their costs.
-        outputs: what the graph returns, if that is a tensor.
-        parameters: its parameters by path, each with the places of the operators that read it.
-        points: the places at which casts may stand, those before it included.
+        operators: its operators, without costs.
+        outputs: returned values that contain tensors.
+        parameters: parameters by path, each with the indices of the operators that read it.
+        points: number of cast points up to and including this graph.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GraphReading:
         return self._first_point + len(self._points)
 
     def name(self, node_name: str) -> str:
-        """Returns how a node is called in the whole model."""
+        """Return a node's name, unique in the model."""
         return f"{self.number}:{node_name}" if self.number else node_name
 
     def _enter(self, graph: PrecisionGraph) -> None:
@@ -218,7 +218,7 @@ class GraphReading:
         )
 
     def _wanted(self, place: CastSite) -> Mapping[str, Name]:
-        """What a place wants, by what its reader computes in; places that want alike share the answer."""
+        """Return a cast site's required format by its reader's format; equal maps are shared."""
         result = {
             name_of(fmt) or "": name_of(place.wanted(fmt)) for fmt in (None, *FORMATS.values())
         }
@@ -281,7 +281,7 @@ class GraphReading:
         )
 
     def _decider(self, graph: PrecisionGraph, node: fx.Node) -> int | Precision | None:
-        """The operator whose output a node's format is, or the format that it has whatever the plan."""
+        """Return the operator whose output format a node has, or the node's fixed format."""
         while node not in self.index:
             source = self._given.get(node) or handed_on(graph, node, automatic=False)
             if source is None:
@@ -303,19 +303,20 @@ class GraphReading:
 
 
 def _method(node: fx.Node) -> str:
-    """How an operator computes, of several ways: what a gelu approximates by."""
+    """Return the variant of an operator, such as the approximation of a GELU; "" by default."""
     result = node.kwargs.get("approximate", "none")
     return "" if result == "none" else str(result)
 
 
 def build_model_graph(explanation: Explanation, formats: Iterable[str] | None = None) -> ModelGraph:
-    """Returns the graph of a model that was explained.
+    """Return the model graph of an explained model.
 
     Args:
-        formats: what plans will ask for; every format by default. Costs are known of the states that these lead to.
+        formats: formats that plans may request, by default all; costs cover the states that these
+            lead to.
 
     Raises:
-        ProfileError: the model has no graph, or a size that cannot be written down.
+        ProfileError: the model has no graph, or a size that cannot be serialized.
         PrecisionError: a format is unknown.
     """
     if not explanation.graphs:
@@ -381,7 +382,7 @@ def _costed(graphs: Sequence[GraphReading], formats: Sequence[str]) -> list[Mode
 
 
 def _parameters(graphs: Sequence[GraphReading], explanation: Explanation) -> list[ModelParameter]:
-    """Those that the model registers, in its order; then those that graphs read and that it does not know by that path."""
+    """Return the registered parameters in order, then those with a path known only to graphs."""
     readers: dict[str, list[int]] = {}
     visited: dict[str, torch.nn.Parameter] = {}
     for graph in graphs:

@@ -1,9 +1,9 @@
-"""What a user's step gives its model, and what the backend makes of that model: found by running the step once, as written.
+"""Observation of a user's training step, and the plans under which its model is measured.
 
-Under which plans a model runs so that its other plans can be foreseen.
-
-An operator's time depends on its own state and on what its neighbours hand over. Uniform plans alone never show an INT8 product among
-FP32 operators, nor an FP32 one among narrow ones. So products take each format in turn, and all else each float format.
+`observed` runs the step as written and explains the model with its inputs. `profile_plans` chooses
+the plans. An operator's time depends on its state and on the formats of its neighbours. Uniform
+plans never show an INT8 product among FP32 operators, or an FP32 product among narrow operators. So
+products run in each format combined with each float format of the other operators.
 
 Invariant: no two plans put all operators into the same states.
 """
@@ -41,13 +41,14 @@ from qsync_fx.profiler.timing.step_validation import checking
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """
+    """Results of running a step as written.
+
     Attributes:
-        explanation: what the backend does to the model, with no plan.
-        model: which model that is.
-        fingerprint: by which its graphs are known for its.
-        seconds: how long the step took as written.
-        loss: what its loss takes; None where that could not be found out.
+        explanation: the model as the backend compiles it, without a plan.
+        model: identity of the model.
+        fingerprint: identity of the model for the plan cache.
+        seconds: time of the step.
+        loss: memory of the loss; None if unknown.
     """
 
     explanation: Explanation
@@ -60,13 +61,14 @@ class ObservedStep:
 def observed(
     module: nn.Module, training: TrainingStep, options: Mapping[str, object]
 ) -> ObservedStep:
-    """Runs a step twice, and explains the model with the inputs that it was called with first; then its loss, without the model.
+    """Run a step twice, explain the model with its first inputs, and measure the loss's memory.
 
-    The second step is the one that is timed: the first one makes what all others find there.
+    The second step is timed, since the first one allocates and initializes. The memory of the loss
+    is measured by running the step without computing the model.
 
     Raises:
-        ProfileError: the step does not train the model: it does not call it, returns no loss or one that is no number, or differentiates
-            that itself.
+        ProfileError: the step does not train the model: it does not call the model, differentiates
+            the loss itself, or returns no loss or a non-finite one.
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     results: list[Any] = []
@@ -86,7 +88,7 @@ def observed(
             do="write step(model, batch) so that it calls the model it is given and returns the loss",
         )
     seconds = training.run(module)
-    # A model that is called several times has its results beside one another, of which a model graph does not tell.
+    # The results of several calls are live together, which a model graph does not describe.
     loss = (
         loss_in_step(training.step, module, training.batch, results[0])
         if len(results) == 1
@@ -94,9 +96,9 @@ def observed(
     )
     results.clear()
     args, kwargs = calls[0]
-    # Dynamo makes sizes symbolic that it has seen to change, and what is measured is of one size.
+    # A profile has fixed sizes, but Dynamo makes sizes symbolic after they change.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        # What a profile of the model has found before is nothing to what it is.
+        # The explanation must not depend on a plan that is cached for the model.
         explanation = explain(
             module, *args, options=replace(Options.parse(options), cached_plan=False), **kwargs
         )
@@ -114,7 +116,7 @@ def observed(
 
 
 def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, object]) -> Model:
-    """Returns what tells a model in its mode, with inputs of these shapes and under these options, from others."""
+    """Return the identity of a model: its operators, shapes, train/eval modes and options."""
     lines = [f"{op.id} {describe(op.graph.value(op.node))}" for op in explanation.operators]
     lines += [f"{name} {describe(tensor)}" for name, tensor in _tensors(module).items()]
     evaluated = [f"{name} evaluates" for name, part in module.named_modules() if not part.training]
@@ -127,7 +129,7 @@ def model_of(module: nn.Module, explanation: Explanation, options: Mapping[str, 
 
 
 def _alone(returned: Any) -> Any:
-    """Returns what a model returned, without what it was computed from; what is one tensor stays one."""
+    """Return a model's output detached from its graph; repeated tensors stay shared."""
     result: dict[int, Tensor] = {}
 
     def detached(tensor: Tensor) -> Tensor:
@@ -141,19 +143,19 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 States = tuple[tuple[str, OperandState], ...]
-"""Each operator's id, in program order, with its state."""
+"""Id and state of each operator, in program order."""
 
 
 def profile_plans(
     explanation: Explanation, precisions: Sequence[Precision]
 ) -> dict[str, tuple[Plan, States]]:
-    """Returns the plans that a model is to be measured under, each by what it is in words and with the states that it makes."""
+    """Return the plans to measure, by label, with the operator states that each one leads to."""
     result: dict[str, tuple[Plan, States]] = {}
     for fmt in precisions:
         add(result, str(fmt), Plan.uniform(fmt), explanation)
     chosen = [operator for operator in explanation.operators if operator.kind is Kind.ADJUSTABLE]
     for products in precisions:
-        # A scaled format is one for products: what else is planned in it runs in another, which is measured by itself.
+        # Scaled formats serve products only, so other operators run in a float format.
         for others in [fmt for fmt in precisions if not fmt.scaled] or [products]:
             plan = Plan(operators={op.id: products if _multiplies(op) else others for op in chosen})
             add(result, f"{products} products, {others} else", plan, explanation)
@@ -163,7 +165,7 @@ def profile_plans(
 def add(
     result: dict[str, tuple[Plan, States]], label: str, plan: Plan, explanation: Explanation
 ) -> None:
-    """Adds a plan to others, unless one of them puts all operators into the same states."""
+    """Add a plan unless an existing one puts all operators into the same states."""
     states = tuple(
         (str(op.id), OperandState.of(op.note)) for op in explanation.replanned(plan).operators
     )

@@ -1,16 +1,9 @@
-"""What was measured of one model on one device: the value that `measure` returns and files hold.
+"""`Profile`: the measurements of one model on one device, its file format and its table.
 
-Invariant: every number in it was measured there, in seconds or bytes, and none is negative or NaN. A profile needs no model beside it: it
-says of what and where it was taken, and is refused for anything else.
-
-The plans that a profile measured, as what a prediction of memory is corrected by.
-
-Invariant: a profile's own model is the model that is predicted.
-
-The table of a profile.
-
-Invariant: one operator a line, the dearest first; its time in each format is that of the run in which all operators were planned in it.
-Those that take no time and keep nothing in any of them, as views do, are counted alone.
+All times are in seconds and all sizes in bytes; none is negative or NaN. A profile contains the
+model graph, so predictions need no model. It records its machine and model, and is rejected for
+others. The table lists one operator per line, the most expensive first; its time in a format is
+from the uniform run in that format. Operators without time or saved tensors are only counted.
 """
 
 from __future__ import annotations
@@ -46,14 +39,14 @@ from qsync_fx.text_tables import plain, table_of
 
 @dataclass(frozen=True)
 class Model:
-    """Of what a profile was taken.
+    """Identity of the profiled model.
 
     Attributes:
-        name: of the model's class.
-        digest: of its operators and of all shapes, of the modules that are in the mode to evaluate, and of the backend's options.
-        parameters: how many numbers it holds.
-        options: those of the backend that were not as by default, in words.
-        evaluated: how many of its modules were in the mode to evaluate.
+        name: name of the model's class.
+        digest: of its operators, all shapes, the modules in eval mode, and the backend's options.
+        parameters: number of parameter elements.
+        options: non-default options of the backend, in words.
+        evaluated: number of modules in eval mode.
     """
 
     name: str
@@ -64,12 +57,12 @@ class Model:
 
     @property
     def conditions(self) -> str:
-        """In words, what is not as by default: times hold under these conditions alone."""
+        """Non-default options and modes in words; times are valid only under these conditions."""
         modes = f"{self.evaluated} modules in the mode to evaluate" if self.evaluated else ""
         return ", ".join(filter(None, (self.options, modes)))
 
     def check(self, current: Model) -> None:
-        """Raises `ProfileError` where this is another model than `here`."""
+        """Raise `ProfileError` if `current` is another model."""
         if self.digest != current.digest:
             raise ProfileError(
                 f"it was taken of another model: {self}, and this is {current}",
@@ -83,18 +76,22 @@ class Model:
 
 @dataclass(frozen=True)
 class Collective:
-    """How long an all-reduce takes.
+    """Durations of all-reduces, and their effect on concurrent computation.
 
     Attributes:
-        backend: of torch.distributed.
-        ranks: how many took part.
-        seconds: pairs of the bytes that each rank gave, and the seconds that the slowest took.
-        busy: what of these a rank that computes beside it computes later for; more than 1 where both slow one another down.
-        coding: the same of the seconds in which codecs write and read; None where that was not measured.
-        slowdown: how much longer than the profile says this rank's steps take while others train beside it, and nothing is sent.
-        copies: seconds that DistributedDataParallel takes on this device to copy a byte of gradients into its bucket, and again out of it;
-            by the profile's pace; None where no steps say it, and in files of before it was asked.
-        buffers: seconds that each step waits until all ranks have rank 0's buffers, such as means of batch norms; 0 where there are none.
+        backend: backend of torch.distributed.
+        ranks: number of ranks.
+        seconds: pairs of bytes per rank and seconds of the slowest rank.
+        busy: delay of concurrent computation on a rank, as a fraction of `seconds`; more than 1
+            if both slow each other down.
+        coding: the same fraction of the seconds in which codecs encode and decode; None if not
+            measured.
+        slowdown: factor on this rank's step time while other ranks train concurrently and no
+            gradients are sent.
+        copies: seconds per byte in which DistributedDataParallel copies gradients into a bucket,
+            and again out of it, at the profile's machine speed; None if not measured.
+        buffers: seconds per step to broadcast rank 0's buffers, such as batch norm statistics; 0
+            without buffers.
     """
 
     backend: str
@@ -109,11 +106,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """How fast the device writes and reads gradients in a codec.
+    """Encoding and decoding speed of a codec on the device.
 
     Attributes:
         codec: its name.
-        encode, decode: bytes of FP32 a second that are encoded, and that are decoded and added to others.
+        encode: bytes of FP32 gradients encoded per second.
+        decode: bytes of FP32 gradients decoded and accumulated per second.
     """
 
     codec: str
@@ -123,20 +121,23 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Profile:
-    """
+    """Measurements of one model on one device.
+
     Attributes:
-        machine: where it was taken.
-        model: of what.
-        stored: the model, as files hold it.
-        precisions: names of the formats that were measured.
-        runs: one a plan; the first ones are those that all profiles have, further ones are plans that were measured themselves.
-        optimizer: the class of the optimizer; "" where none was given.
-        collectives: of each backend that was up.
-        sensitivity: what each operator in each format adds to the variance of the gradients; None where that was not asked for.
-        optimizer_memory: what the optimizer keeps and takes; None where that could not be found out.
-        codecs: how fast gradients are coded; empty where that was not measured.
-        loss_memory: what the loss takes behind the model; None where that could not be found out, and in files of before it was asked.
-        fingerprint: by which the model's graphs are known when they are compiled; None where it was not run here.
+        machine: the measured machine.
+        model: identity of the model.
+        stored: the model graph in its serialized form.
+        precisions: names of the measured formats.
+        runs: one per plan; first the plans of every profile, then user plans.
+        optimizer: class name of the optimizer; "" for none.
+        collectives: one per backend of torch.distributed.
+        sensitivity: each operator's contribution to the variance of the gradients in each format;
+            None if not measured.
+        optimizer_memory: state and temporaries of the optimizer; None if unknown.
+        codecs: codec speeds; empty if not measured.
+        loss_memory: memory of the loss after the model; None if unknown.
+        fingerprint: identity of the model's graphs for the plan cache; None if the model was not
+            run here.
     """
 
     machine: Machine
@@ -154,16 +155,16 @@ class Profile:
 
     @functools.cached_property
     def graph(self) -> ModelGraph:
-        """The model, from which states, casts and memory of any plan follow."""
+        """The model graph, from which states, casts and memory of any plan are computed."""
         return restored(self.stored)
 
     @property
     def optimizer_seconds(self) -> float:
-        """The optimizer's step, the median over all steps: it follows no format."""
+        """Median seconds of the optimizer's step over all runs, as it depends on no format."""
         return statistics.median(step[2] for run in self.runs for step in run.steps)
 
     def save(self, path: Path) -> pathlib.Path:
-        """Write the profile atomically, and return its path; `qsync_fx.cache_plan` puts it into the cache.
+        """Write the profile atomically, and return its path; `qsync_fx.cache_plan` caches it.
 
         Raises:
             ProfileError: if it cannot be written.
@@ -172,21 +173,21 @@ class Profile:
         return pathlib.Path(path)
 
     def to_json(self) -> str:
-        """Returns what a file holds."""
+        """Return the profile as the text of its file."""
         finite = None if self.sensitivity is None else self.sensitivity.finite()
         return PROFILE.encode(replace(self, sensitivity=finite))
 
     @classmethod
     def load(cls, path: Path, *, any_machine: bool = False) -> Profile:
-        """Reads a profile.
+        """Load a profile.
 
         Args:
-            path: of a file that `save` wrote.
-            any_machine: also takes one that was measured on another machine, or with other versions of torch or qsync_fx, as for the other
-                devices of a cluster.
+            path: file that `save` wrote.
+            any_machine: accept profiles of other machines or other versions of torch or qsync_fx,
+                for the other devices of a cluster.
 
         Raises:
-            ProfileError: the file is no profile, or one of another machine.
+            ProfileError: the file is no valid profile, or was measured on another machine.
         """
         result = PROFILE.load(path)
         try:
@@ -198,19 +199,18 @@ class Profile:
         return result
 
     def times(self) -> Times:
-        """Returns how long operators take under any plan, as the cost mapper asks it."""
+        """Return the operator times under any plan, for the cost mapper."""
         from qsync_fx.profiler.profiled_times import ProfiledTimes
 
         return ProfiledTimes(self)
 
     def interpolated(self, plan: Plan) -> list[str]:
-        """Returns the operators that no run had in the state that a plan puts them into, whose times are reckoned from similar ones."""
+        """Return the operators whose state under a plan is in no run, and is interpolated."""
         from qsync_fx.profiler.profiled_times import interpolated
 
         return interpolated(self, plan)
 
     def __repr__(self) -> str:
-        """One line, as notebooks and debuggers show it."""
         from qsync_fx.formatting import duration, many
 
         run = self.runs[0]
@@ -248,7 +248,7 @@ def _speed(speed: CodecSpeed) -> str | None:
 
 
 def _check_operators(profile: Profile) -> None:
-    """Raises `ProfileError` where the operators that were measured are not those of the model."""
+    """Raise `ProfileError` if the measured operators are not the model's."""
     measured, live = (
         [m.operator for m in profile.runs[0].operators],
         [op.id for op in profile.graph.operators],
@@ -301,10 +301,10 @@ PROFILE = Schema(
 
 
 def anchors(profile: Profile, planned: bool = False) -> list[Anchor]:
-    """Returns each run of a profile with the states of its operators and the most that a step held.
+    """Return each run with its operator states and peak memory, to correct predicted memory.
 
     Args:
-        planned: whether of the user's plans alone, and of these those whose peak was measured.
+        planned: restrict the result to user plans with a measured peak.
     """
     graph = profile.graph
     adjustable = {operator.id for operator in graph.operators if operator.kind == "adjustable"}
@@ -325,12 +325,12 @@ _PEAK: Final = "peak beyond state"
 
 
 def profile_text(profile: Profile, width: int | None = None) -> str:
-    """Returns the profile as plain text, fitted to a width where one is given."""
+    """Return the profile as plain text, fitted to `width` if given."""
     return plain(profile_table(profile), width)
 
 
 def profile_table(profile: Profile) -> RenderableType:
-    """Returns the profile for a rich console: operators, then whole steps."""
+    """Return the profile for a rich console: operators, then steps."""
     uniform = [run for run in profile.runs if run.label in profile.precisions] or profile.runs[:1]
     free = _free(profile, uniform)
     left = [Text(f"{many(len(free), 'operator')} more: no time, and nothing kept")] if free else []
@@ -343,7 +343,7 @@ def profile_table(profile: Profile) -> RenderableType:
 
 
 def _free(profile: Profile, uniform: list[MeasuredRun]) -> frozenset[str]:
-    """Returns the operators that cost nothing in any format."""
+    """Return the operators without time or saved tensors in every format."""
     dear = {
         measured.operator
         for run in uniform
@@ -354,7 +354,7 @@ def _free(profile: Profile, uniform: list[MeasuredRun]) -> frozenset[str]:
 
 
 def _kept(profile: Profile, measured: MeasuredOperator) -> Any:
-    """What an operator keeps for its backward pass, in bytes."""
+    """Return the bytes that an operator saves for backward."""
     return (
         profile.graph.operator(measured.operator)
         .costs[measured.precision, measured.output]
@@ -402,7 +402,7 @@ def _cells(profile: Profile, run: MeasuredRun, measured: MeasuredOperator) -> li
 
 
 def _variances(profile: Profile, run: MeasuredRun) -> Mapping[str, Mapping[str, float]]:
-    """What operators add to the variance of the gradients, where any does in the format of a run."""
+    """Return the operators' gradient variances; empty if the run's format has none."""
     available = profile.sensitivity
     return available.variance if available is not None and run.label in available.precisions else {}
 
@@ -423,7 +423,7 @@ def _runs(profile: Profile) -> Table:
 
 
 def _empty_table(name: str, numbers: Sequence[str]) -> Table:
-    """Returns an empty table whose first column wraps, before those of numbers."""
+    """Return an empty table whose first column wraps, followed by columns of numbers."""
     table = table_of([name, *numbers], right=numbers)
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     return table

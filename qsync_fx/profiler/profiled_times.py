@@ -1,13 +1,11 @@
-"""How long operators take under plans that were not measured, from plans that were: `Times` of a profile.
+"""`Times` of a profile: operator times under any plan, from the measured runs.
 
-An operator's time in a compiled graph depends on its state, and on what its neighbours hand over, as kernels are fused over operators and
-their casts with them. So it is looked up by its state, and among the runs that had it in that state, from those in which its neighbours
-were most alike.
+Kernels are fused across operators and casts, so an operator's time depends on its state and on its
+neighbours' states. The lookup selects the runs with the most similar state, then those with the
+most similar neighbours, and averages them. A state that no run has is marked as interpolated.
 
-Where a plan of the user's was measured itself, its whole step is an anchor: its operators' times are scaled so that, with quantizers and
-what is outside as they are reckoned for any plan, they make the passes that were measured. Plans near it share in that.
-
-Invariant: a state that no run had is reckoned from the most similar one, and said to be.
+A measured plan of the user is an anchor: its operator times are scaled so that, with the predicted
+quantizers and the time outside operators, they add up to the measured passes.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from qsync_fx.profiler.run_statistics import MeasuredOperator, MeasuredRun
 from qsync_fx.profiler.timing.attribution import fitted
 
 _WEIGHTS = (4, 4, 1, 1)
-"""What an equal neighbour counts: those beside an operator more than those one further."""
+"""Weights of equal neighbours, in the order of `NEIGHBOURS`: adjacent ones count more."""
 
 
 @dataclass(frozen=True)
 class _OperatorRun:
-    """An operator in one run."""
+    """An operator in one run; `own` marks a plan of the user."""
 
     state: StateNames
     around: tuple[StateNames | None, ...]
@@ -41,7 +39,7 @@ class _OperatorRun:
 
 
 class ProfiledTimes:
-    """The times of a profile, for any plan."""
+    """Operator times of a profile, for any plan; implements `Times`."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -63,9 +61,9 @@ class ProfiledTimes:
         }
 
     def _anchored(self, run: MeasuredRun) -> tuple[float, float]:
-        """Returns by how much operators took longer in each pass of a run than the rest leaves them, as it is reckoned for any plan."""
+        """Return the scale factors of a run's operator times in the forward and backward pass."""
         outside = self.outside()
-        # Those of the backward pass are foreseen by nobody, and are part of what operators take there.
+        # Quantizers of the backward pass are not predicted, and count as time of its operators.
         calls = [call for call in run.quantized if not call.backward]
         casts = sum(self._quantizing[call.before, call.after].seconds(call.numel) for call in calls)
         forward = sum(measured.forward for measured in run.operators)
@@ -78,12 +76,12 @@ class ProfiledTimes:
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
-        """Returns the time of an operator: see `qsync_fx.predictor.times.Times`."""
+        """Return the time of an operator: see `qsync_fx.predictor.times.Times`."""
         standing, neighbours = (
             self._standing(operator, state),
             dict(zip(NEIGHBOURS, around, strict=False)),
         )
-        # The user's own plans before others.
+        # Among equal neighbours, plans of the user win.
         likeness = [(_near(visited, neighbours), visited.own) for visited in standing]
         most = max(likeness)
         equal = [visited for visited, like in zip(standing, likeness, strict=True) if like == most]
@@ -94,10 +92,10 @@ class ProfiledTimes:
         )
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        """Returns the least of the runs that may stand for a state beside some neighbours: no mean of some of them is below it."""
+        """Return a lower bound on `operator` over all states of the unspecified neighbours."""
         equal = self._standing(operator, state)
         available = [_near(visited, neighbours) for visited in equal]
-        # What the other neighbours may count for another run.
+        # The unspecified neighbours can add at most their weights to the score of another run.
         least = max(available) - sum(
             weight for by, weight in zip(NEIGHBOURS, _WEIGHTS, strict=True) if by not in neighbours
         )
@@ -110,7 +108,7 @@ class ProfiledTimes:
     def told_apart(
         self, operator: str, state: OperandState
     ) -> Sequence[Collection[StateNames] | None]:
-        """Returns the states that neighbours had in runs that may stand for a state, where they had several."""
+        """Return the states of each neighbour in matching runs; () if there is only one."""
         each = zip(*(visited.around for visited in self._standing(operator, state)), strict=True)
         had = [set(states) for states in each]
         return [
@@ -119,7 +117,7 @@ class ProfiledTimes:
         ]
 
     def _standing(self, operator: str, state: OperandState) -> list[_OperatorRun]:
-        """Returns what may stand for an operator in a state, beside whatever neighbours."""
+        """Return the runs whose state is most similar, for any neighbours."""
         if operator not in self._seen:
             raise ProfileError(
                 "the profile knows nothing of an operator",
@@ -140,7 +138,7 @@ class ProfiledTimes:
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
-        """Returns the time of a quantizer; other casts are fused with operators, and part of their times."""
+        """Return the time of a quantizer; other casts are fused, and part of operator times."""
         available = {start: line for (start, end), line in self._quantizing.items() if end == after}
         if not available:
             return Seconds(0.0, 0.0)
@@ -150,7 +148,7 @@ class ProfiledTimes:
         )
 
     def outside(self) -> Seconds:
-        """Returns what belongs to no operator: the mean of all runs, as it follows no format."""
+        """Return the time outside operators: the mean of all runs, as it depends on no format."""
         runs = self._profile.runs
         forward, backward = (
             sum(run.outside[index] for run in runs) / len(runs) for index in (0, 1)
@@ -158,12 +156,12 @@ class ProfiledTimes:
         return Seconds(forward, backward)
 
     def optimizer(self) -> float:
-        """Returns the seconds of the optimizer's step; 0 where none was measured."""
+        """Return the seconds of the optimizer's step; 0 if none was measured."""
         return self._profile.optimizer_seconds if self._profile.optimizer else 0.0
 
 
 def interpolated(profile: Profile, plan: Plan) -> list[str]:
-    """Returns the operators that no run of a profile had in the state that a plan puts them into."""
+    """Return the operators whose state under a plan occurs in no run of a profile."""
     measured = {(m.operator, names(m)) for run in profile.runs for m in run.operators}
     result = states(profile.graph, plan).names
     return [
@@ -178,17 +176,17 @@ def names(measured: MeasuredOperator) -> StateNames:
 
 
 def around(states: Sequence[StateNames], index: int) -> tuple[StateNames | None, ...]:
-    """Returns the states of an operator's neighbours, in the order that `Times` is asked with."""
+    """Return the states of an operator's neighbours, in the order of `NEIGHBOURS`."""
     return tuple(states[index + by] if 0 <= index + by < len(states) else None for by in NEIGHBOURS)
 
 
 def _same(observed: _OperatorRun, state: StateNames) -> tuple[bool, bool, bool]:
-    """Returns how well a run stands for a state: the larger, the better."""
+    """Return the similarity of a run to a state; larger is better."""
     return observed.state == state, observed.state[0] == state[0], observed.state[1] == state[1]
 
 
 def _near(observed: _OperatorRun, neighbours: Beside) -> int:
-    """Returns how well a run stands for neighbours: the larger, the better."""
+    """Return the similarity of a run to the states of neighbours; larger is better."""
     had = zip(NEIGHBOURS, _WEIGHTS, observed.around, strict=True)
     return sum(
         w

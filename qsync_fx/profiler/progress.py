@@ -1,6 +1,6 @@
-"""How far something is that takes minutes: a bar on a terminal, a plain line now and then in a log.
+"""Progress of long tasks: a bar on a terminal, occasional lines in a log.
 
-Invariant: it writes to standard error alone, and in a log nothing of what is done within seconds.
+Invariant: output goes to standard error only; a log shows only tasks longer than `_EVERY`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 _EVERY: Final = 15.0
-"""Seconds without a line, at least."""
+"""Minimum seconds between two lines in a log."""
 
 
 class Advance(Protocol):
-    """What is told that a part is done."""
+    """Callback for each completed part."""
 
     def __call__(self, part: str, left: float | None = None) -> None:
-        """Takes what the part is called, and the seconds that the rest will take; by default as much for each part as so far."""
+        """Count a part by its name; `left` is the remaining seconds, by default extrapolated."""
 
 
 @contextmanager
 def progress(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
-    """Shows how much of something is done, on a terminal as soon as anything is; what it gives is told of each part.
+    """Show the progress of a task with `total` parts, and yield the callback for completed parts.
 
-    With `shown` false it shows nothing.
+    If `shown` is false, the callback has no effect.
     """
     if not shown:
         yield lambda part, left=None: None
@@ -38,8 +38,6 @@ def progress(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
 
 
 class _Lines:
-    """What is told in lines."""
-
     def __init__(self, doing: str, total: int) -> None:
         self._doing, self._so_far = f"qsync: {doing}", _SoFar(total)
         self._said = time.monotonic()
@@ -74,13 +72,11 @@ def _bar(doing: str, total: int) -> Iterator[Advance]:
 
 
 class _SoFar:
-    """What is done, and what is left."""
-
     def __init__(self, total: int) -> None:
         self._total, self._done, self._begin = total, 0, time.monotonic()
 
     def about(self, left: float | None) -> str:
-        """Counts one part more; returns in words what the rest takes: `left`, or as much for each part as so far."""
+        """Count a part and return the remaining time in words; extrapolate it if `left` is None."""
         from qsync_fx.formatting import roughly
 
         self._done += 1

@@ -1,7 +1,7 @@
-"""What was measured of a model under one plan.
+"""Measurements of a model under one plan, and their statistics.
 
-Invariant: what is kept is what was measured, at the pace that the machine had when its profile began, and as if others had disturbed all
-plans alike; medians, spreads and what belongs to no operator follow from it.
+Stored runs are normalized: to the speed of the machine when the profile was measured (`at_pace`),
+and to the same interference from other processes for all plans (`levelled`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class MeasuredOperator:
 
     Attributes:
         operator: its id.
-        precision, output: names of the formats that it computed in and gave out; None for what has no floating-point result.
+        precision, output: names of the compute and output formats; None without a floating-point
+            result.
         forward, backward: seconds.
     """
 
@@ -35,11 +36,11 @@ class Quantized:
     """One call of a quantizer.
 
     Attributes:
-        operator: the operator that it is for.
-        before, after: names of the formats.
-        numel: elements.
+        operator: id of the operator whose operand it quantizes.
+        before, after: names of the source and target formats.
+        numel: number of elements.
         backward: whether it runs in the backward pass.
-        seconds: that it took.
+        seconds: duration.
     """
 
     operator: str
@@ -55,12 +56,12 @@ class MeasuredRun:
     """The model under one plan.
 
     Attributes:
-        label: the plan in words; the name of a format where all operators were planned in one.
-        steps: of each step the seconds of the forward pass, the backward pass and the optimizer.
-        peak_bytes: what a step holds at most beyond what is there before it.
+        label: the plan in words; the name of a format for a uniform plan.
+        steps: seconds of the forward pass, the backward pass and the optimizer, for each step.
+        peak_bytes: peak memory of a step beyond the memory allocated before it.
         operators: in program order; medians over the steps.
-        quantized: in the order that they ran; medians over the steps.
-        planned: whether it is a plan of the user's, and none of those that all profiles have.
+        quantized: in execution order; medians over the steps.
+        planned: whether this is a plan of the user, not one that every profile measures.
     """
 
     label: str
@@ -72,21 +73,21 @@ class MeasuredRun:
 
     @property
     def forward(self) -> float:
-        """Seconds of the forward pass, the median over all steps."""
+        """Median seconds of the forward pass over all steps."""
         return statistics.median(step[0] for step in self.steps)
 
     @property
     def backward(self) -> float:
-        """Seconds of the backward pass, the median over all steps."""
+        """Median seconds of the backward pass over all steps."""
         return statistics.median(step[1] for step in self.steps)
 
     @property
     def passes(self) -> float:
-        """Seconds of both, the median over all steps."""
+        """Median seconds of forward and backward pass together over all steps."""
         return statistics.median(step[0] + step[1] for step in self.steps)
 
     def at_pace(self, pace: float) -> MeasuredRun:
-        """Returns the run as it would be on a machine on which everything takes so much of the time."""
+        """Return the run with all times multiplied by `pace`."""
         if pace == 1:
             return self
         return replace(
@@ -104,18 +105,18 @@ class MeasuredRun:
 
     @property
     def undisturbed(self) -> float:
-        """Seconds of both, as if nothing else had been on the machine: the mean over the faster half of the steps."""
+        """Seconds of both passes on an idle machine: the mean of the faster half of the steps."""
         return faster_half([step[0] + step[1] for step in self.steps])
 
     @property
     def spread(self) -> float:
-        """How far steps lie from that, in the median, as a share of it: what differs less, differs by chance."""
+        """Median absolute deviation of the steps from `passes`, relative to `passes`."""
         typical = self.passes
         return statistics.median(abs(step[0] + step[1] - typical) for step in self.steps) / typical
 
     @property
     def outside(self) -> tuple[float, float]:
-        """Seconds of each pass that belong to no operator."""
+        """Seconds of the forward and backward pass that belong to no operator."""
         inside = [sum(m.forward for m in self.operators), sum(m.backward for m in self.operators)]
         for call in self.quantized:
             inside[call.backward] += call.seconds
@@ -123,15 +124,22 @@ class MeasuredRun:
 
 
 def faster_half(seconds: Sequence[float]) -> float:
-    """Returns the mean over the faster half: what others on the machine made longer is hardly in it."""
+    """Return the mean of the faster half, which suppresses slowdowns by other processes."""
     return statistics.mean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
 def paces(plans: Sequence[Sequence[float]]) -> list[float]:
-    """Returns by what the typical seconds of plans that took turns are to be multiplied, as if others had disturbed all plans alike.
+    """Return factors that equalize the interference between plans that were run interleaved.
 
-    What else a machine does makes steps longer, never shorter, and by chance those of one plan more than those of another. So plans are to
-    one another as their undisturbed steps are; how much longer the typical step is follows from all of them together.
+    Other processes only lengthen steps, and by chance lengthen one plan more than another. The
+    ratio between plans is therefore the ratio of their faster halves. The common ratio of typical
+    to fast steps is the median over all plans.
+
+    Args:
+        plans: seconds of the steps of each plan.
+
+    Returns:
+        one factor per plan, to be multiplied with its seconds.
     """
     shares = [faster_half(seconds) / statistics.median(seconds) for seconds in plans]
     level = statistics.median(shares)
@@ -139,13 +147,13 @@ def paces(plans: Sequence[Sequence[float]]) -> list[float]:
 
 
 def levelled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Returns runs of plans that took turns as if others had disturbed all of them alike: see `paces`."""
+    """Return the runs of interleaved plans with equalized interference: see `paces`."""
     used = paces([[forward + backward for forward, backward, _ in run.steps] for run in runs])
     return [run.at_pace(pace) for run, pace in zip(runs, used, strict=True)]
 
 
 def sizes(value: Any) -> str | None:
-    """Returns which number of a dataclass cannot be, None where all can."""
+    """Return an error text for a negative or non-finite number of a dataclass, else None."""
     for part in fields(value):
         result = getattr(value, part.name)
         for number in result if isinstance(result, tuple) else (result,):

@@ -1,6 +1,7 @@
-"""What has been measured so far, in a file, so that a measurement that was interrupted goes on from there.
+"""Checkpoint file of an interrupted measurement.
 
-Invariant: what is in the file are whole rounds, in each of which every plan had its turn; it is replaced whole after each.
+Invariant: the file contains only complete rounds, with one sample of every plan per round, and is
+replaced atomically after each round.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from qsync_fx.serialization import Path, Schema
 
 @dataclass(frozen=True)
 class StepSample:
-    """One plan in one round.
+    """Times of one plan in one round.
 
     Attributes:
-        forward, backward, optimizer: seconds of a step that nothing watched.
-        operators: seconds of each operator, by id, in a step that was timed line by line, in proportion to this one.
-        quantized: the quantizers of that step, likewise.
+        forward, backward, optimizer: seconds of an untraced step.
+        operators: seconds of each operator by id, from a step timed line by line and scaled to the
+            untraced step.
+        quantized: quantizer calls of the traced step, scaled likewise.
     """
 
     forward: float
@@ -36,11 +38,12 @@ class StepSample:
 
 @dataclass(frozen=True)
 class Samples:
-    """
+    """Samples of all plans.
+
     Attributes:
-        machine, model: where and of what they were taken.
-        optimizer: the class of the optimizer; "" for none.
-        plans: the samples of each plan, one a round, by the plan in words.
+        machine, model: the measured machine and model.
+        optimizer: class name of the optimizer; "" for none.
+        plans: samples by plan label, one per round.
     """
 
     machine: Machine
@@ -50,7 +53,7 @@ class Samples:
 
     @property
     def rounds(self) -> int:
-        """How many rounds there are of every plan."""
+        """Number of rounds that every plan has completed."""
         return min(map(len, self.plans.values()), default=0)
 
 
@@ -66,10 +69,10 @@ SAMPLES = Schema(
 
 
 def resumed(path: Path, empty: Samples) -> Samples:
-    """Returns what an interrupted measurement has left at `path`, or `empty` where there is no such file.
+    """Return the samples of an interrupted measurement at `path`, or `empty` if there is no file.
 
     Raises:
-        ProfileError: the file is none, or one of something else.
+        ProfileError: the file is invalid, or belongs to another measurement.
     """
 
     def differs(result: Samples) -> str | None:
@@ -90,7 +93,7 @@ def resumed(path: Path, empty: Samples) -> Samples:
 def run_of(
     label: str, states: States, samples: list[StepSample], peak_bytes: int, planned: bool
 ) -> MeasuredRun:
-    """Returns what the samples of a plan say together: medians over the rounds."""
+    """Return the run of a plan, with the medians of its samples over the rounds."""
     operators = [
         MeasuredOperator(
             operator,

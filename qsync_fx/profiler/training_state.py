@@ -1,12 +1,9 @@
-"""Training that leaves no trace: all that a step changes is put back.
+"""Context managers that restore the training state of a model, and rerun passes reproducibly.
 
-Invariant: after `untouched` parameters, buffers, gradients, training modes, the optimizer's state and settings, and the random number
-generators of torch, numpy and Python are what they were before, in the same objects.
-
-Runs that leave a model as it was, and repeat themselves.
-
-Invariant: after `undisturbed` parameters, gradients, buffers, training mode, torch's random generators and the rounding stream are what
-they were. Each `again` within it starts from the same buffers and random numbers, so that two passes differ by what is put into them alone.
+`undisturbed` restores parameters, gradients, buffers, training modes, torch's random number
+generators and the rounding stream. `untouched` also restores the optimizer and the generators of
+NumPy and Python. All objects stay the same objects. Within `repeatable`, passes start from the same
+buffers and random numbers, so two passes differ only by their inputs.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from qsync_fx.diagnostics.explain_model import unchanged
 from qsync_fx.rounding import rounding_stream
 
 Again = Callable[[int], None]
-"""Puts buffers and random numbers back; its number tells apart what is rounded."""
+"""Restores buffers and seeds the generators; the sample number selects the rounding draws."""
 
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts back, at the end, all that running and differentiating a model changes."""
+    """Restore on exit everything that running and differentiating a model changes."""
     tensors = [*model.parameters(), *model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
@@ -48,7 +45,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def repeatable(model: nn.Module, seed: int) -> Iterator[Again]:
-    """Yields what starts a pass again."""
+    """Yield a function that resets buffers and random numbers before a pass."""
     buffers = list(model.buffers())
     saved = [buffer.detach().clone() for buffer in buffers]
 
@@ -63,13 +60,17 @@ def repeatable(model: nn.Module, seed: int) -> Iterator[Again]:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters that get gradients, each once."""
+    """Return the parameters that require gradients, without duplicates."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-    """Lets a model be trained for a while; while that lasts, the optimizer's learning rates are zero, so that values stay what they are."""
+    """Restore the model, optimizer and generators on exit.
+
+    Within the context the learning rates are zero, so that optimizer steps leave parameters
+    unchanged.
+    """
     with undisturbed(model), _generators(), _optimizer(optimizer):
         for parameter in model.parameters():
             parameter.grad = None

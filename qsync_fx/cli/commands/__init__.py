@@ -1,8 +1,9 @@
-"""The verbs of `qsync`.
+"""Verbs of `qsync`.
 
-Invariant: one module a verb, which is called as the module is and holds `COMMAND`, a `qsync_fx.cli.Command`; a new verb is a new module.
-Installed packages add verbs through the entry point group `qsync_fx.commands`; a verb is called as its entry point is. A module imports
-little before its command is run: `qsync --help` imports all of them.
+Each module is one verb: its name is the module's name, and it defines `COMMAND`, a
+`qsync_fx.cli.Command`. Installed packages add verbs through the entry point group
+`qsync_fx.commands`. `qsync --help` imports all modules, so they import little before their command
+runs.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ _GROUP = "qsync_fx.commands"
 
 
 def names() -> list[str]:
-    """Returns what each verb is called: ours, then those of installed packages."""
+    """Return the names of all verbs: first of qsync_fx, then of installed packages."""
     ours = _ours()
     return [*ours, *sorted(entry_points(group=_GROUP).names - ours.keys())]
 
 
 def load(name: str) -> Command:
-    """Returns the verb called `name`, which is one of `names()`.
+    """Return the verb called `name`, one of `names()`.
 
     Raises:
-        QSyncError: its package cannot be loaded or offers something else, or there are several of this name.
+        QSyncError: its package cannot be loaded or offers another type, or the name is ambiguous.
     """
     ours, entries = _ours().get(name), tuple(entry_points(group=_GROUP, name=name))
     if ours is None and len(entries) == 1:
@@ -51,7 +52,7 @@ def load(name: str) -> Command:
 
 
 def _ours() -> dict[str, str]:
-    """Returns the modules of our own verbs."""
+    """Return the module of each verb of qsync_fx, by the verb's name."""
     return {
         module.name.replace("_", "-"): f"{__name__}.{module.name}"
         for module in pkgutil.iter_modules(__path__)

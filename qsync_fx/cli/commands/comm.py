@@ -1,6 +1,7 @@
-"""`qsync comm`: what it costs to send gradients in fewer bits.
+"""`qsync comm`: costs of compressed gradients.
 
-`qsync comm predict`: which codec of gradients pays for a model on a cluster, and from which bandwidth on none does.
+`qsync comm bench` measures the speed of codecs. `qsync comm predict` replays steps of a cluster
+with each codec, and prints the bandwidth below which a codec pays.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _predict(arguments: argparse.Namespace) -> None:
             )
     fmt, network = arguments.precision or "fp32", Network(bandwidth, arguments.latency)
     profile = _profile(arguments, fmt)
-    # gloo sends gradients of the CPU around one ring.
+    # gloo reduces gradients on the CPU in one ring.
     nodes = NodeGroup(
         arguments.size, inside, arguments.inside_latency, ring=profile.graph.device == "cpu"
     )
@@ -146,10 +147,11 @@ def _predict(arguments: argparse.Namespace) -> None:
     mapper = CostMapper(profile.graph, profile.times(), Plan.uniform(fmt))
     schedules = {"devices": mapper.schedule()}
     how_fast = _read(arguments.rates) if arguments.rates else rates(fleet, {"devices": profile})
-    # What codes by shapes is not known of a profile: 1bit* has the same rule over consecutive values.
+    # 1bit codes columns of parameters, whose shapes a profile lacks; 1bit* is the same rule for
+    # consecutive values.
     codecs = arguments.codec or [name for name in CODECS[1:] if name != "1bit"]
     if arguments.rates and not arguments.codec:
-        # A file may be of some codecs alone, and says so itself.
+        # A file may contain only some codecs.
         missing = [name for name in codecs if name not in how_fast.by_codec]
         codecs = [name for name in codecs if name in how_fast.by_codec]
         if not codecs:
@@ -218,7 +220,7 @@ def _read(path: str) -> Rates:
 
 
 def _inside(arguments: argparse.Namespace) -> float | None:
-    """Returns the bytes a second of links inside nodes; None where each device is a node of its own."""
+    """Return the bytes per second of links inside nodes; None without nodes of several devices."""
     size, ranks = arguments.size, arguments.ranks
     if size < 1 or ranks % size or (size > 1 and ranks == size):
         message = f"{ranks} devices do not make several nodes of {size}"
@@ -404,7 +406,7 @@ _ALONE: Final = {
     "1bit": "1bit codes the columns of each parameter; here all values are one column.",
     "aqgb": "aqgb chooses its levels as it trains; here it sends all bits, as aqgb32 does.",
 }
-"""What codecs are that are timed without a model."""
+"""Notes on codecs that behave differently without a model."""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

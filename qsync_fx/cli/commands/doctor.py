@@ -1,4 +1,4 @@
-"""`qsync doctor`: the hardware and tools of this machine, and how each format runs on it."""
+"""`qsync doctor`: hardware and tools of this machine, and how each format runs on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
     report = doctor_report.look()
     output.show(doctor_report.render(report))
-    # The rest of the report is shown first: it helps to find the mistake.
+    # The rest of the report helps to find the mistake, so it is shown first.
     if report.quantizer.wrong is not None:
         raise report.quantizer.wrong
 

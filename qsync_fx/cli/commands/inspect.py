@@ -1,4 +1,4 @@
-"""`qsync inspect`: what the backend does to a model, before anything is trained."""
+"""`qsync inspect`: effects of the backend on a model, without training it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _as_json(explanation: Explanation, kind: str | None) -> Mapping[str, object]
 
 
 def operator_as_json(operator: Operator) -> Mapping[str, object]:
-    """Returns what the table says of an operator, and more, as JSON takes it."""
+    """Return a JSON-compatible description of an operator, with more details than the table."""
     note, source = operator.note, operator.source
     names = {
         name: None if value is None else value.name
@@ -138,7 +138,7 @@ def operator_as_json(operator: Operator) -> Mapping[str, object]:
 
 
 def _number(size: Any) -> object:
-    """Returns a size as a number, or as the text of its formula where it depends on symbolic shapes."""
+    """Return a size as a number, or as the text of its formula if shapes are symbolic."""
     available = number(size)
     return str(size) if available is None and size is not None else available
 

@@ -1,12 +1,7 @@
-"""`qsync kernels`: compile CUDA kernels before they are needed, and see and clear what is kept.
+"""`qsync kernels`: compile CUDA kernels ahead of time; list and clear the kernel cache.
 
-`qsync kernels list`, `clear` and `path`: the kernels that are kept.
-
-Invariant: what is listed is what `qsync_fx.backend.cuda.kernel_build.kernel_cache` would load. Nothing is removed outside of the cache.
-
-`qsync kernels build`: kernels are compiled before they are needed.
-
-Invariant: what this prints is what `qsync_fx.backend.cuda.kernel_build.kernel_cache` would load.
+Invariant: the printed kernels are those that `qsync_fx.backend.cuda.kernel_build.kernel_cache`
+would load. Only files in the cache are removed.
 """
 
 from __future__ import annotations
@@ -77,7 +72,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def table_of(entries: Iterable[CacheEntry]) -> Table:
-    """Returns what to know of kernels that are kept, one a line."""
+    """Return a table of cached kernels."""
     rows = []
     for entry in entries:
         m = entry.manifest
@@ -262,7 +257,7 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
     from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
     inputs = model_args.read(arguments)
-    # Wherever the model lies, what decides is the device that the kernels are for.
+    # Selection depends on the target device of the kernels, not on the device of the model.
     with assumed(arch, on=inputs.device.type):
         return candidates.of_problems(
             problems_of(inputs.explain().lowered_graphs), arch, arguments.every_candidate

@@ -1,4 +1,4 @@
-"""`qsync measure`: how long each operator of a model takes in each format on this machine, and how much memory its steps need."""
+"""`qsync measure`: durations of operators in each format on this machine, and memory of steps."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 
 def _from_catalog(arguments: argparse.Namespace) -> None:
-    """Compute a profile; arguments of measurements are refused, since they would change nothing."""
+    """Compute a profile from the catalog; refuse arguments that apply to measurements only."""
     from qsync_fx.devices import get
     from qsync_fx.profiler.analytic_profile import catalog_profile
 

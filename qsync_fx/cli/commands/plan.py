@@ -1,6 +1,6 @@
-"""`qsync plan`: which operator computes in which format on which device, how others would have chosen, and why.
+"""`qsync plan`: format of each operator on each device, compared with other allocators.
 
-`known` is what is known of devices and the model, `asked` what is asked of the plan that was found.
+plan_inputs.py collects profiles and sensitivities; plan_report.py evaluates and prints the plan.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _picture(path: str) -> Path | str:
     if not path:
-        return path  # a table alone
+        return path  # without a path: only a table
     from qsync_fx.allocator.pareto_svg import check_picture
 
     check_picture(path)
@@ -185,7 +185,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from qsync_fx.cli import plan_inputs as knowing, plan_report
     from qsync_fx.predictor.replayer.cluster import Cluster
 
-    # Before torch is imported, which is slow.
+    # Check files before the import of torch, which is slow.
     cluster = None if arguments.cluster is None else Cluster.load(arguments.cluster)
     changes = plan_report.changes(arguments)
 

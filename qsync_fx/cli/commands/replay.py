@@ -1,4 +1,4 @@
-"""`qsync replay`: how long a training step takes under a plan, on one device or a cluster, from profiles or from traces."""
+"""`qsync replay`: duration of a training step on a device or cluster, from plans or traces."""
 
 from __future__ import annotations
 
@@ -151,7 +151,11 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
 
 
 def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
-    """Returns what the tables say, and more, as JSON takes it, with so many operators; all where nothing is said."""
+    """Return a JSON-compatible description of the timeline.
+
+    Args:
+        shown: number of operators; None for all.
+    """
     cluster = timeline.played.cluster
     return {
         "seconds": timeline.seconds,

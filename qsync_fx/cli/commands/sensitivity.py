@@ -1,4 +1,4 @@
-"""`qsync sensitivity`: what each operator in each precision adds to the variance of the gradients."""
+"""`qsync sensitivity`: gradient variance that each operator adds in each precision."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`qsync tune`: which kernel is fastest for each product of a model, measured on a GPU.
+"""`qsync tune`: fastest kernel for each product of a model, measured on a GPU.
 
-Invariant: the table on disk changes only after everything was measured, and only in the rows that were. With recorded timings nothing is
-measured, and nothing is kept but in a file that is asked for.
+Invariant: the table on disk changes only after all measurements, and only in measured rows. With
+recorded timings no measurement runs, and results are saved only to an explicit --output.
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def _gpu(name: str) -> tuple[torch.device, Arch]:
-    """Returns the device called `name` and what kernels are compiled for on it."""
     import torch
 
     from qsync_fx.backend.cuda.runtime import device_state
@@ -167,7 +166,6 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
 
 
 def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[Problem]:
-    """Returns the problems of the model named, which is taken to the GPU if there is one."""
     from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
 
     inputs = model_args.read(arguments)
@@ -175,7 +173,7 @@ def _problems(arguments: argparse.Namespace, gpu: torch.device | None) -> list[P
 
 
 def _compile(problems: Sequence[Problem], arch: Arch) -> None:
-    """Compiles all candidates side by side. What fails is told by the table, as a candidate that failed."""
+    """Compile all candidates in parallel; failures appear in the table of results."""
     from qsync_fx.backend.cuda.kernel_build import kernel_registry
     from qsync_fx.backend.cuda.selection.select import known, way
 
@@ -191,7 +189,7 @@ def _compile(problems: Sequence[Problem], arch: Arch) -> None:
 def _measuring(
     gpu: torch.device, arch: Arch
 ) -> tuple[Callable[[Problem], TableWriter], dict[Problem, TableWriter]]:
-    """Returns what makes timers on a GPU, and what they will have measured."""
+    """Return a factory of timers on a GPU, and the dict that collects them by problem."""
     from qsync_fx.backend.cuda.runtime.event_timer import EventTimer
     from qsync_fx.backend.cuda.selection.select import known, way
     from qsync_fx.backend.cuda.tuning import TableWriter
@@ -200,7 +198,7 @@ def _measuring(
 
     def make(problem: Problem) -> TableWriter:
         result = way(problem, arch, known)
-        # Timings are kept, the tensors that they were measured with are not.
+        # Timings are retained, but the tensors of finished measurements are freed.
         for keeper in keepers.values():
             keeper.timer = None
         keepers[problem] = TableWriter(
@@ -248,7 +246,6 @@ def _show(
 
 
 def _table(choices: list[TunedChoice], wide: str) -> Printed:
-    """Returns for each problem torch's time, the best kernel and its time, and how they compare."""
     from qsync_fx.backend.cuda.tuning import shown
 
     rows = []

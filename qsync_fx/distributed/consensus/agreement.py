@@ -1,14 +1,13 @@
-"""What ranks compare before they train together, and how they tell in what they differ.
+"""Agreement of ranks on model, plan and batch before they train.
 
-Each rank states what it is about to do, in sections of lines, and rank 0 compares. A section that a rank leaves out is not compared there.
+Each rank publishes a statement: sections of lines on versions, tensors of the model, DDP settings,
+plan and batch. Rank 0 compares digests of the sections; a section that a rank omits is not compared
+for that rank. Ranks that state the same reduce the same gradients in the same collectives.
+Properties that may differ between ranks are not stated: per-class plans, formats, devices and
+padding.
 
-Invariant: either all ranks go on, or all raise the same error, which names a rank and in what it differs from the most; a rank that does
-not come is named within the time that it may take.
-
-What a rank states of itself: versions, the model's tensors, how DDP puts them into buckets, the plan, and the batch.
-
-Invariant: two ranks that state the same sum the same gradients in the same collectives. What may differ between ranks, their parts of a
-plan, formats, devices and sizes of padding, is not stated.
+Invariant: either all ranks continue, or all raise the same error, which names a rank that differs
+from the majority and its differences. A rank that does not arrive within the limit is named.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ def agree(
     limit: float,
     do: Mapping[str, str],
 ) -> None:
-    """Returns once all ranks have stated the same.
+    """Return once all ranks have stated the same.
 
     Args:
         channel, watcher: of the guard.
-        about: what this agreement is called; each is made once.
-        mine: what this rank states.
-        limit: seconds that another rank may take to come.
-        do: what to do where a section differs.
+        about: name of this agreement; each name is used once.
+        mine: statement of this rank.
+        limit: seconds to wait for another rank.
+        do: remedy for each section that may differ.
 
     Raises:
-        RankError: they differ, one of them does not come, or one has failed.
+        RankError: statements differ, a rank does not arrive, or a rank has failed.
     """
     digests = {
         name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in mine.items()
@@ -84,7 +83,7 @@ def agree(
                 stated[rank] = json.loads(text)
             result = _difference(channel, about, stated, do)
             channel.put(f"{about}/verdict", _GOOD if result is None else json.dumps(asdict(result)))
-        # Rank 0 waits for the others in turn, and is the one to tell who does not come.
+        # Rank 0 waits for each rank and reports a missing one, so the others wait 5 s longer.
         verdict = awaited(channel, watcher, f"{about}/verdict", 0, limit + 5, about)
     except StoreLost:
         raise lost(channel.rank) from None
@@ -96,10 +95,10 @@ def agree(
 def awaited(
     channel: Channel, watcher: Watcher, key: str, rank: int, limit: float, about: str
 ) -> str:
-    """Returns what a rank puts, as soon as it does.
+    """Return the text that a rank puts under `key`, polling until it is present.
 
     Raises:
-        RankError: it does not within so many seconds, or some rank has failed.
+        RankError: `limit` seconds have passed, or a rank has failed.
     """
     began, pause = time.monotonic(), 0.001
     while (text := channel.get(key)) is None:
@@ -151,7 +150,6 @@ def _some(lines: Sequence[str]) -> str:
 
 
 def lost(rank: int) -> RankError:
-    """Returns the error for a store that is gone."""
     who = "rank 0, or the launcher" if rank else "the launcher"
     return RankError(
         "the store of the process group does not answer any more: the process that holds it has ended",
@@ -174,7 +172,6 @@ REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def of_model(model: nn.Module) -> Statement:
-    """Returns what can be stated before the first step."""
     inner = unwrapped(model)
     tensors = [
         *(
@@ -198,7 +195,7 @@ def of_model(model: nn.Module) -> Statement:
 
 
 def of_replanning(settings: object) -> Statement:
-    """Returns whether, and by which numbers, the ranks plan anew, which they do together."""
+    """Return the statement about replanning: its thresholds, or "none"."""
     return {
         "replanning": [
             "none" if settings is None else str(getattr(settings, "hysteresis", settings))
@@ -207,7 +204,11 @@ def of_replanning(settings: object) -> Statement:
 
 
 def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> Statement:
-    """Returns what can be stated of what a model is called with: how many samples, where `sizes`, and types."""
+    """Return the statement about a batch: dtype and dimensions of each tensor.
+
+    Args:
+        sizes: whether to state the number of samples, too.
+    """
     leaves, _ = pytree.tree_flatten_with_path((args, dict(kwargs)))
     lines = [
         f"{pytree.keystr(path)} {str(leaf.dtype).removeprefix('torch.')} of {leaf.dim()} dimensions"
@@ -219,14 +220,14 @@ def of_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: bool) -> S
 
 
 def parallel_in(model: nn.Module) -> DistributedDataParallel | None:
-    """Returns the DistributedDataParallel that a model is or holds."""
+    """Return the DistributedDataParallel that a model is or contains; None without one."""
     return next(
         (part for part in model.modules() if isinstance(part, DistributedDataParallel)), None
     )
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a hook that Dynamo calls and does not look into."""
+    """Return a hook that Dynamo calls without tracing it."""
     disable: Any = torch.compiler.disable
     result: Callable[..., Any] = disable(hook)
     return result

@@ -1,16 +1,12 @@
-"""A thread on each rank that says that the rank lives, and sees how the others fare while the rank itself waits for them.
+"""Heartbeat thread that detects failed ranks while the main thread is blocked.
 
-Every rank's heart beats in the channel. Rank 0 looks at all of them, the others look at rank 0's and at what was told: so what a rank has
-to look at does not grow with their number. A rank that compiles for too long, and one that says nothing for too long, is told by the rank
-that sees it. That a process was killed its neighbours see at once, where they are on its machine.
+Every rank writes a heartbeat to the store. Rank 0 reads all heartbeats, the others only rank 0's
+and the first reported failure, so their load does not grow with the number of ranks. A rank that is
+silent or compiles for too long is reported by its observer. The neighbours of a rank on the same
+machine also detect that its process has ended, from /proc.
 
-Invariant: what is told anywhere is known on every rank, and in its log, within about a second, whatever its own code does meanwhile, unless
-that keeps Python from running other threads. A rank that stood still itself blames no other for the silence.
-
-Whether the process of a rank on the same machine is still there.
-
-A process that is killed closes its connections, and who waits for it in no collective does not see that. Invariant: one that is said to be
-gone is gone; of one on another machine, or in another container, nothing is said.
+Invariant: a reported failure is known and logged on every rank within about a second, unless code
+blocks the GIL. A rank whose own thread was suspended does not blame others for the silence.
 """
 
 from __future__ import annotations
@@ -26,11 +22,11 @@ from qsync_fx.communication import communication_thread
 from qsync_fx.distributed.consensus.store_channel import Channel, Failure, StoreLost
 
 _STATE, _STARTED = 0, 19
-"""Where a process's state and start stand in its line of /proc, behind its name."""
+"""Indices of a process's state and start time in /proc/PID/stat, after its name."""
 
 
 def identity() -> str:
-    """Returns what tells this process from every other; "" where that cannot be known."""
+    """Return a unique identity of this process; "" if /proc does not provide one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
@@ -39,7 +35,10 @@ def identity() -> str:
 
 
 def gone(other: str) -> bool:
-    """Whether a process on this machine that had this identity has ended."""
+    """Return whether a process on this machine with this identity has ended.
+
+    False if its state is unknown: on another machine, or in another PID namespace.
+    """
     mine, theirs = identity().split(), other.split()
     if len(mine) != 4 or len(theirs) != 4 or mine[:2] != theirs[:2]:
         return False
@@ -59,24 +58,25 @@ def _stat(pid: int) -> list[str]:
 _LOG = logging.getLogger("qsync_fx.distributed")
 _PERIOD: Final = 0.25
 _HURRIED: Final = 3.0
-"""Seconds of silence after which a rank counts as gone once a collective has failed: then one is."""
+"""Limit of silence in seconds after a failed collective, which implies that a rank is gone."""
 _LINGERS: Final = 5.0
 _GONE: Final = "done"
 _WHY: Final = "see whether its process was killed or stopped, or its machine ran out of memory, and start all ranks again"
 
 
 class Watcher:
-    """The thread, from `start` to `stop`.
+    """Heartbeat thread of one rank, from `start` to `stop`.
 
     Args:
         channel: of the guard.
-        silence: seconds that a rank may say nothing.
+        silence: seconds without a heartbeat until a rank counts as failed.
         compiling: seconds that a rank may compile.
-        ends: seconds after a failure at which the process is ended if it does not come back from where it waits; None for never.
+        ends: seconds after a failure until this process is terminated, if it stays blocked; None
+            for never.
 
     Attributes:
-        failure: what is known to have failed.
-        lost: whether the store has gone.
+        failure: the first known failure.
+        lost: whether the store is lost.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Watcher:
         self._thread = communication_thread.start("qsync-watcher", self._run, self._stop.set)
 
     def stop(self, done: bool) -> None:
-        """Ends the thread; `done` says that the rank needs no more watching, for it has come to its end."""
+        """End the thread; `done` marks this rank as finished, so that its silence is no failure."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(5)
@@ -108,30 +108,30 @@ class Watcher:
                 self.lost = True
 
     def compiles(self, begins: bool) -> None:
-        """Notes that this rank begins or ends to compile."""
+        """Record that this rank begins or ends to compile."""
         if begins:
             self._compiles.set()
         else:
             self._compiles.clear()
 
     def wait(self, seconds: float) -> Failure | None:
-        """Returns what has failed, once it is known, or None after some seconds."""
+        """Return the failure as soon as one is known; None after `seconds`."""
         self._known.wait(seconds)
         return self.failure
 
     def hurry(self) -> None:
-        """Says that a collective has failed: whoever is silent now is gone."""
+        """Shorten the limit of silence on all ranks, because a collective has failed."""
         if not self.lost:
             self.channel.count("hurry", 1)
 
     def tell(self, failure: Failure) -> None:
-        """Tells all ranks, and this one."""
+        """Report a failure to all ranks, including this one."""
         self.channel.tell(failure)
         self.learn(failure, logs=failure.rank != self.channel.rank)
         self.linger()
 
     def learn(self, failure: Failure, logs: bool = True) -> None:
-        """Takes notice of what has failed, and notes it in the log but where this rank raises it itself."""
+        """Record a failure and log it; `logs` is False on a rank that raises it itself."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -142,7 +142,7 @@ class Watcher:
         self.channel.count("known", 1)
 
     def linger(self) -> None:
-        """Waits until all ranks know what has failed, for some seconds: the store may end with this rank's process."""
+        """Wait up to 5 s until all ranks know the failure: the store may end with this process."""
         until = time.monotonic() + _LINGERS
         others = self.channel.world - (self.failure is not None and not self.failure.lives)
         while self.channel.count("known") < others and time.monotonic() < until:
@@ -185,7 +185,7 @@ class Watcher:
             (self.channel.rank + 1) % self.channel.world,
             (self.channel.rank - 1) % self.channel.world,
         }:
-            # A rank that has come to its end says so before it ends.
+            # A rank that finishes marks itself as done before its process ends.
             available = self.channel.get(f"process/{rank}")
             if (
                 available

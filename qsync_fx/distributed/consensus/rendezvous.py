@@ -1,14 +1,12 @@
-"""A meeting of all ranks: they see how the others fare, agree on what they state, and leave it together where one fails.
+"""Meeting of all ranks: agreement on statements and propagation of errors.
 
-Invariant: an error on any rank, whatever it is, ends the meeting on every rank with an error that names the rank and its reason, unless a
-process is killed before it can tell. A rank's own error stays what it is.
+Inside a meeting, collectives may last as long as compilation, because other ranks wait in a
+collective while one compiles. The watcher applies the timeout of the process group to silent ranks
+instead. The timeouts of all process groups are restored on exit.
 
-The time that collectives of this process's groups may take.
-
-A group's limit is for a rank that is lost, and a rank that compiles is not: while it does, others wait for it in a collective. So under a
-guard collectives may take as long as compiling may, and the group's own limit is that of a rank that says nothing, which its watcher keeps.
-
-Invariant: what was there before is put back.
+Invariant: an error on any rank ends the meeting on every rank with an error that names the rank and
+its reason, unless the process is killed before it can report. The type and message of a rank's own
+error do not change.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ _PATIENCE: Final = 1800.0
 
 
 def limit_of_group() -> float | None:
-    """Returns the seconds that collectives of the default group may take; None where it does not say."""
+    """Return the timeout of the default process group in seconds; None if it has none."""
     result = [seconds for backend in _backends() if (seconds := _limit(backend)) is not None]
     return min(result, default=None)
 
 
 @contextlib.contextmanager
 def at_least(seconds: float) -> Iterator[None]:
-    """Lets collectives take so long, where they may not take longer anyway."""
+    """Raise the timeouts of all process groups to at least `seconds`; restore them on exit."""
     changed = [
         (b, limit)
         for b in _backends(every=True)
@@ -76,19 +74,19 @@ def _limit(backend: Any) -> float | None:
 
 
 def patience() -> float:
-    """Returns the seconds for which ranks wait for one another: the limit of the default group, or half an hour."""
+    """Return the seconds that ranks wait for each other: the default group's timeout, or 1800."""
     return limit_of_group() or _PATIENCE
 
 
 COMPILING: Final = 1800.0
 _FOR_A_CAUSE: Final = 12.0
-"""Seconds after a failed collective in which some rank must have told, or have been silent long enough to be found gone."""
+"""Seconds to wait for the cause of a failed collective: a report, or a detected silence."""
 _LEAST: Final = 10.0
-"""Seconds that a process has at least to come back from where it waits, once another rank has failed."""
+"""Minimum seconds between another rank's failure and the termination of a blocked process."""
 
 
 def several_ranks() -> bool:
-    """Whether torch.distributed is up, with more ranks than one."""
+    """Return whether torch.distributed is initialized with more than one rank."""
     return (
         distributed.is_available()
         and distributed.is_initialized()
@@ -97,15 +95,17 @@ def several_ranks() -> bool:
 
 
 class Meeting:
-    """The context; collectives in it may take as long as compiling.
+    """Context in which ranks agree and report failures; raises timeouts of collectives.
 
     Args:
         compiling: seconds that a rank may compile.
-        silence: seconds that a rank may say nothing; by default the limit of the process group.
-        collectives: whether ranks may wait for one that has failed in a collective: then a process that does not come back is ended.
+        silence: seconds without a heartbeat until a rank counts as failed; by default the timeout
+            of the process group.
+        collectives: whether ranks may be blocked in a collective when another fails: then a process
+            that stays blocked is terminated.
 
     Attributes:
-        rank, world: this rank's number, of how many.
+        rank, world: rank of this process, and number of ranks.
         compiling: as given.
     """
 
@@ -115,7 +115,7 @@ class Meeting:
         self._channel = Channel()
         self.rank, self.world = self._channel.rank, self._channel.world
         self._silence, self.compiling = silence or limit or COMPILING, compiling
-        # Only where it is given more time than the group has does a process need an end of its own.
+        # The timeout of the group ends a blocked process unless this meeting raises that timeout.
         ends = (
             max(limit, _LEAST) if collectives and limit is not None and limit < compiling else None
         )
@@ -133,10 +133,14 @@ class Meeting:
     def agree(
         self, about: str, mine: Statement, do: Mapping[str, str], patient: bool = False
     ) -> None:
-        """Returns once all ranks have stated the same; `patient` waits for them as long as they may compile.
+        """Return once all ranks have stated the same.
+
+        Args:
+            about, mine, do: as of `agreement.agree`.
+            patient: wait as long as a rank may compile, instead of the limit of silence.
 
         Raises:
-            RankError: on every rank: they differ, one of them does not come, or one has failed.
+            RankError: on every rank: statements differ, a rank does not arrive, or one has failed.
         """
         agree(
             self._channel,
@@ -148,19 +152,23 @@ class Meeting:
         )
 
     def check(self) -> None:
-        """Raises `RankError` where a rank is known to have failed."""
+        """Raise `RankError` if a rank is known to have failed."""
         if self.watcher.failure is not None:
             raise self.watcher.failure.error()
 
     def put(self, key: str, text: str) -> None:
-        """Gives a text to the other ranks."""
+        """Publish a text of this rank for the other ranks."""
         try:
             self._channel.put(f"{key}/{self.rank}", text)
         except StoreLost:
             raise lost(self.rank) from None
 
     def get(self, key: str, rank: int, limit: float) -> str:
-        """Returns the text that a rank gives, once it does; raises `RankError` if it fails, or takes longer."""
+        """Return the text that `rank` puts under `key`, once it is present.
+
+        Raises:
+            RankError: `limit` seconds have passed, or a rank has failed.
+        """
         try:
             return awaited(self._channel, self.watcher, f"{key}/{rank}", rank, limit, key)
         except StoreLost:
@@ -172,7 +180,7 @@ class Meeting:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tells the others of an error, or says whose failure it comes from.
+        """Report an error to the other ranks, or raise the failure that caused it.
 
         Raises:
             RankError: another rank has failed.
@@ -195,10 +203,11 @@ class Meeting:
             raise cause.error() from error
 
     def _cause(self, error: BaseException) -> Failure | None:
-        """Return the failure of another rank that caused an error; None for an error of this rank or one that names its cause.
+        """Return the failure of another rank that caused an error; None for this rank's own error.
 
-        Report an error of this rank to the others. A `RankError` names its rank already, unless it comes from a lost connection: then
-        the rank behind that connection has reported its reason, or reports it within some seconds.
+        Report an error of this rank to the others. A `RankError` already names its rank, unless it
+        comes from a lost connection: then the rank behind that connection reports its reason within
+        some seconds.
         """
         lost_connection = _is_of_a_collective(error)
         if self.watcher.failure is None and lost_connection:
@@ -220,7 +229,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def told_to_all() -> Iterator[None]:
-    """Tells the other ranks, which come to a meeting next, of an error on this one; it stays what it is."""
+    """Report an error of this rank to the others, which enter a meeting next, and re-raise it."""
     try:
         yield
     except QSyncError as error:
@@ -232,7 +241,6 @@ def told_to_all() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiles_told(meeting: Meeting) -> Iterator[None]:
-    """Tells the other ranks when this one compiles."""
 
     def begins(_: Any) -> None:
         meeting.watcher.compiles(True)
@@ -250,9 +258,9 @@ def compiles_told(meeting: Meeting) -> Iterator[None]:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Return whether an error, or one that it was raised from, is what torch.distributed raises where another rank is gone.
+    """Return whether an error or a cause of it comes from a collective whose peer is gone.
 
-    Errors of gloo have no class of their own.
+    Errors of gloo have no class of their own, so the message is searched.
     """
     words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting")
     link: BaseException | None = error

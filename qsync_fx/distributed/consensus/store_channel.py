@@ -1,6 +1,7 @@
-"""What ranks tell each other beside collectives: small texts in the store that torch.distributed was started with.
+"""Messages between ranks through the key-value store of torch.distributed.
 
-Invariant: no call waits for another rank. A store whose process has ended raises `StoreLost`, and nothing else does.
+Invariant: no call waits for another rank, and no call raises anything but `StoreLost`, if the
+process of the store has ended.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _LONGEST = 20_000
 
 
 class StoreLost(Exception):
-    """The store does not answer."""
+    """The store does not respond."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is wrong on a rank, as all ranks are told it.
+    """Failure of a rank, as it is reported to all ranks.
 
     Attributes:
-        rank: whose failure it is; None where that is not known.
+        rank: the failed rank; None if it is unknown.
         what, where, do: as of an error.
-        lives: whether the rank can still be told anything.
+        lives: whether the process of the rank can still receive reports.
     """
 
     rank: int | None
@@ -42,7 +43,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Returns what the others are told of an error that ends training on `rank`."""
+        """Return the failure that an error on `rank` causes."""
         if isinstance(error, QSyncError):
             return cls(
                 rank,
@@ -66,17 +67,18 @@ class Failure:
 
 
 class Channel:
-    """One conversation of all ranks.
+    """Message channel of all ranks, under a prefix of the store.
 
     Attributes:
-        rank, world: this rank's number, of how many.
+        rank, world: rank of this process, and number of ranks.
     """
 
     _begun = 0
 
     def __init__(self) -> None:
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
-        # Ranks begin the same conversations in the same order. A connection of its own is not held up by whoever waits at another.
+        # Ranks create channels in the same order, so the counter names the same channel on each. A
+        # cloned store has its own connection, which no other thread blocks.
         Channel._begun += 1
         store: Any = distributed_c10d._get_default_store()
         self._store: Any = distributed_c10d.PrefixStore(f"qsync/{Channel._begun}", store.clone())
@@ -89,29 +91,28 @@ class Channel:
         return self._ask(lambda: bool(self._store.check([key])))
 
     def get(self, key: str) -> str | None:
-        """Returns the text of a key; None where none has been put yet."""
+        """Return the text of a key; None if it is not set yet."""
         if not self.has(key):
             return None
         packed: bytes = self._ask(lambda: self._store.get(key))
         return zlib.decompress(bytes.fromhex(packed.decode())).decode()
 
     def count(self, key: str, more: int = 0) -> int:
-        """Adds to a counter that all ranks share, and returns it."""
+        """Add `more` to a counter that all ranks share, and return the sum."""
         return self._ask(lambda: int(self._store.add(key, more)))
 
     def tell(self, failure: Failure) -> None:
-        """Tells all ranks."""
         index = self.count("failures", 1)
         self.put(f"failure/{index}", json.dumps(asdict(failure)))
 
     def told(self) -> Failure | None:
-        """Returns what was told first; None where nothing was."""
+        """Return the first reported failure; None without one."""
         text = self.get("failure/1")
         return None if text is None else Failure(**json.loads(text))
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:
             return call()
-        # torch raises DistError, which is a RuntimeError, or one without a class of its own, by the kind of store.
+        # torch raises DistError (a RuntimeError) or a plain RuntimeError, depending on the store.
         except (RuntimeError, OSError) as error:
             raise StoreLost(str(error)) from error

@@ -1,1 +1,6 @@
-"""What ranks see of their devices and links while they train, and when that is a change that wants another plan."""
+"""Monitoring of devices and links during training.
+
+`Pace` and `drift` (drift.py) compare compute time and memory with the plan, `ProbedLinks`
+(link_probe.py) measures all-reduces between steps, and `PeakCheck` (memory_use.py) measures peak
+memory. `qsync_fx.distributed.replan` decides on another plan from them.
+"""

@@ -1,19 +1,12 @@
-"""When a cluster is to be planned for anew: what each rank has seen of late, and what all of them together make of it.
+"""Drift detection: when compute time or memory differs from the plan for many steps.
 
-A rank compares the seconds that it computes with those that the plan foresees, and the memory that it may take with what the plan takes.
-One step says nothing: it is a drift when all of the last `patience` steps lie on the same side, by more than `tolerance`. A class of
-devices is as slow as the slowest of its ranks, as it was when it was planned for: it is slower where one rank is, and faster where all are.
+A rank compares its compute seconds and its available memory with the predictions of the plan. Drift
+is reported if all of the last `patience` steps exceed `tolerance` in the same direction. A class is
+as slow as its slowest rank: it is slower if one rank is, and faster only if all are. At least
+`cooldown` steps separate two decisions.
 
-Invariant: pure functions of what was measured. Ranks that are given the same statements decide the same, and between two decisions lie
-`cooldown` steps.
-
-The seconds that a rank computes itself in a step, without those in which it waits for others.
-
-A pass of the model begins where what is compiled is called, and ends with the last gradient that autograd has made: after it,
-DistributedDataParallel waits for the gradients of the others. The optimizer's step is added.
-
-Invariant: hooks look at the clock and change nothing. Calls without gradients begin no pass, nor do those in a backward pass, which
-compute anew what was not kept.
+Invariant: decisions are pure functions of measurements, so ranks with equal statements decide the
+same. The timing hooks read the clock and change no value.
 """
 
 from __future__ import annotations
@@ -35,10 +28,15 @@ Clock = Callable[[], float]
 
 
 class Pace:
-    """The context, around training; `begin` and `end` stand around the optimizer's step.
+    """Timer of this rank's compute seconds per step, without waiting for other ranks.
+
+    A pass starts at the call of a compiled region and ends with the last gradient of autograd,
+    before DistributedDataParallel waits for others; the optimizer step is added. Calls without
+    gradients and calls inside a backward pass (recomputation) start no pass. Call `begin` and `end`
+    around the optimizer step.
 
     Args:
-        model: as it is called, or with what is compiled in it.
+        model: the module that is called, or one that contains compiled modules.
         clock: in seconds.
     """
 
@@ -63,12 +61,11 @@ class Pace:
         self._stack.close()
 
     def begin(self) -> None:
-        """Notes that the optimizer's step begins."""
         self._close()
         self._optimizing = self._clock()
 
     def end(self) -> float | None:
-        """Returns the seconds of one pass and the optimizer's step, as it ends; None where no pass was seen."""
+        """Return the mean seconds per pass plus the optimizer step; None without a pass."""
         took, passes = self._clock() - self._optimizing, self._passes
         self._passes = []
         return statistics.fmean(passes) + took if passes else None
@@ -95,13 +92,16 @@ class Pace:
 
 @dataclass(frozen=True)
 class Hysteresis:
-    """
+    """Thresholds of drift detection and replanning.
+
     Attributes:
-        tolerance: what a step may take more than foreseen, or less, as a share: 0.15 for 15%.
-        patience: how many steps in a row have to lie beyond it.
-        cooldown: how many steps after a decision count for nothing.
-        gain: what another plan has to win, of the seconds of a step or of the variance, to be worth compiling for.
-        links: what an all-reduce may take more than foreseen, or less, as a share.
+        tolerance: relative deviation of compute seconds or memory from the prediction: 0.15 for
+            15%.
+        patience: consecutive steps that must exceed it.
+        cooldown: steps after a decision that are ignored.
+        gain: relative improvement of step time or variance that justifies recompilation for another
+            plan.
+        links: relative deviation of an all-reduce from the prediction.
     """
 
     tolerance: float = 0.15
@@ -128,9 +128,10 @@ class Room:
     """Memory of a rank, in bytes.
 
     Attributes:
-        allowed: what a step may take now, the parameters and all else that it holds included.
-        needed: what the plan in force takes.
-        planned: what it was allowed to take when it was made, where that was less than what the user allows; None else.
+        allowed: bytes that a step may use now, parameters included.
+        needed: predicted peak memory of the active plan.
+        planned: limit that the active plan was solved for, if less than the user's limit; None
+            otherwise.
     """
 
     allowed: float
@@ -140,12 +141,12 @@ class Room:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """What a rank has seen in its last steps.
+    """Observations of a rank in its last steps.
 
     Attributes:
-        paces: measured over foreseen seconds.
-        rooms: memory; None where nothing is known of it.
-        resting: how many steps are still to count for nothing.
+        paces: measured over predicted seconds.
+        rooms: memory; None if unknown.
+        resting: steps that are still ignored.
     """
 
     paces: tuple[float, ...] = ()
@@ -155,13 +156,14 @@ class StepWindow:
 
 @dataclass(frozen=True)
 class Stated:
-    """What a rank tells the others.
+    """Summary of a rank's window, sent to the other ranks.
 
     Attributes:
-        pace: measured over foreseen seconds, the median; None before there are enough steps.
-        slower, faster: whether it lay beyond the tolerance in all steps.
-        allowed: the least bytes that a step might take in these steps; None where nothing is known.
-        tight, roomy: whether the plan took more than that in all steps, or was made for less though there was more in all of them.
+        pace: median of measured over predicted seconds; None before there are enough steps.
+        slower, faster: whether all steps exceed the tolerance.
+        allowed: minimum of the bytes that a step may use; None if unknown.
+        tight: whether the plan needs more than allowed in all steps.
+        roomy: whether the plan was solved for less memory than is available in all steps.
     """
 
     pace: float | None = None
@@ -174,13 +176,13 @@ class Stated:
 
 @dataclass(frozen=True)
 class Drift:
-    """Why to plan anew, and for what.
+    """Reason for replanning, and the changed properties of the cluster.
 
     Attributes:
-        paces: of each class of which it is known, measured over foreseen seconds.
-        allowed: of each class where memory counts, the bytes that a step may take.
-        slower, faster, tight, roomy: the ranks that ask for it.
-        links: measured over foreseen seconds of an all-reduce, where links have changed; None where they have not.
+        paces: measured over predicted seconds, by class, if known.
+        allowed: bytes that a step may use, by class, if known.
+        slower, faster, tight, roomy: ranks with this change.
+        links: measured over predicted seconds of an all-reduce; None without a change.
     """
 
     paces: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -195,7 +197,6 @@ class Drift:
 def after_step(
     observed: StepWindow, pace: float, room: Room | None, settings: Hysteresis
 ) -> StepWindow:
-    """Returns what a rank has seen after one more step."""
     if observed.resting:
         return replace(observed, resting=observed.resting - 1)
     return StepWindow(
@@ -204,7 +205,6 @@ def after_step(
 
 
 def stated(observed: StepWindow, settings: Hysteresis) -> Stated:
-    """Returns what a rank tells the others of it."""
     if len(observed.paces) < settings.patience:
         return Stated()
     rooms = [room for room in observed.rooms if room is not None]
@@ -224,18 +224,18 @@ def stated(observed: StepWindow, settings: Hysteresis) -> Stated:
 
 
 def drift(everyones: Sequence[Stated], classes: Sequence[str]) -> Drift | None:
-    """Returns why the ranks are to be planned for anew; None where they are not.
+    """Return the reason for replanning; None without drift.
 
     Args:
-        everyones: what each rank states.
-        classes: the class of each rank.
+        everyones: summary of each rank.
+        classes: device class of each rank.
     """
     of: dict[str, list[int]] = {}
     for rank, name in enumerate(classes):
         of.setdefault(name, []).append(rank)
 
     def of_all(ask: str) -> tuple[int, ...]:
-        """The ranks that ask for it, of classes in which all do: the slowest of a class speaks for it."""
+        """Return the ranks of classes in which all ranks have the change."""
         asking = [
             ranks for ranks in of.values() if all(getattr(everyones[rank], ask) for rank in ranks)
         ]
@@ -256,10 +256,10 @@ def drift(everyones: Sequence[Stated], classes: Sequence[str]) -> Drift | None:
 
 
 def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
-    """Returns what links take, over what was foreseen, where they have changed; None where they have not.
+    """Return the median of `ratios` if all deviate in the same direction; None otherwise.
 
     Args:
-        ratios: measured over foreseen seconds, the last ones: once is chance, and as often as there are of these it is not.
+        ratios: last measured over predicted seconds of an all-reduce; several, to exclude noise.
     """
     changed = all(ratio > 1 + settings.links for ratio in ratios) or all(
         ratio < 1 / (1 + settings.links) for ratio in ratios
@@ -268,12 +268,12 @@ def link_drift(ratios: Sequence[float], settings: Hysteresis) -> float | None:
 
 
 def wins(before: tuple[float, float], after: tuple[float, float], fits: bool, gain: float) -> bool:
-    """Whether another plan is worth compiling for.
+    """Return whether another plan is worth compiling for.
 
     Args:
-        before, after: seconds of a step and variance of the gradients, under the plan in force and under the other.
-        fits: whether the plan in force keeps the limits of memory.
-        gain: what the other has to win.
+        before, after: (step seconds, gradient variance) under the active plan and the other plan.
+        fits: whether the active plan satisfies the memory limits.
+        gain: relative improvement that the other plan must reach.
     """
     (old_seconds, old_variance), (seconds, variance) = before, after
     if not fits or seconds < old_seconds * (1 - gain):
@@ -286,7 +286,7 @@ def _known(
     values: Sequence[float | None],
     choose: Callable[[list[float]], float],
 ) -> Mapping[str, float]:
-    """Returns for each class what is the worst of its ranks, as far as any of them knows."""
+    """Return the worst value of each class's ranks, for classes with a known value."""
     available = {
         name: [value for rank in ranks if (value := values[rank]) is not None]
         for name, ranks in of.items()

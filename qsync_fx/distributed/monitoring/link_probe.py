@@ -1,10 +1,10 @@
-"""What links between ranks take now, beside what a plan foresees.
+"""Link monitoring: repeated timing of one all-reduce against its prediction.
 
-An all-reduce of a size that its bytes, and not its latency, take time for is foreseen with the plan and taken again now and then, between
-two steps, when nothing else travels: so a rank that is late does not pass for a slow link, and a plan that compresses nothing is watched,
-too.
+The probe is an all-reduce whose time is dominated by bandwidth rather than latency. It is predicted
+with the plan and repeated between steps without other traffic, so a late rank is not mistaken for a
+slow link, and plans without codecs are monitored, too.
 
-Invariant: all ranks measure together, and know the same numbers.
+Invariant: all ranks measure together and obtain the same numbers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qsync_fx.profiler.links.collective_times import all_reduce_seconds
 
 _NOTE: Final = "link"
 _OUGHT: Final = 0.01
-"""Seconds that what is measured ought to take, for clocks and schedulers not to matter."""
+"""Minimum seconds of the probe, well above clock and scheduler noise."""
 _LONGEST: Final = 0.5
-"""Seconds beyond which fewer bytes are measured."""
+"""Seconds above which the probe uses fewer bytes."""
 _LATENCIES: Final = 3
 _REPEATS: Final = 3
 _SIZES: Final = tuple(2**power for power in range(12, 27, 2))
@@ -34,14 +34,14 @@ _IN_A_ROW: Final = 2
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """An all-reduce, and the seconds that it is foreseen to take; of no bytes where nothing travels."""
+    """All-reduce of `nbytes` with its predicted `seconds`; 0 bytes if there is no traffic."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
     @classmethod
     def of(cls, cluster: Cluster) -> LinkProbe:
-        """Returns one that tells the links of a cluster."""
+        """Return a probe that is sensitive to the bandwidth of a cluster."""
         if cluster.ranks == 1:
             return cls()
         used = cluster.all_reduce.seconds([float(size) for size in _SIZES], cluster.ranks).tolist()
@@ -53,26 +53,26 @@ class LinkProbe:
 
     @classmethod
     def noted(cls, notes: Mapping[str, str]) -> LinkProbe | None:
-        """Returns what `notes` of a plan say; None where they say nothing."""
+        """Return the probe in the notes of a plan; None without one."""
         if _NOTE not in notes:
             return None
         nbytes, seconds = notes[_NOTE].split()
         return cls(int(nbytes), float(seconds))
 
     def notes(self) -> dict[str, str]:
-        """Returns what a plan says of it."""
         return {_NOTE: f"{self.nbytes} {self.seconds:.6g}"} if self.nbytes else {}
 
 
 class ProbedLinks:
-    """The links of one training, on one rank.
+    """Link monitor of one training, on one rank.
 
     Args:
-        notes: of the plan in force.
-        device: where gradients lie.
+        notes: of the active plan.
+        settings: thresholds.
+        device: device of the gradients.
 
     Attributes:
-        probe: what is foreseen; None where nothing is known.
+        probe: the prediction; None if the plan has none.
     """
 
     def __init__(
@@ -83,7 +83,11 @@ class ProbedLinks:
         self.probe = LinkProbe.noted(notes)
 
     def look(self) -> float | None:
-        """Measures, on all ranks at once, after every `patience` steps; returns measured over foreseen seconds where links have changed."""
+        """Measure on all ranks at once; call it every `patience` steps.
+
+        Returns:
+            Measured over predicted seconds, if links have changed; None otherwise.
+        """
         if self.probe is None:
             return None
         if self._resting > 0:
@@ -94,7 +98,7 @@ class ProbedLinks:
         return link_drift(self._ratios, self._how) if len(self._ratios) == _IN_A_ROW else None
 
     def decided(self, ratio: float | None) -> None:
-        """Goes on from a decision, and from what links were found to take, if they were why."""
+        """Start the cooldown after a decision; scale the prediction by `ratio` if links changed."""
         self._resting, self._ratios = self._how.cooldown, []
         if self.probe is not None and ratio is not None:
             result = replace(self.probe, seconds=self.probe.seconds * ratio)
@@ -103,7 +107,11 @@ class ProbedLinks:
             self.probe = result
 
     def table(self) -> list[tuple[int, float]]:
-        """Measures, on all ranks at once, how long all-reduces take, up to the size that is looked at."""
+        """Measure all-reduces up to the size of the probe, on all ranks at once.
+
+        Returns:
+            Pairs of bytes and seconds.
+        """
         largest = 0 if self.probe is None else self.probe.nbytes
         return [
             (size, all_reduce_seconds(size, _REPEATS, self._device))

@@ -1,14 +1,12 @@
-"""The most that a step of this rank really holds, against what its plan may take.
+"""Peak memory of a step, measured against the memory limit of the plan.
 
-Measured once for each plan, when its first steps are over: on the CPU two steps are recorded (see
-`qsync_fx.profiler.timing.measured_memory`), on
-a GPU torch counts one. Only where the plan was made for a limit of memory: recording takes time.
+Measured once per plan after its first steps, and only if the plan has a memory limit, because
+recording costs time. On the CPU two steps are recorded
+(`qsync_fx.profiler.timing.measured_memory`); on a GPU torch's allocator statistics of one step are
+used.
 
-Invariant: it changes no number, and what is measured is told once. While another profiler is on, nothing is measured.
-
-What a rank holds between two steps, and what its device has free.
-
-Invariant: bytes of real tensors; nothing is guessed. What cannot be known is None.
+Invariant: sizes are bytes of real tensors; unknown values are None. The check is skipped while
+another profiler is active. Each result is logged once.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def parallel_around(model: nn.Module) -> DistributedDataParallel | None:
-    """Returns the DistributedDataParallel that a model is, holds, or is called by at this moment, as where a trainer has wrapped it."""
+    """Return the DistributedDataParallel that a model is, contains, or is being called by."""
     return parallel_in(model) or DistributedDataParallel._active_ddp_module
 
 
 def held_bytes(
     model: nn.Module, optimizers: Iterable[Optimizer], parallel: DistributedDataParallel | None
 ) -> int:
-    """Returns what is held throughout: parameters, buffers, the optimizers' state, and the buckets of DistributedDataParallel."""
+    """Return the bytes of parameters, buffers, optimizer state, and DDP buckets."""
     state = (
         value
         for optimizer in optimizers
@@ -64,14 +62,14 @@ def held_bytes(
 def gradients(
     model: nn.Module, parallel: DistributedDataParallel | None
 ) -> list[weakref.ref[Tensor]]:
-    """Returns the gradients that are there and are no part of a bucket, as far as they stay there."""
+    """Return weak references to the gradients that exist and are not views of a bucket."""
     if parallel is not None and parallel.gradient_as_bucket_view:
         return []
     return [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
 
 
 def free_bytes(device: torch.device) -> float | None:
-    """Returns what a device has free, with what torch has of it in reserve."""
+    """Return the free bytes of a device, including torch's reserve; None if unknown."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + reserve)
@@ -93,7 +91,7 @@ def _of_system() -> Iterator[float]:
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Returns the bytes of each storage by its address: tensors may share one."""
+    """Return the bytes of each storage by address, because tensors may share a storage."""
     result = {}
     for tensor in tensors:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
@@ -103,20 +101,22 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
 
 _LOG = logging.getLogger("qsync_fx.distributed")
 _FIRST = 3
-"""Steps of a plan that are not measured: code is compiled in them, and an optimizer makes its state."""
+"""Steps that are not measured: they compile code and create the optimizer state."""
 
 
 class PeakCheck:
-    """Of one training; `called` stands before each pass, `stepped` after each step of the optimizer.
+    """Peak memory check of one training on one rank.
+
+    Call `called` before each pass and `stepped` after each optimizer step.
 
     Args:
-        model: that is trained.
-        who: this rank, in words.
-        optimizers: returns those that have stepped.
+        model: the trained module.
+        who: name of this rank in messages.
+        optimizers: returns the optimizers that have stepped.
 
     Attributes:
-        parallel: what sends gradients, once that is known.
-        over: measured over foreseen bytes, of the plan in force; None as long as that is not known.
+        parallel: the DistributedDataParallel, once known.
+        over: measured over predicted bytes of the active plan; None before it is measured.
     """
 
     def __init__(
@@ -129,13 +129,12 @@ class PeakCheck:
         self.follow(PredictedCost())
 
     def follow(self, foreseen: PredictedCost) -> None:
-        """Begins anew, for a plan."""
+        """Restart the check for another plan."""
         self.close()
         self._foreseen, self._steps, self._began, self._second = foreseen, 0, -1, False
         self.over: float | None = None
 
     def called(self) -> None:
-        """Notes that a pass begins."""
         self.parallel = self.parallel or parallel_around(self._model)
         if (
             self._foreseen.memory is None
@@ -157,7 +156,6 @@ class PeakCheck:
             self._second = True
 
     def stepped(self) -> None:
-        """Notes that the optimizer has stepped."""
         self._steps += 1
         if self._began < 0 or self.over is not None or self._foreseen.memory is None:
             return
@@ -166,7 +164,8 @@ class PeakCheck:
         elif self._recording is not None and self._steps == self._began + 2:
             first, second = self._recording.stop()
             self._recording = None
-            # Gradients that are zeroed in place were there before the recording, which has seen all others come and go.
+            # Gradients zeroed in place were allocated before the recording, which covers all
+            # others.
             saved = (tensor for before in self._before if (tensor := before()) is not None)
             live = held_bytes(self._model, self._optimizers(), self.parallel) + sum(
                 tensor.nbytes for tensor in saved
@@ -176,7 +175,6 @@ class PeakCheck:
             )
 
     def close(self) -> None:
-        """Ends a recording that is under way."""
         if self._recording is not None:
             self._recording.stop()
             self._recording = None

@@ -1,1 +1,5 @@
-"""What sending gradients, and coding them, takes of ranks that train together: measured between the ranks that are up."""
+"""Measurement of collectives and codecs, and of their effect on ranks that train together.
+
+Start with `link_measurement.linked`. `collective_times` times all-reduces, `joint_steps` times
+steps of all ranks. All ranks call these functions together.
+"""

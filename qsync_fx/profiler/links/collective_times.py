@@ -1,4 +1,4 @@
-"""How long an all-reduce takes between the ranks that are up, by bytes, and sending what a model has beside parameters."""
+"""Durations of all-reduces by message size, and of the broadcast of a model's buffers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from qsync_fx.communication.control_group import CPU, carrying, meet, slowest
 from qsync_fx.profiler.profile import Collective
 
 _SMALLEST, _LARGEST, _STEP = 10, 26, 2
-"""Powers of two of the bytes that are measured: 1 KiB to 64 MiB."""
+"""Range of the message sizes as powers of two: 1 KiB to 64 MiB."""
 _LARGEST_OF_GROUPS = 22
-"""4 MiB, of which each rank of a node sends its own."""
+"""Largest power of two for all-reduces of groups: 4 MiB per rank."""
 _REPEATS = 5
 _SHORT, _MANY = 0.02, 21
-"""Seconds below which an all-reduce is repeated so often: where cores sleep while they wait, one in a few is late by milliseconds."""
+"""All-reduces below 0.02 s are repeated 21 times, as sleeping cores delay some by milliseconds."""
 
 _LATE = 0.005
-"""Seconds that one rank comes later than the others."""
+"""Seconds by which one rank arrives later than the others."""
 
 
 def collectives(device: torch.device = CPU) -> list[Collective]:
-    """Measures all-reduces of FP32 values on a device, on all ranks at once; nothing where torch.distributed is not up, or there is one
-    rank."""
+    """Measure all-reduces of FP32 values on a device, on all ranks at once.
+
+    Returns:
+        an empty list if torch.distributed is not initialized, or has one rank.
+    """
     if (count := ranks()) == 1:
         return []
     table = rising(
@@ -38,7 +41,7 @@ def collectives(device: torch.device = CPU) -> list[Collective]:
 
 
 def ranks() -> int:
-    """Returns how many ranks torch.distributed has; 1 where it is not up."""
+    """Return the number of ranks; 1 if torch.distributed is not initialized."""
     return (
         distributed.get_world_size()
         if distributed.is_available() and distributed.is_initialized()
@@ -49,11 +52,16 @@ def ranks() -> int:
 def all_reduces(
     groups: Sequence[Sequence[int]], device: torch.device = CPU
 ) -> list[tuple[int, float]]:
-    """Measures all-reduces of what lies on a device between the ranks of each group, all groups at once; called on all ranks, with all of
-    them in groups.
+    """Measure all-reduces within each group of ranks, all groups at once.
+
+    All ranks call this together, and each rank belongs to a group.
+
+    Args:
+        groups: ranks of each group.
+        device: location of the values.
 
     Returns:
-        pairs of the bytes that each rank gives and the seconds that the slowest took, the same on all ranks.
+        pairs of bytes per rank and seconds of the slowest rank, equal on all ranks.
     """
     backend = None if (full := carrying(device)) is None else distributed.get_backend(full)
     made: Any = distributed.new_subgroups_by_enumeration
@@ -71,8 +79,10 @@ def all_reduces(
 
 
 def buffers_seconds(module: nn.Module) -> float:
-    """Returns the seconds that ranks take to have rank 0's buffers of a module, as DistributedDataParallel sends them before each forward
-    pass by default: all of a type in one message. The same on all ranks, which call it together; no buffer changes.
+    """Return the seconds to broadcast a module's buffers from rank 0; equal on all ranks.
+
+    By default DistributedDataParallel does this before each forward pass. All buffers of a dtype
+    are one message. All ranks call this together; no buffer changes.
     """
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in module.buffers():
@@ -96,10 +106,11 @@ def buffers_seconds(module: nn.Module) -> float:
 
 
 def rising(table: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns seconds by bytes of which none fall where bytes rise: the nearest such, by squares, which have the same sum.
+    """Return the isotonic regression of seconds over bytes, by pooling adjacent violators.
 
-    Where cores sleep while ranks wait, an all-reduce of few bytes takes half a millisecond, or three. Which of both the median of some is
-    differs from size to size, and in a step buckets of all these sizes take what they take together.
+    The result is the non-decreasing table nearest in least squares, with the same sum. It removes
+    noise: while ranks wait, cores sleep, and a small all-reduce needs either 0.5 ms or 3 ms. The
+    median of a few samples is one or the other by chance, but a step sends buckets of many sizes.
     """
     pooled: list[list[float]] = []
     for _, seconds in table:
@@ -117,15 +128,16 @@ def all_reduce_seconds(
     device: torch.device = CPU,
     group: ProcessGroup | None = None,
 ) -> float:
-    """Returns the median over some repeats of the seconds that an all-reduce takes from when the last rank has come; the same on all ranks,
-    which call it together.
+    """Return the median seconds of an all-reduce after the last rank arrives; equal on all ranks.
 
-    In a step ranks do not come at once: those that are quicker wait, and sleep, and have to wake up. So one rank, in turn, computes a while
-    longer than the others.
+    In a step, ranks arrive at different times; the early ones sleep and have to wake up. So each
+    rank in turn computes for `_LATE` seconds more than the others. All ranks call this together.
 
     Args:
-        device: where the values lie.
-        group: between whose ranks, of each rank its own; all ranks for None, by the group that gradients on the device go over.
+        nbytes: bytes per rank, FP32.
+        repeats: number of measured all-reduces.
+        device: location of the values.
+        group: group of this rank; None for the default group of the device's gradients.
     """
     group = carrying(device) if group is None else group
     values = torch.zeros(nbytes // 4, device=device)
@@ -152,6 +164,6 @@ def _steadily(nbytes: int, device: torch.device) -> float:
 
 
 def finish(device: torch.device) -> None:
-    """Returns once a device has done what was queued: NCCL's collectives return as they are queued."""
+    """Wait for a device's queued work, since NCCL collectives return when they are queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

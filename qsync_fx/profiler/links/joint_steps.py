@@ -1,15 +1,13 @@
-"""What gradients that are sent add to a step that all ranks train together: measured by such steps.
+"""Steps of all ranks together: the cost of copying, sending and coding gradients.
 
-DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in training. In one step it copies no gradient, in
-the next one it copies them into buckets and back, and its hook leaves them; in the third its hook sends them, and in the fourth in a codec,
-as `compress` does. What differs is copying, then sending, with all that it takes of cores that compute, and the waiting of ranks for one
-another; with a codec another thread, which shares Python's interpreter with the one that computes.
+DistributedDataParallel wraps the model, so that graphs are split and buckets are sent as in
+training. Steps cycle through the variants of `_Way`, whose differences give the cost of copying
+gradients into buckets, of sending them, and of a codec. These include the cores that communication
+uses, the waiting for other ranks, and contention for the interpreter lock. `busy` and `coding`
+measure the effect on matrix products instead of a model.
 
-Invariant: all ranks call it together; no parameter is sent to another rank.
-
-What all-reduces, and codecs, take of a rank that computes beside them.
-
-Invariant: all ranks measure together, send as much, and know the same number.
+Invariant: all ranks call these functions together and return the same fractions; no parameters are
+sent.
 """
 
 from __future__ import annotations
@@ -40,34 +38,34 @@ from qsync_fx.profiler.run_statistics import faster_half
 from qsync_fx.profiler.timing.step_timers import TrainingStep
 
 _TRAVEL: Final = 0.02
-"""Seconds that gradients are to travel, at least: for clocks and schedulers not to matter."""
+"""Minimum total seconds of messages, so that clock resolution and scheduling do not matter."""
 _LONGEST: Final = 0.01
-"""Seconds that one message takes at most, where there are shorter ones."""
+"""Maximum seconds of one message, if shorter ones exist."""
 _LARGEST_BUFFER: Final = 2**22
-"""Bytes of a message: a few of them lie in memory, as buckets do, and not in a cache."""
+"""Bytes of a message; several of them exceed the caches, as buckets do."""
 _BESIDE: Final = 4
-"""How much longer than they travel a rank computes, so that each has arrived before the next one, slowed down as it is."""
+"""Ratio of compute to transfer time, so that each message arrives before the next one."""
 _REPEATS: Final = 21
-"""Each is a small difference of two long times: their median is within a tenth where single ones are half of it off."""
+"""Samples are small differences of long times, off by up to half; their median is within 10%."""
 _WARMUP_ROUNDS: Final = 16
-"""Products of which it is seen how long one takes."""
+"""Products that are timed to estimate the duration of one."""
 _CODEC: Final = "qsgd8"
-"""What is written beside products: all codecs keep a core as busy."""
+"""Codec that runs concurrently with products; all codecs load a core equally."""
 _VALUES: Final = 2**20
 _SIZE: Final = 256
-"""Of the products that a rank computes: they lie in a core's cache, so that cores are what is shared."""
+"""Rows and columns of the matrices; they fit a core's cache, so only cores are shared."""
 
 
 def busy(table: Sequence[tuple[int, float]], device: torch.device = CPU) -> float:
-    """Returns what of the seconds that all-reduces travel a rank computes later, between 0 and 1; the same on all ranks, which call it
-    together.
+    """Return the delay of concurrent computation as a fraction of all-reduce time, in [0, 1].
 
-    Products are computed by as many threads as torch uses, once alone and once with messages handed over one after the other meanwhile, as
-    a backward pass does it. All at once they cost less: what sends is woken up once.
+    Matrix products run with as many threads as torch uses, once alone and once with all-reduces
+    issued one after another, as in a backward pass. Issuing them at once would cost less, as the
+    sending thread would wake up only once. The result is equal on all ranks.
 
     Args:
-        table: bytes and seconds of all-reduces between the ranks, the same on all of them.
-        device: what computes, and where messages lie.
+        table: bytes and seconds of all-reduces between the ranks, equal on all of them.
+        device: device of the computation and the messages.
     """
     short = [item for item in table if item[0] <= _LARGEST_BUFFER and item[1] <= _LONGEST]
     nbytes, seconds = max(short, default=min(table))
@@ -87,10 +85,10 @@ def busy(table: Sequence[tuple[int, float]], device: torch.device = CPU) -> floa
 
 
 def coding() -> float:
-    """Returns what of the seconds in which a thread writes gradients in a codec a rank computes later, between 0 and 1; the same on all
-    ranks, which call it together.
+    """Return the delay of concurrent computation as a fraction of encoding time, in [0, 1].
 
-    0 where another core does it, 1 where there is none: a rank of two threads that may use one core, or all ranks of a machine together.
+    0 if another core encodes; 1 if there is none, such as for a rank of two threads on one core, or
+    if the ranks of a machine occupy all cores. The result is equal on all ranks.
     """
     codec = codec_named(_CODEC)
     values = torch.randn(_VALUES)
@@ -119,14 +117,18 @@ def coding() -> float:
 
 
 def _agreed(result: Sequence[float]) -> float:
-    """Returns the mean over all ranks of the medians that they found, between 0 and 1."""
+    """Return the mean over all ranks of each rank's median, clamped to [0, 1]."""
     return min(1.0, max(0.0, mean(statistics.median(result))))
 
 
 def _computed(
     turns: int, device: torch.device = CPU, messages: Sequence[torch.Tensor] = ()
 ) -> float:
-    """Returns the seconds of so many products, a multiple of the number of messages, which are handed over evenly among them."""
+    """Return the seconds of `turns` products, with the messages issued evenly among them.
+
+    Args:
+        turns: a multiple of the number of messages.
+    """
     values, out = torch.ones(_SIZE, _SIZE, device=device), torch.empty(_SIZE, _SIZE, device=device)
     group = carrying(device) if messages else None
     every = turns // max(1, len(messages))
@@ -147,38 +149,42 @@ def _computed(
 
 
 _BUCKETS: Final = 6
-"""Of which a small model is to send so many: one alone would travel behind the backward pass."""
+"""Buckets of a small model; a single one would be sent only after the backward pass."""
 _LARGEST_POWER: Final = 25
-"""MiB of a bucket at most, as DistributedDataParallel has them."""
+"""Maximum MiB of a bucket, as in DistributedDataParallel."""
 _WARMUP_STEPS: Final = 3
-"""Rounds until buckets are those that stay."""
+"""Rounds until DistributedDataParallel's buckets are final."""
 _LEAST, _MOST, _SECONDS = 5, 21, 20.0
-"""Rounds that are measured, and seconds that are enough."""
+"""Minimum and maximum number of measured rounds, and the target duration in seconds."""
 _ROW: Final = 0.3
-"""Seconds of steps in a row: what sends in one is felt in the next, as where ranks come at different times."""
+"""Seconds of consecutive steps of one variant: sending in a step affects the next one."""
 CODEC: Final = "qsgd8"
-"""In which gradients are sent where they are coded: one that many will take, and as quick as most."""
+"""Codec of the coded steps: a likely choice of users, and as fast as most."""
 
 
 class _Way(Enum):
-    """What becomes of gradients in a step."""
+    """Treatment of gradients in a step: not copied, copied into buckets, all-reduced, or coded."""
 
     LEFT, COPIED, SENT, CODED = range(4)
 
 
 def planned_seconds(seconds: float) -> float:
-    """Returns how long `together` takes over steps of which one takes so many seconds, without compiling and sending."""
+    """Return the seconds of the steps of `together`, without compiling and sending.
+
+    Args:
+        seconds: duration of one step.
+    """
     row, rounds = _rounds(seconds)
     return len(_Way) * (_WARMUP_STEPS + row * rounds) * seconds
 
 
 @dataclass(frozen=True)
 class Unsent:
-    """Seconds of steps whose gradients are not sent.
+    """Seconds of steps without sent gradients.
 
     Attributes:
-        left: where they stay as they are computed.
-        copied: where they are copied into buckets and back.
+        left: gradients are not copied.
+        copied: gradients are copied into buckets and back.
     """
 
     left: float
@@ -187,14 +193,14 @@ class Unsent:
 
 @dataclass(frozen=True)
 class JointSteps:
-    """Steps of all ranks at once.
+    """Times of steps of all ranks at once.
 
     Attributes:
-        own: of this rank, where nothing is sent.
-        slowest: the same of the slowest rank.
-        sending: seconds of the slowest rank where all gradients are sent.
-        bucket_bytes: at which a bucket was full.
-        coded: seconds of the slowest rank where all are sent in `CODEC`; None where none was.
+        own: this rank's steps without sending.
+        slowest: the slowest rank's steps without sending.
+        sending: seconds of the slowest rank's steps with all-reduces.
+        bucket_bytes: size limit of a bucket.
+        coded: seconds of the slowest rank's steps with gradients in `CODEC`; None if not measured.
     """
 
     own: Unsent
@@ -206,10 +212,12 @@ class JointSteps:
 
 @dataclass
 class _Hook:
-    """Attributes:
-    codes: what sends gradients in a codec; None where they are not on the CPU.
-    group: over which those go that are sent as they are; None for the default one.
-    way: what is done with those that come.
+    """Communication hook of DistributedDataParallel.
+
+    Attributes:
+        codes: sends gradients in a codec; None for gradients that are not on the CPU.
+        group: process group of the all-reduces; None for the default one.
+        way: treatment of the next gradients.
     """
 
     codes: DdpCompressor | None
@@ -228,13 +236,13 @@ class _Hook:
         left.set_result(bucket.buffer())
         return left
 
-    # DistributedDataParallel compares annotations with classes, and these are texts.
+    # DistributedDataParallel compares annotations with classes, but these are strings.
     take.__annotations__.clear()
 
 
 @dataclass
 class _Wrapped:
-    """What is trained: compiled, by DistributedDataParallel, whose hook is told what to do."""
+    """A model that is wrapped and compiled, and its hook."""
 
     model: Any
     parallel: DistributedDataParallel
@@ -242,7 +250,7 @@ class _Wrapped:
     training: TrainingStep
 
     def round(self, row: int) -> list[float]:
-        """Returns the seconds of a step of each way, of so many in a row."""
+        """Return the seconds per step of each variant, over `row` consecutive steps."""
         result = []
         for self.hook.way in _Way:
             if self.hook.way is _Way.CODED and self.hook.codes is None:
@@ -263,12 +271,12 @@ class _Wrapped:
 def together(
     module: nn.Module, compiled: Callable[[nn.Module, TrainingStep], Any], training: TrainingStep
 ) -> JointSteps:
-    """Measures steps of a model on all ranks.
+    """Measure steps of a model on all ranks.
 
     Args:
         module: the same on all ranks.
-        compiled: compiles it by training it for a step.
-        training: of the model; parameters change, on each rank in its own way, where it has an optimizer.
+        compiled: compiles a module by training it for a step.
+        training: step of the model; with an optimizer, parameters change differently on each rank.
     """
     total = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     mebibytes = min(_LARGEST_POWER, max(1, round(total / _BUCKETS / 2**20)))
@@ -285,7 +293,7 @@ def together(
         result = [wrapped.round(row) for _ in range(rounds)]
     left, copied, *_ = owned = [faster_half(method) for method in zip(*result, strict=True)]
     all_left, all_copied, sending, coded = slowest([*owned, *[math.inf] * (len(_Way) - len(owned))])
-    # What DistributedDataParallel has hung on parameters goes with it.
+    # This frees the hooks that DistributedDataParallel registered on parameters.
     del parallel, wrapped
     gc.collect()
     on_all = None if math.isinf(coded) else coded
@@ -296,7 +304,7 @@ def together(
 
 @contextlib.contextmanager
 def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
-    """Gives what sends a model's gradients in a codec; None for a model that is not on the CPU, whose cores do not code them."""
+    """Yield the compressor of a model's gradients; None for a model that is not on the CPU."""
     group = distributed.new_group(backend="gloo")
     named = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
     assigned = to_all(codec_named(CODEC), [item.numel() for _, item in named])
@@ -312,18 +320,17 @@ def _coding(module: nn.Module) -> Iterator[DdpCompressor | None]:
 
 
 def _many(seconds: float) -> tuple[int, int]:
-    """Returns how many steps in a row, and how often, for a rank's steps that take so long; the same on all ranks."""
+    """Return consecutive steps and rounds for this rank's step time; equal on all ranks."""
     return _rounds(*slowest([seconds]))
 
 
 def _rounds(seconds: float) -> tuple[int, int]:
-    """Returns how many steps of so many seconds in a row, and how often."""
     row = max(1, round(_ROW / seconds))
     return row, min(_MOST, max(_LEAST, round(_SECONDS / (row * len(_Way) * seconds))))
 
 
 def _leaving_buffers() -> dict[str, Any]:
-    """Returns how DistributedDataParallel is told to send no buffers, which torch 2.13 calls otherwise than those before."""
+    """Return DistributedDataParallel's option against sending buffers; torch 2.13 renames it."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     return {
         next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in names): False

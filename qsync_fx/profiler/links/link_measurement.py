@@ -1,11 +1,8 @@
-"""How long gradients travel between the ranks that are up, and what copying, sending and coding them takes of a device that computes.
+"""Measurement of a device's links: all-reduces, their effect on computation, and codecs.
 
-Invariant: such steps of the profile's widest and narrowest format are foreseen as long as they were, taken together, where some `busy`
-says so, and with gradients in a codec where some `coding` does.
-
-How fast this processor, or its GPU, writes and reads gradients in each codec, as profiles hold it.
-
-Invariant: of a device and a number of threads it is measured once in a process.
+Steps are measured in the profile's first and last precision. `busy` and `coding` are fitted so that
+the replayer predicts the total step time, if values up to `MOST` suffice. Codec speeds are measured
+once per process for each device and number of threads.
 """
 
 from __future__ import annotations
@@ -44,18 +41,19 @@ from qsync_fx.profiler.profile import CodecSpeed, Collective, Profile
 from qsync_fx.profiler.timing.step_timers import TrainingStep, clock_for, clock_of
 
 _VALUES = 2**23
-"""More than a bucket of DistributedDataParallel holds, which lies in memory, and not in a cache. It is coded stretch by stretch."""
+"""Values to code: more than a DistributedDataParallel bucket or a cache; coded in chunks."""
 _REPEATS = 5
 
 
 def coding_speeds(device: torch.device | None = None) -> list[CodecSpeed]:
-    """Returns the speed of each codec on a device, with as many threads as torch has."""
+    """Return the speed of each codec on a device, with torch's number of threads."""
     return list(_with_threads(torch.get_num_threads(), device or torch.device("cpu")))
 
 
 @functools.cache
 def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
-    # No bucket is foreseen by shapes of parameters, which a profile does not hold, nor by levels that the link decides.
+    # Excludes codecs that depend on parameter shapes, which a profile does not contain, and on
+    # links.
     named = [codec_named(name) for name in NAMES]
     codecs = [
         codec
@@ -68,11 +66,11 @@ def _with_threads(threads: int, device: torch.device) -> tuple[CodecSpeed, ...]:
 
 
 MOST: Final = 4.0
-"""Times as long as they travel, or are coded, that messages are taken to keep a device from computing, at most."""
+"""Maximum delay of computation, as a multiple of transfer or coding time."""
 _NEAR: Final = 1e-3
 _RANK: Final = "rank"
 PLANS: Final = 2
-"""Under so many steps are measured, on all ranks, also on one that has a single format: they train together."""
+"""Number of plans, equal on all ranks, even with a single format, as ranks train together."""
 
 
 def linked(
@@ -81,14 +79,18 @@ def linked(
     compiled: Callable[[nn.Module, TrainingStep, Plan], Any],
     training: TrainingStep,
 ) -> list[Collective]:
-    """Measures all-reduces, and steps of a model with and without them, on all ranks at once; nothing where there is one rank.
+    """Measure all-reduces, and steps with and without them, on all ranks at once.
 
-    Memory is what steps in narrow formats wait for, and what sending takes from them: the wider the format, the less is in its way.
+    Steps in narrow formats wait for memory bandwidth, which sending reduces; it affects wide
+    formats less.
 
     Args:
-        profile: of this rank, without them.
-        compiled: compiles a model under a plan, as `together` has it done.
-        module, training: as `together` takes them.
+        profile: this rank's profile, without links.
+        module, training: as for `together`.
+        compiled: compiles a module under a plan.
+
+    Returns:
+        an empty list for a single rank.
     """
     device = next(module.parameters()).device
     links = collectives(device)
@@ -109,10 +111,10 @@ def linked(
         steps = [(plan, measured(plan)) for plan in plans]
     except QSyncError:
         raise
-    except Exception as error:  # noqa: BLE001 - what a user's step does with a model that DDP wraps is not foreseen
+    except Exception as error:  # noqa: BLE001 - a step may fail in any way with a DDP model
         why = str(error) or type(error).__name__
     if why:
-        # What DistributedDataParallel has hung on parameters goes with the frames of that error.
+        # This frees the hooks that DistributedDataParallel registered on parameters.
         gc.collect()
         message = f"no step could be trained with gradients that are sent, of which sending takes a part ({why})"
         warnings.warn(f"{message}: products are computed beside all-reduces instead", stacklevel=2)
@@ -127,15 +129,16 @@ def linked(
 def taken_in_steps(
     profile: Profile, alone: Collective, steps: Sequence[tuple[Plan, JointSteps]]
 ) -> Collective:
-    """Returns with which `slowdown`, `copies`, `busy` and `coding` the replayer has steps take as long as they did, all of them together.
+    """Return a collective fitted so that the replayer predicts the measured steps.
 
-    What a codec takes beside seconds of coding, such as the interpreter that its thread shares with the one that computes, and waiting for
-    what ranks tell each other at the end of a step, is `coding`, too.
+    Slowdown, copies, busy and coding are fitted to the total over all plans. `coding` includes
+    overhead besides coding time, such as contention for the interpreter lock and waiting for
+    control messages at the end of a step.
 
     Args:
-        profile: of this rank.
-        alone: how long messages travel while nothing is computed.
-        steps: of some plans.
+        profile: this rank's profile.
+        alone: durations of all-reduces without concurrent computation.
+        steps: plans with their measured steps.
     """
     table = [(float(nbytes), seconds) for nbytes, seconds in alone.seconds]
     available = [
@@ -175,7 +178,7 @@ def taken_in_steps(
 
 
 def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster:
-    """Returns devices that compute and copy as long as the slowest rank did that sent nothing, and buckets as they were."""
+    """Return devices that compute and copy like the slowest rank, with the measured buckets."""
     slowdown = observed.slowest.left / schedule.seconds
     copies = max(0.0, observed.slowest.copied - observed.slowest.left) / (
         2 * _nbytes(schedule) * slowdown
@@ -185,7 +188,7 @@ def _of_slowest(schedule: Schedule, observed: JointSteps, count: int) -> Cluster
 
 
 def _step(profile: Profile, schedule: Schedule, cluster: Cluster, codec: str | None) -> float:
-    """Returns the seconds of a step of such devices, with gradients in a codec."""
+    """Return the seconds of a step of such devices, with gradients in a codec or plain."""
     schedules, settings = {_RANK: schedule}, None
     if codec is not None:
         speeds = slowed(of_speeds(profile.codecs, ""), cluster.devices[_RANK].slowdown)
@@ -198,7 +201,7 @@ def _nbytes(schedule: Schedule) -> int:
 
 
 def least_for(foreseen: Callable[[float], float], seconds: float) -> float:
-    """Returns the least number, up to `MOST`, with which steps are foreseen as long as that; what is foreseen rises with it."""
+    """Return the least value up to `MOST` at which the non-decreasing prediction is `seconds`."""
     low, high = 0.0, MOST
     while high - low > _NEAR:
         middle = (low + high) / 2

@@ -1,10 +1,9 @@
-"""What a model's tensors say of its sensitivity: runs it in FP32 and looks at each operator on the way.
+"""Sensitivity: each operator's contribution to the variance of the gradients, by precision.
 
-`measured` runs it; indicators/ are the methods, tensors/ what they look at.
+`estimate.sensitivity` runs a model in FP32 with one of the methods of `indicator_registry`. The
+methods are in `second_order`, `noise_injection`, `monte_carlo` and `closed_form_terms`;
+`gradient_step.GradientStep` is their input. `qsync_fx.profiler.tensor_capture` records the tensors.
 
-Invariant: a run trains nothing and leaves no trace: see `tensors.undisturbed`. Operators are known by the ids of plans, whatever the model.
-
-The ways to find a sensitivity; `methods` lists them.
-
-What methods look at: runs that can be repeated and changed, the tensors that operators round, and the gates that noise flips.
+Invariant: a run leaves the model unchanged (`training_state.undisturbed`), and identifies operators
+by the ids of plans.
 """

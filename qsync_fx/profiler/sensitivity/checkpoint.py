@@ -1,11 +1,8 @@
-"""What has been found so far of a sensitivity, in a file, so that one that was interrupted goes on from there.
+"""Checkpoint of a sensitivity estimate, in memory and in a file.
 
-Invariant: what is in the file are whole steps, which all methods have looked at, and what methods have learned in these; it is replaced
-whole after each. It goes on for the same model, weights, batches' shapes and questions, and is refused for others.
-
-What has been found so far of a sensitivity, in memory and in a file beside it.
-
-Invariant: the file is written after each step; what is taken up from it are whole steps.
+The file is replaced atomically after each step. It contains complete steps of all methods and the
+state of methods that learn. A run resumes only for the same model, weights, batch shapes and
+settings.
 """
 
 from __future__ import annotations
@@ -27,17 +24,17 @@ from qsync_fx.profiler.sensitivity.gradient_step import Key, Method
 from qsync_fx.serialization.schema import Path, Schema
 
 Values = dict[str, dict[str, float]]
-"""By operator and precision."""
+"""Values by operator and precision."""
 
 
 @dataclass(frozen=True)
 class MethodProgress:
-    """What one method has found.
+    """Results of one method.
 
     Attributes:
-        trace: of each step.
-        seconds: that it took.
-        learned: what it keeps from step to step, by name.
+        trace: values of each step.
+        seconds: time spent.
+        learned: state of the method between steps, by name.
     """
 
     trace: list[Values] = field(default_factory=list)
@@ -47,11 +44,12 @@ class MethodProgress:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """
+    """Content of the file.
+
     Attributes:
-        about: what is asked, and of what model, in words.
-        weights: a digest of the model's tensors.
-        methods: what each has found.
+        about: settings and model, in words.
+        weights: digest of the model's tensors.
+        methods: results of each method.
     """
 
     about: str
@@ -60,7 +58,7 @@ class Interrupted:
 
     @property
     def steps(self) -> int:
-        """How many steps all methods have looked at."""
+        """Number of steps that all methods have completed."""
         return min((len(item.trace) for item in self.methods.values()), default=0)
 
 
@@ -89,10 +87,10 @@ INTERRUPTED = Schema(
 
 
 def resumed(path: Path, empty: Interrupted) -> Interrupted:
-    """Returns what an interrupted run has left at `path`, or `empty` where there is no such file.
+    """Return the state of an interrupted run at `path`, or `empty` if there is no file.
 
     Raises:
-        ProfileError: the file is none, or one of something else.
+        ProfileError: the file is invalid, or belongs to something else.
     """
 
     def differs(result: Interrupted) -> str | None:
@@ -109,18 +107,18 @@ def resumed(path: Path, empty: Interrupted) -> Interrupted:
 
 @runtime_checkable
 class Learning(Protocol):
-    """A method whose numbers depend on the steps before."""
+    """A method whose results depend on earlier steps."""
 
     @property
     def learned(self) -> dict[str, Values]:
-        """What it keeps of these, by name."""
+        """State between steps, by name."""
 
     def learn(self, learned: Mapping[str, Values]) -> None:
-        """Takes that up again."""
+        """Restore the state."""
 
 
 def weights_of(model: nn.Module) -> str:
-    """Returns a digest of a model's parameters and buffers, names and training modes included."""
+    """Return a digest of a model's parameters, buffers, names and training modes."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
@@ -135,7 +133,6 @@ def weights_of(model: nn.Module) -> str:
 
 
 def shapes_of(batch: Any) -> str:
-    """Returns the shapes of a batch in words."""
     if isinstance(batch, torch.Tensor):
         return describe(batch)
     items = (
@@ -149,7 +146,7 @@ def shapes_of(batch: Any) -> str:
 
 
 def by_operator(values: Mapping[Key, float]) -> Values:
-    """Returns values by operator and precision as files hold them: what overflows is the largest float there."""
+    """Return values by operator and precision; infinite values become the largest float."""
     result: Values = {}
     for (operator, name), value in values.items():
         result.setdefault(operator, {})[name] = min(value, sys.float_info.max)
@@ -157,23 +154,24 @@ def by_operator(values: Mapping[Key, float]) -> Values:
 
 
 def by_key(values: Values) -> dict[Key, float]:
-    """Returns the same by key."""
     return {
         (operator, name): value for operator, by in values.items() for name, value in by.items()
     }
 
 
 class SensitivityCheckpoint:
-    """
+    """Results so far, mirrored to a file.
+
     Args:
-        path: of the file; None to keep none.
-        methods: by name.
-        about: what is asked, in words.
-        model: of what.
+        path: the file; None for none.
+        methods: methods by name.
+        about: settings, in words.
+        model: the model.
 
     Attributes:
-        steps: how many were found before.
-        traces, seconds: of each method, of all steps so far.
+        steps: number of steps that were resumed.
+        traces: values of all steps so far, by method.
+        seconds: time spent so far, by method.
     """
 
     def __init__(
@@ -185,7 +183,11 @@ class SensitivityCheckpoint:
         self._about, self._weights = about, "" if path is None else weights_of(model)
 
     def resume(self, batch: Any) -> None:
-        """Takes up what is in the file, where there is one; `batch` is the first. Raises `ProfileError` where it is of something else."""
+        """Load the file if there is one; raise `ProfileError` if it belongs to something else.
+
+        Args:
+            batch: the first batch.
+        """
         if self.path is None:
             return
         self._about = f"{self._about}, batches of {shapes_of(batch)}"
@@ -199,18 +201,16 @@ class SensitivityCheckpoint:
                 method.learn(item.learned)
 
     def add(self, result: Mapping[str, tuple[dict[Key, float], float]]) -> None:
-        """Keeps what each method has found in a step, and the seconds that it took."""
+        """Add the values of each method in a step, with the seconds spent."""
         for name, (values, seconds) in result.items():
-            Sensitivity(
-                name, "", by_operator(values)
-            )  # refuses what is no variance now, and not after all steps
+            Sensitivity(name, "", by_operator(values))  # validate now, not after all steps
             self.traces[name].append(values)
             self.seconds[name] += seconds
         if self.path is not None:
             INTERRUPTED.write(self.path, INTERRUPTED.encode(self._interrupted()))
 
     def seconds_left(self, steps: int, done: int) -> float:
-        """Returns what the rest of so many steps will take."""
+        """Return the estimated seconds for the rest of `steps` steps."""
         return sum(self.seconds.values()) / max(done, self.steps) * (steps - max(done, self.steps))
 
     def _interrupted(self) -> Interrupted:

@@ -1,10 +1,7 @@
-"""The methods that reckon from the tensors of one ordinary step: "paper", "depth" and "fisher".
+"""Methods "paper", "depth" and "fisher", from the tensors of one step, and the baseline "random".
 
-Invariant: one forward and one backward pass; tensors are looked at where they lie.
-
-The method "random": QSync's other baseline. What an operator adds in the narrowest precision is drawn, and half of it in the next.
-
-Invariant: an operator's number is drawn once, and is the same in all steps.
+A step of the first three is one forward and one backward pass. "random" is a baseline of QSync: an
+operator's value is drawn once for its narrowest precision, and halved for each next one.
 """
 
 from __future__ import annotations
@@ -40,9 +37,10 @@ class Looked:
 
     Attributes:
         seen: the call.
-        gradients: of its tensors, by place.
-        depth, deepest: its own, and the model's.
-        gamma: the derivative of a mean over the batch.
+        gradients: gradients of its tensors, by place.
+        depth: depth of the operator.
+        deepest: depth of the model.
+        gamma: derivative of a mean over the batch, 1 / samples.
     """
 
     seen: OperatorCall
@@ -57,9 +55,10 @@ Formula = Callable[[Looked, str, RoundingSite], float]
 
 @dataclass(frozen=True)
 class Formulas:
-    """
+    """Method that evaluates a closed formula for each call.
+
     Args:
-        formula: what an operator adds in a precision.
+        formula: contribution of an operator in a precision.
     """
 
     formula: Formula
@@ -90,7 +89,10 @@ class Formulas:
 
 
 def model_depths(step: GradientStep) -> dict[str, int]:
-    """Returns the number of adjustable operators on the longest path to each, itself included; graphs follow on one another."""
+    """Return each operator's depth: the adjustable operators on the longest path to it, inclusive.
+
+    Graphs of the model count as consecutive.
+    """
     result: dict[str, int] = {}
     for part in step.captured.graphs:
         inputs: dict[fx.Node, list[fx.Node]] = {}
@@ -109,7 +111,7 @@ def model_depths(step: GradientStep) -> dict[str, int]:
 def _flatten(
     graph: PrecisionGraph, outside: dict[fx.Node, fx.Node], into: dict[fx.Node, list[fx.Node]]
 ) -> None:
-    """Adds what each node of a graph and of its bodies reads."""
+    """Add the inputs of each node of a graph and its bodies to `into`."""
     for node in graph.nodes:
         for body in node_metadata.bodies(node):
             placeholders = [p for p in body.nodes if p.op == "placeholder"]
@@ -154,7 +156,7 @@ def qsync_indicator(looked: Looked, name: str, change: RoundingSite) -> float:
 
 
 def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
-    """The closed form with exact variances of each product."""
+    """Return the closed form of `omega` with the exact variances of each product."""
     errors = erring(looked.seen, change, looked.gradients)
     x, weight = (
         (_square(errors, place) for place in looked.seen.row.scaled)
@@ -184,7 +186,7 @@ def by_depth(looked: Looked, name: str, change: RoundingSite) -> float:
 
 
 def by_fisher(looked: Looked, name: str, change: RoundingSite) -> float:
-    """The mean square of what the loss changes by to first order: squared gradients, weighed with the variance."""
+    """Return the mean squared first-order change of the loss: squared gradients * variance."""
     result = 0.0
     for item in erring(looked.seen, change, looked.gradients):
         slope = looked.gradients.get(item.place)

@@ -1,15 +1,8 @@
-"""`sensitivity`: runs a model for some steps and says what each operator in each precision adds to the variance of its gradients.
+"""Sensitivity estimation: `sensitivity` by one method, `several` by more on the same steps.
 
-Invariant: as it was before, whatever happens, are the model's parameters, gradients, buffers and training mode, and the random generators.
-What was found before an interruption is not looked for again.
-
-When a sensitivity is known well enough: where more steps would only say again what those so far have said.
-
-A plan weighs operators against one another. What makes all of them more or less in a step, as a batch with a greater loss does, says
-nothing of that; so it is asked how well the ratio of each operator to the sum over all of them is known, and of that sum itself half as
-well is enough.
-
-Invariant: it goes by what has been found alone, so that a run that goes on from one that was interrupted ends at the same step.
+Estimation stops early once the result is `settled`. This depends only on the results so far, so an
+interrupted run that resumes ends at the same step. The model's parameters, gradients, buffers and
+training modes, and the random number generators, are restored even after an error.
 """
 
 from __future__ import annotations
@@ -54,22 +47,26 @@ from qsync_fx.profiler.training_state import repeatable, trained, undisturbed
 from qsync_fx.serialization.schema import Path
 
 LEAST: Final = 4
-"""Steps without which nothing is known of how steps differ."""
+"""Minimum number of steps for an estimate of the variation between steps."""
 SHARE: Final = 0.2
-"""Of the sum over all operators in a precision: that and less of an operator's own weighs no more where plans are chosen."""
+"""Share of a precision's sum below which an operator's error tolerance stops shrinking."""
 
 
 def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
-    """Returns whether the mean over steps is known of each operator and precision.
+    """Return whether the mean over steps is known for each operator and precision.
+
+    A plan compares operators, so the tolerance is on their ratio to the sum over all operators.
+    Variation that is common to all operators, such as a batch with a larger loss, does not matter;
+    the sum itself needs only half the accuracy.
 
     Args:
-        trace: of each step, the variance that an operator adds in a precision.
-        within: the standard error that is allowed of a mean in proportion to the sum over all operators in that precision, as a share of
-            that mean or, where that is more, of a fifth of the sum's; of the sum's own mean twice that is.
+        trace: for each step, the variance that each operator adds in each precision.
+        within: tolerance of the standard error, relative to the larger of the operator's mean and
+            `SHARE` of its precision's sum.
     """
     if len(trace) < LEAST:
         return False
-    # Graphs that came with a later step have operators that the first ones do not know: they add nothing there.
+    # Operators of graphs that appear in a later step contribute 0 in the earlier steps.
     result = {key: [step.get(key, 0.0) for step in trace] for key in set().union(*trace)}
     sums: dict[str, list[float]] = {}
     for (_, precision), values in result.items():
@@ -83,7 +80,7 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
         return False
     for (_, precision), values in result.items():
         mean, neighbours = statistics.fmean(values), sums[precision]
-        # A step's own sum tells how much of the mean is to be expected in it.
+        # The step's sum predicts the operator's value in the step.
         share = mean / full[precision] if full[precision] else 0.0
         left = [value - share * total for value, total in zip(values, neighbours, strict=True)]
         if _error(left) > within * max(mean, SHARE * full[precision]):
@@ -92,7 +89,6 @@ def settled(trace: Sequence[Mapping[Key, float]], within: float) -> bool:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Returns the standard error of a mean."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -100,7 +96,7 @@ Say = Callable[[str], None]
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 STEPS, FRACTION = 50, 0.5
-"""Over how many batches a mean is taken, and how much of each is used, where nothing else is asked for, as QSync does."""
+"""Default number of batches, and fraction of each batch that is used, as in QSync."""
 
 
 def sensitivity(
@@ -117,28 +113,29 @@ def sensitivity(
     say: Say | None = None,
     path: Path | None = None,
 ) -> Sensitivity:
-    """Finds what each operator in each precision adds to the variance of a model's gradients.
+    """Estimate each operator's contribution to the gradient variance in each precision.
 
     Args:
-        model: what is to be trained; it is left as it was.
+        model: the model to train; it is restored.
         step: `step(model, batch)` returns the loss; it calls the model through its first argument.
-        batches: a list starts again where it is shorter than `steps`; an iterator ends them.
+        batches: a list repeats if it is shorter than `steps`; an iterator ends the steps.
         method: one of `METHODS`.
-        precisions: by default those narrower than 32 bits that the device has units for.
-        steps: over how many batches the mean is taken.
-        fraction: how much of each batch is used.
-        optimizer: makes what trains the model between the steps, such as `lambda p: torch.optim.SGD(p, lr=0.1)`; by default nothing does,
-            and all steps see the same parameters. Parameters are put back at the end.
-        options: of the backend: how values are rounded and scaled.
-        seed: of all that is drawn.
-        say: is told what it will cost, and how far it is; by default standard error is, with a bar on a terminal, else a line now and
-            then.
-        path: where it is written. What is found is kept beside it after each step, in a file that ends with ".partial", until all is, so
-            that what was interrupted goes on from there when it is called again, with the same weights and batches.
+        precisions: by default those below 32 bits that the device computes natively.
+        steps: number of batches in the mean.
+        fraction: fraction of each batch that is used.
+        optimizer: makes the optimizer that trains the model between the steps, such as `lambda p:
+            torch.optim.SGD(p, lr=0.1)`; by default all steps use the same parameters. Parameters
+            are restored at the end.
+        options: options of the backend, for rounding and scaling.
+        seed: seed of all random draws.
+        say: callback for cost and progress messages; by default they go to standard error, as a bar
+            on a terminal, else as occasional lines.
+        path: output file. Intermediate results are stored after each step in a file next to it that
+            ends in ".partial"; a call with the same weights and batches resumes from it.
 
     Raises:
-        ProfileError: the step gives no loss that depends on parameters, Dynamo compiles no part of the model, there is no batch, or
-            something else was interrupted at `path`, or nothing can be written there.
+        ProfileError: the loss depends on no parameter, Dynamo compiles no part of the model, there
+            is no batch, `path` has an interrupted run of something else, or it is not writable.
     """
     if path is not None:
         SENSITIVITY.check_writable(path)
@@ -179,8 +176,14 @@ def several(
     within: float = 0.0,
     shown: bool = True,
 ) -> list[Sensitivity]:
-    """Finds it by several methods on the same steps; see `sensitivity`. What was found so far is kept in the file `partial`; fewer steps do
-    once all methods have settled `within` a share. Where nobody is to be told, it is `shown` on standard error, or not."""
+    """Estimate the sensitivity by several methods on the same steps; see `sensitivity`.
+
+    Args:
+        partial: file of intermediate results.
+        within: tolerance at which to stop early, once all methods have `settled`; 0 to run all
+            steps.
+        shown: whether to show progress on standard error if `say` is None.
+    """
     check_batches(batches)
     available = {name: method_called(name) for name in methods}
     made: dict[str, Method] = {name: entry.make() for name, entry in available.items()}
@@ -202,7 +205,7 @@ def several(
     if partial is not None:
         INTERRUPTED.check_writable(partial)
     saved = SensitivityCheckpoint(partial, made, about, root)
-    # From the first pass on: Dynamo would capture the model again for another kernel of attention.
+    # From the first pass, as Dynamo would capture the model again for another attention kernel.
     attention = (
         sdpa_kernel(SDPBackend.MATH)
         if any(entry.twice for entry in available.values())
@@ -271,8 +274,13 @@ def _on_a_terminal(text: str) -> None:
 
 
 class _SensitivityRun:
-    """What a model's operators do otherwise, as far as its graphs are known; graphs for new shapes may come with any step. What codecs add
-    to gradients is found in the pass that makes the first of them, also where a run goes on from one that was interrupted."""
+    """Rounding sites of a model's operators in all graphs so far; new shapes add graphs.
+
+    Attributes:
+        changes: rounding sites by operator and precision.
+        coding: gradient variance of codecs by parameter, from the first pass, even in a resumed
+            run.
+    """
 
     def __init__(
         self, captured: Captured, step: StepFunction, names: Sequence[str], seed: int
@@ -284,7 +292,7 @@ class _SensitivityRun:
 
     @contextlib.contextmanager
     def at(self, index: int, batch: Any) -> Iterator[Callable[[], GradientStep]]:
-        """Yields what makes the step of a batch, the same each time."""
+        """Yield a function that makes the step of a batch, with the same random state each time."""
         seed = int.from_bytes(
             hashlib.blake2b(f"{self.seed} {index}".encode(), digest_size=4).digest(), "little"
         )
@@ -309,7 +317,7 @@ class _SensitivityRun:
             yield now
 
     def through(self, now: Callable[[], GradientStep]) -> None:
-        """Sees the graphs of a step, and no more."""
+        """Run a step only to capture its graphs."""
         step = now()
         step.again(0)
         with self.captured.running(as_it_is):
@@ -317,7 +325,7 @@ class _SensitivityRun:
         self.learn()
 
     def settled(self, method: Method, now: Callable[[], GradientStep]) -> dict[Key, float]:
-        """Returns what a method finds once no graph is new."""
+        """Return a method's result for a step, repeated until no graph is new."""
         step = now()
         while True:
             result = method.look(step)
@@ -326,7 +334,7 @@ class _SensitivityRun:
             step = now()
 
     def learn(self) -> bool:
-        """Takes in the graphs that have been made since; returns whether there were any."""
+        """Add the rounding sites of new graphs; return whether there are any."""
         self.captured.require()
         new = self.captured.graphs[self._known :]
         for part in new:

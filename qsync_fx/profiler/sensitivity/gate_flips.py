@@ -1,8 +1,9 @@
-"""Gates right behind an operator: there it is known element by element how far its errors move what the gate reads.
+"""Probabilities that an operator's errors flip the gate directly behind it.
 
-A sum of small values errs by little and is near the jump at once, so that the noise of all elements together tells too much of these.
-
-Invariant: of what is random the chance of a flip is taken, of what is not whether it flips.
+The noise in front of a gate correlates with its input: a sum of small values has small errors, and
+is near the jump. So the distribution over all elements overestimates the flips, and the error of
+each element is used instead: the probability of a flip for random errors, and the flip itself for
+known ones.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from qsync_fx.profiler.tensor_capture.gradient_probes import Erring
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, put
 
 Flipping = Callable[[float], Tensor]
-"""Of where a gate jumps, the chance of each element to be moved past it."""
+"""From the position of a jump to the probability that each element crosses it."""
 
 
 def flipping(observed: OperatorCall, errors: Sequence[Erring]) -> Flipping:
-    """Returns what the errors of a call do to a gate that reads its result as it is."""
+    """Return the flip probabilities of a gate that reads a call's result unchanged."""
     value = observed.tensors[OUTPUT].value
     current = [item for item in errors if not item.gradient]
     random = {item.place: item.values for item in current if item.random}
@@ -43,7 +44,7 @@ def flipping(observed: OperatorCall, errors: Sequence[Erring]) -> Flipping:
         if deviation is None:
             return torch.ne(value > index, moved > index).double()
         distance = torch.where(value > index, moved.double() - index, index - moved.double())
-        # Where nothing moves, nothing flips.
+        # Without noise, 0 / 0 is NaN; the probability is 0.
         result: Tensor = torch.special.ndtr(-distance / deviation)
         return result.nan_to_num(nan=0.0)
 
@@ -51,7 +52,6 @@ def flipping(observed: OperatorCall, errors: Sequence[Erring]) -> Flipping:
 
 
 def _moved(observed: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> Tensor:
-    """Returns a result with the errors that are known."""
     before = [item for item in errors if item.place != OUTPUT]
     moved = value
     if before and not any(item.place == OUTPUT for item in errors):
@@ -62,7 +62,7 @@ def _moved(observed: OperatorCall, value: Tensor, errors: Sequence[Erring]) -> T
         with torch.no_grad():
             result: Tensor = observed.call(inputs)
         moved = result
-    # What computes in a narrow format inside was run in it: its result errs by all that it does.
+    # Errors of operators that compute in a narrow format are measured at the output, and complete.
     for item in errors:
         if item.place == OUTPUT:
             moved = moved + item.values.to(value.dtype)
@@ -78,7 +78,7 @@ def _variance(observed: OperatorCall, random: dict[Place, Tensor]) -> Tensor:
 
 
 def factored(observed: OperatorCall) -> tuple[Product, Tensor, Tensor]:
-    """Returns an operator as a product of its two factors, without what it adds, in FP64, and the factors."""
+    """Return an operator without its bias as a product of two factors in FP64, and the factors."""
 
     row = observed.row
 

@@ -1,15 +1,8 @@
-"""One step of a model as the methods see it: what to run, again and again, and what operators may do otherwise in it.
+"""Input of the sensitivity methods: a repeatable step, parts of batches, and codec variances.
 
-Parts of batches: half of one tells as much of how operators rank, in half the memory (QSync, section IV).
-
-Invariant: a batch is whatever a user's `step` takes; what is no tensor of one entry a sample goes through as it is.
-
-What codecs of gradients add to the variance of a model's gradients, by parameter.
-
-Exact of the gradient at hand, in closed form where a codec rounds at random. Of a large gradient it is that of stretches all over it,
-131,072 values.
-
-Invariant: what is found is a function of the gradients alone.
+A part of a batch ranks operators as well as the full batch, with less memory (QSync, section IV).
+Batches are any values that the user's step accepts; only tensors whose first dimension is the
+number of samples are sliced.
 """
 
 from __future__ import annotations
@@ -34,21 +27,22 @@ from qsync_fx.profiler.tensor_capture.rounding_sites import Changes, Follower
 from qsync_fx.profiler.training_state import Again, trained
 
 Key = tuple[str, str]
-"""An operator and a precision."""
+"""Operator id and precision."""
 
 Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class GradientStep:
-    """
+    """A repeatable step of a captured model.
+
     Attributes:
         captured: the model.
-        loss: computes the loss of this step's batch.
-        again: starts a pass from the same state.
-        changes: what operators do otherwise in each precision.
-        generator: for what is drawn beside the model.
-        samples: of the batch.
+        loss: computes the loss of the step's batch.
+        again: restores the initial state of a pass.
+        changes: rounding sites of each operator in each precision.
+        generator: for draws outside the model.
+        samples: number of samples in the batch.
     """
 
     captured: Captured
@@ -60,7 +54,7 @@ class GradientStep:
 
     @property
     def keys(self) -> list[Key]:
-        """The operators and precisions in which something changes."""
+        """Operators and precisions with a rounding site."""
         return [
             (op, name)
             for op, by in self.changes.items()
@@ -70,7 +64,7 @@ class GradientStep:
 
     @property
     def places(self) -> dict[str, set[Place]]:
-        """Of each operator the places of the tensors that change in some precision."""
+        """Places of the tensors of each operator that change in some precision."""
         return {
             op: {p for change in by.values() for p in change.places}
             for op, by in self.changes.items()
@@ -78,7 +72,7 @@ class GradientStep:
 
     @property
     def following(self) -> dict[str, dict[Follower, list[Key]]]:
-        """Of each operator that follows others, how, and whom in which precisions."""
+        """For each follower, how it follows, and the operators and precisions that cause it."""
         result: dict[str, dict[Follower, list[Key]]] = {}
         for op, name in self.keys:
             for item in self.changes[op][name].following:
@@ -86,28 +80,27 @@ class GradientStep:
         return result
 
     def gradients(self, run: Run = as_it_is, sample: int = 0) -> Gradients:
-        """Returns the gradients of one pass, whose graphs `run` runs; `sample` tells apart what is rounded at random."""
+        """Return the gradients of a pass with runner `run`; `sample` selects rounding draws."""
         self.again(sample)
         with self.captured.running(run):
             return gradients_of(self.loss(), self.captured.model)
 
 
 class Method(Protocol):
-    """A way to find what operators add; it may learn from step to step."""
+    """A sensitivity method; it may learn from step to step."""
 
     def look(self, step: GradientStep) -> dict[Key, float]:
-        """Returns what each operator adds in each precision in a step; keys that are left out add nothing."""
+        """Return each operator's contribution in each precision; absent keys contribute 0."""
 
 
 def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
-    """Returns the gradients of a loss by the parameters of a model that it depends on."""
+    """Return the gradients of a loss by parameter name, for the parameters it depends on."""
     parameters = trained(model)
     result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: g.detach() for name, g in zip(parameters, result, strict=True) if g is not None}
 
 
 def square_distance(result: Gradients, exact: Gradients) -> float:
-    """Returns the square of the distance of two sets of gradients."""
     return sum(
         float((result[name].double() - g.double()).square().sum())
         for name, g in exact.items()
@@ -116,7 +109,7 @@ def square_distance(result: Gradients, exact: Gradients) -> float:
 
 
 def samples(batch: Any) -> int:
-    """Returns the number of samples of a batch: the first size that most of its tensors have; 1 where there are none."""
+    """Return the most common first dimension of a batch's tensors; 1 if there is none."""
     sizes: Counter[int] = Counter()
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,14 +121,14 @@ def samples(batch: Any) -> int:
 
 
 def part_of(batch: Any, fraction: float) -> Any:
-    """Returns the first samples of a batch, as many as `fraction` says, at least one."""
+    """Return the first `fraction` of a batch's samples, rounded up."""
     full = samples(batch)
     saved = max(1, math.ceil(full * fraction))
     return _map(batch, lambda t: t[:saved] if t.dim() and t.shape[0] == full else t)
 
 
 def stepped(batches: Iterable[Any], steps: int, fraction: float) -> Iterator[Any]:
-    """Yields a part of a batch for each step; a list that is too short starts again, an iterator ends.
+    """Yield a part of a batch for each step; a short list repeats, an iterator ends.
 
     Raises:
         ProfileError: there is no batch.
@@ -155,7 +148,7 @@ def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        # Classes of batches (BatchEncoding) are mappings with more to them.
+        # Copy, since batch classes such as BatchEncoding are mappings with further attributes.
         result: Any = copy.copy(value)
         for key, item in value.items():
             result[key] = _map(item, change)
@@ -168,12 +161,17 @@ def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 _STRETCH: Final = 8192
-"""The largest unit that a codec has."""
+"""Values per chunk: the largest block size of any codec."""
 _STRETCHES: Final = 16
 
 
 def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-    """Returns for each parameter what each codec that a plan may name adds, but FP32; nothing for gradients that are not finite."""
+    """Return the variance that each codec of a plan except FP32 adds, by parameter.
+
+    The variance is exact for the given gradient, in closed form for stochastic rounding. For large
+    gradients it is extrapolated from `_STRETCHES` chunks. Parameters with empty or non-finite
+    gradients are omitted.
+    """
     codecs = [codec_named(name) for name in CODECS if name != PLAIN]
     result: dict[str, dict[str, float]] = {}
     for name, gradient in gradients.items():
@@ -199,7 +197,6 @@ def of_gradients(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float]]
 
 
 def _part(values: Tensor) -> Tensor:
-    """Returns all values, or stretches that lie evenly."""
     if values.numel() <= _STRETCH * _STRETCHES:
         return values
     full = values[: values.numel() // _STRETCH * _STRETCH].view(-1, _STRETCH)

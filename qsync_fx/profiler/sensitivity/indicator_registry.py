@@ -1,7 +1,7 @@
-"""The ways to find a sensitivity, by name: the one list of them.
+"""Registry of the sensitivity methods by name.
 
-Invariant: all give variances of one thing, what is added to the gradients of all parameters; but the numbers of "hessian", "fisher" and
-"random" rank operators and mean nothing else.
+All methods estimate the variance that is added to the gradients of all parameters, except
+"hessian", "fisher" and "random", whose numbers only rank operators.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from qsync_fx.profiler.sensitivity.second_order import HessianIndicator, SecondO
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """
+    """A sensitivity method.
+
     Attributes:
-        make: makes one for a model.
-        about: what it does, for lists.
-        passes: how many forward and backward passes a step costs, of a number of operators and of precisions, about.
-        twice: whether it differentiates twice, which fused kernels of attention cannot.
+        make: makes an instance for a model.
+        about: description for lists.
+        passes: approximate forward and backward passes per step, from the numbers of operators and
+            precisions.
+        twice: whether it uses second derivatives, which fused attention kernels lack.
     """
 
     make: Callable[[], Method]
@@ -85,7 +87,7 @@ METHODS: Final[dict[str, MethodSpec]] = {
 
 
 def method(name: str) -> MethodSpec:
-    """Returns the method called `name`; raises `ProfileError` where there is none."""
+    """Return the method called `name`; raise `ProfileError` if there is none."""
     if name not in METHODS:
         raise ProfileError(
             f"{name!r} is no method to find a sensitivity", do=nearest(str(name), METHODS)

@@ -1,7 +1,10 @@
-"""The truth that indicators are held to: one operator at a time really runs in a precision, and the gradients are compared with FP32's.
+"""Method "monte_carlo", the reference for the other indicators.
 
-Invariant: two runs differ by roundings alone: weights, batch, dropout and statistics are the same. What runs is what the backend runs under
-the plan that names this operator: casts, cascaded neighbours and lowered operators included.
+Each operator in turn runs in each precision, and the gradients are compared with FP32's. The graph
+is the backend's under the plan that names only this operator, including casts, cascaded neighbours
+and lowered operators.
+
+Invariant: two runs differ only by rounding; weights, batch, dropout and statistics are the same.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from qsync_fx.profiler.tensor_capture.graph_capture import Run
 
 @dataclass(frozen=True)
 class Truth:
-    """What an operator in a precision does to the gradients, summed over all elements of all parameters.
+    """Effect of an operator in a precision on the gradients, summed over all elements.
 
     Attributes:
-        variance: of the gradients over draws of roundings.
-        bias: the square of the difference of their mean from FP32's gradients.
+        variance: variance of the gradients over the draws of rounding.
+        bias: squared difference of their mean from the FP32 gradients.
     """
 
     variance: float
@@ -33,16 +36,16 @@ class Truth:
 
     @property
     def square(self) -> float:
-        """The mean square error: what deterministic roundings, too, add."""
+        """Mean square error, which includes deterministic rounding."""
         return self.variance + self.bias
 
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """The method "monte_carlo".
+    """Method "monte_carlo".
 
     Args:
-        draws: passes an operator, precision and step; one where nothing is rounded at random.
+        draws: passes per operator, precision and step; one if rounding is deterministic.
     """
 
     draws: int = 4
@@ -52,7 +55,6 @@ class MonteCarlo:
         return {key: item.square for key, item in self.truths(step).items()}
 
     def truths(self, step: GradientStep) -> dict[Key, Truth]:
-        """Returns what each operator does in each precision."""
         exact = step.gradients()
         result: dict[Key, Truth] = {}
         for key in step.keys:
@@ -65,7 +67,7 @@ class MonteCarlo:
 
 
 def lowered(plan: Plan) -> Run:
-    """Returns what runs graphs as the backend does under `plan`."""
+    """Return a runner of graphs as the backend lowers them under `plan`."""
     modules: dict[int, Any] = {}
 
     def run(part: Explained, inputs: Sequence[Any]) -> Any:
@@ -78,7 +80,7 @@ def lowered(plan: Plan) -> Run:
 
 
 def truth(step: GradientStep, run: Run, draws: int, exact: Gradients) -> Truth:
-    """Returns what running graphs by `run` does to the gradients `exact`."""
+    """Return the effect of running graphs with `run`, compared with the gradients `exact`."""
     mean = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in exact.items()}
     total = 0.0
     for sample in range(draws):
@@ -89,6 +91,6 @@ def truth(step: GradientStep, run: Run, draws: int, exact: Gradients) -> Truth:
     of_mean = sum(float(m.square().sum()) for m in mean.values())
     if draws == 1:
         return Truth(0.0, of_mean)
-    # The mean of n draws errs by a variance of its own, 1/n of theirs.
+    # The mean of n draws has 1/n of their variance; this is Bessel's correction.
     variance = max(0.0, total - of_mean) * draws / (draws - 1)
     return Truth(variance, max(0.0, total - variance))

@@ -1,7 +1,8 @@
-"""The method "injected": noise of the exact variance is put in at one operator, and the gradients are compared.
+"""Method "injected": noise of the exact variance is added at one operator at a time.
 
-Invariant: one pass an operator and precision beside one without noise. What is random is drawn from a normal distribution, whatever a
-rounding's own is; errors that are not random are put in as they are.
+Each draw costs one pass per operator and precision, in addition to one pass without noise. Random
+errors are drawn from a normal distribution instead of the rounding's own; deterministic errors are
+added exactly.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Call, Tap, put
 
 @dataclass(frozen=True)
 class Injected:
-    """
+    """Method "injected".
+
     Args:
-        draws: passes with noise an operator, precision and step.
+        draws: passes with noise per operator, precision and step.
     """
 
     draws: int = 2
@@ -35,7 +37,7 @@ class Injected:
         return self.of(step, step.keys)
 
     def of(self, step: GradientStep, keys: Sequence[Key]) -> dict[Key, float]:
-        """Returns what some operators add in some precisions."""
+        """Return the contribution of the operators in the precisions of `keys`."""
         exact = step.gradients()
         result: dict[Key, float] = {}
         for name, precision in keys:
@@ -51,7 +53,7 @@ class Injected:
 
 
 def injecting(name: str, change: RoundingSite, generator: torch.Generator) -> Tap:
-    """Returns a tap that lets an operator err as it does where `change` is true of it."""
+    """Return a tap that adds the errors of `change` to one operator."""
 
     following = {item.operator: item.fmt for item in change.following}
 
@@ -94,7 +96,7 @@ def _hook(value: Tensor, every: list[Rounded], generator: torch.Generator) -> No
 
 
 def _inside(fmt: Precision, places: Iterable[int], argument: list[Any], call: Call) -> Any:
-    """Runs an operator in a narrow format, as a plan would; `places` are the arguments that are converted."""
+    """Run an operator in a narrow format; `places` are the indices of the converted arguments."""
     narrow = list(argument)
     for index in places:
         value = narrow[index]
@@ -122,7 +124,6 @@ def _is_float(value: Any) -> bool:
 
 
 def _drawn(item: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns an error of each element of a tensor."""
     if not item.random:
         return error(of, item.fmt, item.rounding, item.keep).to(of.dtype)
     deviation = noise(of, item.fmt, item.rounding, item.keep).sqrt()

@@ -1,25 +1,13 @@
-"""The method "second_order": what errors at each operator do to the gradients of all parameters, for all operators and precisions in one
-run.
+"""Methods "second_order" and "hessian", from second derivatives.
 
-A tensor of an operator that is rounded errs by e, which changes the gradients by H e: by what follows in the forward pass, and by the
-operator's own part in the backward pass; `probed` gives |H e|**2. Errors that are random have no products in the mean: of them
-sum_i E[e_i**2] |H_i|**2 is taken. Those of roundings to nearest are known, belong together, and may add up.
+"second_order": an error e of a tensor changes the gradients of all parameters by H e, through the
+forward pass and the operator's own backward pass. `probed` estimates |H e|**2. Random errors are
+uncorrelated, so theirs is sum_i E[e_i**2] |H_i|**2; errors of rounding to nearest are known and may
+add up. A step costs the same number of passes for any number of operators and precisions. The
+estimate is unbiased for errors that are small against the values. Flips of gates (`nonsmooth_ops`)
+are added separately. Operators that run without autograd are left to the method "injected".
 
-Gates flip beside that (see `gates`). Of an operator right in front of one it is known which elements its errors move past the jump (see
-`direct`). How much noise of others gets there is asked of all gates once and then of a few a step, those that were asked least, each by one
-backward pass from there.
-
-Operators that run where the model records no gradients are left to "injected".
-
-Invariant: unbiased where errors are small against what the model computes with. A step costs as many passes whatever the number of
-operators and precisions.
-
-The method "hessian": HAWQ's indicator, which QSync compares itself with.
-
-The largest eigenvalue of the Hessian of an operator's weight, by power iteration, divided by the size of the weight and multiplied with
-the square error that the format makes of it.
-
-Invariant: operators without a weight add nothing, whatever their format: the method says nothing of activations.
+"hessian" is HAWQ's indicator, a baseline of QSync; see `HessianIndicator`.
 """
 
 from __future__ import annotations
@@ -53,9 +41,12 @@ from qsync_fx.profiler.training_state import trained
 
 @dataclass(frozen=True)
 class HessianIndicator:
-    """
+    """HAWQ's indicator: largest eigenvalue of a weight's Hessian / weight size * squared error.
+
+    Operators without a weight contribute 0, as the method ignores activations.
+
     Args:
-        iterations: of the power method a step; the vector is kept from step to step.
+        iterations: power iterations per step; the vector persists between steps.
     """
 
     iterations: int = 4
@@ -92,7 +83,7 @@ class HessianIndicator:
         return sums
 
     def _largest(self, name: str, edge: GradientEdge, slope: Tensor, step: GradientStep) -> float:
-        """Returns the magnitude of the largest eigenvalue of the derivative of `slope` by what is at `edge`."""
+        """Return the largest absolute eigenvalue of the derivative of `slope` at `edge`."""
         vector = self._vectors.get(name)
         if vector is None or vector.shape != slope.shape:
             vector = torch.randn(slope.shape, generator=step.generator).to(slope)
@@ -112,38 +103,43 @@ class HessianIndicator:
 
 @dataclass
 class Reach:
-    """The variance of what gates read that operators cause: sums over runs, by gate, and by operator and precision."""
+    """Variance at the inputs of gates, summed over runs, by gate, operator and precision."""
 
     sums: dict[str, dict[Key, float]] = field(default_factory=dict)
     runs: dict[str, int] = field(default_factory=dict)
 
     def rarest(self, gates: Sequence[NonsmoothOperator], most: int) -> list[NonsmoothOperator]:
-        """Returns the gates to ask: those that never were, else the ones that were asked least."""
+        """Return the gates to probe: all new ones, else the `most` that were probed least."""
         never = [gate for gate in gates if gate.name not in self.runs]
         return never or sorted(gates, key=lambda gate: self.runs[gate.name])[:most]
 
     def add(self, gate: NonsmoothOperator, squares: Mapping[Key, float]) -> None:
-        """Takes in what one run says of a gate."""
+        """Add the results of one run for a gate."""
         self.runs[gate.name] = self.runs.get(gate.name, 0) + 1
         saved = self.sums.setdefault(gate.name, {})
         for key, square in squares.items():
             saved[key] = saved.get(key, 0.0) + square / max(1, gate.numel)
 
     def deviations(self, gate: str) -> dict[Key, float]:
-        """Returns the standard deviation in front of a gate."""
+        """Return the standard deviation at a gate's input."""
         runs = self.runs.get(gate, 0)
         return {key: math.sqrt(total / runs) for key, total in self.sums.get(gate, {}).items()}
 
 
 @dataclass
 class SecondOrder:
-    """
+    """Method "second_order".
+
+    The errors of an operator directly in front of a gate are known per element (`gate_flips`). The
+    noise of other operators is measured for all gates once, then for a few gates per step, by one
+    backward pass from each.
+
     Args:
-        draws: of signs a step.
-        gates: how many gates are asked for the noise in front of them in each step.
+        draws: sign vectors per step.
+        gates: gates whose input noise is measured in each step.
 
     Attributes:
-        reach: what all steps so far have said of that.
+        reach: input noise of the gates, from all steps so far.
     """
 
     draws: int = 8
@@ -152,12 +148,12 @@ class SecondOrder:
 
     @property
     def learned(self) -> dict[str, Values]:
-        """What the steps so far have said, as files hold it."""
+        """State of the steps so far, for the checkpoint."""
         runs = {"runs": {gate: {"": float(count)} for gate, count in self.reach.runs.items()}}
         return {gate: by_operator(sums) for gate, sums in self.reach.sums.items()} | runs
 
     def learn(self, learned: Mapping[str, Values]) -> None:
-        """Takes up what the steps before an interruption have said."""
+        """Restore the state of the steps before an interruption."""
         self.reach.runs = {gate: int(by[""]) for gate, by in learned.get("runs", {}).items()}
         self.reach.sums = {
             gate: by_key(learned[gate]) for gate in self.reach.runs if gate in learned
@@ -209,7 +205,7 @@ class SecondOrder:
                 for key, square in self._flipped(step, taps, matches, gate, weights).items():
                     result[key] = result.get(key, 0.0) + square
         if taps.unrecorded:
-            # What a model computes under torch.no_grad errs all the same, and no derivative leads there.
+            # Operators under torch.no_grad have errors, but no derivative reaches them.
             result |= Injected().of(step, [key for key in step.keys if key[0] in taps.unrecorded])
         return result
 
@@ -221,7 +217,7 @@ class SecondOrder:
         gate: NonsmoothOperator,
         weights: Tensor,
     ) -> dict[Key, float]:
-        """Returns what operators add by the flips of one gate."""
+        """Return the contributions of operators through flips of one gate."""
         flips = Flips(gate.histogram(weights))
         result = {
             key: flips.at(deviation) for key, deviation in self.reach.deviations(gate.name).items()
@@ -247,7 +243,7 @@ class SecondOrder:
         edges: Sequence[object],
         step: GradientStep,
     ) -> Sequence[Tensor | None]:
-        """Returns what each tensor does to a random sum of what a gate reads."""
+        """Return the derivatives of a random sum of a gate's input by each tensor."""
         if like is None or not edges:
             return [None] * len(edges)
         probe = [signs(like, step.generator)]
@@ -256,7 +252,7 @@ class SecondOrder:
 
 @dataclass(frozen=True)
 class _GateQuery:
-    """A gate that is asked, what tensors do to it, and the squares that get there."""
+    """A probed gate, the gains of tensors at its input, and the squared errors that reach it."""
 
     gate: NonsmoothOperator
     gains: Sequence[Tensor | None]
@@ -264,12 +260,12 @@ class _GateQuery:
 
 
 _Errs = tuple[Sequence[Key], Erring]
-"""What one tensor errs by, and for which operators and precisions."""
+"""Error of a tensor, with the operators and precisions that cause it."""
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """What operators add in one run, without gates: what is random, and for each probe the sum of what is not."""
+    """Contributions in one run, without gates: random errors, and known errors per probe."""
 
     found: Probed
     asked: Sequence[_GateQuery]
@@ -282,10 +278,10 @@ class _Sums:
         numbers: Mapping[Place, int],
         result: Sequence[tuple[Sequence[Key], Sequence[Erring]]],
     ) -> None:
-        """Takes in what errs in one call of an operator: for operators and precisions that come to the same, its tensors' errors."""
+        """Add the errors of one call, grouped by operators and precisions with equal errors."""
         by_tensor: dict[tuple[int, bool], list[_Errs]] = {}
         for keys, errors in result:
-            # What nothing is known of yet adds nothing.
+            # Keys without known errors contribute 0.
             for key in keys:
                 self.random.setdefault(key, 0.0)
                 self.fixed.setdefault(key, [0.0] * len(self.found.probes))
@@ -299,7 +295,10 @@ class _Sums:
                 self._reach(call, number, errs)
 
     def _weigh(self, number: int, gradient: bool, errs: Sequence[_Errs]) -> None:
-        """Adds what errors of one tensor do to the gradients of all parameters. It is in FP64 once for all errors: that takes longest."""
+        """Add the effect of one tensor's errors on the gradients of all parameters.
+
+        The derivative is converted to FP64 once for all errors, which dominates the cost.
+        """
         result = [
             probe.by_gradient.get(number) if gradient else probe.by_value[number]
             for probe in self.found.probes
@@ -323,7 +322,7 @@ class _Sums:
                     self.random[key] += square
 
     def _reach(self, call: int, number: int, errs: Sequence[_Errs]) -> None:
-        """Adds what errors of one tensor do in front of the gates that are asked."""
+        """Add the effect of one tensor's errors at the inputs of the probed gates."""
         for requested in self.asked:
             gain = None if requested.gate.reads == call else requested.gains[number]
             if gain is None:
@@ -335,7 +334,7 @@ class _Sums:
                     requested.squares[key] += square
 
     def smooth(self) -> dict[Key, float]:
-        """Returns what each operator adds in each precision."""
+        """Return the contribution of each operator in each precision."""
         draws = len(self.found.probes)
         return {
             key: value + sum(item**2 for item in self.fixed[key]) / draws
@@ -344,7 +343,7 @@ class _Sums:
 
 
 def _alike(step: GradientStep, observed: OperatorCall) -> dict[RoundingSite, list[Key]]:
-    """Returns the precisions of a call by what changes in it: several may come to the same."""
+    """Return the precisions of a call grouped by rounding site, as several may be equal."""
     result: dict[RoundingSite, list[Key]] = {}
     for name, change in step.changes.get(observed.operator, {}).items():
         result.setdefault(change, []).append((observed.operator, name))
@@ -352,7 +351,11 @@ def _alike(step: GradientStep, observed: OperatorCall) -> dict[RoundingSite, lis
 
 
 def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | None:
-    """Returns what flips of a gate's elements do; `number` is of its entry, and its exit follows. None where nothing depends on it."""
+    """Return the effect of flips of a gate's elements; None if the gradients do not depend on them.
+
+    Args:
+        number: index of the gate's entry; its exit follows.
+    """
     incoming, slopes = (
         result.gradients[number + 1],
         [probe.by_gradient.get(number) for probe in result.probes],

@@ -1,18 +1,13 @@
-"""What one call of an operator errs by in a precision: of each tensor that it rounds the variance or, where nothing is random, the error.
+"""Errors of an operator's tensors in a precision, and probes of their effect on the gradients.
 
-Products round what they read and what they give, which formulas tell of the tensors alone. A norm or a softmax computes on in the narrow
-format inside, in as many roundings as its kernel has, and so does what the cascade makes narrow: these are run in that format, on the
-tensors at hand, and compared.
+Products round their operands and results, so their errors follow from the tensors by formula.
+Norms, softmax and followers of the cascade compute internally in the narrow format; they are rerun
+in it and compared.
 
-Invariant: looks at one operator, and changes nothing.
-
-Derivatives of random sums of gradients: how the tensors of one run reach the gradients of all parameters.
-
-For random signs r, one a parameter, p = r'G is a sum of all gradients G. Its derivative by a tensor t is H'r, H the derivative of G by t,
-and its derivative by the gradient of t says how an error in that gets through. In the mean over signs the square of an element of H'r is
-the square norm of what the element does to G, and the square of e'H'r that of what an error e of all elements does.
-
-Invariant: each probe costs one backward pass through the backward pass, whatever the number of tensors.
+For random signs r, p = r'G is a sum of all parameters' gradients G. Its derivative by a tensor t is
+H'r with H = dG/dt. Averaged over signs, the square of an element of H'r is the squared norm of the
+element's effect on G; (e'H'r)**2 is that norm for an error e. Each probe is one backward pass
+through the backward pass, for any number of tensors.
 """
 
 from __future__ import annotations
@@ -36,13 +31,15 @@ from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, 
 
 @dataclass(frozen=True)
 class Erring:
-    """
+    """Errors of one tensor.
+
     Attributes:
-        place: of the tensor.
-        gradient: whether it is its gradient that errs.
-        values: of each element the variance, or the error where nothing is random.
-        random: which of the two.
-        ordered: whether it is that of one rounding to nearest, which moves nothing past a value of the format's grid.
+        place: place of the tensor.
+        gradient: whether the errors are in its gradient.
+        values: variance of each element if `random`, else its error; FP64.
+        random: whether the errors are random.
+        ordered: whether they come from a single rounding to nearest, which preserves order with
+            respect to values on the grid.
     """
 
     place: Place
@@ -53,7 +50,7 @@ class Erring:
 
     @property
     def square(self) -> Tensor:
-        """The expected square of each element's error."""
+        """Expected square of each element's error."""
         return self.values if self.random else self.values.square()
 
 
@@ -63,11 +60,11 @@ def erring(
     gradients: Mapping[Place, Tensor],
     handed: Precision | None = None,
 ) -> list[Erring]:
-    """Returns what errs in a call of an operator.
+    """Return the errors in a call of an operator.
 
     Args:
-        gradients: of its tensors, by place, those that have one.
-        handed: what the gradient of its result is in when it gets there, by whoever follows, who errs by that.
+        gradients: gradients of its tensors by place, if they have one.
+        handed: format in which its result's gradient arrives; the follower accounts for that error.
     """
     if change.inside is not None:
         return _measured(observed, change.inside, gradients, handed)
@@ -89,7 +86,7 @@ def erring(
 def erring_behind(
     observed: OperatorCall, follower: Follower, gradients: Mapping[Place, Tensor]
 ) -> list[Erring]:
-    """Returns what errs in a call of an operator that computes in a narrow format as what it reads is narrow: beside that."""
+    """Return the additional errors of a follower that computes in a narrow format."""
     incoming, fmt = gradients.get(OUTPUT), follower.fmt
     if incoming is None:
         return []
@@ -114,7 +111,7 @@ def _measured(
     if handed is not None:
         incoming = incoming.to(handed.dtype).to(incoming.dtype)
     exact = _run(observed, incoming, lambda t: t, lambda t, place: t)
-    # Only the tensor that the plan converts is narrow; parameters and statistics keep their format, as the backend has it.
+    # Only converted arguments are narrow; parameters and statistics stay wide, as in the backend.
     narrow = _run(
         observed,
         incoming,
@@ -125,7 +122,7 @@ def _measured(
 
 
 def _differences(narrow: Mapping[Place, Tensor], exact: Mapping[Place, Tensor]) -> list[Erring]:
-    """An operator's result errs in itself, and what it reads in the gradient."""
+    """Return the errors of an operator's result, and of its inputs' gradients."""
     return [
         Erring(place, place != OUTPUT, narrow[place].double() - item.double(), random=False)
         for place, item in exact.items()
@@ -138,7 +135,13 @@ def _run(
     before: Callable[[Tensor], Tensor],
     change: Callable[[Tensor, Place], Tensor],
 ) -> dict[Place, Tensor]:
-    """Returns an operator's result and the gradients of what it reads: `before` of its tensors, of which it gets what `change` makes."""
+    """Return an operator's result and its inputs' gradients.
+
+    Args:
+        incoming: gradient of the result.
+        before: maps the recorded inputs to the leaves that are differentiated.
+        change: maps a leaf to the argument of the call.
+    """
     inputs: list[Any] = [v.clone() if isinstance(v, Tensor) else v for v in observed.given]
     leaves: dict[Place, Tensor] = {}
     with torch.enable_grad():
@@ -159,15 +162,16 @@ def _run(
 _EIGHT: Final = torch.tensor(
     [[1.0 - 2.0 * ((byte >> bit) & 1) for bit in range(8)] for byte in range(256)]
 )
-"""The signs that a byte stands for."""
+"""The eight signs for each value of a byte, [256, 8]."""
 
 
 @dataclass(frozen=True)
 class GradientProbe:
-    """
+    """Derivatives of one random sum of gradients.
+
     Attributes:
-        by_value: the derivative by what is at each edge; None where there is none.
-        by_gradient: the derivative by the gradient of what is at an edge, by its number.
+        by_value: derivative by the tensor at each edge; None if there is none.
+        by_gradient: derivative by the gradient at an edge, by the edge's index.
     """
 
     by_value: Sequence[Tensor | None]
@@ -176,17 +180,19 @@ class GradientProbe:
 
 @dataclass(frozen=True)
 class Probed:
-    """
+    """Gradients and probes of one run.
+
     Attributes:
-        gradients: of the loss by what is at each edge; None where it does not depend on it.
-        probes: one a draw of signs.
+        gradients: gradient of the loss by the tensor at each edge; None if it does not depend on
+            it.
+        probes: one per draw of signs.
     """
 
     gradients: Sequence[Tensor | None]
     probes: Sequence[GradientProbe]
 
     def of(self, numbers: Mapping[Place, int]) -> dict[Place, Tensor]:
-        """Returns the gradients of a call's tensors, those that have one, by place."""
+        """Return the gradients of a call's tensors by place, if they have one."""
         return {
             place: g
             for place, number in numbers.items()
@@ -201,7 +207,9 @@ def probed(
     draws: int,
     generator: torch.Generator,
 ) -> Probed:
-    """Differentiates a loss, and `draws` random sums of the gradients of its parameters. The graph stays as it is.
+    """Differentiate a loss, and `draws` random sums of its parameters' gradients.
+
+    The autograd graph is retained.
 
     Raises:
         ProfileError: an operator of the model has no second derivative.
@@ -233,7 +241,7 @@ def _probed(
     result: Sequence[Tensor | None] = torch.autograd.grad(
         loss, methods, create_graph=True, allow_unused=True
     )
-    # Where the loss is linear in everything, its gradients depend on nothing.
+    # If the loss is linear in everything, its gradients are constants.
     owned, inner = (
         [g for g in result[: len(parameters)] if g is not None and g.requires_grad],
         result[len(parameters) :],
@@ -243,7 +251,7 @@ def _probed(
     _check(owned)
     probes = []
     for _ in range(draws):
-        # Where nothing is made narrow, nothing is asked for.
+        # Without narrowed tensors there is no derivative to compute.
         derived: Sequence[Tensor | None] = [None] * len(wanted)
         if owned and wanted:
             drawn = [signs(g, generator) for g in owned]
@@ -259,14 +267,17 @@ def _probed(
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns 1 or -1 for each element, eight of one draw: a number each took as long as a fifth of a probe."""
+    """Return random signs, drawn eight at a time: one draw each would cost a fifth of a probe."""
     count = like.numel()
     drawn = torch.randint(0, 256, (-(-count // 8),), dtype=torch.uint8, generator=generator)
     return _EIGHT[drawn.int()].flatten()[:count].view(like.shape).to(like)
 
 
 def _check(gradients: Sequence[Tensor]) -> None:
-    """Raises where a gradient is marked as one that has none of its own: torch takes it for a constant where nothing is to raise."""
+    """Raise `ProfileError` if a gradient comes from a once_differentiable function.
+
+    torch raises only if its error node runs, and otherwise treats the gradient as a constant.
+    """
     todo, visited = [g.grad_fn for g in gradients], set[Any]()
     while todo:
         node = todo.pop()

@@ -1,13 +1,9 @@
-"""A model whose graphs are run by whoever looks at them: as written, with an eye on each operator, or as lowered under a plan.
+"""Captured models, whose graphs any runner can execute: as written, observed, or lowered.
 
-Dynamo and the passes see the model once, with everything in FP32. After that the same call of the model runs whatever `running` names, op
-by op and with autograd above it, so that nothing is compiled again: not for another plan, and not for another way to look.
-
-Invariant: ids are those of plans, since the graphs are those of the backend. What no graph holds runs as the model wrote it.
-
-Operators called one by one, with operands that the compiler would convert as it fuses them.
-
-Invariant: a result has the type of the activation, and the bits of FP32 arithmetic rounded once, on every device.
+Dynamo and the passes see the model once, in FP32. Then each call runs the graphs with the runner
+that `running` sets, operator by operator under autograd, so no other plan or observer recompiles
+it. The graphs are the backend's, so operator ids match plans. Code outside of graphs runs as
+written.
 """
 
 from __future__ import annotations
@@ -30,13 +26,20 @@ from qsync_fx.options import Options
 from qsync_fx.plan.plan import Plan
 
 _NORMS: Final = (torch.ops.aten.layer_norm.default, torch.ops.aten.group_norm.default)
-"""Of which torch's kernels for CUDA take parameters of their input's type alone."""
+"""Normalizations whose CUDA kernels require parameters of the input's dtype."""
 
 
 def called(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None = None
 ) -> Any:
-    """Returns what an operator returns; `device` is the type of the one that it is called for, by default where its operands lie."""
+    """Return an operator's result; wider norm parameters are computed in FP32 and rounded once.
+
+    The compiler would fuse these conversions. The result has the dtype of the activation on every
+    device.
+
+    Args:
+        device: device type to compute for; by default the operands'.
+    """
     x = args[0] if args else None
     if target in _NORMS and isinstance(x, Tensor) and (device or x.device.type) == "cuda":
         others = [
@@ -50,22 +53,23 @@ def called(
 
 
 Run = Callable[[Explained, Sequence[Any]], Any]
-"""Computes what a graph computes, of its inputs."""
+"""Computes a graph from its inputs."""
 
 
 def as_it_is(part: Explained, inputs: Sequence[Any]) -> Any:
-    """Runs a graph in FP32."""
+    """Run a graph in FP32."""
     return part.graph.module(*inputs)
 
 
 class Captured:
-    """
+    """A model whose graphs are captured by Dynamo and the passes.
+
     Args:
         model: a module.
-        options: of the backend; the plan is FP32 whatever they say.
+        options: options of the backend; the plan is replaced by FP32.
 
     Attributes:
-        graphs: those that have been made so far.
+        graphs: graphs captured so far.
         call: calls the model.
     """
 
@@ -89,7 +93,7 @@ class Captured:
 
     @property
     def operators(self) -> list[Operator]:
-        """The operators that a plan decides on, each once, in the order in which they run."""
+        """Operators that a plan decides on, without duplicates, in execution order."""
         result: dict[str, Operator] = {}
         for part in self.graphs:
             for operator in part.operators:
@@ -99,10 +103,10 @@ class Captured:
 
     @contextlib.contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Lets the model's graphs be run by `run`."""
+        """Run the model's graphs with `run` within the context."""
         before, self._run = self._run, run
         try:
-            # Equal code is compiled again for each captured model, however often it was before.
+            # Each captured model compiles equal code again, so the recompile limits are lifted.
             with (
                 torch._dynamo.config.patch(
                     recompile_limit=2**16, accumulated_recompile_limit=2**16
@@ -114,7 +118,7 @@ class Captured:
             self._run = before
 
     def require(self) -> None:
-        """Raises `ProfileError` where the model has run and no graph was made."""
+        """Raise `ProfileError` if the model has run and no graph was captured."""
         if not self.graphs:
             raise ProfileError(
                 "Dynamo compiled no part of the model, so that nothing is known of its operators",

@@ -1,11 +1,13 @@
-"""Operators whose derivative jumps: noise in front of them flips gates, which no second derivative sees.
+"""Gates: operators whose derivative jumps, and the gradient error of flipping them.
 
-Where an element lies at a distance z from the place of the jump and noise there has the standard deviation s, the gate flips with the
-probability Phi(-z / s) and changes the gradient that passes by the height of the jump times what comes in, c in the square. So the error of
-the gradients is F(s) = sum c Phi(-z / s), which grows with s and not with s**2: QSync's proposition 1, by which gradients stay unbiased,
-holds for smooth networks alone.
+Noise with standard deviation s flips an element at distance z from a jump with the probability
+Phi(-z/s). The flip changes the passing gradient by the height of the jump times the incoming
+gradient, c when squared. The squared error F(s) = sum c Phi(-z/s) grows with s, not s**2, and no
+second derivative shows it. QSync's Proposition 1 (unbiased gradients) is therefore valid for smooth
+networks only.
 
-Invariant: F is kept as a histogram of c over z, four bins an octave, so that layers of any size cost the same to keep and to evaluate.
+F is stored as a histogram of c over z with four bins per octave, so memory and evaluation time do
+not depend on the size of the layer.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _KINKS: dict[str, Kinks] = {
     "hardsigmoid": lambda value: [(-3.0, 1 / 6), (3.0, 1 / 6)],
     "abs": lambda value: [(0.0, 2.0)],
 }
-"""Where the derivative of an operator jumps, and by how much."""
+"""Position and height of each jump of an operator's derivative."""
 
 _POOLS: dict[str, Any] = {
     "max_pool1d": F.max_pool1d,
@@ -57,16 +59,17 @@ _POOLING = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 
 @dataclass(eq=False)
 class NonsmoothOperator:
-    """One such operator in one run.
+    """A gate in one run.
 
     Attributes:
-        name: tells it from the others of the model.
-        entry: of the gradient of what it reads.
-        exit: of the gradient of what it gives.
-        numel: elements that noise in front of it may move.
-        places: for each jump, the bin of every element, the jump's height, and where it is.
-        rivals: of a maximum, where the largest and the second largest of each window stand.
-        reads: the number of the call whose result it reads as it is; None where something is computed between.
+        name: unique in the model.
+        entry: edge of the gradient of its input.
+        exit: edge of the gradient of its output.
+        numel: number of elements that noise may move.
+        places: for each jump, the bin of each element (uint8), the height and the position.
+        rivals: for max pooling, the indices of the largest and second largest element of each
+            window.
+        reads: index of the call whose result it reads unchanged; None if there is none.
     """
 
     name: str
@@ -78,11 +81,11 @@ class NonsmoothOperator:
     reads: int | None = None
 
     def weights(self, slope: Tensor, incoming: Tensor) -> Tensor:
-        """Returns what the flip of each element does, for a jump of height 1.
+        """Return the effect of flipping each element, for a jump of height 1.
 
         Args:
-            slope: what a gradient at `entry` does to the sum that gradients are probed with.
-            incoming: the gradient at `exit`.
+            slope: derivative of the probed sum of gradients by the gradient at `entry`.
+            incoming: gradient at `exit`.
         """
         if self.rivals is not None:
             first, second = (
@@ -93,13 +96,13 @@ class NonsmoothOperator:
         return (incoming.double() * slope.double()).square()
 
     def histogram(self, weights: Tensor) -> Tensor:
-        """Returns c by bins."""
+        """Return c by bin, [256], FP64."""
         result = torch.zeros(_BINS, dtype=torch.float64)
         for bins, height, _ in self.places:
             result += (
                 torch.bincount(bins.flatten().long(), weights.flatten(), _BINS).cpu() * height**2
             )
-        result[-1] = 0.0  # what noise does not reach
+        result[-1] = 0.0  # beyond the reach of noise
         return result
 
     @property
@@ -110,12 +113,11 @@ class NonsmoothOperator:
 
 @dataclass
 class Flips:
-    """The error of gradients at one gate as a function of the noise in front of it."""
+    """Gradient error of one gate as a function of the noise at its input."""
 
     mass: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
 
     def at(self, deviation: float) -> float:
-        """Returns F at a standard deviation."""
         if deviation <= 0:
             return 0.0
         middle = torch.exp2((torch.arange(_BINS, dtype=torch.float64) + 0.5) / _OCTAVE + _LOWEST)
@@ -125,7 +127,7 @@ class Flips:
 def gate(
     node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Tensor, list[Jump], Any] | None:
-    """Returns what is to be known of a gate before it runs: what it reads, `Gate.places` and `Gate.rivals`; None for another operator."""
+    """Return a gate's input, `NonsmoothOperator.places` and `rivals`; None for other operators."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -150,7 +152,7 @@ def gate(
 def _rivals(
     pool: Any, x: Tensor, value: dict[str, Any]
 ) -> tuple[list[Jump], tuple[Tensor, Tensor]]:
-    """Of each window the distance of its two largest values, in units of one's noise, and where they are."""
+    """Return the gap between each window's two largest values over sqrt(2), and their indices."""
     settings = {name: value[name] for name in _POOLING}
     settings["stride"] = settings["stride"] or None
     largest, first = pool(x, **settings, return_indices=True)
@@ -158,13 +160,13 @@ def _rivals(
     rest = x.flatten(-spread).scatter(-1, first.flatten(-spread), -torch.inf).view_as(x)
     next_largest, second = pool(rest, **settings, return_indices=True)
     gap = (largest - next_largest) / math.sqrt(2)
-    # What is equal is so by what stands before, as where gates have closed both: noise moves neither.
+    # Equal values have a common cause, such as closed gates before them, and noise moves neither.
     bins = torch.where((gap > 0) & gap.isfinite(), _bins(gap), _BINS - 1).to(torch.uint8)
     return [(bins, 1.0, 0.0)], (first, second)
 
 
 def _bins(distance: Tensor) -> Tensor:
-    """Returns the bin of each distance, one byte an element."""
+    """Return the bin of each distance, uint8."""
     result = ((torch.log2(distance.abs().float()) - _LOWEST) * _OCTAVE).floor()
     return (
         result.nan_to_num(nan=_BINS - 1, posinf=_BINS - 1, neginf=0)

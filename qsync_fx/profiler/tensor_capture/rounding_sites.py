@@ -1,15 +1,10 @@
-"""What an operator does otherwise in a precision than in FP32: which tensors it rounds, to what and how, as data.
+"""Rounding sites: the tensors that an operator rounds in a precision, compared with FP32.
 
-Invariant: it follows from the notes under the plan that gives this operator alone that precision, so that what a device, an operator or
-the cascade makes of the plan is in it. Sums are rounded where a result is, and nowhere else; operators that compute in a narrow format
-inside are told apart.
-
-What the cascade makes narrow beside an operator: what follows it computes in the format that it gives out, and rounds anew.
-
-A GELU behind a product in BF16 computes in BF16 and rounds its own result, and in the backward pass its gradient. What moves values or
-chooses among them (a view, a ReLU, a pooling of maxima) has nothing to round: its result is on the grid as its input was.
-
-Invariant: read off the notes under the plan that makes this operator alone narrow, so that what the cascade decides is in it.
+They are derived from the node metadata under the plan that gives only this operator the precision,
+so they include the effects of the device and the cascade. Operators that compute in a narrow format
+internally are marked as such. The cascade also narrows followers: a GELU behind a BF16 product
+computes in BF16, and rounds its result and, in the backward pass, its gradient. Operators that move
+or select values (views, ReLU, max pooling) do not round, as their inputs are on the format's grid.
 """
 
 from __future__ import annotations
@@ -38,18 +33,20 @@ from qsync_fx.rounding import Rounding
 CHOOSING: Final = frozenset(
     "relu threshold relu6 hardtanh clamp_min abs neg max_pool1d max_pool2d max_pool3d cat pad constant_pad_nd".split()
 )
-"""Dependent operators whose result is on the grid where their input is, beside those that move values."""
+"""Dependent operators that select values and so do not round; others only move values."""
 
 Narrow = Mapping[fx.Node, Operator]
 
 
 @dataclass(frozen=True)
 class Follower:
-    """
+    """An operator that the cascade narrows.
+
     Attributes:
         operator: its id.
-        fmt: what it computes in.
-        leaves: whether its result is read in a wider format, so that the gradient of that is rounded on its way in.
+        fmt: its compute format.
+        leaves: whether its result is read in a wider format, so that the incoming gradient is
+            rounded.
     """
 
     operator: str
@@ -58,7 +55,7 @@ class Follower:
 
 
 def narrowed(operators: Sequence[Operator], before: Mapping[str, Precision | None]) -> Narrow:
-    """Returns the dependent operators that compute in another format than `before`, of a graph's operators under a plan."""
+    """Return the dependent operators under a plan whose format differs from `before`."""
     return {
         op.node: op
         for op in operators
@@ -67,7 +64,7 @@ def narrowed(operators: Sequence[Operator], before: Mapping[str, Precision | Non
 
 
 def followers(narrow: Narrow) -> tuple[Follower, ...]:
-    """Returns those that round something."""
+    """Return the narrowed operators that round."""
     return tuple(
         Follower(str(op.id), op.precision, leaves(op.graph, node, narrow))
         for node, op in narrow.items()
@@ -76,7 +73,7 @@ def followers(narrow: Narrow) -> tuple[Follower, ...]:
 
 
 def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
-    """Whether something that is not narrow reads a result, or what those that have nothing to round make of it."""
+    """Return whether a wider operator reads a result, directly or through non-rounding ones."""
     for user in node.users:
         if user in narrow:
             if _hands_on(narrow[user]) and leaves(graph, user, narrow):
@@ -92,7 +89,7 @@ def leaves(graph: PrecisionGraph, node: fx.Node, narrow: Narrow) -> bool:
 
 
 def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
-    """Returns the places of the floating-point tensors in an argument."""
+    """Return the places of the floating-point tensors in an argument."""
     value = operator.graph.value
     if isinstance(argument, fx.Node):
         return [index] if is_float(value(argument)) else []
@@ -106,7 +103,7 @@ def floats(operator: Operator, index: int, argument: Any) -> list[Place]:
 
 
 def _hands_on(operator: Operator) -> bool:
-    """Whether nothing is rounded: what is read is on the grid, and so is the result. What is drawn cannot be computed again to see."""
+    """Return whether an operator does not round, or is random and cannot be rerun to measure it."""
     row, target = operator.row, operator.node.target
     if (
         row is None
@@ -125,13 +122,14 @@ def _holds_floats(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rounded:
-    """
+    """A rounded tensor.
+
     Attributes:
-        place: of the operand; `OUTPUT` for the result.
-        fmt: what it is rounded to.
-        rounding: how.
-        keep: dimensions with a scale per index.
-        gradient: whether it is the gradient of what stands there that is rounded, and not that itself.
+        place: argument index of the operand; `OUTPUT` for the result.
+        fmt: target format.
+        rounding: rounding mode.
+        keep: dimensions with one scale per index.
+        gradient: whether the gradient of the tensor is rounded, not its value.
     """
 
     place: Place
@@ -142,19 +140,21 @@ class Rounded:
 
     @property
     def random(self) -> bool:
-        """Whether what it errs by is drawn."""
+        """Whether the rounding error is random."""
         return self.rounding == "stochastic"
 
 
 @dataclass(frozen=True)
 class RoundingSite:
-    """
+    """Rounding of one operator in one precision.
+
     Attributes:
-        rounded: the tensors that are rounded.
-        inside: the format that it computes in throughout, where rounding its tensors is not all that happens.
-        places: of the tensors that are not what they were.
-        following: the operators that compute in another format because this one does.
-        handed: what the gradient of the result is in already when it gets there; None where it is FP32.
+        rounded: the rounded tensors.
+        inside: format in which the operator computes internally, if it rounds more than its
+            tensors.
+        places: places of the tensors with errors.
+        following: operators that the cascade narrows because of this one.
+        handed: format in which the gradient of the result arrives; None for FP32.
     """
 
     rounded: tuple[Rounded, ...] = ()
@@ -165,18 +165,18 @@ class RoundingSite:
 
     @property
     def random(self) -> bool:
-        """Whether something of it is drawn."""
+        """Whether any rounding is random."""
         return any(item.random for item in self.rounded)
 
 
 Changes = Mapping[str, Mapping[str, RoundingSite]]
-"""By operator and precision. In a precision of 32 bits or more nothing changes."""
+"""By operator and precision; empty sites for precisions of 32 bits or more."""
 
 
 def changes(
     part: Explained, precisions: Sequence[str], options: Options
 ) -> dict[str, dict[str, RoundingSite]]:
-    """Returns what each adjustable operator of a graph does otherwise in each precision, where all others compute in FP32."""
+    """Return each adjustable operator's rounding site in each precision, the others in FP32."""
     result: dict[str, dict[str, RoundingSite]] = {}
     before = {str(op.id): op.precision for op in part.operators if op.kind is Kind.DEPENDENT}
     with part.context.there():
@@ -224,7 +224,7 @@ def _change(operator: Operator, narrow: Narrow, options: Options) -> RoundingSit
 
 
 def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
-    """What torch's own operator rounds, on converted operands."""
+    """Return the roundings of torch's own operator on converted operands."""
     row, inputs, back = operator.row, _given(operator), options.gradient_rounding
     assert row is not None
     result = [Rounded(OUTPUT, out, "nearest"), Rounded(OUTPUT, out, back, gradient=True)]
@@ -237,7 +237,6 @@ def _plain(operator: Operator, fmt: Precision, out: Precision, options: Options)
 
 
 def _scaled(operator: Operator, fmt: Precision, out: Precision, options: Options) -> list[Rounded]:
-    """What a lowered operator rounds."""
     row, context = operator.row, operator.graph.context
     assert row is not None
     current, lowering = row_on(context.device, fmt), context.lowerings.get(row.name)

@@ -1,12 +1,10 @@
-"""Notes, in one run of a model, the tensors that its operators may round and the gates that noise may flip.
+"""Taps on the operators of a running graph, and a recorder of their tensors and gates.
 
-Invariant: the run computes what it computes without. Nothing is copied but what the model writes to later; of gates a byte an element is
-kept.
-
-Runs a graph node by node and hands operators to whoever wants to look at them, or to change them: adjustable ones, others by name.
-
-Invariant: without a change it computes what the graph computes, to the bit. Bodies of higher-order operators (activation checkpointing) are
-run in their place, once: what a backward pass would compute again is kept.
+`tapped` interprets a graph node by node and passes adjustable or named operators to a tap, which
+observes or changes them. Bodies of higher-order operators (activation checkpointing) are inlined
+and run once. Without a change the results are bit-identical to the graph's. `Taps` records the
+tensors that operators may round. It copies only tensors that the model mutates later, and stores
+one byte per element for gates.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from qsync_fx.profiler.tensor_capture.nonsmooth_ops import NonsmoothOperator, ga
 
 Call = Callable[[Sequence[Any]], Any]
 Tap = Callable[[Operator, list[Any], Call], Any]
-"""Called with an operator, its arguments in the order of the schema, and what computes it of them; returns its result."""
+"""Receives an operator, its arguments in schema order, and its function; returns the result."""
 
 
 Watch = Callable[[fx.Node, Sequence[Any], dict[str, Any], Callable[[], Any]], Any]
-"""Called with any other node, its arguments, and what computes it; returns its result."""
+"""Receives any other node, its arguments and its function; returns the result."""
 
 
 def tapped(tap: Tap, watch: Watch | None = None, also: Container[str] = ()) -> Run:
-    """Returns what runs a graph with `tap` at its adjustable operators and those with the ids `also`, and `watch` at all other calls."""
+    """Return a runner with `tap` at adjustable and `also` operators, `watch` at other calls."""
     return lambda part, inputs: _Tapped(part.graph, tap, watch, also).run(*inputs)
 
 
@@ -65,7 +63,7 @@ class _Tapped(fx.Interpreter):
         names = list(inputs)
 
         def call(values: Sequence[Any]) -> Any:
-            # Arguments behind a star have no place: they go by name.
+            # Keyword-only arguments have no position.
             by_name = {a.name for a in target._schema.arguments if a.kwarg_only}
             pairs = list(zip(names, values, strict=True))
             args = tuple(v for k, v in pairs if k not in by_name)
@@ -78,12 +76,12 @@ class _Tapped(fx.Interpreter):
 
 
 OUTPUT = -1
-"""The place of an operator's result."""
+"""Place of an operator's result."""
 
 
 @dataclass(frozen=True)
 class Tapped:
-    """A tensor of an operator, and where its gradient is."""
+    """A tensor of an operator, and the edge of its gradient."""
 
     value: Tensor
     edge: GradientEdge
@@ -95,11 +93,11 @@ class OperatorCall:
 
     Attributes:
         operator: its id.
-        row: what the operator table says of it.
-        tensors: what it may round, by place; of one that follows another all that it reads and gives.
-        given: its arguments, without their history.
-        call: computes it.
-        converted: the positions of the arguments that a plan converts.
+        row: its row in the operator table.
+        tensors: tensors it may round, by place; for a follower all inputs and the result.
+        given: its detached arguments.
+        call: the operator's function.
+        converted: indices of the arguments that a plan converts.
     """
 
     operator: str
@@ -112,15 +110,16 @@ class OperatorCall:
 
 @dataclass
 class Taps:
-    """
+    """Recorder of operator calls and gates in one run.
+
     Args:
-        wanted: the places to note, by operator.
-        following: the operators to note whole.
+        wanted: places to record, by operator.
+        following: operators to record completely.
 
     Attributes:
-        seen: the calls of operators.
-        gates: what noise may flip.
-        unrecorded: the operators that ran where the model records no gradients.
+        seen: recorded calls.
+        gates: recorded gates.
+        unrecorded: operators that ran with autograd disabled.
     """
 
     wanted: Mapping[str, set[Place]]
@@ -133,7 +132,7 @@ class Taps:
 
     @property
     def edges(self) -> dict[tuple[int, Place], GradientEdge]:
-        """Where the gradient of each tensor is, by the number of the call and the tensor's place."""
+        """Edge of each tensor's gradient, by the index of the call and the tensor's place."""
         return {
             (index, place): t.edge
             for index, visited in enumerate(self.seen)
@@ -141,7 +140,10 @@ class Taps:
         }
 
     def tap(self, operator: Operator, argument: list[Any], call: Call) -> Any:
-        """Computes an operator, as `tapped.Tap` says, on views of what it reads: gradients of these are of this reader alone."""
+        """Run and record an operator, as a `Tap`.
+
+        Inputs are replaced by views, whose gradients come from this reader alone.
+        """
         name = str(operator.id)
         follows = name in self.following
         places = {OUTPUT, *_floats(argument)} if follows else self.wanted.get(name, set())
@@ -166,7 +168,8 @@ class Taps:
             else call(branched)
         )
         if OUTPUT in places and isinstance(result, Tensor):
-            # Behind a view: some operators differentiate by their own result, and what that errs by there is found by running them.
+            # A view, since some backward passes use the result; errors there are measured by
+            # running it.
             result = result if written else result.view_as(result)
             tensors[OUTPUT] = Tapped(_kept(result, written), get_gradient_edge(result))
         plain = [_plain(value, written) for value in argument]
@@ -175,14 +178,15 @@ class Taps:
         self._given[operator.node] = len(self.seen)
         self.seen.append(OperatorCall(name, row, tensors, plain, call, row.converted(plain)))
         if OUTPUT in tensors and not written:
-            # A sum hands one gradient to all that it adds up: behind a view the operator's own is a tensor of its own.
+            # An addition passes one gradient tensor to all addends; a view gives the operator its
+            # own.
             result = result.view_as(result)
         return result
 
     def watch(
         self, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]
     ) -> Any:
-        """Computes any other node, as `tapped.Watch` says."""
+        """Run any other node and record it if it is a gate, as a `Watch`."""
         read = self._handed_on(node)
         matches = gate(node, args, kwargs)
         if matches is None:
@@ -192,14 +196,14 @@ class Taps:
         entry = get_gradient_edge(x)
         numel = x.numel() if rivals is None else int(torch.count_nonzero(x.detach()))
         result = call()
-        name = f"{len(self.gates)} {node.name}"  # the same in every process
+        name = f"{len(self.gates)} {node.name}"  # equal in every process
         self.gates.append(
             NonsmoothOperator(name, entry, get_gradient_edge(result), numel, places, rivals, reads)
         )
         return result
 
     def _handed_on(self, node: fx.Node) -> int | None:
-        """Returns the number of the call whose result a node reads, or what has only moved its values."""
+        """Return the index of the call whose result a node reads, possibly moved by other nodes."""
         read = (
             self._given.get(node.args[0])
             if node.args and isinstance(node.args[0], fx.Node)
@@ -211,7 +215,7 @@ class Taps:
         return read
 
     def _is_result(self, x: Tensor, call: int) -> bool:
-        """Whether a tensor has the values of a call's result in their order."""
+        """Return whether a tensor has the values of a call's result in the same order."""
         noted = self.seen[call].tensors.get(OUTPUT)
         return (
             noted is not None
@@ -220,14 +224,14 @@ class Taps:
         )
 
     def _written(self, operator: Operator) -> bool:
-        """Whether the model writes to something that the operator reads or gives."""
+        """Return whether the model mutates an input or the result of the operator."""
         memory = self._memory.setdefault(operator.graph, AliasSets(operator.graph))
         node = operator.node
         return any(memory.of(used) & memory.written for used in (node, *node.all_input_nodes))
 
 
 def put(argument: list[Any], place: Place, value: Tensor) -> None:
-    """Puts a tensor at a place among the arguments of a call."""
+    """Replace the tensor at a place among the arguments of a call."""
     if isinstance(place, int):
         argument[place] = value
     else:

@@ -1,1 +1,6 @@
-"""What is measured while a model runs on the device at hand: times of lines, whose they are, bytes, and what stands beside a step."""
+"""Timing and memory measurement of training steps on the device.
+
+`step_timers` times steps and the lines of Inductor's wrappers, `inductor_lines` maps lines to graph
+nodes, and `attribution` maps their times to operators. `measured_memory` measures peak memory, and
+`step_validation` checks and compiles the user's step. Start with `step_timers.TrainingStep`.
+"""

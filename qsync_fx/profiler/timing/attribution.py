@@ -1,12 +1,11 @@
-"""Whose time it was: from seconds a line to seconds an operator.
+"""Attribution of line times to operators, and the cost of quantizers.
 
-A call of a library belongs to the node that it computes. A kernel that Inductor has fused is shared out among its nodes by the bytes that
-each reads and writes. What calls no kernel, such as taking memory and giving it back, belongs to the kernel beside it. Quantizers stay
-apart: how many there are, and of what, follows from all of a plan and not from an operator's state.
+The time of a library call belongs to its node. The time of a fused kernel is split among its nodes
+by the bytes that each reads and writes. Lines without a kernel, such as allocations, count towards
+the preceding kernel. Quantizers are reported separately: their number depends on the plan, not on
+the state of an operator.
 
-Invariant: what comes out adds up to the seconds of the lines.
-
-What it takes to quantize a tensor of any size, from those that were quantized.
+Invariant: the results add up to the seconds of the lines.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from qsync_fx.profiler.timing.step_timers import Seconds
 
 @dataclass(frozen=True)
 class Quantizing:
-    """`fixed + each * elements` seconds.
+    """Linear cost of a quantizer: `fixed + each * numel` seconds.
 
     Attributes:
-        largest: elements of the largest tensor that was quantized.
+        largest: number of elements of the largest measured tensor.
     """
 
     fixed: float
@@ -39,7 +38,7 @@ class Quantizing:
 
 
 def fitted(runs: Iterable[MeasuredRun]) -> Mapping[tuple[str, str], Quantizing]:
-    """Returns for each pair of formats, by name, the line through all times of quantizers."""
+    """Return the fitted quantizer cost of each pair of source and target format, by name."""
     times: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for run in runs:
         for call in run.quantized:
@@ -48,7 +47,10 @@ def fitted(runs: Iterable[MeasuredRun]) -> Mapping[tuple[str, str], Quantizing]:
 
 
 def _line(times: Sequence[tuple[int, float]]) -> Quantizing:
-    """Fits a line that is nowhere negative, by squares in relation to what it fits: large tensors count as much as small ones."""
+    """Fit a non-negative line by least squares, weighted by 1 / seconds.
+
+    The weights balance small and large tensors.
+    """
     numel, seconds = (numpy.array(column, dtype=float) for column in zip(*times, strict=True))
     weights = 1 / numpy.sqrt(numpy.maximum(seconds, 1e-9))
     ones = numpy.ones_like(numel)
@@ -63,16 +65,17 @@ def _line(times: Sequence[tuple[int, float]]) -> Quantizing:
 
 
 Passes = tuple[float, float]
-"""Seconds of the forward and of the backward pass."""
+"""Seconds of the forward and backward pass."""
 
 
 @dataclass(frozen=True)
 class Attributed:
-    """
+    """Times by owner.
+
     Attributes:
-        operators: by id.
-        quantized: in the order that they ran.
-        nobody: what belongs to no operator.
+        operators: times of each operator, by id.
+        quantized: quantizer calls in execution order.
+        nobody: times without an operator.
     """
 
     operators: Mapping[str, Passes]
@@ -81,7 +84,7 @@ class Attributed:
 
 
 def attribute(seconds: Seconds, files: Files) -> Attributed:
-    """Returns whose the seconds of a step's lines were."""
+    """Return the operator and quantizer times of a step, from its line times."""
     operators: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     quantized: list[Quantized] = []
     nobody = [0.0, 0.0]
@@ -109,7 +112,10 @@ def _by_file(seconds: Seconds) -> dict[tuple[str, bool], dict[int, float]]:
 def _with_beside(
     lines: Mapping[int, float], kernels: Mapping[int, InductorKernel]
 ) -> list[tuple[InductorKernel | None, float]]:
-    """Returns each kernel with its seconds and those of the lines after it that call none; those before the first one go with it."""
+    """Return each kernel's seconds, plus the seconds of the following lines without a kernel.
+
+    Seconds before the first kernel count towards it.
+    """
     result: list[tuple[InductorKernel | None, float]] = []
     before = 0.0
     for line in sorted(lines):
@@ -132,7 +138,6 @@ def _quantizer(kernel: InductorKernel | None, backward: bool, used: float) -> Qu
 
 
 def _owners(kernel: InductorKernel | None) -> dict[str, float]:
-    """Returns which share of a kernel's time belongs to whom."""
     nodes = [node for node in kernel.nodes if node.owner is not None] if kernel is not None else []
     full = sum(node.bytes for node in nodes)
     shares: dict[str, float] = defaultdict(float)

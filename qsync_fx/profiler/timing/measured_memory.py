@@ -1,19 +1,12 @@
-"""What a loss keeps and takes that stands behind the compiled model, asked of the loss itself: it is computed and differentiated, and its
-allocations are counted.
+"""Measured memory of a training step, a loss and an optimizer.
 
-Invariant: the results count for as long as the loss needs them; of what is given nothing is changed.
+torch has no allocation statistics for the CPU, so the running sum of the profiler's memory events
+gives the live bytes. The resident memory of the process would include memory that the allocator
+retains. The profiler reports a release only if it recorded the allocation, so a step runs twice in
+one recording, and the second run counts. Loss and optimizer memory are measured by running the
+loss, or a copy of the optimizer on small parameters.
 
-The most bytes that torch's allocator holds while a step runs, to the byte.
-
-On the CPU torch keeps no count of its own: the profiler's memory events are every allocation and every release, and their running sum is
-what is held. Resident memory of the process would say what the system lends, not what a step needs.
-
-Invariant: counted is what is held beyond what was held before the step. A release is seen only of what was allocated while events were
-recorded, so the step runs twice in one recording, and the second run, which finds things as every later one does, counts.
-
-What an optimizer keeps and takes, asked of the optimizer itself: one like it steps on small parameters, and its allocations are counted.
-
-Invariant: the optimizer that is asked, its parameters and its state stay as they are.
+Invariant: results count only bytes beyond those live before the step; inputs are unchanged.
 """
 
 from __future__ import annotations
@@ -38,11 +31,12 @@ _SECOND = "qsync_fx: the step whose memory is measured"
 
 
 def measured_peak(step: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Returns the most bytes held at once while `step` runs, beyond those held before it.
+    """Return the peak memory of `step` in bytes, beyond the bytes live before it.
 
     Args:
-        step: runs one training step; it is called twice, so what it makes once, such as an optimizer's state, is not part of the step.
-        device: what the bytes lie on.
+        step: runs one training step; it is called twice, so one-time allocations such as the
+            optimizer's state are excluded.
+        device: device whose memory is measured.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -57,7 +51,7 @@ def measured_peak(step: Callable[[], object], device: torch.device | str = "cpu"
 
 
 def memory_events(step: Callable[[], object]) -> list[int]:
-    """Returns the bytes of each allocation, and with a minus of each release, of a step on the CPU, in the order of time."""
+    """Return the bytes of a step's CPU allocations, and negated of its releases, in time order."""
     recording = AllocationRecording()
     try:
         step()
@@ -69,21 +63,21 @@ def memory_events(step: Callable[[], object]) -> list[int]:
 
 
 class AllocationRecording:
-    """Allocations and releases on the CPU from now on, in two parts; no other profiler may be on."""
+    """Recording of CPU allocations and releases in two parts; excludes other profilers."""
 
     def __init__(self) -> None:
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        # Kineto writes two lines for each recording on standard error, between lines of progress.
+        # Kineto logs two lines per recording to standard error, which would break up progress
+        # output.
         with environment.default("KINETO_LOG_LEVEL", "6"):
             self._profiler.start()
 
     def second(self) -> None:
-        """Begins the second part."""
         with record_function(_SECOND):
             pass
 
     def stop(self) -> tuple[list[int], list[int]]:
-        """Returns the bytes of each allocation, and with a minus of each release, of both parts, in the order of time."""
+        """Stop; return both parts' allocations and negated releases, in bytes, in time order."""
         self._profiler.stop()
         recorded: Any = self._profiler.profiler
         events = recorded.kineto_results.events()
@@ -101,17 +95,19 @@ class AllocationRecording:
 
 
 def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
-    """Returns what a loss takes in bytes, on the CPU, where torch's allocator tells of each.
+    """Return the memory of a loss on the CPU, in bytes.
+
+    The model's results count while the loss needs them.
 
     Args:
-        loss: computes it, a number, from results of the model.
-        results: as large, and in the format, as the model returns them for the batches that it is trained with; what is in them does not
+        loss: computes the scalar loss from results of the model.
+        results: tensors with the shape and dtype of the model's results; their values do not
             matter.
     """
     leaves = [result.detach().clone().requires_grad_() for result in results]
 
     def once() -> tuple[Tensor, Sequence[Tensor | None]]:
-        # Copies are its own, so that they go as soon as the loss lets go of them, as what a model returns does.
+        # Clones, so that they are freed once the loss releases them, like a model's results.
         number = loss(*(leaf.clone() for leaf in leaves))
         return number, autograd.grad(number, leaves, allow_unused=True)
 
@@ -119,7 +115,7 @@ def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
     recording = AllocationRecording()
     try:
         recording.second()
-        _value, gradients = once()  # both live at the end of the recording
+        _value, gradients = once()  # the loss stays live until the recording stops
         del gradients
     finally:
         _, events = recording.stop()
@@ -129,15 +125,16 @@ def loss_memory(loss: Callable[..., Tensor], *results: Tensor) -> LossMemory:
 def loss_in_step(
     step: Callable[[Any, Any], Tensor], module: nn.Module, batch: object, returned: object
 ) -> LossMemory | None:
-    """Returns what the loss of a user's step takes: all that the step computes from what the model returns.
+    """Return the memory of the loss in a user's step: all that the step computes after the model.
 
     Args:
-        step: takes the model and a batch, returns the loss. It runs twice, with a model that returns at once.
-        returned: what the model returned for the batch.
+        step: function of the model and a batch that returns the loss. It runs twice, with a model
+            that returns immediately.
+        returned: the model's output for the batch.
 
     Returns:
-        None where that cannot be found out: results have no gradients, are not tensors of the CPU in containers that torch knows, or the
-        step needs more of a model than these.
+        None if unknown: no output requires a gradient, an output is not on the CPU or in a
+            container unknown to pytree, or the step uses other parts of the model.
     """
     leaves, spec = pytree.tree_flatten(returned)
     differentiated = {
@@ -154,13 +151,13 @@ def loss_in_step(
 
     try:
         return loss_memory(loss, *differentiated.values())
-    except Exception:  # noqa: BLE001 - a step that runs with a model need not run without one, and raises what it likes
+    except Exception:  # noqa: BLE001 - a step may fail in any way without its model
         return None
 
 
 @contextmanager
 def _returning(module: nn.Module, result: object) -> Iterator[None]:
-    """Has a module return this whatever it is called with, and compute nothing."""
+    """Replace a module's forward by one that returns `result` for any arguments."""
     live = vars(module)
     before = {name: live[name] for name in ("forward",) if name in live}
     live["forward"] = lambda *_, **__: result
@@ -175,10 +172,13 @@ _ELEMENTS = 16384
 
 
 def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
-    """Returns what an optimizer takes, in FP32 values an element of a parameter.
+    """Return the memory of an optimizer, in FP32 values per parameter element.
+
+    The peak for n equal parameters is modelled as temporary + before (if n > 1) + n * together.
 
     Raises:
-        ProfileError: one like it cannot be made from its class and defaults, or does not step on parameters alone.
+        ProfileError: its class and defaults do not suffice to make a copy, or its step needs more
+            than parameters.
     """
     item, two, three = (_peak(optimizer, count) for count in (1, 2, 3))
     together = three[1] - two[1]
@@ -191,7 +191,7 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
 
 
 def known_memory(optimizer: Optimizer | None) -> OptimizerMemory | None:
-    """Returns what an optimizer takes, nothing for none; None where that cannot be found out."""
+    """Return the memory of an optimizer, zero for none; None if unknown."""
     try:
         return OptimizerMemory() if optimizer is None else optimizer_memory(optimizer)
     except ProfileError:

@@ -1,20 +1,14 @@
-"""The time that each line of Inductor's wrappers takes of a GPU, while a step runs: by events that are queued around its kernels.
+"""Timers of a training step and of the lines of Inductor's wrappers.
 
-The GPU is held while Python queues, so that between two events lies what the kernels take, and no waiting for the next one. What a step
-takes beyond that the GPU waits for Python, and that is shared out among lines by how long Python is at each.
+On the CPU, a trace function reads a clock per line, which costs less than 1 us. With one thread the
+clock is the thread's CPU time, which is robust against other load. Several threads wait for one
+another, so they need the wall clock.
 
-Invariant: what comes out of a pass, outside of wrappers too, adds up to what it takes where nobody watches, if that is longer than its
-kernels.
+On a GPU, events are queued around each kernel. The GPU is blocked while Python queues, so that the
+time between events contains no launch latency. The rest of an untraced step is time in which the
+GPU waits for Python; it is split among lines by Python's time in each.
 
-The time that each line of Inductor's wrappers takes, while a step runs.
-
-Invariant: it costs a clock reading a line (under a microsecond), in code that calls a kernel a line; nothing else is timed line by line.
-
-One training step, timed.
-
-Invariant: with one thread, times are of the processor, for this thread alone: they stay what they are when others load the machine, as far
-as caches and memory let them, and when this process does something else beside. Several threads wait for one another, which counts as
-computing, so there times are those of the clock on the wall.
+Invariant: the times of a pass add up to its untraced time, if that exceeds its kernels.
 """
 
 from __future__ import annotations
@@ -38,14 +32,15 @@ from qsync_fx.errors import OptionError, ProfileError
 
 Clock = Callable[[], float]
 Seconds = Mapping[tuple[str, int, bool], float]
-"""Seconds of each line: by the path of the file, the line's number, and whether it ran in the backward pass."""
+"""Seconds by file path, line number, and whether the line ran in the backward pass."""
 
 
 class LineTimer:
-    """
+    """Line times of a step.
+
     Attributes:
-        backward: set by whoever runs the step, while the backward pass runs.
-        seconds: so far.
+        backward: set by the runner of the step during the backward pass.
+        seconds: accumulated seconds.
     """
 
     def __init__(self) -> None:
@@ -55,7 +50,7 @@ class LineTimer:
 
 @contextlib.contextmanager
 def timing_lines(files: Container[str], clock: Clock) -> Iterator[LineTimer]:
-    """Times the lines of wrappers that run while this is active, in this thread."""
+    """Time the lines of the wrappers that this thread runs within the context."""
     result = LineTimer()
     before = sys.gettrace()
 
@@ -83,16 +78,16 @@ def timing_lines(files: Container[str], clock: Clock) -> Iterator[LineTimer]:
 
 
 StepFunction = Callable[[Any, Any], Tensor]
-"""What a user writes: from a model and a batch to the loss."""
+"""A user's step: from a model and a batch to the loss."""
 
 
 def clock_for(threads: int) -> Clock:
-    """Returns the clock that times a thread from which torch computes with so many."""
+    """Return the clock for a thread that computes with `threads` threads of torch."""
     return time.thread_time if threads == 1 else time.perf_counter
 
 
 def check_batches(batches: object) -> None:
-    """Raise `OptionError` if `batches` is a single batch: iterating over a tensor gives steps of one row."""
+    """Raise `OptionError` if `batches` is one batch: iterating over a tensor yields its rows."""
     is_batch = (
         isinstance(batches, Mapping | str | bytes)
         or hasattr(batches, "__array__")  # tensors, arrays of NumPy, data frames
@@ -121,7 +116,7 @@ def first_batch(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
 
 
 def checked_loss(loss: object, where: str) -> Tensor:
-    """Returns what a user's step returned; raises `ProfileError` where that is no loss that trains anything."""
+    """Return a step's loss; raise `ProfileError` if it is no scalar that requires a gradient."""
     if not isinstance(loss, Tensor) or loss.dim():
         message = (
             f"a tensor of shape {list(loss.shape)}"
@@ -141,7 +136,7 @@ def checked_loss(loss: object, where: str) -> Tensor:
 
 
 def finite(loss: Tensor, where: str) -> Tensor:
-    """Returns a loss; raises `ProfileError` where it is NaN or infinite."""
+    """Return a loss; raise `ProfileError` if it is NaN or infinite."""
     if not bool(loss.detach().isfinite()):
         message = f"the loss is {float(loss.detach())}"
         raise ProfileError(message, where=where, do="give a model and batches that train in FP32")
@@ -149,15 +144,13 @@ def finite(loss: Tensor, where: str) -> Tensor:
 
 
 class Watching(Protocol):
-    """What times lines while a step runs, and is told which pass it is in."""
+    """Line timer that knows which pass is running."""
 
     backward: bool
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one step and its parts."""
-
     forward: float
     backward: float
     optimizer: float
@@ -169,14 +162,14 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What one step takes, but for the model in the form that runs.
+    """A training step, without the model.
 
     Attributes:
-        step: the user's.
-        batch: what it is given.
-        optimizer: None where there is none.
-        zero: lets gradients go.
-        clock: what times it.
+        step: the user's step.
+        batch: its batch.
+        optimizer: None for none.
+        zero: clears the gradients.
+        clock: returns seconds.
     """
 
     step: StepFunction
@@ -186,7 +179,7 @@ class TrainingStep:
     clock: Clock
 
     def run(self, model: Any, lines: Watching | None = None) -> StepSeconds:
-        """Trains a model for one step; raises `ProfileError` where that gives no loss."""
+        """Run one step and return its times; raise `ProfileError` if it returns no loss."""
         clock = self.clock
         start = clock()
         loss = checked_loss(self.step(model, self.batch), "step")
@@ -204,28 +197,28 @@ class TrainingStep:
 
 
 _HELD: Final = 0.03
-"""Seconds that a GPU is held at a time: longer than Python takes to queue what one turn of it may hold."""
+"""Seconds to block the GPU; Python must queue `_QUEUED` events in less."""
 _CYCLES: Final = 2e9
-"""Clock cycles a second, at most: a GPU that is told to sleep so many is held as long as it should be."""
+"""Upper bound on the GPU's clock rate in Hz, so that it sleeps at least as long as intended."""
 _QUEUED: Final = 250
-"""Events until it is held anew: a queue has room for a thousand launches."""
+"""Events queued before the GPU is blocked again; the queue has room for 1,000 launches."""
 
 
 class TimedDevice(Protocol):
-    """What is timed."""
+    """A timed device."""
 
     def mark(self) -> Any:
-        """Returns what `between` takes, of the time when all that was queued before is done."""
+        """Record an event after all queued work and return it, for `between`."""
 
     def hold(self) -> None:
-        """Waits for all that was queued, and has what is queued next wait a while."""
+        """Wait for all queued work, and delay the work queued next."""
 
     def between(self, first: Any, last: Any) -> float:
-        """Returns the seconds between two marks."""
+        """Return the seconds between two events."""
 
 
 class GpuTimer:
-    """A GPU of CUDA, and its current stream."""
+    """A CUDA device and its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -252,7 +245,7 @@ class GpuTimer:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Returns the clock that times passes on a GPU: by the wall, when all that was queued is done."""
+    """Return a wall clock for a GPU, which synchronizes the device first."""
 
     def clock() -> float:
         torch.cuda.synchronize(device)
@@ -266,9 +259,10 @@ Key = tuple[str, int, bool]
 
 @dataclass
 class Queued:
-    """
+    """Events and Python times of one step.
+
     Attributes:
-        backward: set by whoever runs the step, while the backward pass runs.
+        backward: set by the runner of the step during the backward pass.
     """
 
     device: TimedDevice
@@ -279,20 +273,20 @@ class Queued:
     _since: Any = None
 
     def clock(self) -> float:
-        """What a step calls between its passes."""
+        """Begin a segment outside of wrappers; called between the passes as the step's clock."""
         self.left()
         self.device.hold()
         self._since = self.device.mark()
         return 0.0
 
     def left(self) -> None:
-        """Ends a stretch outside of wrappers."""
+        """End a segment outside of wrappers."""
         if self._since is not None:
             self._outside.append((self.backward, self._since, self.device.mark()))
         self._since = None
 
     def entered(self) -> None:
-        """Begins such a stretch."""
+        """Begin a segment outside of wrappers."""
         self._since = self.device.mark()
 
     def kernel(self, line: Key, first: Any, last: Any) -> None:
@@ -302,7 +296,10 @@ class Queued:
         self._python[line] += seconds
 
     def seconds(self, full: StepSeconds) -> Seconds:
-        """Returns the seconds of each line in a step whose passes take these, and in that are longer than their kernels."""
+        """Return the seconds of each line, given the untraced seconds of the passes.
+
+        A pass's time in excess of its kernels is split among its lines by their Python time.
+        """
         result: dict[Key, float] = defaultdict(float)
         for line, first, last in self._kernels:
             result[line] += self.device.between(first, last)
@@ -322,8 +319,6 @@ class Queued:
 
 
 class _Call:
-    """One call of a wrapper."""
-
     def __init__(self, result: Queued, file: str, kernels: Container[int]) -> None:
         self._found, self._file, self._kernels, self._backward = (
             result,
@@ -336,7 +331,7 @@ class _Call:
         self._since, self._marks = 0.0, 0
 
     def line(self, frame: FrameType, event: str, _: Any) -> Any:
-        """What Python calls before each line, and at the end."""
+        """Trace function: called before each line, and at the return."""
         now = None
         if self._at is not None:
             self._found.python(self._at, time.perf_counter() - self._since)
@@ -360,7 +355,11 @@ class _Call:
 
 @contextlib.contextmanager
 def timing_kernels(files: Mapping[str, Container[int]], device: TimedDevice) -> Iterator[Queued]:
-    """Times the lines of wrappers that run while this is active, in this thread; `files` has those that call kernels."""
+    """Time the lines of the wrappers that this thread runs within the context.
+
+    Args:
+        files: lines that call kernels, by path of the wrapper.
+    """
     result = Queued(device)
     before = sys.gettrace()
 

@@ -1,11 +1,8 @@
-"""The first run of a user's step, which shows whether it is a step at all.
+"""Validation of a user's step, and compilation of a model under several plans.
 
-Invariant: what passes here returned a loss that is a number, and left it to its caller to differentiate that.
-
-A model compiled under one plan after another.
-
-Invariant: Dynamo's limit of versions holds none of them up, and nothing of them is left: code of the model that was compiled meanwhile is
-dropped, and the user's own is compiled anew when it is called next. What runs in a model (`plan_coverage`) says nothing of them.
+`checking` raises for a step that returns no finite loss or calls backward() itself. `compiling`
+lifts Dynamo's recompile limits and resets the compiled code afterwards, so the user's own compiled
+model recompiles at its next call. `plan_coverage` does not report these compilations.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _ANY = 2**16
 
 @contextlib.contextmanager
 def compiling() -> Iterator[Callable[[nn.Module, Mapping[str, object], TrainingStep], Compiled]]:
-    """Yields what compiles a module with some options, by training it for one step."""
+    """Yield a function that compiles a module with options by training it for one step."""
     codes: set[CodeType] = set()
 
     def compile_with(
@@ -56,11 +53,11 @@ def compiling() -> Iterator[Callable[[nn.Module, Mapping[str, object], TrainingS
 
 
 _TWICE: Final = "backward through the graph a second time"
-"""What torch says of a loss that was differentiated before."""
+"""torch's error for a loss that was differentiated before."""
 
 
 def checking(step: StepFunction, module: nn.Module) -> StepFunction:
-    """Returns a step that raises `ProfileError` where it differentiates the loss itself, or gives one that trains nothing."""
+    """Return a step that raises `ProfileError` for its own backward() or an invalid loss."""
 
     def checked(model: Any, batch: Any) -> Tensor:
         with _watched(module):
@@ -72,7 +69,7 @@ def checking(step: StepFunction, module: nn.Module) -> StepFunction:
 
 @contextmanager
 def _watched(module: nn.Module) -> Iterator[None]:
-    """Raises what is wrong from within the user's own backward(), so that a traceback shows it."""
+    """Raise from within the user's own backward(), so that the traceback shows it."""
 
     def accumulated(_: Tensor) -> None:
         raise _differentiated("step")
@@ -92,7 +89,10 @@ def _watched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def left_to_us(where: str) -> Iterator[None]:
-    """Raises `ProfileError` where a loss turns out to have been differentiated before, where parameters cannot be watched."""
+    """Raise `ProfileError` for a loss that was already differentiated.
+
+    This covers steps whose parameters cannot be watched with hooks.
+    """
     try:
         yield
     except RuntimeError as error:
