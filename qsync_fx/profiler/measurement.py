@@ -38,20 +38,21 @@ from qsync_fx.module_paths import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.plan.plan import Plan
 from qsync_fx.plan.plan_loading import HoldsPlan, device_plans
+from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 from qsync_fx.predictor.model.model_file import stored
 from qsync_fx.profiler.links.collective_times import ranks
 from qsync_fx.profiler.links.joint_steps import planned_seconds
 from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linked
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed, profile_plans
-from qsync_fx.profiler.profile import PROFILE, Model, Profile
-from qsync_fx.profiler.progress import progress as shown_progress
+from qsync_fx.profiler.profile import PROFILE, Collective, Model, Profile
+from qsync_fx.profiler.progress import Advance, progress as shown_progress
 from qsync_fx.profiler.run_statistics import MeasuredRun, levelled
 from qsync_fx.profiler.samples import SAMPLES, Samples, StepSample, resumed, run_of
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
 from qsync_fx.profiler.sensitivity.indicator_registry import method
 from qsync_fx.profiler.timing.attribution import attribute
-from qsync_fx.profiler.timing.inductor_lines import Files, watching
+from qsync_fx.profiler.timing.inductor_lines import Files, WatchedLowering, watching
 from qsync_fx.profiler.timing.measured_memory import known_memory, measured_peak
 from qsync_fx.profiler.timing.step_timers import (
     GpuTimer,
@@ -63,7 +64,7 @@ from qsync_fx.profiler.timing.step_timers import (
     timing_kernels,
     timing_lines,
 )
-from qsync_fx.profiler.timing.step_validation import Compiled, compiling
+from qsync_fx.profiler.timing.step_validation import Compiled, CompileUnder, compiling
 from qsync_fx.profiler.training_state import untouched
 from qsync_fx.serialization.schema import Path
 
@@ -389,103 +390,192 @@ def measure(
     updating = optimizer_of(module, optimizer)
     first, batches = first_batch(batches)
     requested = device_plans(plan)
-    available = _known(profile, requested, precisions)
-    device = next(module.parameters()).device
-    machine = this_machine(device)
-    formats = (
-        _formats(precisions, device)
-        if available is None
-        else [precision(name) for name in available.graph.formats]
-    )
-    gpu = GpuTimer(device) if device.type == "cuda" else None
-    clock = clock_for(torch.get_num_threads()) if gpu is None else clock_of(device)
-    training = TrainingStep(step, first, updating, lambda: _zero(module, updating), clock)
-    partial = None if path is None else pathlib.Path(f"{path}.partial")
-    found_so_far = None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
-    with untouched(module, updating), compiling() as compile_under:
-        visited = observed(module, training, options or {})
-        name = type(updating).__name__ if updating is not None else ""
-        if available is not None:
-            check_same(available, machine, visited.model, name)
-        plans = (
-            _plans(visited, formats, requested)
-            if available is None
-            else again(available, visited.explanation, _labelled(requested))
-        )
-        samples = Samples(machine, visited.model, name, {label: [] for label in plans})
-        samples = samples if partial is None else resumed(partial, samples)
-        left = max(0, repeats - samples.rounds)
-        if progress:
-            neighbours = sensitivity_costs(
-                visited, sensitivity if available is None else None, len(formats)
-            )
-            neighbours += sending_costs(visited, ranks() if available is None and all_reduce else 1)
-            print(
-                f"qsync: {costs(visited, len(plans), left)}{neighbours}",
-                file=sys.stderr,
-                flush=True,
-            )
-        with (
-            watching(visited.model.digest) as files,
-            shown_progress("measuring", len(plans) * (1 + left), progress) as advance,
-        ):
-            compiled: dict[str, Compiled] = {}
-            peaks: dict[str, int] = {}
-            ahead = Left(visited, len(plans), left)
-            for label, (chosen, _) in plans.items():
-                begin = time.perf_counter()
-                asked_for = {**(options or {}), "plan": chosen}
-                compiled[label] = compile_under(module, asked_for, training)
-                if files.unknown:
-                    with files.anew():
-                        compiled[label] = compile_under(module, asked_for, training)
-                run = functools.partial(training.run, compiled[label])
-                peaks[label] = measured_peak(run, device)
-                ahead.compiled.append(time.perf_counter() - begin)
-                advance(f"compiled {label}", ahead.seconds)
-            for _ in range(left):
-                used = {}
-                for label in plans:
-                    begin = time.perf_counter()
-                    used[label] = _turn(compiled[label], training, files, gpu)
-                    ahead.turned.append(time.perf_counter() - begin)
-                    advance(label, ahead.seconds)
-                for label, sample in used.items():
-                    samples.plans[label].append(sample)
-                if partial is not None:
-                    SAMPLES.write(partial, SAMPLES.encode(samples))
-    measured = replace(
-        _profile(samples, visited, plans, formats, peaks), optimizer_memory=known_memory(updating)
-    )
-    if available is not None:
-        measured = corrected(available, measured)
-    if available is None:
-        measured = replace(measured, codecs=coding_speeds(device))
-    if available is None and sensitivity is not None:
-        settings: dict[str, Any] = {
-            "options": dict(options or {}),
-            "partial": found_so_far,
-            "within": SETTLED,
-            "shown": progress,
-        }
-        (result,) = sensitivities(model, step, batches, [sensitivity], formats, **settings)
-        measured = replace(measured, sensitivity=result)
-    if available is None and all_reduce:
-        if callable(all_reduce):
-            all_reduce()
-        with untouched(module, updating), compiling() as compile_under:
-
-            def compiled_as(wrapped: nn.Module, passes: TrainingStep, plan: Plan) -> Compiled:
-                return compile_under(wrapped, {**(options or {}), "plan": plan}, passes)
-
-            links = linked(measured, module, compiled_as, training)
-        measured = replace(measured, collectives=links)
+    base = _known(profile, requested, precisions)
+    session = ProfilingSession(module, step, first, updating, options or {}, base, path, progress)
+    formats = session.formats(precisions)
+    if base is not None:
+        measured = corrected(base, session.time_plans(formats, requested, repeats))
+    else:
+        measured = session.time_plans(formats, requested, repeats, sensitivity, bool(all_reduce))
+        measured = replace(measured, codecs=coding_speeds(session.device))
+        if sensitivity is not None:
+            found = session.measure_sensitivity(model, batches, sensitivity, formats)
+            measured = replace(measured, sensitivity=found)
+        if all_reduce:
+            if callable(all_reduce):
+                all_reduce()
+            measured = replace(measured, collectives=session.measure_links(measured))
     if path is not None:
         measured.save(path)
-        for saved in (partial, found_so_far):
-            if saved is not None:
-                saved.unlink(missing_ok=True)
+        session.discard_checkpoints()
     return measured
+
+
+class ProfilingSession:
+    """The stages of one measurement, in the order in which `measure` runs them.
+
+    `time_plans` observes a step, compiles the model under every plan, and times the plans in
+    interleaved rounds. For a new profile, `measure_sensitivity` and `measure_links` follow.
+
+    Attributes:
+        device: device of the module.
+        training: the step on the first batch, with the optimizer and the clock of the device.
+        base: profile to correct; None for a new profile.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: StepFunction,
+        batch: Any,
+        optimizer: Optimizer | None,
+        options: Mapping[str, object],
+        base: Profile | None,
+        path: Path | None,
+        progress: bool,
+    ) -> None:
+        self._module, self._step, self._optimizer = module, step, optimizer
+        self._options, self._progress, self.base = options, progress, base
+        self.device = next(module.parameters()).device
+        self._machine = this_machine(self.device)
+        self._gpu = GpuTimer(self.device) if self.device.type == "cuda" else None
+        clock = clock_of(self.device) if self._gpu else clock_for(torch.get_num_threads())
+        zero_grad = functools.partial(_zero, module, optimizer)
+        self.training = TrainingStep(step, batch, optimizer, zero_grad, clock)
+        self._samples_path = None if path is None else pathlib.Path(f"{path}.partial")
+        self._sensitivity_path = (
+            None if path is None else pathlib.Path(f"{path}.sensitivity.partial")
+        )
+
+    def formats(self, precisions: Sequence[str | Precision] | None) -> list[Precision]:
+        """Return the formats to measure: of the base profile if there is one, else as requested."""
+        if self.base is not None:
+            return [precision(name) for name in self.base.graph.formats]
+        return _formats(precisions, self.device)
+
+    def time_plans(
+        self,
+        formats: Sequence[Precision],
+        requested: Sequence[Plan],
+        repeats: int,
+        sensitivity: str | None = None,
+        joint_steps: bool = False,
+    ) -> Profile:
+        """Return the profile of all plans, without sensitivity and links.
+
+        Args:
+            formats: formats of the profile.
+            requested: plans of the user.
+            repeats: rounds per plan, including those of an interrupted measurement.
+            sensitivity: method of a later stage, whose cost is announced, too.
+            joint_steps: whether a later stage measures steps of all ranks, likewise.
+        """
+        with untouched(self._module, self._optimizer), compiling() as compile_under:
+            visited = observed(self._module, self.training, self._options)
+            plans = self._plans(visited, formats, requested)
+            samples = self._resumed_samples(visited, plans)
+            rounds = max(0, repeats - samples.rounds)
+            if self._progress:
+                cost = costs(visited, len(plans), rounds)
+                cost += sensitivity_costs(visited, sensitivity, len(formats))
+                cost += sending_costs(visited, ranks() if joint_steps else 1)
+                print(f"qsync: {cost}", file=sys.stderr, flush=True)
+            with (
+                watching(visited.model.digest) as files,
+                shown_progress("measuring", len(plans) * (1 + rounds), self._progress) as advance,
+            ):
+                remaining = Left(visited, len(plans), rounds)
+                compiled: dict[str, Compiled] = {}
+                peaks: dict[str, int] = {}
+                for label, (plan, _) in plans.items():
+                    begin = time.perf_counter()
+                    compiled[label], peaks[label] = self._compile(compile_under, plan, files)
+                    remaining.compiled.append(time.perf_counter() - begin)
+                    advance(f"compiled {label}", remaining.seconds)
+                for _ in range(rounds):
+                    self._run_round(compiled, samples, files, remaining, advance)
+        profile = _profile(samples, visited, plans, formats, peaks)
+        return replace(profile, optimizer_memory=known_memory(self._optimizer))
+
+    def measure_sensitivity(
+        self, model: nn.Module, batches: Any, name: str, formats: Sequence[Precision]
+    ) -> Sensitivity:
+        """Return the sensitivity by the method called `name`."""
+        (result,) = sensitivities(
+            model,
+            self._step,
+            batches,
+            [name],
+            formats,
+            options=dict(self._options),
+            partial=self._sensitivity_path,
+            within=SETTLED,
+            shown=self._progress,
+        )
+        return result
+
+    def measure_links(self, profile: Profile) -> list[Collective]:
+        """Return the times of all-reduces, alone and during steps; synchronizes all ranks."""
+        with untouched(self._module, self._optimizer), compiling() as compile_under:
+
+            def compile_plan(wrapped: nn.Module, passes: TrainingStep, plan: Plan) -> Compiled:
+                return compile_under(wrapped, {**self._options, "plan": plan}, passes)
+
+            return linked(profile, self._module, compile_plan, self.training)
+
+    def discard_checkpoints(self) -> None:
+        for path in (self._samples_path, self._sensitivity_path):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def _plans(
+        self, visited: ObservedStep, formats: Sequence[Precision], requested: Sequence[Plan]
+    ) -> dict[str, tuple[Plan, States]]:
+        if self.base is None:
+            return _plans(visited, formats, requested)
+        check_same(self.base, self._machine, visited.model, self._optimizer_name)
+        return again(self.base, visited.explanation, _labelled(requested))
+
+    @property
+    def _optimizer_name(self) -> str:
+        return type(self._optimizer).__name__ if self._optimizer is not None else ""
+
+    def _resumed_samples(self, visited: ObservedStep, plans: Iterable[str]) -> Samples:
+        """Return the samples of an interrupted measurement, or none for each plan."""
+        empty: dict[str, list[StepSample]] = {label: [] for label in plans}
+        samples = Samples(self._machine, visited.model, self._optimizer_name, empty)
+        return samples if self._samples_path is None else resumed(self._samples_path, samples)
+
+    def _compile(
+        self, compile_under: CompileUnder, plan: Plan, files: WatchedLowering
+    ) -> tuple[Compiled, int]:
+        """Return the model compiled under a plan, and the peak memory of a step in bytes."""
+        options = {**self._options, "plan": plan}
+        compiled = compile_under(self._module, options, self.training)
+        if files.unknown:
+            with files.anew():
+                compiled = compile_under(self._module, options, self.training)
+        return compiled, measured_peak(functools.partial(self.training.run, compiled), self.device)
+
+    def _run_round(
+        self,
+        compiled: Mapping[str, Compiled],
+        samples: Samples,
+        files: Files,
+        remaining: Left,
+        advance: Advance,
+    ) -> None:
+        """Time every plan once; only a complete round is added to the samples and saved."""
+        complete: dict[str, StepSample] = {}
+        for label, function in compiled.items():
+            begin = time.perf_counter()
+            complete[label] = _turn(function, self.training, files, self._gpu)
+            remaining.turned.append(time.perf_counter() - begin)
+            advance(label, remaining.seconds)
+        for label, sample in complete.items():
+            samples.plans[label].append(sample)
+        if self._samples_path is not None:
+            SAMPLES.write(self._samples_path, SAMPLES.encode(samples))
 
 
 def _known(

@@ -27,8 +27,12 @@ Compiled = Callable[..., Any]
 _ANY = 2**16
 
 
+CompileUnder = Callable[[nn.Module, Mapping[str, object], TrainingStep], Compiled]
+"""Compiles a module with options of the backend, by training it for one step."""
+
+
 @contextlib.contextmanager
-def compiling() -> Iterator[Callable[[nn.Module, Mapping[str, object], TrainingStep], Compiled]]:
+def compiling() -> Iterator[CompileUnder]:
     """Yield a function that compiles a module with options by training it for one step."""
     codes: set[CodeType] = set()
 
