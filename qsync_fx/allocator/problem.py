@@ -184,7 +184,7 @@ class Problem:
         return tuple(name for name, item in self.classes.items() if item.kept is None)
 
     def weight(self, name: str) -> float:
-        """Return the weight of a class's variance in the variance of the mean gradient."""
+        """Return the weight of a class's per-device variance in the mean gradient's."""
         return self.cluster.devices[name].count / self.cluster.ranks**2
 
     def variance_of(self, plans: Plans) -> float:

@@ -7,7 +7,8 @@ are searched once.
 
 The paper does not say what to do if no block plan fits, or if recovery stops short of a uniform
 plan. Each uniform plan that is better than the best plan so far is therefore another start. The
-result meets all limits and is no worse than any uniform plan that the groups can represent.
+result meets all limits and is no worse than any feasible uniform plan that the groups can
+represent.
 """
 
 from __future__ import annotations

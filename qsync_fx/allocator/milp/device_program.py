@@ -84,7 +84,7 @@ class DeviceProgram:
         formats: formats of its operators, as expressions.
         variance: expression of the variance, weighted as in the mean gradient.
         stretches: segment times in thousandths of the unit; the first includes the forward pass and
-            all transfers. The sum up to a segment is the step time that its end implies.
+            all transfers. Each sum up to a segment, plus `after`, is a lower bound on the step.
         after: constant time at the end of the step, in thousandths of the unit.
         held: live bytes at each candidate peak; empty if memory does not matter.
     """

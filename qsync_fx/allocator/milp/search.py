@@ -266,7 +266,7 @@ class MilpSearch(SearchState):
 
     @property
     def _least_prices(self) -> dict[str, Priced]:
-        """Lower bounds on operator times, exact or minimal over the states of neighbours."""
+        """Operator times for bounds: `NeighbourTerms` if times depend on neighbours."""
         result = self.prices.items()
         return {
             name: NeighbourTerms(self.problem.classes[name]) if entry.differ else entry

@@ -190,7 +190,7 @@ class BackwardPeaks:
         return {self._forward.root(read.value): index for index, read in reads if read.gradient}
 
     def _converting(self, operator: ModelOperator, carrier: Name) -> int:
-        """Return the bytes of a converted gradient, before and after, and of earlier pending ones."""
+        """Return the bytes of a gradient before and after conversion, and of earlier gradients."""
         read, places = self._converted(operator), gradients(operator, self._forward)
         assert read is not None
         before = [place for place in places[:-1] if self._waiting.uses(operator.reads[place].value)]

@@ -45,7 +45,7 @@ class FusedProducer:
         maker: index of the operator that computes its input.
         written: bytes written, by the product's state; without states in which the product reads
             the input in its own format.
-        held: bytes written in these states, by the maker's state.
+        held: bytes written in the other states of the product, by the maker's state.
     """
 
     at: int
@@ -269,7 +269,7 @@ class OutputPeak:
 
     @cached_property
     def _masks(self) -> Mapping[int, Mapping[StateNames, int]]:
-        """Bytes of masks and statistics that cannot reuse the memory of inputs, by operator and state."""
+        """Bytes of masks and statistics that cannot reuse input memory, by operator and state."""
         result: dict[int, Mapping[StateNames, int]] = {}
         for index, by in self._kept.extras.items():
             buffers = [(item, buffer) for item in self._seen for buffer in item.extras(index)]
@@ -313,7 +313,7 @@ class OutputPeak:
 
     @cached_property
     def _there(self) -> Readers:
-        """Operators whose saved tensors are live under all plans, entirely or without statistics."""
+        """Operators whose saved tensors are live under all plans, all or all but statistics."""
         if not self._seen:
             return Readers(frozenset(), frozenset())
         wholly, passed = set[int](), set[int]()
@@ -339,9 +339,7 @@ class OutputPeak:
 
     @cached_property
     def _sizes(self) -> Set[int]:
-        """Sizes in bytes, in any format, of inputs that are not saved; a buffer of such a size can
-        reuse one.
-        """
+        """Sizes in bytes of unsaved inputs in any format; an equally large buffer can reuse one."""
         places = [
             self.graph.places[maker.id]
             for value in self.beside

@@ -81,8 +81,7 @@ class Counts:
         return least(self.program, [every, exactly(READS), where_so(written, rest)])
 
     def written_down(self, value: int, behind: Iterable[int]) -> Expression:
-        """Return the indicator that the sum of a value's gradients from some operators is
-        materialized.
+        """Return the indicator that a value's gradient from some operators is materialized.
 
         The result is empty if it never is.
         """
@@ -131,7 +130,7 @@ class Counts:
         into[index] = added(self.program, [into[index], many]) if index in into else many
 
     def _product(self, index: int, operator: ModelOperator, place: int) -> Count:
-        """Return the reads of a product's gradient: itself, and the scale of the other factor if any."""
+        """Return the reads of a product's gradient: itself and the scale of the other factor."""
         if not self._forward.multiplies(operator):
             return exactly(2)
         wanted = [
@@ -173,7 +172,7 @@ class Counts:
         return least(self.program, several)
 
     def _gate_behind(self, value: int) -> tuple[int, Sequence[int]] | None:
-        """Return the gate behind a value and elementwise operators only, with the values between."""
+        """Return the gate behind a value and elementwise operators, and the values between."""
         for index in self.again.readers(value):
             passed: list[int] = []
             now, place = value, index
@@ -256,7 +255,7 @@ class GradientSources:
         self._known: dict[int, GradientSource | None] = {}
 
     def norms(self) -> Iterator[Norm]:
-        """Yield the norms with known sources; only for a single graph without recomputed operators."""
+        """Yield the norms with known sources, for a single graph without recomputed operators."""
         kinds = {(operator.repeated, operator.graph) for operator in self.graph.operators}
         if len(kinds) > 1 or any(repeated for repeated, _ in kinds):
             return
@@ -315,7 +314,7 @@ class GradientSources:
         )
 
     def _behind(self, norm: int) -> int | None:
-        """Return the next convolution behind a norm that computes gradients, if it owns its weight."""
+        """Return the next convolution with gradients behind a norm, if it owns its weight."""
         for index, operator in enumerate(self.graph.operators[norm + 1 :], norm + 1):
             if not self._waiting.arrives(operator.result) or not self._waiting.writes(operator):
                 continue
@@ -381,16 +380,14 @@ class GradientSources:
         )
 
     def _told(self, gate: int, but: int) -> bool:
-        """Return whether a gate's saved tensor differs from those of all others on the path and the
-        norm.
-        """
+        """Return whether a gate saves a tensor that no other gate on the path and no norm saves."""
         before = self._norms_before(gate)
         if before != {but}:
             return bool(before)
         maker = self._forward.made_by(self.graph.operators[gate].reads[0].value)
         if maker is None or maker.row not in _ADDS:
             return False
-        # Further sources of its recomputation: a gate's result, or the sources of that result.
+        # Further sources of its recomputation: a gate's result, or its sources.
         others = (self._forward.made_by(read.value) for read in maker.reads)
         return any(
             other is not None
@@ -417,7 +414,7 @@ class GradientSources:
     def _alike(
         self, size: int, origin: GradientSource, operand: int
     ) -> Mapping[int, Sequence[StateNames]] | None:
-        """Return where buffers of a size may be read, so that the written one can reuse their memory.
+        """Return where a buffer of a size may be read, whose memory the written one can reuse.
 
         Returns None if unknown.
         """
@@ -453,7 +450,7 @@ class GradientSources:
         }
 
     def _reads_of(self, index: int, value: int, size: int) -> Iterator[StateNames]:
-        """Yield the states in which an operator materializes or saves a value in that many bytes."""
+        """Yield the states in which an operator materializes or saves a value in `size` bytes."""
         operator = self.graph.operators[index]
         name = self.graph.values[value].name
         maker = self._forward.made_by(value)

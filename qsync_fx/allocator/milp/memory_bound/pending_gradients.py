@@ -7,8 +7,7 @@ sources, which is then live instead; an integer variable per gradient states thi
 (`fusion_read_counts.Counts`), since it depends on the entire plan. `NormGradients` adds the buffers
 that are written at a norm.
 
-Invariant: minimized over these variables, an expression is at most the live bytes of these
-gradients.
+Invariant: minimized over these variables, an expression is at most the live bytes of the sources.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class NormGradients:
 
     A norm reads its incoming gradient twice: to reduce it, and to pass it on with the reduced
     values. Along a residual stream this gradient depends on all products and gates behind. If a
-    reading needs more than `READS` buffers, the compiler materializes it first, in FP32. The same
-    kernel writes the gradient of the product before the norm, copies of the product's quantized
-    factors, and the converted gradient of a later weight. All of them are live at once, with their
-    sources.
+    reading needs more than `READS` buffers, the compiler materializes the gradient first, in FP32.
+    The same kernel writes the gradient of the product before the norm, copies of the product's
+    quantized factors, and the converted gradient of a later weight. All of them are live at once,
+    with their sources.
 
     The minimum number of sources follows from the graph and from which factors are scaled. It is
     not valid if a gradient behind is materialized (`Counts.written`), and a written buffer may
@@ -113,7 +112,7 @@ class NormGradients:
         return result
 
     def _few(self, where: Where, scales: Sequence[Expression], least: int) -> Expression | None:
-        """Return the indicator that fewer than `least` scales are read; None if it cannot be excluded."""
+        """Return the indicator of fewer than `least` scales; None if that cannot be excluded."""
         if least <= 0:
             return {}
         missing = len(scales) - least + 1
@@ -364,9 +363,7 @@ class PendingGradients:
                     yield from self._items(where.states[index], sizes)
 
     def _gate(self, counts: Counts, where: Where, index: int, moment: Moment) -> Iterator[_Item]:
-        """Yield the tensor that a gate saves: its result if a product saves it, else a mask or
-        sources.
-        """
+        """Yield the bytes that a gate saves: result if a product saves it, else mask or sources."""
         saved = counts.again.result_kept(index)
         operator = self.graph.operators[index]
         if saved is None or operator.result in self._counted_elsewhere:

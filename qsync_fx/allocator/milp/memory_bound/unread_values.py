@@ -1,10 +1,11 @@
-"""Saved tensors with a later use, by moment of the backward pass in program order.
+"""Saved tensors with a later use, by moment of the backward pass.
 
-Saved tensors of all operators before the current product are unread, as their backward pass has yet
-to run. Operators behind it have run, unless they have no kernel: the gradient of an elementwise
-operator is fused into its readers, and its sources stay live until then, for instance if the
-gradient waits at a residual. A compiler materializes gradients that read too many buffers. The
-number of reads is therefore bounded from above, and gradients that may exceed `READS` do not count.
+The backward pass runs operators in reverse program order, so that saved tensors of all operators
+before the current product are unread. Operators behind it have run, unless they have no kernel: the
+gradient of an elementwise operator is fused into its readers, and its sources stay live until then,
+for instance if the gradient waits at a residual. A compiler materializes gradients that read too
+many buffers. The number of reads is therefore bounded from above, and gradients that may exceed
+`READS` do not count.
 
 Invariant: tensors reported as unread are live under all plans.
 """
