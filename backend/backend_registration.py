@@ -1,12 +1,12 @@
-"""Registration of the backend with torch, by any number of threads at once.
+"""Registration of the backend with torch, safe for concurrent threads.
 
-torch loads a backend from its entry point when a program names it for the first time, and registers
-it without a lock: of several threads that do so simultaneously, all but one fail with "duplicate
-name". Invariant: registering the same function again under the same name has no effect. Another
-function under the same name is refused, as torch does.
+torch loads a backend from its entry point when a program first names it, and registers it without a
+lock: of several threads that do so simultaneously, all but one fail with "duplicate name".
+Invariant: registering the same function again under the same name has no effect. Another function
+under the same name is refused, as torch does.
 
-A thread that waits for the import of the backend has read `register_backend` already, so another
-function in its place would come too late for that thread. Therefore the code of the function is
+A thread that waits for the import of the backend has already read `register_backend`, so a
+replacement function would come too late for it. Therefore the code object of the function is
 replaced. Tests pin the parts of torch that this module uses.
 """
 
@@ -38,14 +38,14 @@ def register_once(backend: Backend | None, name: str | None, tags: Sequence[str]
 
 
 def _registering_once(compiler_fn: Any = None, name: Any = None, tags: Any = ()) -> Any:
-    """Code of torch's `register_backend` from now on; it runs with torch's globals."""
+    """Call `register_once`: the new code of torch's `register_backend`, with torch's globals."""
     from qsync_fx.backend.backend_registration import register_once
 
     return register_once(compiler_fn, name, tags)
 
 
 def _copied(function: Any) -> Any:
-    """Return a function with the code that `function` had before the first import of this module."""
+    """Return a function with the code that `function` had before this module was imported."""
     original = types.FunctionType(
         function.__code__, function.__globals__, argdefs=function.__defaults__
     )

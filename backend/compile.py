@@ -1,12 +1,11 @@
-"""From Dynamo's graph to compiled code.
+"""Compilation of a Dynamo graph: pass pipeline, inner compiler, and plans from cached profiles.
 
-Invariant: what comes back takes what Dynamo's graph takes and returns what it returns, type for type. The inner compiler gets a plain
-fx.GraphModule of ATen and `qsync::` operators, as if Dynamo had written it.
+The inner compiler receives a plain fx.GraphModule of ATen and `qsync::` operators. Invariant:
+compiled code has the signature and the result types of Dynamo's graph.
 
-Plans that nobody asked for: what a cached profile has for a model, found, put into the pipeline and told.
-
-Invariant: a plan is in force only for models for which neither a plan nor a precision was asked, which includes autocast around the model.
-What is taken is told once for each model, and why nothing is, once for each reason.
+A plan from a cached profile is active only if the user set neither a plan nor a precision for the
+model, including autocast around it. Its use is reported once per model, and its absence once per
+reason.
 """
 
 from __future__ import annotations
@@ -74,18 +73,22 @@ _LOG = logging.getLogger("qsync_fx")
 
 
 def candidates(current: SourcePlace, options: Options, device: torch.device) -> Candidates | None:
-    """Returns the plans that a graph may get without having asked; None where there are none."""
+    """Return the cached plans that a graph may use by default; None if there are none."""
     if current.root is None:
         return None
     result = candidates_for(current.root, options, log_of(options).unasked.get(current.root))
-    # A device that qsync_fx does not run on, which torch may not know autocast for, is told by others.
+    # Unsupported devices, for which torch may lack autocast, are reported elsewhere.
     return None if result is None or torch.is_autocast_enabled(device.type) else result
 
 
 def with_cached_plan(
     passes: Sequence[Pass], result: Candidates | None, tell: Callable[[str], None]
 ) -> tuple[Pass, ...]:
-    """Returns the passes with the one that takes a plan, where there are any; `tell` is told why none is taken."""
+    """Return the passes, with `CachedPlan` before `Assign` if there are candidates.
+
+    Args:
+        tell: receives the reason if no plan is used.
+    """
     if result is None:
         return tuple(passes)
     index = next(index for index, step in enumerate(passes) if isinstance(step, Assign))
@@ -93,7 +96,7 @@ def with_cached_plan(
 
 
 def note_unasked(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
-    """Notes down the plan that a graph has got without having asked, and says so of the model's first one."""
+    """Record the default plan of a graph, and log the first one of a model."""
     plan = graph.context.options.plan
     if not options.is_default or plan is None or current.root is None:
         return
@@ -104,7 +107,7 @@ def note_unasked(graph: PrecisionGraph, current: SourcePlace, options: Options) 
 
 
 def tell_of_a_stale_profile(why: str, current: SourcePlace, options: Options) -> None:
-    """Says once that a profile is there and is not taken."""
+    """Warn once that a profile exists but is not used."""
     log, name = log_of(options), type(current.root).__name__
     if current.root is None or not current.root.training or name in log.stale:
         return
@@ -127,16 +130,17 @@ def rewrite(
     observed: Iterable[OpId] = (),
     unasked: Candidates | None = None,
 ) -> PrecisionGraph:
-    """Runs the pipeline on a graph of Dynamo's; must be called while Dynamo compiles.
+    """Run the pipeline on a Dynamo graph, while Dynamo compiles.
 
     Args:
-        module, inputs, options: as a backend gets them.
-        instruments: watch the passes.
-        seen: the operators of the model's other graphs.
-        unasked: plans of cached profiles, of which one may be the model's.
+        module, inputs, options: as a backend receives them.
+        instruments: observers of the passes.
+        observed: operators of the model's other graphs.
+        unasked: plans of cached profiles that may apply to the model.
 
     Raises:
-        QSyncError: the options, the plan or a pass do not fit the model, or the device is not supported.
+        QSyncError: the options, the plan or a pass do not fit the model, or the device is
+            unsupported.
     """
     device = _device(module, inputs)
     with targeted(options.target, device), _unhooked():
@@ -147,7 +151,7 @@ def rewrite(
             pipeline(options, operators.lowerings(), context.training), unasked, stale.append
         )
         if not instruments and not options.passes:
-            # Nobody reads what operators cost when a model is compiled, and counting it takes longer than a pass.
+            # Compilation does not use operator costs, and computing them takes longer than a pass.
             passes = tuple(step for step in passes if not isinstance(step, AnnotateCost))
 
         def make() -> PrecisionGraph:
@@ -165,7 +169,7 @@ def rewrite(
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
-    """Runs the pipeline and hands the result to the inner compiler."""
+    """Run the pipeline and compile the result with the inner compiler."""
     if in_backward_pass():
         return _compile_backward(module, inputs, options)
     plan, current = options.plan, place(options)
@@ -198,7 +202,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
         + " fast_dropout" * fast_dropout
         + " activation_recompute" * options.activation_recompute
     )
-    # Casts are explicit now, in the backward pass too: it is not to be traced under the region that the model is called in.
+    # Casts are explicit by now, in the backward pass too, so it must not be traced under the
+    # caller's autocast region.
     with (
         torch._functorch.config.patch(backward_pass_autocast="off"),
         inductor_config.tracing(device, kernels),
@@ -227,7 +232,10 @@ def _evaluates(graph: PrecisionGraph, root: torch.nn.Module) -> bool:
 
 
 def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
-    """Compiles a backward pass that compiled autograd has recorded, as it is: its formats were settled with the forward pass."""
+    """Compile a backward pass of compiled autograd without passes.
+
+    The forward pass already determined its formats.
+    """
     device = _device(module, pytree.tree_leaves(list(inputs)))
     with torch.autocast(device.type, enabled=False):
         compiled = inner_compiler(
@@ -248,7 +256,7 @@ def inner_compiler(
     cudagraphs: bool = False,
     activation_recompute: bool = False,
 ) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
-    """Returns what compiles the rewritten graph for `device`: "inductor", "aot_eager" or "eager"."""
+    """Return the compiler of the rewritten graph: "inductor", "aot_eager" or "eager"."""
     prepared = widened if device.type == "cuda" else _as_it_is
     if name == "eager":
         return lambda module, inputs: prepared(module).forward
@@ -282,11 +290,11 @@ def _as_it_is(module: fx.GraphModule) -> fx.GraphModule:
 def context_for(
     module: fx.GraphModule, inputs: Sequence[Any], options: Options, observed: Iterable[OpId] = ()
 ) -> Context:
-    """Returns what the compilation under way knows beside the graph."""
+    """Return the context of the current compilation."""
     current = place(options)
     tracing = TracingContext.try_get()
     device = _device(module, inputs)
-    support(device, FP32)  # raises for a device that qsync_fx does not run on
+    support(device, FP32)  # raises for an unsupported device
     return Context(
         device=device,
         options=options,
@@ -299,7 +307,7 @@ def context_for(
         complete=_is_complete(module, current),
         seen=frozenset(observed),
         lowerings=operators.lowerings(),
-        # Below a path that the user gives the rest of the model is not known.
+        # With a user-defined root path, the rest of the model is unknown.
         modules=frozenset(path for path, _ in current.modules.values())
         if current.root is not None and not current.within
         else None,
@@ -307,7 +315,7 @@ def context_for(
 
 
 def _seen(current: SourcePlace, options: Options) -> Iterator[OpId]:
-    """Yields the operators that earlier graphs of the model held."""
+    """Yield the operators of earlier graphs of the model."""
     for frame in log_of(options).frames.values():
         if current.root is not None and frame.root() is current.root:
             yield from frame.operators
@@ -321,7 +329,7 @@ def _device(module: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
 
 
 def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
-    """Returns fake tensors with the symbolic sizes that Dynamo has given the inputs."""
+    """Return fake tensors with the symbolic sizes that Dynamo assigned to the inputs."""
     tracing = TracingContext.try_get()
     if mode is None or tracing is None:
         return list(inputs)
@@ -342,15 +350,18 @@ def _fake(inputs: Sequence[Any], mode: FakeTensorMode | None) -> list[Any]:
 
 
 def _unhooked() -> AbstractContextManager[object]:
-    """Keeps what the passes trace from hooks of the code that is compiled: checkpointing around it counts the tensors that are saved."""
+    """Return a context that shields tracing from saved-tensor hooks of the compiled code.
+
+    Checkpointing around it, for example, counts the saved tensors.
+    """
     autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
-        return nullcontext()  # as under functorch, which lets none be
+        return nullcontext()  # functorch, for example, forbids such hooks
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _is_complete(module: fx.GraphModule, current: SourcePlace) -> bool:
-    """Whether the graph is the whole of what is compiled: DDP has not split it, and no graph break ends, precedes or surrounds it."""
+    """Return whether the graph is complete: no split by DDP, and no graph break around it."""
     reason = getattr(module, "compile_subgraph_reason", None)
     full = current.entered and current.resumes_at is None and not current.nested
     return full and reason is not None and not reason.graph_break

@@ -1,44 +1,13 @@
-"""What torch.compile is asked for with this backend, and what Dynamo makes of each frame.
+"""Hooks into Dynamo: torch.compile arguments, results per frame, DDP guards, compile failures.
 
-Dynamo calls a backend only where there is a graph. That a model makes none (a mode is active, its class is one that Dynamo leaves to
-Python, a forward pass cannot be traced) is known to Dynamo's callback alone, so `install` puts one of ours in its place: the same
-class with its results noted down. Invariant: what Dynamo compiles it compiles here, and beyond that the classes of torch's own that hold
-layers, which it leaves to Python for their file alone; compilations with other backends are not touched.
+Dynamo calls a backend only if there is a graph. Only Dynamo's callback knows that a model yields
+none (an active mode, a skipped class, an untraceable forward pass), so `install` replaces the class
+of the callback with a recording subclass, via `OptimizeContext.__call__` (since torch 2.0; tests
+pin it). Invariant: Dynamo compiles the same frames, plus forward passes of torch's own classes with
+layers, which it skips only for their file. Other backends are unaffected, and no hook changes a
+graph.
 
-`OptimizeContext.__call__` is where torch.compile, as a function, a decorator or `nn.Module.compile`, puts its callback around what
-it is given. It has been there since torch 2.0, and tests pin what is used of it.
-
-What Dynamo makes of a model around the backend: which frames it compiles, passes over or fails at, and whose code it uses again.
-
-Invariant: nothing here changes a graph; what keeps a plan from being followed is told.
-
-Code that was compiled outside of DistributedDataParallel is not run inside.
-
-Inside, torch splits graphs where buckets of gradients end, so that each bucket is sent while the backward pass goes on. Dynamo does not
-look for that when it has code for a function: a model that has made a step before it is wrapped would keep the code of one whole graph,
-whose gradients come out together when all is computed, and nothing of them would travel meanwhile. torch's own backends train like that.
-
-Invariant: what is compiled inside stays, wherever it runs, and so does what fits into one bucket.
-
-Notes down what a graph holds when it is compiled: its operators, as the passes decided, and the modules that they belong to.
-
-Invariant: a module is held by a graph where one of its parameters is an input, or an operator has its path: modules whose parameters
-another one uses (tied weights, the projection of an attention layer) are held as much as those that are called.
-
-Code that Dynamo uses for several modules of a model, and that a plan treats differently.
-
-A function that has its module in hand is compiled for that module alone. What follows a graph break may have let go of it, and a helper
-never had it: then Dynamo uses the code of one layer for those alike. Invariant: where a plan would have them differ, that is said.
-
-A graph that the inner compiler passes over: Inductor does so with BF16 on GPUs before Ampere.
-
-Invariant: Dynamo would run the frame as it was written, without the plan and without a word. Where something was planned that is an error;
-else it is what torch.compile does, and is said once for each place in the model.
-
-Errors that Dynamo suppresses, where `torch._dynamo.config.suppress_errors` asks for it: it then runs the frame as it was written.
-
-Invariant: where a plan was given, an error that keeps a graph from being compiled reaches the user nevertheless. Without one it is
-suppressed, with Dynamo's own words in the log.
+A plan that cannot be followed is never silently ignored: the hooks warn or raise.
 """
 
 from __future__ import annotations
@@ -101,10 +70,16 @@ _SAYS: Final = "DistributedDataParallel does not split the graph where it runs, 
 
 
 def compile_anew_where_split(inputs: Sequence[Any]) -> None:
-    """Lets Dynamo compile what it compiles now once more where DistributedDataParallel would split it; called while it compiles.
+    """Make Dynamo recompile the current code inside DistributedDataParallel if DDP would split it.
+
+    DDP splits graphs at bucket boundaries, so that a bucket is reduced while the backward pass
+    continues. Dynamo does not check for DDP once it has code for a function: a model that ran
+    before it was wrapped would reuse the code of one full graph, whose gradients become available
+    only at the end, without overlap. Code compiled inside DDP, and code whose gradients fit in one
+    bucket, remains valid everywhere. Must be called while Dynamo compiles.
 
     Args:
-        inputs: of the graph, parameters among them.
+        inputs: inputs of the graph, parameters among them.
     """
     gradients = sum(
         item.nbytes for item in inputs if isinstance(item, nn.Parameter) and item.requires_grad
@@ -137,7 +112,16 @@ def record(
     module: fx.GraphModule,
     alone: bool,
 ) -> None:
-    """Notes down `graph`, made of Dynamo's `module`, in the log of `options`; `alone` where the code is for one module only."""
+    """Record the operators of `graph` and the modules that they belong to in the log of `options`.
+
+    A graph contains a module if one of its parameters is an input, or an operator has its path. So
+    modules whose parameters another module uses (tied weights, the projection of an attention
+    layer) count like called ones.
+
+    Args:
+        module: Dynamo's graph module of `graph`.
+        alone: whether the code is for one module only.
+    """
     if current.code is None:
         return
     operators = [_ran(operator) for operator in graph.operators()]
@@ -170,7 +154,10 @@ def _ran(operator: Operator) -> Ran:
 
 
 def _tensors(module: fx.GraphModule) -> set[int]:
-    """The addresses of the tensors that the compilation under way reads: parameters are inputs of Dynamo's graphs, or held by them."""
+    """Return the ids of the tensors that the current compilation reads.
+
+    Parameters are inputs or attributes of Dynamo's graphs.
+    """
     tx = translator()
     inputs = (
         [argument.example for argument in tx.output.graphargs if argument.is_tensor]
@@ -181,10 +168,14 @@ def _tensors(module: fx.GraphModule) -> set[int]:
 
 
 def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Options) -> None:
-    """Warns where a graph decides for operators of other modules too, which the plan decides on otherwise.
+    """Warn if a graph shares code with other modules, for which the plan decides differently.
+
+    Dynamo compiles a function that references its module for that module only. The code after a
+    graph break, and a helper, may not reference it; Dynamo then uses the code of one layer for all
+    layers of the same kind.
 
     Raises:
-        PlanError: that is so, and the option "strict" is set.
+        PlanError: in this case, if the option "strict" is set.
     """
     if options.plan is None or current.code is None or not current.nested or current.entered:
         return
@@ -213,7 +204,7 @@ def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Op
 
 
 def _alike(operator: Operator, current: SourcePlace) -> Iterator[OpId]:
-    """Yields the ids that an operator has in other modules that may run its code."""
+    """Yield the ids of an operator in other modules that may run its code."""
     assert current.root is not None and current.module is not None
     rest, shape = below(operator.id.module, current.path), shape_of(current.module)
     if rest is None:
@@ -236,11 +227,20 @@ def _differs(graph: PrecisionGraph, operator: Operator, other: OpId) -> bool:
 
 @contextlib.contextmanager
 def told(graph: PrecisionGraph) -> Iterator[None]:
-    """Compiles `graph` within; raises `DeviceError` where it is passed over and was planned."""
+    """Compile `graph` in this context, and report if the inner compiler skips it.
+
+    Inductor skips BF16 graphs on GPUs before Ampere. Dynamo would then silently run the frame
+    without the plan.
+
+    Raises:
+        DeviceError: the graph was skipped, and the user requested a plan or a precision. Otherwise
+            it is a warning.
+    """
     try:
         yield
     except (SkipFrame, BackendCompilerFailed) as error:
-        # Where its cache is passed by, Inductor takes the request to skip a frame for an error of its own (torch 2.13).
+        # Without its cache, Inductor wraps the request to skip a frame as an error of its own
+        # (torch 2.13).
         requested = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
         if not isinstance(requested, SkipFrame):
             raise
@@ -261,7 +261,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def failures() -> Iterator[list[Exception]]:
-    """Yields the list of what graphs fail with while Dynamo converts a frame."""
+    """Yield the list of errors of graphs while Dynamo converts a frame."""
     before, _thread.failed = getattr(_thread, "failed", None), []
     try:
         yield _thread.failed
@@ -270,14 +270,18 @@ def failures() -> Iterator[list[Exception]]:
 
 
 def note(error: Exception) -> None:
-    """Notes that a graph has failed to compile; requests to skip a frame or to trace it anew are no failures."""
+    """Record the failure of a graph; requests to skip or to retrace a frame do not count."""
     failed = getattr(_thread, "failed", None)
     if failed is not None and not isinstance(error, (SkipFrame, RestartAnalysis)):
         failed.append(error)
 
 
 def tell_of_failures(failed: list[Exception], code: CodeType, options: Options) -> None:
-    """Raises what Dynamo has suppressed for a frame that it then left to Python, where a plan was given."""
+    """Raise an error that Dynamo suppressed and that would leave a frame with a plan to Python.
+
+    With `torch._dynamo.config.suppress_errors`, Dynamo runs such a frame as written. Without a plan
+    the error stays suppressed, and Dynamo logs it.
+    """
     if not failed or options.is_default or not torch._dynamo.config.suppress_errors:
         return
     error = failed[-1]
@@ -292,17 +296,20 @@ def tell_of_failures(failed: list[Exception], code: CodeType, options: Options) 
 
 
 _REASONS = ("graph_break", "unimplemented")
-"""Where Dynamo counts its reasons: a break that leaves a whole frame to Python is none of the first kind."""
+"""Dynamo's counters of reasons.
+
+A break that leaves a whole frame to Python is not counted as "graph_break".
+"""
 
 _RESUMES = "torch_dynamo_resume_in"
 
 
 def install(backend: Callable[..., Any], options_of: Callable[[dict[str, Any]], Options]) -> None:
-    """Lets `backend` know from now on what torch.compile is asked for.
+    """Make the arguments of torch.compile available to `backend`.
 
     Args:
-        backend: a function as torch.compile takes it.
-        options_of: gives what a user's keyword arguments for the backend mean; raises where they mean nothing.
+        backend: a backend function for torch.compile.
+        options_of: converts a user's keyword arguments for the backend; raises if they are invalid.
     """
     original = OptimizeContext.__call__
 
@@ -310,7 +317,7 @@ def install(backend: Callable[..., Any], options_of: Callable[[dict[str, Any]], 
     def call(self: OptimizeContext, fn: Any) -> Any:
         compiler: Any = innermost_backend(self.callback)  # type: ignore[arg-type]
         if getattr(compiler, "compiler_fn", None) is backend:
-            # torch keeps the user's dictionary: it is read once, here, and not changed.
+            # torch stores the user's dictionary: read it once, here, and do not change it.
             compiler.kwargs = {"options": options_of(compiler.kwargs)}
             observe(self, fn, compiler.kwargs["options"])
             wait_for_a_step()
@@ -320,7 +327,7 @@ def install(backend: Callable[..., Any], options_of: Callable[[dict[str, Any]], 
 
 
 def observe(context: OptimizeContext, value: Any, options: Options) -> None:
-    """Notes from now on what Dynamo makes of what torch.compile is given, in the log of `options`."""
+    """Record Dynamo's results for the argument of torch.compile in the log of `options`."""
     if type(context.callback) is CatchErrorsWrapper:
         callback: Any = context.callback
         callback.__class__ = ObservedGraphs
@@ -332,25 +339,25 @@ def observe(context: OptimizeContext, value: Any, options: Options) -> None:
 
 
 class ObservedGraphs(CatchErrorsWrapper):
-    """Dynamo's callback for a frame that has no compiled code yet.
+    """Dynamo's callback for a frame without compiled code, which records the result.
 
     Attributes:
-        qsync_options: those in force.
-        qsync_given: the module that torch.compile was given; None for a function.
+        qsync_options: the active options.
+        qsync_given: the module that torch.compile received; None for a function.
     """
 
     qsync_options: Options
     qsync_given: weakref.ref[nn.Module] | None
 
     def put_in_force(self, options: Options) -> None:
-        """Takes other options from now on."""
+        """Activate other options."""
         self.qsync_options = options
         module = self.qsync_given() if self.qsync_given is not None else None
         if module is not None:
             log_of(options).declare(module, options.root or "")
 
     def __getstate__(self) -> dict[str, Any]:
-        """A reference cannot be pickled, and a copy of the model is another one."""
+        """Omit the weak reference, which cannot be pickled; a copied model is another module."""
         return {**self.__dict__, "qsync_given": None}
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -383,7 +390,7 @@ def _entries(log: Log, frame: Any, around: Calls) -> list[Frame]:
 
 def _note(entries: list[Frame], result: Any, new: dict[str, list[str]]) -> None:
     skipped = result.guarded_code is None
-    # Before 2.13 torch gives no reason for a frame that it does not look at.
+    # Before 2.13 torch reports no reason for a skipped frame.
     reason = getattr(result, "skip_reason", None) or (
         "torch dispatch mode" if is_in_torch_dispatch_mode() else None
     )
@@ -396,13 +403,16 @@ def _note(entries: list[Frame], result: Any, new: dict[str, list[str]]) -> None:
 
 
 def _called_for(frame: Any, around: Calls) -> list[nn.Module]:
-    """The modules whose forward pass a frame is a part of, or may call; none for helper functions, which tell nothing of a module."""
+    """Return the modules whose forward pass contains or may call a frame.
+
+    There are none for helper functions, which identify no module.
+    """
     code, local = frame.f_code, frame.f_locals
     first = local.get(code.co_varnames[0]) if code.co_argcount else None
     inside = around.inside or ([around.compiled] if isinstance(around.compiled, nn.Module) else [])
     owned = around.entered(code) or _RESUMES in code.co_name
     if code.co_filename == nn.modules.module.__file__:
-        return []  # Dynamo leaves these to Python, always
+        return []  # Dynamo always leaves these to Python
     if inside:
         owned = owned or (
             code.co_name == "forward"
@@ -418,7 +428,7 @@ def _called_for(frame: Any, around: Calls) -> list[nn.Module]:
 
 
 def _holds_modules_of_torch(frame: Any) -> bool:
-    """Whether a frame is the forward of a class of torch's own with layers in it, which Dynamo leaves to Python for its file alone."""
+    """Return whether a frame is a torch class's forward with layers, skipped for its file."""
     module = frame.f_locals.get("self")
     return (
         isinstance(module, nn.Module)
@@ -432,7 +442,7 @@ def _holds_modules_of_torch(frame: Any) -> bool:
 
 
 def _distinct(texts: list[str]) -> list[str]:
-    """Dynamo counts a reason once by its first line alone and once in full."""
+    """Return distinct reasons: Dynamo counts a reason once by its first line and once in full."""
     return [
         text
         for text in dict.fromkeys(texts)

@@ -1,8 +1,8 @@
-"""`torch.compile(model, backend="qsync")` starts here.
+"""The torch.compile backend: `torch.compile(model, backend="qsync")`.
 
-Invariant: torch finds this function through the entry point group `torch_dynamo_backends`, without importing qsync_fx before. Options are
-read once, at torch.compile; a file that changes later changes nothing. Errors of ours reach the user as they are, not wrapped into
-torch's BackendCompilerFailed.
+Invariant: torch finds this function through the entry point group `torch_dynamo_backends`, without
+a prior import of qsync_fx. Options are read once, at torch.compile; later changes of a file have no
+effect. Errors of qsync_fx reach the user unchanged, not wrapped into torch's BackendCompilerFailed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def qsync(
     options: Mapping[str, object] | Options | None = None,
     **others: object,
 ) -> Callable[..., Any]:
-    """The torch.compile backend; `options` are documented in `qsync_fx.options`."""
+    """Compile a graph of Dynamo; `options` are documented in `qsync_fx.options`."""
     try:
         return compile_graph(module, inputs, options_of({"options": options, **others}))
     except Exception as error:
@@ -41,13 +41,16 @@ def qsync(
 MODES: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {"reduce-overhead": {"cudagraphs": True}}
 )
-"""What modes of torch.compile mean as options. Other modes have Inductor measure kernels of its own, among which ours are not."""
+"""Options that represent a mode of torch.compile.
+
+Other modes make Inductor autotune its own kernels, which do not include kernels of qsync_fx.
+"""
 
 
 def options_of(arguments: Mapping[str, Any]) -> Options:
-    """Returns the options in what torch.compile passes on to a backend."""
+    """Return the options in the arguments that torch.compile passes to a backend."""
     if (mode := arguments.get("mode")) is not None:
-        # torch itself refuses a mode and options together.
+        # torch itself rejects a mode together with options.
         if mode not in MODES:
             raise OptionError(
                 f"the backend qsync has no mode {shown(str(mode))}",
@@ -55,7 +58,7 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
                 do=f"drop it, or take one of: {', '.join(f'{name} (which is options={dict(value)})' for name, value in MODES.items())}",
             )
         return Options.parse(MODES[mode])
-    # From 2.15 on torch hands over the name, too, that logs call the compilation by.
+    # Since 2.15 torch also passes the name of the compilation for logs.
     others = sorted(arguments.keys() - {"options", "name", "mode"})
     if others:
         raise OptionError(
@@ -67,7 +70,7 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
 
 
 def through_dynamo(error: QSyncError) -> QSyncError:
-    """Returns the same error, also of the class that Dynamo lets through unchanged."""
+    """Return the same error, also of the class that Dynamo passes through unchanged."""
     kind = type(error)
     methods = {
         "__module__": kind.__module__,
@@ -77,7 +80,7 @@ def through_dynamo(error: QSyncError) -> QSyncError:
     both = type(kind.__name__, (kind, ShortenTraceback), methods)
     raised: QSyncError = both(error.what, error.where, error.do)
     raised.__dict__.update(error.__dict__)
-    # What Dynamo's own `__init__` sets.
+    # Attributes that Dynamo's own `__init__` sets.
     raised.first_useful_frame = None  # type: ignore[attr-defined]
     raised._torch_dynamo_tracer_output = None  # type: ignore[attr-defined]
     raised.frame_exec_strategy = None  # type: ignore[attr-defined]

@@ -1,26 +1,10 @@
-"""Second derivatives: who takes them, and what those are told who do not.
+"""Guards against numerical errors: second derivatives, FP16 overflow, mixed normalizations.
 
-With the inner compiler "eager" the graph runs under torch's autograd, operator by operator, and what torch differentiates twice is:
-all but the lowered operators, which say where they stand. AOTAutograd compiles a backward pass once, without one of its own.
+`telling` makes unsupported second derivatives raise errors of qsync_fx. `watch` warns about
+non-finite FP16 gradients without loss scaling. `widened` computes normalizations of narrow inputs
+in FP32 where torch's own kernels run them.
 
-Invariant: nothing is added to a training step but the call of one Python function a graph. Where a version of torch raises its error in
-another way than those that the tests pin, its own words stay.
-
-Training in FP16 without loss scaling: said where gradients that are no numbers reach the optimizer.
-
-FP16 is what a plan asks for, and what INT8 and BF16 are carried in on GPUs before Ampere, so a user may not know of it. A GradScaler
-keeps such gradients from the optimizer, which is how its absence shows.
-
-Invariant: nothing that is computed changes. Gradients are looked at in steps 1, 2, 4, 8 and so on of an optimizer, since looking waits for
-the device; a model is told of once.
-
-Normalisations of narrow activations where torch's own kernels run one by one on CUDA: `inner_backend="aot_eager"` and
-`inner_backend="eager"`.
-
-There, they take parameters of their input's type alone ("expected scalar type BFloat16 but found Float"); on a CPU, and in the code that
-Inductor writes, statistics and parameters are FP32 beside a narrow input. Widened, they compute just that.
-
-Invariant: results have the types that they had, and the bits of FP32 arithmetic rounded once.
+Invariant: `telling` and `watch` do not change computed values.
 """
 
 from __future__ import annotations
@@ -45,7 +29,7 @@ Compiled = Callable[..., Any]
 
 
 def places(graph: PrecisionGraph) -> Mapping[int, str]:
-    """Returns where the lowered operators of a graph stand in the user's model, by their streams."""
+    """Return the location of each lowered operator in the user's model, by its stream."""
     result = {}
     for operator in graph.operators():
         if isinstance(operator.node.target, torch._ops.OpOverload):
@@ -56,7 +40,13 @@ def places(graph: PrecisionGraph) -> Mapping[int, str]:
 
 
 def telling(compiled: Compiled, graph: PrecisionGraph, inner: str) -> Compiled:
-    """Returns compiled code whose second derivatives, where there are none, say so in our words."""
+    """Return compiled code that raises errors of qsync_fx for unsupported second derivatives.
+
+    Under the inner compiler "eager", torch differentiates twice, except for lowered operators,
+    whose error names their place in the model. AOTAutograd's backward pass has no derivative; its
+    error is reworded. If a torch version raises in another way than the tests pin, its own message
+    remains. The overhead is one Python call per graph.
+    """
     if inner == "eager":
         return _run_placed(compiled, places(graph))
     return _told(compiled, graph.where, inner) if graph.context.training else compiled
@@ -75,7 +65,10 @@ def _run_placed(run: Compiled, available: Mapping[int, str]) -> Compiled:
 
 
 def _told(compiled: Compiled, where: str, inner: str) -> Compiled:
-    """The node of autograd's graph is there once the code has run: what it does for a second derivative is put in place then, once."""
+    """Return `compiled`, which patches its autograd node after the first run.
+
+    The node does not exist earlier.
+    """
     done = False
 
     @functools.wraps(compiled)
@@ -90,7 +83,11 @@ def _told(compiled: Compiled, where: str, inner: str) -> Compiled:
 
 
 def _warn_second_order(outputs: Any, where: str, inner: str) -> bool:
-    """Whether the outputs hang on a node of AOTAutograd's, whose second derivatives say now that there are none."""
+    """Make the AOTAutograd node of the outputs report that it has no second derivative.
+
+    Returns:
+        Whether there is such a node.
+    """
     node = next(filter(None, map(_compiled_node, tensors(outputs))), None)
     original = getattr(node, "_double_backward", None)
     if node is None or original is None:
@@ -113,7 +110,7 @@ def _warn_second_order(outputs: Any, where: str, inner: str) -> bool:
 
 
 def _compiled_node(tensor: Tensor) -> Any:
-    """Returns the class of the node of AOTAutograd's that a result comes from, through views of it; None for a result without one."""
+    """Return the class of a result's AOTAutograd node, also through views; None without one."""
     node: Any = tensor.grad_fn
     while node is not None:
         kind = getattr(node, "_forward_cls", None)
@@ -128,7 +125,13 @@ _steps: Final[weakref.WeakKeyDictionary[Optimizer, int]] = weakref.WeakKeyDictio
 
 
 def watch(graph: PrecisionGraph, model: nn.Module | None) -> None:
-    """Has the optimizers of a model watched that trains with operators in a format of little range."""
+    """Check the gradients of a model in optimizer steps, if it uses a format of small range.
+
+    The user may not know that a model computes in FP16, the compute dtype of INT8 and BF16 on GPUs
+    before Ampere. A GradScaler hides non-finite gradients from the optimizer, so such gradients
+    show its absence. The check synchronizes with the device, so it runs in steps 1, 2, 4, 8 and so
+    on. There is one warning per model.
+    """
     if model is None or not graph.context.training or model in _watched:
         return
     result = {
@@ -151,7 +154,7 @@ def _before_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _watched:
         return
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    # One that is fused with the scaling is called with gradients of any kind, and told apart which to skip.
+    # A fused optimizer receives non-finite gradients from GradScaler, and `found_inf` to skip them.
     if step & (step - 1) or getattr(optimizer, "found_inf", None) is not None:
         return
     owned = {
@@ -195,7 +198,14 @@ _NORMS = (
 
 
 def widened(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph, bodies within it too, with its normalisations of mixed types in FP32; changes it in place."""
+    """Widen normalizations of mixed dtypes to FP32, in place and in nested graphs too.
+
+    torch's CUDA kernels, which run under "aot_eager" and "eager", require parameters in the input's
+    dtype ("expected scalar type BFloat16 but found Float"). On CPU and in Inductor, statistics and
+    parameters are FP32 next to a narrow input; widening computes the same.
+
+    Invariant: result dtypes are unchanged; values are FP32 arithmetic, rounded once.
+    """
     for item in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
         result = [node for node in item.graph.nodes if node.target in _NORMS and _mixed(node)]
         for node in result:
@@ -224,7 +234,7 @@ def _widen(graph: fx.Graph, node: fx.Node) -> None:
         wide = graph.call_function(aten.to.dtype, (x, torch.float32))
     node.replace_input_with(x, wide)
     several = node.target in (aten.native_layer_norm.default, aten.native_group_norm.default)
-    # Of what a native norm returns, the first is the activation; mean and deviation are FP32 as they are.
+    # Only the first result of a native norm is the activation; mean and deviation are already FP32.
     results = [user for user in node.users if user.args[1] == 0] if several else [node]
     for result in results:
         with graph.inserting_after(result):

@@ -1,17 +1,11 @@
-"""Weights that are quantized outside of the compiled graph and are inputs of it: the option "cache_quantized_weights".
+"""Cache of quantized weights across passes: the option "cache_quantized_weights".
 
-Invariant: a graph computes what it would have computed, had each weight been quantized in the pass that made its copy: by the same
-operator, from the number that was drawn for that pass. So that number is an input, too, and where nothing was kept every bit is as without
-the option. Gradients are those of the weight itself, which lowered operators take beside its copy.
+The quantization of weights is lifted out of the compiled graph, and the quantized copies become
+graph inputs, as does the random number of the pass. Gradients are with respect to the weight
+itself, which lowered operators receive next to its copy.
 
-Quantized copies of weights that outlive a pass, and whether they are still right.
-
-Invariant: a copy is given out for the very tensor that it was made of, while no optimizer has taken a step, torch has counted no write to
-it, and it lies where it lay. Steps are asked themselves, since those of torch with `fused=True` count nothing; and those of all
-optimizers, since one may update other tensors that a weight is made from: its part of FSDP's, or a copy in FP32. A copy holds on to that
-memory, so that no other values come to lie at the address. What is written past all of that cannot be seen: so some values are compared
-when a copy is used for the 1st, 2nd, 4th, 8th time and so on, and a weight whose values have changed is told of and quantized in each pass
-from then on.
+Invariant: a graph computes the same as if each weight had been quantized in the pass that made its
+copy. On a cache miss every bit is as without the option.
 """
 
 from __future__ import annotations
@@ -40,11 +34,11 @@ from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.operand_formats import Origin, Origins
 
 _COMPARED: Final = 256
-"""How many values of a weight are compared, as far apart as they can be."""
+"""Number of sample values of a weight that are compared, spread as far as possible."""
 
 
 class CopySpec(NamedTuple):
-    """How a copy is made: what `qsync::quantize` is given beside the weight and a random number."""
+    """Arguments of `qsync::quantize` for a copy, besides the weight and the random number."""
 
     stream: int
     fmt: str
@@ -65,12 +59,19 @@ class _Copy:
 
 @dataclass
 class _CachedCopies:
-    """What is kept of a weight.
+    """Cached copies of a weight.
+
+    A copy is reused only for the same tensor, if no optimizer has stepped, and torch's version
+    counter and the address are unchanged. Optimizers with `fused=True` do not count their writes,
+    so steps are observed; any optimizer may update a source of the weight (its FSDP shard, or an
+    FP32 master copy). A copy retains the weight's memory, so the address is not reused. To detect
+    uncounted writes, sample values are compared at uses 1, 2, 4, 8 and so on; a changed weight is
+    reported and no longer cached.
 
     Attributes:
-        copies: by format, rounding, dimensions with scales, and the stream of the device that made it; not by which graph did.
-        used: how often a copy was given out again, over all steps.
-        trusted: whether torch's counter has told of all that was written, as far as was seen.
+        copies: by format, rounding, dimensions with scales, and CUDA stream; shared between graphs.
+        used: number of reuses, over all steps.
+        trusted: whether torch's version counter has covered all observed writes.
     """
 
     copies: dict[tuple[object, ...], _Copy] = field(default_factory=dict)
@@ -92,14 +93,17 @@ def _after_a_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def copies(weights: Sequence[tuple[Tensor, CopySpec]], seed: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns values and scales of weights: kept ones, and where there are none new ones, rounded by `seed`."""
+    """Return values and scales of weights, from the cache or newly quantized with `seed`."""
     queue = _queue(seed.device)
     _watch_steps()
     return [_copy(weight, made, seed, queue) for weight, made in weights]
 
 
 def _queue(device: torch.device) -> int | None:
-    """Returns the stream that kernels are launched to; None where what runs now is recorded, to be run again without Python."""
+    """Return the current CUDA stream, 0 without CUDA; None during graph capture.
+
+    A replay of the captured graph runs without Python, so it cannot use the cache.
+    """
     if device.type != "cuda":
         return 0
     if torch.cuda.is_current_stream_capturing():
@@ -108,7 +112,7 @@ def _queue(device: torch.device) -> int | None:
 
 
 def _copy(weight: Tensor, made: CopySpec, seed: Tensor, queue: int | None) -> tuple[Tensor, Tensor]:
-    # What was made in inference mode has no counter, and DDP has what is compiled run once on tensors without values.
+    # An inference tensor has no version counter, and DDP runs compiled code once on fake tensors.
     if queue is None or weight.is_inference() or isinstance(weight, FakeTensor):
         return made.of(weight, seed)
     saved = _kept.get(weight)
@@ -134,7 +138,7 @@ def _copy(weight: Tensor, made: CopySpec, seed: Tensor, queue: int | None) -> tu
         saved.copies.clear()
         _warn_changed(weight)
         return made.of(weight, seed)
-    # What was made of other values is read no more, by whichever graph.
+    # Drop copies of other values: no graph reads them any more.
     saved.copies = {other: copy for other, copy in saved.copies.items() if copy.state == state}
     pair = made.of(weight, seed)
     saved.copies[key] = _Copy(state, weight.untyped_storage(), _some(weight).clone(), pair)
@@ -142,14 +146,14 @@ def _copy(weight: Tensor, made: CopySpec, seed: Tensor, queue: int | None) -> tu
 
 
 def _some(weight: Tensor) -> Tensor:
-    """Returns some values of a weight as they lie in memory, in whole numbers: not a number is not equal to itself."""
+    """Return sample values of a weight in memory order, as bytes, since NaN differs from itself."""
     live = weight.detach()
-    # An odd step meets all columns of a matrix whose rows have an even length.
+    # An odd step visits all columns of a matrix whose rows have an even length.
     step = live.numel() // _COMPARED | 1
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True)
     )
-    if span == live.numel():  # whichever way it lies, without gaps
+    if span == live.numel():  # dense in any layout
         some = live.as_strided((-(-span // step),), (step,))
     else:
         some = live.flatten()[::step]
@@ -172,13 +176,14 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Lifted:
-    """What was taken out of a graph.
+    """Weight quantization that was lifted out of a graph.
 
     Attributes:
-        device: where the graph runs.
-        draws: whether the graph is given the number that a pass draws.
-        weights: which input of the graph each weight is, and how it is quantized.
-        inputs: what the graph is given behind its own inputs, as fake tensors: that number, then values and scale of each weight.
+        device: device of the graph.
+        draws: whether the random number of the pass is a graph input.
+        weights: graph input index of each weight, and its quantization.
+        inputs: additional graph inputs as fake tensors: the random number, then values and scale of
+            each weight.
     """
 
     device: torch.device
@@ -187,12 +192,12 @@ class Lifted:
     inputs: tuple[Any, ...] = ()
 
     def around(self, compiled: Compiled) -> Compiled:
-        """Returns code that takes the graph's own inputs alone, for code that takes all of them."""
+        """Return a function of the graph's own inputs that appends the lifted ones."""
         if not self.weights:
             return compiled
 
         def run(*value: Any) -> Any:
-            # Copies outlive the pass, and one that was made in inference mode could not be read in training.
+            # Copies outlive the pass, and training cannot read copies made in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 seed = self._seed()
                 pairs = copies([(value[index], made) for index, made in self.weights], seed)
@@ -209,7 +214,7 @@ class Lifted:
 
 
 def lift(graph: PrecisionGraph) -> Lifted:
-    """Takes the quantization of weights out of a lowered graph, which gets inputs in its place; says what stays, and why."""
+    """Lift the quantization of weights out of a lowered graph; warn about the remaining weights."""
     result = list(_quantized_weights(graph))
     used = [node for node, why in result if not why]
     _warn_left_out(graph, [(node, why) for node, why in result if why], bool(result))
@@ -240,19 +245,19 @@ def lift(graph: PrecisionGraph) -> Lifted:
 
 @dataclass
 class _Inputs:
-    """Adds inputs to a graph, behind those that it has."""
+    """Inputs that are appended to a graph."""
 
     graph: PrecisionGraph
     last: fx.Node
     values: list[Any] = field(default_factory=list)
 
     def instead_of(self, nodes: list[fx.Node], name: str, value: Any) -> None:
-        """Adds one that is read in place of nodes, which are erased."""
+        """Append an input that replaces nodes, which are erased."""
         with self.graph.graph.inserting_after(self.last):
             self.last = self.graph.graph.placeholder(name)
-        self.last.target = self.last.name  # the name of an argument, of which there may be several
+        self.last.target = self.last.name  # an argument name may occur several times
         self.last.meta["val"] = value
-        # AOTAutograd asks each input where in the model it comes from.
+        # AOTAutograd reads the source in the model of each input.
         self.last._dynamo_source = None
         self.values.append(value)
         for node in nodes:
@@ -265,7 +270,7 @@ def _made(owned: dict[str, Any]) -> CopySpec:
 
 
 def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
-    """Yields the casts of weights to scaled formats, and why one stays where it is; "" where it does not."""
+    """Yield the casts of weights to scaled formats, and why one cannot be lifted; "" if it can."""
     origins, memory = Origins(graph), AliasSets(graph)
     for part in graph.walk():
         for node in part.graph.find_nodes(
@@ -293,7 +298,6 @@ def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
 def _warn_left_out(
     graph: PrecisionGraph, left: list[tuple[fx.Node, str]], any_weights: bool
 ) -> None:
-    """Warn of weights that the option has no effect on."""
     if not any_weights and graph.operators("adjustable"):
         warnings.warn(
             f'the option "cache_quantized_weights" has no effect on {graph.where}: none of its weights is quantized. '

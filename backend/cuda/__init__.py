@@ -1,13 +1,13 @@
-"""CUDA kernels from CUTLASS templates: which there are, how they are compiled and kept, which one runs.
+"""CUDA kernels from CUTLASS templates: generation, compilation, caching, selection and launch.
 
-From the bottom to the top; a package imports from those above it in this list.
+Each entry of this list imports only from entries above it; start reading at `runtime.launch`.
 
-    problem     what is to be computed: formats, layouts, sizes, from tensors; what torch computes
-    kernel      a kernel as data, and what each architecture has
-    source      a kernel as text: translation units, from the templates in cpp/cutlass
-    tools       nvcc, the host compiler and the CUTLASS headers of this machine; NVRTC for sm_70
-    libraries   configurations to libraries: compiled, looked at, kept on disk, loaded
-    tune        which candidate is fastest where: decided from timings, kept in tables
-    choose      which configurations are kernels, which serve a problem, which are tried, and which one computes
-    run         tensors to arguments, and the call; what is known of a device; why torch computed instead; timings
+    problem         formats, layouts and sizes of a product, from tensors; the reference by torch
+    kernel_config   a kernel as data, and the features of each architecture
+    codegen         kernel sources: translation units for the templates in cpp/cutlass
+    toolchain       nvcc, host compiler and CUTLASS headers of this machine; NVRTC for sm_70
+    kernel_build    configurations to libraries: compiled, verified, cached on disk, loaded
+    tuning          choice of the fastest candidate from timings, and the tables of choices
+    selection       valid configurations, their problems, candidates, and the final decision
+    runtime         arguments from tensors, launches, device state, fallback reasons, timing
 """

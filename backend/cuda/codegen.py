@@ -1,37 +1,14 @@
-"""What the sources of all CUTLASS kernels have in common: a structure of names and numbers, and one macro.
+"""Generation of kernel sources: translation units for the templates in cpp/cutlass.
 
-Invariant: a function of the configuration alone, so equal configurations are one library. Everything that computes is in
-cpp/cutlass; what is written here only chooses.
+A CUTLASS source is a `Config` structure of types and numbers and one macro; all computation is in
+the templates. Quantizers, copies and conversions are plain CUDA in cpp/cutlass/plain. A quantizer
+library has every rounding, every grouping, with and without the transpose, for one pair of input
+type and format. One copy library moves 8, 16 and 32 bits; a conversion library converts one number
+type to the three float types; both transpose and pad.
 
-A kernel as text: translation units, written from the templates in cpp/cutlass.
-
-A translation unit: what nvcc compiles into one small library.
-
-Invariant: `source` is all there is to it but CUTLASS and the headers in cpp/cutlass, whose content is part of the key under which the
-library is kept.
-
-The source of copies and conversions of matrices.
-
-Plain CUDA: what it does is in cpp/cutlass/plain, `convert.cuh` (a matrix, a tile) and `convert_library.cuh` (what is launched for what).
-
-Invariant: one library copies whatever has 8, 16 or 32 bits; a library for each type of number converts it to the three types of floats.
-All of them turn and fill up.
-
-The source of a convolution kernel: what `cutlass_source` writes, with the operation and its dimensions.
-
-Invariant: as of `cutlass_source`.
-
-The source of a GEMM kernel: what `cutlass_source` writes, with the layouts, the order of the tiles and the schedule of a product.
-
-Invariant: as of `cutlass_source`.
-
-The source of a quantizer: largest magnitude and rounding of one type to one format.
-
-Plain CUDA: what it computes is in cpp/cutlass/plain, `rounding.cuh` (one value), `eighths.cuh` (eight), `absmax.cuh` (scales) and
-`quantizer.cuh` (a matrix).
-
-Invariant: one library a (type, format) pair has every way to round, every grouping, with and without the transpose; what the others share
-is little, and a model needs few of them.
+Invariant: a source is a function of its configuration alone, so equal configurations share a
+library. Other inputs are only CUTLASS and the headers in cpp/cutlass, whose contents are part
+of the library's key.
 """
 
 from __future__ import annotations
@@ -46,14 +23,15 @@ from qsync_fx.formats import Precision, encoding
 
 @dataclass(frozen=True)
 class TranslationUnit:
-    """
+    """Source of one small library, compiled by nvcc.
+
     Attributes:
         name: for messages and file names: letters, digits, `_`.
         arch: the target of nvcc.
-        source: the text of the .cu file. It includes headers of cpp/cutlass by their names.
-        interface: which argument structure of `abi` its functions take.
-        opcode: an instruction that the machine code must hold, such as "IMMA"; "" where any will do.
-        heavy: whether compiling it takes some 4 GB of memory (CUTLASS 3.x), not 1.
+        source: text of the .cu file. It includes headers of cpp/cutlass by their names.
+        interface: argument structure of its functions, see `kernel_build.library`.
+        opcode: instruction that the machine code must contain, such as "IMMA"; "" for any.
+        heavy: whether compilation needs about 4 GB of memory (CUTLASS 3.x) rather than 1 GB.
     """
 
     name: str
@@ -65,20 +43,20 @@ class TranslationUnit:
 
     @property
     def templates(self) -> bool:
-        """Whether it is made of CUTLASS's templates; all else is plain CUDA."""
+        """Whether it uses CUTLASS templates; all other units are plain CUDA."""
         return self.interface in ("gemm", "conv")
 
 
 CONVERT_TYPES: Final = {
     "bits8": 0, "bits16": 1, "bits32": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "fp16": 6, "bf16": 7, "fp32": 8,
 }  # fmt: skip
-"""`x_type` and `y_type` of the arguments: bits as they are, and formats by their names in `qsync_fx.formats`."""
+"""`x_type` and `y_type` of the arguments: raw bits, and formats by name in `qsync_fx.formats`."""
 
 NUMBERS: Final = ("int8", "fp8", "fp8_e5m2", "fp16", "bf16", "fp32")
-"""What is converted."""
+"""Source formats of conversions."""
 
 FLOATS: Final = ("fp16", "bf16", "fp32")
-"""What it is converted to."""
+"""Target formats of conversions."""
 
 _NAMES: Final = {
     "int8": "INT8",
@@ -91,12 +69,12 @@ _NAMES: Final = {
 
 
 def copier(arch: Arch) -> TranslationUnit:
-    """Returns what is to be compiled to copy matrices as they are."""
+    """Return the unit that copies matrices without conversion."""
     return _unit(f"copy_{arch}", arch, "qsync::Bits")
 
 
 def converter(arch: Arch, x: str) -> TranslationUnit:
-    """Returns what is to be compiled to convert numbers in the format `x` to floats."""
+    """Return the unit that converts numbers in the format `x` to floats."""
     return _unit(f"convert_{arch}_{x}", arch, f"qsync::FloatsOf<qsync::Element::{_NAMES[x]}>")
 
 
@@ -109,13 +87,13 @@ CUTLASS_TYPES: Final = {
     "int8": "std::int8_t",
     "fp16": "cutlass::half_t",
     "bf16": "cutlass::bfloat16_t",
-    # Operands that hold TF32 values already, as all of qsync's do: the tensor core would drop the lower bits of others unrounded.
+    # Operands contain TF32 values already: the tensor core would truncate others without rounding.
     "tf32": "cutlass::tfloat32_t",
     "fp32": "float",
     "fp8": "cutlass::float_e4m3_t",
     "fp8_e5m2": "cutlass::float_e5m2_t",
 }
-"""What CUTLASS calls the formats of `qsync_fx.formats`."""
+"""CUTLASS types of the formats in `qsync_fx.formats`."""
 
 
 def unit(
@@ -127,12 +105,12 @@ def unit(
     opcode: str,
     heavy: bool,
 ) -> TranslationUnit:
-    """Returns what is to be compiled for a configuration: what `header` makes of a structure `Config`.
+    """Return the unit of a configuration, which instantiates `header` with a structure `Config`.
 
     Args:
-        types: names of the structure that stand for types, beside those of operands, sums and output.
-        constants: names that stand for numbers, flags or enumerators, beside those that every kernel has.
-        opcode, heavy: as in `Unit`.
+        types: additional type names, besides operands, accumulator and output.
+        constants: additional numbers, flags or enumerators, besides the common ones.
+        opcode, heavy: as in `TranslationUnit`.
     """
     every_type = {
         "A": CUTLASS_TYPES[config.a],
@@ -187,12 +165,12 @@ def _declared(name: str, value: int | bool | str) -> str:
 def fields_2x(
     config: KernelConfig, instructions: str, operator: str, swizzle: str
 ) -> dict[str, str]:
-    """Returns the types that only kernels of CUTLASS 2.x name.
+    """Return the types that only CUTLASS 2.x kernels use.
 
     Args:
-        instructions: the oldest architecture that has them: CUTLASS knows its kernels by that.
-        operator: what an instruction does.
-        swizzle: the order of the tiles, within cutlass::.
+        instructions: the oldest architecture with the instructions, by which CUTLASS names kernels.
+        operator: operation of an instruction.
+        swizzle: order of the tiles, within cutlass::.
     """
     assert config.warp is not None and config.instruction is not None
     shapes = {"Tile": config.tile, "Warp": config.warp, "Instruction": config.instruction}
@@ -211,7 +189,7 @@ def fields_2x(
 
 
 def shape_3x(shape: Shape) -> str:
-    """Returns three sizes as CUTLASS 3.x names them."""
+    """Return a shape in the syntax of CUTLASS 3.x."""
     return "cute::Shape<cute::_{}, cute::_{}, cute::_{}>".format(*shape)
 
 
@@ -219,12 +197,12 @@ _OPERATIONS: Final = {"fprop": "kFprop", "dgrad": "kDgrad", "wgrad": "kWgrad"}
 
 
 def conv_on_hopper(config: KernelConfig) -> bool:
-    """Whether the kernel is one of CUTLASS 3.x, for wgmma and TMA; all others are of CUTLASS 2.x."""
+    """Return whether the kernel is of CUTLASS 3.x, for wgmma and TMA; others are of 2.x."""
     return config.schedule == "warp_specialized"
 
 
 def conv_opcode(config: KernelConfig) -> str:
-    """Returns the instruction that the machine code of a valid configuration holds."""
+    """Return the instruction that the machine code of a valid configuration contains."""
     if config.unit == "simt":
         return "FFMA"
     letter = "I" if config.a == "int8" else "H"
@@ -232,7 +210,7 @@ def conv_opcode(config: KernelConfig) -> str:
 
 
 def conv_source(config: KernelConfig) -> TranslationUnit:
-    """Returns what is to be compiled for `config`, a convolution that `rules.problems` finds nothing wrong with."""
+    """Return the unit of `config`, a valid convolution (`candidates.problems`)."""
     header, fields = (
         ("conv/conv_sm90.cuh", _conv_fields_3x(config))
         if conv_on_hopper(config)
@@ -250,7 +228,7 @@ def conv_source(config: KernelConfig) -> TranslationUnit:
 
 def _conv_fields_2x(config: KernelConfig) -> dict[str, str]:
     if config.operation == "dgrad" and config.strided:
-        # A strided gradient is as many products as a stride has steps, one after the other in the grid.
+        # A strided gradient is one product per step of the stride, consecutive in the grid.
         swizzle = f"conv::threadblock::StridedDgradIdentityThreadblockSwizzle<{config.swizzle}>"
     else:
         swizzle = f"gemm::threadblock::GemmIdentityThreadblockSwizzle<{config.swizzle}>"
@@ -261,7 +239,8 @@ def _conv_fields_2x(config: KernelConfig) -> dict[str, str]:
 
 def _conv_fields_3x(config: KernelConfig) -> dict[str, str]:
     m, n, k = (f"cute::_{size}" for size in config.tile)
-    # Dimensions that are several of the tensor's are nested: those that are contracted, and of a weight's gradient the columns.
+    # Modes that combine several tensor dimensions are nested: the contracted ones, and the columns
+    # of a weight gradient.
     columns = f"cute::Shape<{n}>" if config.operation == "wgrad" else n
     return {
         "Tile": f"cute::Shape<{m}, {columns}, cute::Shape<{k}>>",
@@ -272,7 +251,7 @@ def _conv_fields_3x(config: KernelConfig) -> dict[str, str]:
 
 
 LARGEST_K: Final = {"int8": (1 << 17) - 1}
-"""Sums of products of two INT8 numbers longer than this may leave 32 bits: `(2**17 - 1) * 2**14 < 2**31`."""
+"""Longest sum of INT8 products that fits 32 bits: `(2**17 - 1) * 2**14 < 2**31`."""
 
 _UNBOUNDED: Final = (1 << 31) - 1
 _LAYOUTS: Final = {"row": "cutlass::layout::RowMajor", "column": "cutlass::layout::ColumnMajor"}
@@ -289,12 +268,12 @@ _WGMMA_OPCODES: Final = {name: f"{opcode[0]}GMMA" for name, opcode in _OPCODES.i
 
 
 def gemm_on_hopper(config: KernelConfig) -> bool:
-    """Whether the kernel is one of CUTLASS 3.x for wgmma; all others are of CUTLASS 2.x."""
+    """Return whether the kernel is of CUTLASS 3.x, for wgmma; others are of 2.x."""
     return config.schedule.split("_")[0] in ("cooperative", "pingpong")
 
 
 def gemm_opcode(config: KernelConfig) -> str:
-    """Returns the instruction that the machine code of a valid configuration holds."""
+    """Return the instruction that the machine code of a valid configuration contains."""
     if config.unit == "simt":
         return "IDP.4A" if config.a == "int8" else "FFMA"
     if config.arch == "sm_70":
@@ -303,7 +282,7 @@ def gemm_opcode(config: KernelConfig) -> str:
 
 
 def gemm_source(config: KernelConfig) -> TranslationUnit:
-    """Returns what is to be compiled for `config`, a GEMM that `rules.problems` finds nothing wrong with."""
+    """Return the unit of `config`, a valid GEMM (`candidates.problems`)."""
     if gemm_on_hopper(config):
         header, fields = "gemm/gemm_sm90.cuh", _gemm_fields_3x(config)
     else:
@@ -331,7 +310,7 @@ def _gemm_fields_2x(config: KernelConfig) -> dict[str, str]:
 
 
 def _instruction_set(config: KernelConfig) -> str:
-    """The oldest architecture that has the instructions: CUTLASS knows its kernels by that."""
+    """Return the oldest architecture with the instructions, by which CUTLASS names kernels."""
     if config.arch in ("sm_70", "sm_75"):
         return config.arch.replace("sm_", "Sm")
     return "Sm89" if config.a in _FP8 else "Sm80"
@@ -356,7 +335,7 @@ def _gemm_fields_3x(config: KernelConfig) -> dict[str, str]:
 
 
 X_TYPES: Final = {"fp32": 0, "fp16": 1, "bf16": 2}
-"""`x_type` of the arguments, by the name of the format in `qsync_fx.formats`."""
+"""`x_type` of the arguments, by the format's name in `qsync_fx.formats`."""
 
 QUANTIZER_FORMATS: Final = {"int8": 0, "fp8": 1, "fp8_e5m2": 2}
 """`format` of the arguments, by the name of the format's `encoding`."""
@@ -369,18 +348,18 @@ _FORMAT_NAMES: Final = {"int8": "INT8", "fp8": "E4M3", "fp8_e5m2": "E5M2"}
 
 
 def written(row: Precision) -> str | None:
-    """Returns the name under which a quantizer writes the values of a format; None where there is none."""
+    """Return the name of a format's values in quantizers; None if no quantizer writes them."""
     name = encoding(row).name
     return name if name in QUANTIZER_FORMATS else None
 
 
 def quantizer(arch: Arch, x: str, fmt: str) -> TranslationUnit:
-    """Returns what is to be compiled to quantize.
+    """Return the unit of a quantizer.
 
     Args:
-        arch: the target; any, FP8 needs no unit of its own here.
-        x: what is read: "fp32", "fp16" or "bf16".
-        fmt: what is written, one of `FORMATS`.
+        arch: the target; FP8 requires no unit for it.
+        x: input format: "fp32", "fp16" or "bf16".
+        fmt: output format, a key of `QUANTIZER_FORMATS`.
     """
     name = f"quantize_{arch}_{x}_{fmt}"
     source = (

@@ -1,17 +1,13 @@
-"""A kernel as data.
+"""Kernel configurations, and the features of each architecture.
 
-Invariant: a KernelConfig is frozen, and the source of its kernel is a function of it alone, so equal configurations are one library.
-`rules.py` says which are valid, `serving.py` which problems they serve; `candidates.py` lists those that are tried; users add their own
-with `qsync_fx.backend.cuda.selection.candidates.add`.
+A configuration has two levels, as in LP-PyTorch (section VI): the hardware configuration (arch,
+tile, warp, instruction, stages, swizzle, order, schedule) and the kernel abstraction (operation,
+formats, layouts, epilogue). `selection` decides which configurations are valid and which problems
+they serve; users add their own with `selection.candidates.add`.
 
-Two levels, as in LP-PyTorch (section VI): the hardware configuration (arch, tile, warp, instruction, stages, swizzle, split, schedule) and
-the kernel abstraction (which product, in which formats and layouts, with which epilogue).
-
-A kernel as data: a frozen `KernelConfig`, and what each architecture has.
-
-What each architecture has: formats, instructions, shared memory.
-
-Invariant: numbers of NVIDIA's documents, named beside them; what was measured is elsewhere.
+Invariant: a `KernelConfig` is frozen and determines the source of its kernel, so equal
+configurations share a library. Architecture limits come from the NVIDIA documents named next to
+them, not from measurements.
 """
 
 from __future__ import annotations
@@ -32,33 +28,39 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One kernel.
+    """Configuration of one kernel.
 
     Attributes, kernel abstraction:
         operation: "gemm", or one of the three products of a 2-D convolution.
         a, b, out: formats, as in `GemmProblem` and `ConvProblem`.
-        a_major, b_major: layouts of a GEMM's operands; convolutions have channels last.
-        a_scale, b_scale: of a GEMM: both "none", and it reads no scales, or both "channel", and it serves every kind of scale and none.
-            Of a convolution: both "none", or "tensor" and, of an output, "channel", of a gradient "tensor"; it serves every kind then.
-        bias: whether the kernel can add one. A kernel that can also serves problems without.
+        a_major, b_major: layouts of a GEMM's operands; convolutions are channels-last.
+        a_scale, b_scale: of a GEMM: both "none" for a kernel that reads no scales, or both
+            "channel" for a kernel that serves every kind of scale and none. Of a convolution: both
+            "none", or "tensor" with "channel" (fprop) or "tensor" (gradients), which serves every
+            kind.
+        bias: whether the kernel can add a bias. A kernel that can also serves problems without.
 
     Attributes, hardware configuration:
         arch: the target of nvcc.
-        unit: tensor cores, or the ordinary units ("simt").
+        unit: tensor cores, or CUDA cores ("simt").
         tile: threadblock tile (m, n, k).
-        warp: warp tile; None for wgmma, where the schedule says it.
-        instruction: of the tensor core; None for wgmma.
-        stages: of the pipeline; 0 takes as many as shared memory holds (sm_90a only).
+        warp: warp tile; None for wgmma, whose schedule implies it.
+        instruction: shape of the tensor core instruction; None for wgmma.
+        stages: pipeline depth; 0 means as many as fit in shared memory (sm_90a only).
         cluster: threadblocks that share loads (sm_90a only).
-        schedule: of CUTLASS 2.x kernels "multistage" (cp.async) or "pipelined" (two stages, sm_70 and sm_75); of wgmma kernels, which
-            are sm_90a's own, "cooperative" or "pingpong". "_fast" behind it: FP8 sums in the tensor core's own accuracy. sm_90a runs
-            multistage kernels too: FP32, and sizes that TMA does not take. Convolutions by wgmma have "warp_specialized" alone.
-        order: how tiles are handed to multiprocessors: "identity" (2.x, swizzled by `swizzle`), "persistent" (wgmma, likewise), or
-            "stream_k"; "split_k" of weight gradients, as sums of as many parts as keep the device busy.
+        schedule: for CUTLASS 2.x "multistage" (cp.async) or "pipelined" (two stages, sm_70 and
+            sm_75); for wgmma, which only sm_90a has, "cooperative" or "pingpong". The suffix
+            "_fast" accumulates FP8 in the tensor core's own accuracy. sm_90a also runs multistage
+            kernels, for FP32 and for sizes that TMA does not support. Convolutions by wgmma have
+            only "warp_specialized".
+        order: assignment of tiles to multiprocessors: "identity" (2.x, swizzled by `swizzle`),
+            "persistent" (wgmma, likewise), "stream_k", or for weight gradients "split_k", with as
+            many partial sums as keep the device busy.
         swizzle: width of the swizzle: 1, 2, 4 or 8.
         alignment: of `a` and `b`, in elements; pointers and leading dimensions are multiples of it.
         out_alignment: of `d`, in elements.
-        strided: convolutions: whether strides other than 1 are served (dgrad is compiled for one or the other).
+        strided: for convolutions, whether strides other than 1 are served. dgrad is compiled either
+            for them or for stride 1.
     """
 
     operation: Operation
@@ -85,7 +87,7 @@ class KernelConfig:
     strided: bool = True
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the attributes as JSON knows them; `from_json` takes them back."""
+        """Return the attributes as a JSON object."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -93,12 +95,12 @@ class KernelConfig:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits of everything."""
+        """Twelve hexadecimal digits of the hash of all attributes."""
         return hashlib.sha256(repr(sorted(self.as_json().items())).encode()).hexdigest()[:12]
 
     @property
     def name(self) -> str:
-        """What people read, and file names: operation, arch, formats, tile and schedule, then the digest."""
+        """Readable name: operation, arch, formats, tile, schedule, order, digest."""
         tile = "x".join(map(str, self.tile))
         return f"{self.operation}_{self.arch}_{self.a}_{self.b}_{self.out}_{tile}_{self.schedule}_{self.order}_{self.digest}"
 
@@ -111,22 +113,28 @@ SHARED_MEMORY: Final[dict[Arch, int]] = {
     "sm_89": 99 * 1024,
     "sm_90a": 227 * 1024,
 }
-"""Bytes that one threadblock may have (CUDA C++ Programming Guide, table of technical specifications per compute capability)."""
+"""Shared memory bytes per threadblock (CUDA C++ Programming Guide, technical specifications)."""
 
 BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
     (7, 0): "sm_70",
     (7, 5): "sm_75",
     (8, 0): "sm_80",
     (8, 6): "sm_86",
-    # Orin has what GeForce cards of its generation have.
+    # Orin has the limits of GeForce cards of its generation.
     (8, 7): "sm_86",
     (8, 9): "sm_89",
     (9, 0): "sm_90a",
 }
-"""The target that code is compiled for, by compute capability. Machine code runs on no later generation, and "90a" on 9.0 alone."""
+"""Compile target by compute capability.
+
+Machine code runs on no later generation, and "90a" only on 9.0.
+"""
 
 FORWARD: Final[tuple[Arch, ...]] = ("sm_80", "sm_89")
-"""Targets whose libraries hold PTX too, which the driver compiles for devices that came later, whatever nvcc knows of them."""
+"""Targets whose libraries also contain PTX.
+
+The driver compiles it for later devices, even those that nvcc does not know.
+"""
 
 MULTIPROCESSORS: Final[dict[Arch, int]] = {
     "sm_70": 80,
@@ -136,17 +144,19 @@ MULTIPROCESSORS: Final[dict[Arch, int]] = {
     "sm_89": 142,
     "sm_90a": 132,
 }
-"""Of V100, T4, A100, A40, L40 and H100 (NVIDIA's data sheets), where the device itself is not asked."""
+"""Multiprocessors of V100, T4, A100, A40, L40 and H100 (NVIDIA data sheets), for absent devices."""
 
 
 def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arch | None:
-    """Returns what kernels for a device are compiled for; None where there are none.
+    """Return the compile target of kernels for a device; None if there are none.
 
-    A device that is newer than all of `BY_CAPABILITY` takes the PTX of the one of `FORWARD` whose tiles fit into its shared memory.
+    A device newer than all of `BY_CAPABILITY` runs the PTX of the target in `FORWARD` whose tiles
+    fit in its shared memory.
 
     Args:
-        shared_memory: bytes that one threadblock may have there; by default what its generation has: data-centre GPUs (10.x, 11.x)
-            more than an A100, GeForce and RTX PRO (12.x) as much as an L40.
+        shared_memory: bytes per threadblock of the device. By default the size of its generation:
+            data-centre GPUs (10.x, 11.x) have at least as much as an A100, GeForce and RTX PRO
+            (12.x) as much as an L40.
     """
     if capability in BY_CAPABILITY or capability < max(BY_CAPABILITY):
         return BY_CAPABILITY.get(capability)
@@ -167,13 +177,16 @@ OPERANDS: Final[dict[tuple[str, str], Arch]] = {
     ("fp8_e5m2", "fp8"): "sm_89",
     ("fp32", "fp32"): "sm_70",
 }
-"""Formats of `a` and `b` that there are kernels for, and the first architecture that has them."""
+"""Formats of `a` and `b` that have kernels, and the first architecture with support for them."""
 
 OUTPUTS: Final = ("fp32", "fp16", "bf16")
 
 
 def wide(arch: Arch) -> str:
-    """Returns the format of 16 bits that products run in which a narrower one does not pay for: BF16 where there is a unit for it."""
+    """Return the 16-bit format for products that do not gain from a narrower one.
+
+    BF16 if the architecture has a unit for it, else FP16.
+    """
     return "bf16" if int(arch[3:5]) >= int(OPERANDS["bf16", "bf16"][3:5]) else "fp16"
 
 
@@ -193,21 +206,21 @@ _BEFORE: Final[dict[Arch, dict[str, Shape]]] = {
 }
 
 _ORDINARY: Final[dict[str, Shape]] = {"fp32": (1, 1, 1), "int8": (1, 1, 4)}
-"""What one instruction of an ordinary unit multiplies: dp4a sums four products of INT8."""
+"""Multiply-adds of one CUDA core instruction: dp4a sums four INT8 products."""
 
 
 def ordinary(arch: Arch, fmt: str) -> bool:
-    """Whether ordinary units multiply a format, not tensor cores: FP32, and INT8 before tensor cores had it."""
+    """Return whether CUDA cores multiply a format: FP32, and INT8 on sm_70."""
     return fmt == "fp32" or (arch, fmt) == ("sm_70", "int8")
 
 
 def size_of(fmt: str) -> int:
-    """Returns the bytes in which an operand's value is kept."""
+    """Return the bytes per element of a format."""
     return FORMATS[fmt].dtype.itemsize
 
 
 def instruction_of(config: KernelConfig) -> Shape | None:
-    """Returns the only shape of instruction that a 2.x kernel of these formats may name; None where there is none."""
+    """Return the instruction shape of a 2.x kernel for its operand format, or None."""
     if config.unit == "simt":
         return _ORDINARY.get(config.a)
     return _BEFORE.get(config.arch, INSTRUCTIONS).get(config.a)

@@ -1,28 +1,12 @@
-"""nvcc, the host compiler and the CUTLASS headers of this machine.
+"""Compilers and headers of this machine: nvcc, host compiler, CUTLASS; for sm_70 also NVRTC.
 
-Invariant: what is returned serves; what is missing, too old, too new or does not answer raises `ToolchainError`, which says where was
-looked and what to do. A tool that the user named in the environment is taken or refused, never passed over for another. CUTLASS's
-Python package is not imported: it needs packages that we do not, and its headers are all that is used.
+NVRTC of CUDA 12 compiles for sm_70 (V100), which nvcc of CUDA 13 does not support: `pip install
+'qsync-fx[volta]'`. This file is also the program that then replaces nvcc, see `main`.
 
-What compiles: nvcc, the host compiler and the CUTLASS headers of this machine; for sm_70, NVRTC of CUDA 12.
-
-`nvrtc_compile` is the program that takes nvcc's place there.
-
-Compiles a kernel without nvcc: machine code by NVRTC, functions by the host compiler, both from the same text, in one library.
-
-A program of its own, which imports nothing of ours: what it does is ended, repeated and read from its output as a run of nvcc is.
-
-    python nvrtc_compile.py --nvrtc LIBRARY --host COMPILER --arch sm_70 -I FOLDER... NAME
-
-NAME.cu becomes NAME.cubin and NAME.so, in the current folder. Warnings, errors and the report of ptxas go to standard error.
-
-Invariant: NAME.so is there only if both parts agree on the size of the kernel's parameters, as the machine code tells it.
-
-NVRTC of CUDA 12, which compiles for sm_70 (V100) where nvcc has dropped it: an optional extra, `pip install 'qsync-fx[volta]'`.
-
-Of CUDA it takes a library of NVRTC and the headers; kernels that it made need CUDA's driver and nothing else.
-
-Invariant: as of `toolchain`: what is returned serves, and a place that the user named is taken or refused.
+Invariant: a returned tool works. A missing, unsupported or failing tool raises `ToolchainError`
+with the searched places and a remedy. A tool that the user names in the environment is used or
+rejected, never silently replaced. CUTLASS's Python package is not imported, since it has
+dependencies; only its headers are used.
 """
 
 from __future__ import annotations
@@ -58,21 +42,21 @@ HOST_FLAGS = (
 )
 LINKED = ("-Wl,-z,defs", "-ldl")
 
-# NVRTC has no headers of the host's.
+# NVRTC has no standard headers of the host.
 _STANDARD = {
     name: f"#pragma once\n#include <cuda/std/{name}>\nnamespace std {{ using namespace cuda::std; }}\n"
     for name in ("cstdint", "limits", "type_traits")
 }
 _FIRST_PARAMETER = 0x160
-"""Where a kernel's parameters start in constant bank 0, on sm_70 and up to sm_89."""
+"""Offset of a kernel's parameters in constant bank 0, for sm_70 to sm_89."""
 
 
 class Failed(Exception):
-    """What is told in the output before the program ends with status 1."""
+    """Compilation error, printed before the program exits with status 1."""
 
 
 def machine_code(library: str, name: str, arch: str, folders: list[str]) -> tuple[bytes, str]:
-    """Returns the machine code of NAME.cu and what NVRTC and ptxas reported; raises `Failed` with the report."""
+    """Return the cubin of NAME.cu and the report of NVRTC and ptxas; raise `Failed`."""
     nvrtc = ctypes.CDLL(library)
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
@@ -116,7 +100,7 @@ def _strings(values: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def host_code(compiler: str, name: str, folders: list[str]) -> None:
-    """Compiles NAME.cu once more, with NAME.cubin in it, to NAME.so.part; raises `Failed`."""
+    """Compile NAME.cu with NAME.cubin embedded to NAME.so.part; raise `Failed`."""
     includes = [f"-I{folder}" for folder in folders]
     code = f'-DQSYNC_CODE="{name}.cubin"'
     command = [
@@ -136,7 +120,10 @@ def host_code(compiler: str, name: str, folders: list[str]) -> None:
 
 
 def agree(name: str, report: str) -> None:
-    """Raises `Failed` where the parts do not have the same parameters: such a kernel would read what is not there."""
+    """Raise `Failed` if host and device code differ in parameter size.
+
+    The kernel would read invalid parameters.
+    """
     banks = {int(size) for size in re.findall(r"(\d+) bytes cmem\[0\]", report)}
     passed = ctypes.CDLL(os.path.abspath(f"{name}.so.part")).qsync_parameters()
     if banks != {_FIRST_PARAMETER + passed}:
@@ -146,6 +133,14 @@ def agree(name: str, report: str) -> None:
 
 
 def main() -> int:
+    """Compile a kernel without nvcc; return the exit status.
+
+        python toolchain.py --nvrtc LIBRARY --host COMPILER --arch sm_70 -I FOLDER... NAME
+
+    NAME.cu in the current folder is compiled twice: by NVRTC to NAME.cubin, and by the host
+    compiler to NAME.so, which embeds the cubin. NAME.so exists only if both parts agree on the size
+    of the kernel's parameters. Diagnostics go to standard error.
+    """
     parser = argparse.ArgumentParser(
         description="Compiles NAME.cu to NAME.cubin and NAME.so without nvcc."
     )
@@ -175,10 +170,10 @@ if __name__ == "__main__":
 Version = tuple[int, ...]
 
 OLDEST_NVCC: Final = (12, 4)
-"""The first whose PTX has everything that CUTLASS 4 uses on Hopper."""
+"""The first nvcc whose PTX has all features that CUTLASS 4 uses on Hopper."""
 
 OLDEST_GCC: Final = (7, 5)
-"""What CUTLASS 4 asks for in its README."""
+"""Requirement of CUTLASS 4 (README)."""
 
 NEWEST_GCC: Final[dict[Version, int]] = {
     (12, 4): 13,
@@ -189,20 +184,23 @@ NEWEST_GCC: Final[dict[Version, int]] = {
     (13, 0): 15,
     (13, 1): 15,
 }
-"""The newest GCC that each nvcc accepts (CUDA Installation Guide for Linux, host compiler support). Others decide for themselves."""
+"""The newest GCC that each nvcc accepts (CUDA Installation Guide for Linux, host compiler support).
+
+Other versions of nvcc check the compiler themselves.
+"""
 
 OLDEST_CUTLASS: Final = (4, 0)
 
 USUAL: Final = "/usr/local/cuda/bin"
-"""Where toolkits are that nobody has put anywhere else."""
+"""Default folder of CUDA toolkits."""
 
 BESIDE: Final = Path(__file__).resolve().parents[3] / "third_party" / "cutlass"
-"""Where CUTLASS may lie in a source tree that travels to a machine without a network."""
+"""CUTLASS in a source tree, for machines without a network."""
 
 
 @dataclass(frozen=True)
 class ToolProgram:
-    """A program and the version it tells."""
+    """Program and its version."""
 
     path: Path
     version: Version
@@ -213,7 +211,7 @@ class ToolProgram:
 
 @dataclass(frozen=True)
 class Headers:
-    """CUTLASS: `folders` are what nvcc searches; without any for sources that include nothing of it."""
+    """CUTLASS headers: include folders and version; empty for sources without CUTLASS."""
 
     folders: tuple[Path, ...] = ()
     version: Version = ()
@@ -221,12 +219,13 @@ class Headers:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """All that compiling takes.
+    """Tools that compile a unit.
 
     Attributes:
-        nvcc: what compiles device code: nvcc, or the library of NVRTC where there is a `toolkit`.
-        host: what compiles host code.
-        toolkit: folders of CUDA's headers, for NVRTC; nvcc has its own.
+        nvcc: device compiler: nvcc, or the library of NVRTC if there is a `toolkit`.
+        host: host compiler.
+        cutlass: CUTLASS headers.
+        toolkit: folders of CUDA headers, for NVRTC; nvcc has its own.
     """
 
     nvcc: ToolProgram
@@ -236,14 +235,15 @@ class Toolchain:
 
 
 def toolchain(arch: Arch | None = None, templates: bool = True) -> Toolchain:
-    """Returns the tools of this machine.
+    """Return the tools of this machine.
 
     Args:
-        arch: what is to be compiled for, if that is known.
-        templates: whether it is made of CUTLASS's templates, as products are; quantizers and copies are plain CUDA.
+        arch: compile target, if known.
+        templates: whether the unit uses CUTLASS templates, as GEMMs and convolutions do; quantizers
+            and copies are plain CUDA.
 
     Raises:
-        ToolchainError: one is missing or of a version that does not serve.
+        ToolchainError: a tool is missing or has an unsupported version.
     """
     if arch == "sm_70" and not _compiles_for_volta():
         return tools()
@@ -252,7 +252,10 @@ def toolchain(arch: Arch | None = None, templates: bool = True) -> Toolchain:
 
 
 def _compiles_for_volta() -> bool:
-    """Whether nvcc compiles for sm_70; CUDA 13 has dropped it. One that the user named and that does not serve raises, as elsewhere."""
+    """Return whether nvcc compiles for sm_70, which CUDA 13 does not support.
+
+    An unsuitable nvcc that the user named raises, as elsewhere.
+    """
     if environment.text("QSYNC_NVRTC"):
         return False
     try:
@@ -264,7 +267,11 @@ def _compiles_for_volta() -> bool:
 
 
 def nvcc() -> ToolProgram:
-    """Returns nvcc: $QSYNC_NVCC, $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin, or that of a pip wheel."""
+    """Return nvcc from the environment, PATH, the default folder or a pip wheel.
+
+    The order is $QSYNC_NVCC, $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin,
+    wheels.
+    """
     unfit: list[str] = []
     for name in ("QSYNC_NVCC", "CUDACXX"):
         if named := environment.text(name):
@@ -304,19 +311,22 @@ def _nvcc_places() -> Iterator[str]:
 
 
 def wheel_folders(name: str) -> list[Path]:
-    """Returns the folders called `name` ("bin", "lib") of NVIDIA's pip wheels, which share one place for each major version."""
+    """Return the `name` folders ("bin", "lib") of NVIDIA's pip wheels, one per CUDA version."""
     homes = [place / cuda for place in package_folders("nvidia") for cuda in ("cu13", "cu12")]
     return [home / name for home in homes if (home / name).is_dir()]
 
 
 def package_folders(name: str) -> list[Path]:
-    """Returns where a top-level package lies, without importing it; nothing where it is not installed."""
+    """Return the folders of a top-level package without importing it; [] if not installed."""
     spec = importlib.util.find_spec(name)
     return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
 
 
 def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
-    """Returns what host code is compiled with: $NVCC_CCBIN, $CUDAHOSTCXX, g++, or the newest `g++-N` that nvcc accepts, if one is given."""
+    """Return the host compiler: $NVCC_CCBIN, $CUDAHOSTCXX, g++ or c++.
+
+    If `compiler` does not accept this GCC, it is the newest `g++-N` that it accepts.
+    """
     newest = NEWEST_GCC.get(compiler.version[:2]) if compiler else None
     for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
         if named := environment.text(name):
@@ -365,7 +375,10 @@ def _host(name: str) -> ToolProgram | None:
 
 
 def cutlass() -> Headers:
-    """Returns the headers of CUTLASS: $QSYNC_CUTLASS_PATH, $CUTLASS_PATH, the wheel nvidia-cutlass, or third_party/cutlass."""
+    """Return the headers of CUTLASS.
+
+    The order is $QSYNC_CUTLASS_PATH, $CUTLASS_PATH, the wheel nvidia-cutlass, third_party/cutlass.
+    """
     for name in ("QSYNC_CUTLASS_PATH", "CUTLASS_PATH"):
         if named := environment.text(name):
             root = Path(os.path.abspath(named))
@@ -412,7 +425,7 @@ def _checked(headers: Headers) -> Headers:
 
 
 def tool(name: str, *neighbours: Path) -> Path | None:
-    """Returns a program of the CUDA toolkit other than nvcc: from folders given, PATH, pip wheels, or those that Triton brings along."""
+    """Return a CUDA tool except nvcc, from `neighbours`, PATH, the toolkit, wheels or Triton."""
     brought = [place / "backends/nvidia/bin" for place in package_folders("triton")]
     for folder in (*neighbours, None, Path(USUAL), *wheel_folders("bin"), *brought):
         if path := shutil.which(name, path=None if folder is None else str(folder)):
@@ -422,7 +435,10 @@ def tool(name: str, *neighbours: Path) -> Path | None:
 
 @functools.cache
 def library_folders(compiler: Path) -> tuple[Path, ...]:
-    """Returns where the toolkit of this nvcc keeps its libraries. It may be a script that calls the real one, so nvcc is asked."""
+    """Return the library folders of the toolkit of an nvcc.
+
+    nvcc itself reports the toolkit, since it may be a script that calls another nvcc.
+    """
     text = subprocess.run(
         [compiler, "--dryrun", "-x", "cu", os.devnull],
         capture_output=True,
@@ -440,7 +456,7 @@ def library_folders(compiler: Path) -> tuple[Path, ...]:
 
 
 def dotted(version: Version) -> str:
-    """Returns a version as people write it."""
+    """Return a version as dotted text."""
     return ".".join(map(str, version))
 
 
@@ -486,20 +502,27 @@ _HEADERS: Final = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cuda/s
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The library with its version, and the folders of CUDA's headers."""
+    """NVRTC library with its version, and the folders of CUDA headers."""
 
     library: ToolProgram
     folders: tuple[Path, ...]
 
 
 def tools() -> Toolchain:
-    """Returns what compiles for sm_70 without nvcc; raises `ToolchainError` where something is missing."""
+    """Return the tools that compile for sm_70 without nvcc.
+
+    Raises:
+        ToolchainError: a tool is missing.
+    """
     result = nvrtc()
     return Toolchain(result.library, host_compiler(None), cutlass(), result.folders)
 
 
 def nvrtc() -> Nvrtc:
-    """Returns NVRTC: of $QSYNC_NVRTC (a toolkit of CUDA 12, or a folder that `pip install --target` has filled), or of pip wheels."""
+    """Return NVRTC from $QSYNC_NVRTC, or from pip wheels.
+
+    The variable names a CUDA 12 toolkit or a folder filled by `pip install --target`.
+    """
     if named := environment.text("QSYNC_NVRTC"):
         root = Path(os.path.abspath(Path(named).expanduser()))
         result = _in_wheels(root / "nvidia") or _in_toolkit(root)
@@ -521,7 +544,7 @@ def nvrtc() -> Nvrtc:
 
 
 def command(name: str, arch: str, result: Toolchain, folders: tuple[Path, ...]) -> list[str]:
-    """Returns the command that compiles NAME.cu in the current folder to NAME.so, and its machine code to NAME.cubin."""
+    """Return the command that compiles NAME.cu in the current folder to NAME.so and NAME.cubin."""
     includes = [f"-I{folder}" for folder in (*folders, *result.cutlass.folders, *result.toolkit)]
     head = [sys.executable, "-I", str(Path(__file__).resolve())]
     return [
@@ -539,7 +562,7 @@ def command(name: str, arch: str, result: Toolchain, folders: tuple[Path, ...]) 
 
 def _in_wheels(place: Path) -> Nvrtc | None:
     headers = (place / name / "include" for name in ("cuda_cccl", "cuda_runtime", "cuda_nvcc"))
-    # The name of the file says "12" alone.
+    # The file name only contains "12".
     written = (
         path.name.split("-")[1]
         for path in sorted(place.parent.glob("nvidia_cuda_nvrtc_cu12-*.dist-info"))

@@ -1,45 +1,15 @@
-"""Which candidate is fastest for a problem.
+"""Autotuning: choice of the fastest candidate per problem, tuning tables, and recorded timings.
 
-torch (cuBLAS, cuDNN) is always the first candidate, so tuning can only gain. Timings are noisy and a choice must not be: candidates are
-measured in rounds that take turns, a candidate's time is the median of all its rounds, and the earliest candidate whose median is within
-`MARGIN` of the fastest one's wins. So a kernel replaces torch only where it is clearly faster, and two runs that measure about the same
-choose the same.
+torch (cuBLAS, cuDNN) is always the first candidate. Candidates are measured in interleaved rounds,
+the time of a candidate is the median of its rounds, and the earliest candidate within `MARGIN` of
+the fastest median wins. A kernel therefore replaces torch only if it is clearly faster, and similar
+measurements yield the same choice.
 
-Invariant: nothing here needs a GPU. What measures is a `Timer`; one reads recorded timings.
+Tables and recordings are JSON files, fully validated before use. They contain names and numbers
+only: a kernel is looked up by name among the candidates, never constructed from a file. Problems in
+files must be problems that the operators can request.
 
-Which candidate is fastest where: what is measured, kept in tables, and recorded for machines without a GPU.
-
-Problems in files and in reports: as JSON, and in one line.
-
-Invariant: what `problem_from` returns is a problem that the operators could have asked for; everything else raises, naming the field.
-
-Tables of what tuning measured, on disk: one file for each environment that timings hold in.
-
-Invariant: a file is JSON, checked field by field before anything is believed, and holds names and numbers alone: a kernel is looked up by
-its name among the candidates, never made from what a file says. Files are replaced whole, under a lock, and rows of other problems stay.
-
-A file (cost models read these):
-
-    format       "qsync tuning table"
-    version      1
-    environment  gpu, driver, cuda, torch, cutlass: versions; abi: a number. Timings of one environment say little of another
-    choices      a list of
-        problem            kind ("gemm" or "conv") and the fields of `problem.GemmProblem` or `problem.ConvProblem`, sizes of the bucket
-        name               the winner: "torch" or the name of a kernel
-        seconds            name -> median seconds, every candidate that ran
-        failed             name -> why it did not run
-        faster_than_bf16   true, false or null; see `tuning.Choice`
-        rounds             how often each was measured
-
-Recorded timings: what a GPU measured once, as a file that decides without one.
-
-Invariant: hostile until checked, as tables are. A file:
-
-    format        "qsync recorded timings"
-    version       1
-    environment   as in a tuning table
-    arch          "sm_90a" or another of `config.ARCHITECTURES`
-    timings       a list of {problem: ..., seconds: {name: [seconds, ...]}}, names as in a tuning table
+Invariant: no GPU is required. A `Timer` measures; `RecordedTimer` reads recorded timings.
 """
 
 from __future__ import annotations
@@ -105,18 +75,18 @@ def _cannot(name: str, value: object) -> str:
 
 
 CHECKS: Final[Mapping[Any, Check]] = {GemmProblem: _gemm, ConvProblem: _conv}
-"""What types do not say of problems, for the schemas of files that hold some."""
+"""Semantic checks of problems, for the schemas of files that contain them."""
 _PROBLEMS: Final = converter(CHECKS)
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
-    """Returns a problem's fields, and "kind": "gemm" or "conv"."""
+    """Return a problem's fields and "kind": "gemm" or "conv"."""
     fields: dict[str, Any] = _PROBLEMS.unstructure(problem)
     return fields
 
 
 def problem_from(data: object, where: str) -> Problem:
-    """Returns the problem that JSON describes; raises `QSyncError` naming what is wrong with it."""
+    """Return the problem that JSON data describes; raise `QSyncError` with the invalid field."""
     try:
         result: Problem = structured(_PROBLEMS, data, Problem)
     except Malformed as wrong:
@@ -128,7 +98,7 @@ def problem_from(data: object, where: str) -> Problem:
 
 
 def shown(problem: Problem) -> str:
-    """Returns a problem in one line, for tables and reasons."""
+    """Return a problem in one line, for tables and reasons."""
     formats = problem.a if problem.a == problem.b else f"{problem.a} x {problem.b}"
     if isinstance(problem, GemmProblem):
         layout = {"row": "n", "column": "t"}
@@ -140,25 +110,25 @@ def shown(problem: Problem) -> str:
 
 
 MARGIN: Final = 0.03
-"""How much slower than the fastest a candidate may be and still win by coming earlier, as a fraction."""
+"""Tolerance for choosing an earlier candidate, as a fraction of the fastest time."""
 
 ROUNDS: Final = 9
 
 NARROW: Final = tuple(row.name for row in FORMATS.values() if row.dtype.itemsize == 1)
-"""Formats of one byte: they are worth their conversions only where their products beat those of BF16."""
+"""One-byte formats, which pay for their casts only if their products are faster than BF16."""
 
 Candidate = KernelConfig | Literal["torch"]
 
 
 class TuningError(QSyncError):
-    """A problem that no candidate could be measured for, or a table that cannot be read or kept."""
+    """No candidate of a problem could be measured, or a table cannot be read or written."""
 
 
 class Timer(Protocol):
-    """What measures the candidates of one problem."""
+    """Timer of the candidates of one problem."""
 
     def measure(self, candidate: Candidate) -> list[float]:
-        """Returns the seconds of some runs, at least one.
+        """Return the seconds of some runs, at least one.
 
         Raises:
             QSyncError: the candidate does not run here.
@@ -167,16 +137,17 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class TunedChoice:
-    """What tuning found out about one problem; a row of the tables that cost models read.
+    """Tuning result of one problem; a row of a tuning table, which cost models read.
 
     Attributes:
         problem: a bucket (`problem.bucket()`).
         name: the winner: "torch", or the name of a `KernelConfig`.
-        seconds: the median of each candidate that ran, by its name, in the order of the candidates.
-        failed: why the others did not, by name.
-        faster_than_bf16: of INT8 and FP8 problems, whether the winner beats the best candidate in BF16, or in FP16 where the device has no
-            unit for BF16; None where that is not known, and for other formats.
-        rounds: how often each candidate was measured.
+        seconds: median seconds by name, of each candidate that ran, in the order of the candidates.
+        failed: reason by name, of the other candidates.
+        faster_than_bf16: for INT8 and FP8 problems, whether the winner is faster than the best
+            candidate in BF16, or in FP16 if the device has no unit for BF16; None if unknown, and
+            for other formats.
+        rounds: measurements per candidate.
     """
 
     problem: Problem
@@ -188,24 +159,25 @@ class TunedChoice:
 
     @property
     def best(self) -> float:
-        """Seconds of the winner."""
+        """Median seconds of the winner."""
         return self.seconds[self.name]
 
 
 def name_of(candidate: Candidate) -> str:
-    """Returns what a candidate is called in tables."""
+    """Return the name of a candidate in tables."""
     return candidate if isinstance(candidate, str) else candidate.name
 
 
 def tune(
     problem: Problem, candidates: Sequence[KernelConfig], timer: Timer, rounds: int = ROUNDS
 ) -> TunedChoice:
-    """Measures torch and the candidates for one problem and chooses.
+    """Measure torch and the candidates for one problem and choose.
 
-    Candidates take turns, and each round starts with another one, so that what a GPU does over time (clocks, heat) falls on all of them.
+    Each round starts with another candidate, so that changes over time (clocks, heat) affect all of
+    them.
 
     Raises:
-        TuningError: nothing could be measured, torch neither.
+        TuningError: neither torch nor any candidate could be measured.
     """
     running: list[Candidate] = ["torch", *candidates]
     measured: dict[str, list[float]] = {name_of(candidate): [] for candidate in running}
@@ -245,14 +217,14 @@ def _winner(seconds: Mapping[str, float]) -> str:
 
 
 def counterpart(problem: Problem, wide: str = "bf16") -> Problem | None:
-    """Returns the problem in 16 bits that a problem in a narrow format has to beat, None for other formats."""
+    """Return the 16-bit problem that a narrow one must be faster than; None for other formats."""
     if problem.a not in NARROW and problem.b not in NARROW:
         return None
     return replace(problem, a=wide, b=wide, a_scale="none", b_scale="none")
 
 
 def gated(choice: TunedChoice, wide: TunedChoice | None) -> TunedChoice:
-    """Returns a choice with the answer whether its product beats that in 16 bits."""
+    """Return a choice with `faster_than_bf16` set from the choice in 16 bits, if there is one."""
     return choice if wide is None else replace(choice, faster_than_bf16=choice.best < wide.best)
 
 
@@ -264,18 +236,18 @@ def tune_all(
     report: Callable[[Problem, TunedChoice | None, str], None] = lambda problem, choice, why: None,
     wide: str = "bf16",
 ) -> list[TunedChoice]:
-    """Tunes each bucket of some problems, and the buckets in 16 bits that narrow formats are compared with.
+    """Tune the buckets of some problems, and their 16-bit counterparts.
 
     Args:
-        problems: any; those of one bucket are tuned once.
-        candidates: kernels to try for a problem.
-        timer: what measures the candidates of a problem; released before the next one is made.
-        rounds: of each candidate.
-        report: called when a bucket is done, with its choice, or None and why there is none.
-        wide: the format of 16 bits that the device has, as `hardware.wide` says.
+        problems: problems; those in one bucket are tuned once.
+        candidates: returns the kernels to measure for a problem.
+        timer: returns the timer of a problem, which is released before the next one is created.
+        rounds: measurements per candidate.
+        report: called for each finished bucket, with its choice, or None and the reason of failure.
+        wide: the 16-bit format of the device, see `kernel_config.wide`.
 
     Returns:
-        The choices, in the order in which buckets first occur, those in 16 bits last.
+        The choices, in the order in which buckets first occur, 16-bit counterparts last.
     """
     result: dict[Problem, TunedChoice] = {}
     for problem in buckets(problems, wide):
@@ -293,14 +265,14 @@ def tune_all(
 
 
 def buckets(problems: Iterable[Problem], wide: str = "bf16") -> list[Problem]:
-    """Returns the buckets to be tuned for some problems, each once, with those in 16 bits that they are compared with."""
+    """Return the distinct buckets to tune for some problems, and their 16-bit counterparts."""
     owned = list(dict.fromkeys(problem.bucket() for problem in problems))
     others = [other for problem in owned if (other := counterpart(problem, wide)) is not None]
     return list(dict.fromkeys([*owned, *others]))
 
 
 def work(problem: Problem) -> tuple[int, int, int]:
-    """Returns m, n, k of the matrix product that a problem is; a convolution's are those of its implicit one."""
+    """Return (m, n, k) of a problem's matrix product; of the implicit GEMM for a convolution."""
     if isinstance(problem, GemmProblem):
         return problem.m, problem.n, problem.k
     pixels, window = problem.n * problem.p * problem.q, problem.r * problem.s
@@ -321,7 +293,7 @@ _PATIENCE: Final = 60.0
 
 @dataclass(frozen=True)
 class Environment:
-    """What timings depend on beside the problem. Versions as text; `abi` is that of compiled kernels."""
+    """Environment of timings: GPU and versions. `abi` is the version of the C interface."""
 
     gpu: str
     driver: str
@@ -332,38 +304,57 @@ class Environment:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits of everything."""
+        """Sixteen hexadecimal digits of the hash of all fields."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class TuningTable:
-    """What was measured in one environment, by bucket."""
+    """Tuning results of one environment, by bucket.
+
+    Its JSON file has the fields
+
+        format       "qsync tuning table"
+        version      1
+        environment  gpu, driver, cuda, torch, cutlass: text; abi: a number
+        choices      a list of
+            problem            kind ("gemm" or "conv") and the fields of the problem class,
+                               with the sizes of the bucket
+            name               the winner: "torch" or the name of a kernel
+            seconds            name -> median seconds, every candidate that ran
+            failed             name -> reason of failure
+            faster_than_bf16   true, false or null; see `TunedChoice`
+            rounds             measurements per candidate
+
+    Each environment has its own file. Files are replaced atomically under a lock; rows of other
+    problems are preserved.
+    """
 
     environment: Environment
     choices: Mapping[Problem, TunedChoice] = field(default_factory=dict)
 
     def choice(self, problem: Problem) -> TunedChoice | None:
-        """Returns what is known of a problem's bucket."""
+        """Return the choice of a problem's bucket, if any."""
         return self.choices.get(problem.bucket())
 
     def updated(self, choices: Iterable[TunedChoice]) -> TuningTable:
-        """Returns the table with these choices in place of older ones for the same problems."""
+        """Return a table in which these choices replace older ones for the same problems."""
         return TuningTable(
             self.environment, {**self.choices, **{choice.problem: choice for choice in choices}}
         )
 
 
 def path_in(folder: Path, environment: Environment) -> Path:
-    """Returns where the table of an environment is kept."""
+    """Return the path of the table of an environment."""
     return folder / f"{environment.digest}.json"
 
 
 def load_table(path: Path, environment: Environment | None = None) -> TuningTable:
-    """Returns the table in a file; an empty one where there is no file and an environment is given.
+    """Return the table in a file; an empty one if the file does not exist and `environment` is set.
 
     Raises:
-        TuningError: the file cannot be read, is no table of this version, or is one of another environment.
+        TuningError: the file cannot be read, is no table of this version, or is of another
+            environment.
     """
     if environment is not None and not path.exists():
         return TuningTable(environment)
@@ -378,12 +369,12 @@ def load_table(path: Path, environment: Environment | None = None) -> TuningTabl
 
 
 def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoice]) -> TuningTable:
-    """Merges choices into the table at `path`, which other processes may do at the same time, and returns the whole.
+    """Merge choices into the table at `path` under a lock and return the result.
 
-    A file that cannot be read is kept beside the new one, with `.unreadable` at the end of its name.
+    An unreadable file is renamed with the suffix `.unreadable`.
 
     Raises:
-        QSyncError: the folder cannot be written to, or another process holds the table for a minute.
+        QSyncError: the folder is not writable, or another process locks the table for a minute.
     """
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -399,7 +390,11 @@ def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoi
 
 
 def check_writable(path: Path) -> None:
-    """Makes the folder of the table at `path`; raises `TuningError` where no table can be written, before anything is measured for it."""
+    """Create the folder of the table at `path`, before any measurement.
+
+    Raises:
+        TuningError: no table can be written there.
+    """
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         TABLE.check_writable(path)
@@ -433,14 +428,12 @@ def _present(path: Path, environment: Environment) -> TuningTable:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A table as its file holds it."""
-
     environment: Environment
     choices: list[TunedChoice]
 
 
 def choice_as_json(choice: TunedChoice) -> dict[str, Any]:
-    """Returns one row of a table."""
+    """Return one row of a table."""
     row: dict[str, Any] = TABLE.part(_short(choice))
     return row
 
@@ -472,7 +465,7 @@ def _check_environment(result: Environment) -> str | None:
 
 
 ENVIRONMENT: Final[Mapping[Any, Check]] = {Environment: _check_environment}
-"""What types do not say of environments, for the schemas of files that hold one."""
+"""Semantic checks of environments, for the schemas of files that contain them."""
 TABLE: Final = Schema(
     _Rows,
     noun="tuning table",
@@ -486,20 +479,30 @@ TABLE: Final = Schema(
 
 @dataclass(frozen=True)
 class TimingRecording:
-    """Timings of one environment: the seconds of every run, by problem and name of the candidate."""
+    """Recorded timings of one environment: the seconds of every run, by problem and candidate name.
+
+    They allow tuning without a GPU. The JSON file has the fields
+
+        format        "qsync recorded timings"
+        version       1
+        environment   as in a tuning table
+        arch          "sm_90a" or another of `kernel_config.ARCHITECTURES`
+        timings       a list of {problem: ..., seconds: {name: [seconds, ...]}},
+                      names as in a tuning table
+    """
 
     environment: Environment
     arch: Arch
     timings: Mapping[Problem, Mapping[str, list[float]]]
 
     def timer(self, problem: Problem) -> RecordedTimer:
-        """Returns the timer of a problem, recorded as such or under its bucket."""
+        """Return the timer of a problem, recorded under itself or its bucket."""
         return RecordedTimer(self.timings.get(problem) or self.timings.get(problem.bucket()) or {})
 
 
 @dataclass(frozen=True)
 class RecordedTimer:
-    """Measures by reading; every round reads the same."""
+    """Timer that returns recorded timings; all rounds are equal."""
 
     seconds: Mapping[str, list[float]]
 
@@ -511,7 +514,7 @@ class RecordedTimer:
 
 @dataclass
 class TableWriter:
-    """A timer that keeps what another one measures, for a recording. `timer` may be dropped when it has measured."""
+    """Timer that records the measurements of another timer, which may be dropped afterwards."""
 
     timer: Timer | None
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -531,15 +534,13 @@ class _Row:
 
 @dataclass(frozen=True)
 class _RecordedRows:
-    """A recording as its file holds it."""
-
     environment: Environment
     arch: Arch
     timings: list[_Row]
 
 
 def save_recording(path: Path, recording: TimingRecording) -> None:
-    """Writes a recording to `path` in one step; raises `TuningError` if it cannot."""
+    """Write a recording to `path` atomically; raise `TuningError` on failure."""
     rows = [_Row(problem, dict(seconds)) for problem, seconds in recording.timings.items()]
     RECORDING.write(
         path, RECORDING.encode(_RecordedRows(recording.environment, recording.arch, rows))
@@ -547,7 +548,7 @@ def save_recording(path: Path, recording: TimingRecording) -> None:
 
 
 def load_recording(path: Path) -> TimingRecording:
-    """Returns the recording in a file; raises `TuningError` where it is none."""
+    """Return the recording in a file; raise `TuningError` if it is invalid."""
     result = RECORDING.load(path)
     return TimingRecording(
         result.environment, result.arch, {row.problem: row.seconds for row in result.timings}

@@ -1,5 +1,9 @@
-"""What Inductor is told and given: settings, and formulas in place of its own where those are slow or keep much.
+"""Inductor integration: settings, decompositions, lowerings and graph passes.
 
-Invariant: nothing here decides a precision. What is computed stays the same but for the order of sums, and the numbers that dropout draws
-where another dropout is asked for.
+They replace Inductor defaults that are slow or save many bytes for backward.
+`inductor_config.inductor` returns the settings and `decompositions.for_inductor` the table of
+decompositions; `layouts` and `recompute_policy` contain the graph passes.
+
+Invariant: precisions do not change, nor do results, except for the order of sums and the values
+that another dropout drops. Start at `inductor_config.py`.
 """

@@ -1,16 +1,14 @@
-"""Formulas that Inductor is given on the CPU in place of its own, where those end in scalar code; on CUDA, those of quantizers that there
-is no kernel for.
+"""Decomposition tables for Inductor: vectorized code on the CPU, fusible quantizers on CUDA.
 
-Invariant: what is computed is the same, but for the order in which overlapping windows of a pooling are summed, and the type; and for the
-numbers that dropout draws, where that is asked for. A table has a name that torch's caches on disk know a graph by.
+Invariant: results equal Inductor's except for the order in which overlapping pooling windows are
+summed, the dtype, and the values that dropout drops.
 
-The option "fast_dropout": Inductor is given a dropout for the CPU that draws from the rounding stream (`qsync::keep`).
-
-What attention in BF16 drops stands in no graph of ours, only in what tracing makes of it, so this is a decomposition and no lowering. Each
-dropout of a graph has a stream of its own; the seed is one a step.
-
-Invariant: a value is dropped in the backward pass where it was dropped in the forward pass: the bytes that say so are saved. A region of
-activation checkpointing would draw them anew from another seed; a graph that has one keeps torch's dropout, and it is said to who asked.
+The option "fast_dropout" draws masks from the rounding stream (`qsync::keep`). It is a
+decomposition and not a lowering because the dropout of BF16 attention appears only in the traced
+graph. Each dropout has its own stream; the graph's seed is drawn once per step. The masks are
+saved, so both passes drop the same values. Activation checkpointing would draw them again from
+another seed, so graphs with a checkpoint keep torch's dropout, with a warning if the option was
+set.
 """
 
 from __future__ import annotations
@@ -34,7 +32,11 @@ from qsync_fx.rounding import DROPOUT, SHARED, RandomStreams
 
 
 def decomposition(bits: bool = False) -> Callable[..., Any]:
-    """Returns `aten.native_dropout` for one graph, its masks kept in bytes or in bits; what it is not for, it leaves to torch."""
+    """Return `aten.native_dropout` for one graph; `bits` packs saved masks.
+
+    It returns NotImplemented, which leaves the call to torch, unless the input is floating point on
+    the CPU, in training, with 0 < p < 1.
+    """
     streams = RandomStreams(DROPOUT, SHARED)
 
     def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
@@ -54,8 +56,7 @@ def decomposition(bits: bool = False) -> Callable[..., Any]:
 
 
 def in_bits(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `aten.native_dropout` for "activation_recompute": what torch's drops, with a mask that both passes read from a bit a
-    value."""
+    """Return torch's `aten.native_dropout` with a mask that both passes read from packed bits."""
 
     def native_dropout(x: Tensor, p: float, train: bool | None) -> Any:
         if not train or not 0.0 < p < 1.0 or x.device.type != "cpu":
@@ -68,7 +69,7 @@ def in_bits(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serves(graph: PrecisionGraph) -> bool:
-    """Returns whether the dropout of a graph is ours; warns where it was asked for and may not be."""
+    """Return whether dropout uses the rounding stream; warn if it was requested but cannot."""
     if drawn(graph):
         return True
     if graph.context.options.fast_dropout and may_be_drawn(graph):
@@ -94,17 +95,20 @@ def _max_pool2d_backward(
     ceil_mode: bool,
     indices: Tensor,
 ) -> Tensor:
-    """torch's kernel, as in eager mode: Inductor's scatter, or gather, is not vectorized, and was a tenth of a ResNet-18 step."""
+    """Scatter with torch's kernel; Inductor's is not vectorized (a tenth of a ResNet-18 step)."""
     result = max_pool2d_gradient(
         gradient, indices, x.shape, kernel, stride, padding, dilation, ceil_mode
     )
-    # The kernel follows the gradient, torch's operator the input.
+    # The kernel preserves the gradient's memory format, torch's operator the input's.
     return result.contiguous(memory_format=suggest_memory_format(x))
 
 
 class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
-    """A table that is pickled as what it was made of: torch 2.13 has it in the key of a graph in its caches, and none of its operators
-    can be pickled, so that no graph was ever found there."""
+    """A decomposition table that is pickled as the arguments that it was built from.
+
+    torch 2.13 includes the table in cache keys of graphs, and the operators in it cannot be
+    pickled, so that no graph was ever found in the cache.
+    """
 
     def __init__(
         self, table: Mapping[OpOverload, Callable[..., Any]], made_of: tuple[Any, ...]
@@ -119,7 +123,7 @@ class DecompositionTable(dict[OpOverload, Callable[..., Any]]):
 def for_inductor(
     device: torch.device, fast_dropout: bool = False, activation_recompute: bool = False
 ) -> DecompositionTable | None:
-    """Returns Inductor's table of decompositions with ours in it, those of the options too; None where its own is right."""
+    """Return Inductor's decomposition table with ours, or None if its own needs no change."""
     from torch._inductor.decomposition import select_decomp_table
 
     made_of = device, fast_dropout, activation_recompute
@@ -133,7 +137,8 @@ def for_inductor(
     if fast_dropout:
         table = {**table, dropping: decomposition(bits=activation_recompute)}
     elif activation_recompute and dropping in table:
-        # It is missing where Inductor draws as torch does, under which setting a graph is read from torch's caches.
+        # Inductor omits it if "fallback_random" is set, as when it loads a graph from torch's
+        # caches.
         table = {**table, dropping: in_bits(table[dropping])}
     ours: dict[OpOverload, Callable[..., Any]] = {
         aten.convolution_backward.default: layouts.convolution_backward,

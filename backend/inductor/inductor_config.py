@@ -1,7 +1,7 @@
-"""Settings of torch under which the rewritten graph is compiled, where its defaults are not what is fastest.
+"""Settings of torch and Inductor for compiling a rewritten graph, where the defaults are slow.
 
-Invariant: they hold while one graph is compiled and are as they were afterwards; none of them changes what is computed beyond roundings of
-the formats that the plan names, and the numbers that dropout draws.
+Invariant: they apply while one graph is compiled and are restored afterwards. They do not change
+results except for roundings in planned formats and the random numbers of dropout.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from qsync_fx.options import Options
 _AS_ROWS: Final = tuple(
     getattr(torch.ops.aten, name).default for name in ("view", "reshape", "_unsafe_view", "clone")
 )
-"""What flattens a tensor to rows, first of all; a product of images reads them as they are."""
+"""Targets that first flatten a tensor to rows; a convolution reads images as they are."""
 
 
 @functools.cache
 def register_with_inductor() -> None:
-    """Tells Inductor how `qsync::gate` is computed, and in which layouts operators of ours want their inputs.
+    """Register lowerings and layout constraints of our operators with Inductor.
 
-    `qsync::quantize` has channels last in graphs where convolutions have it so. Any layout is right. With that of the traced graph,
-    Inductor copied every activation there and back, and a VGG step took a fifth longer; with any, what was made just to be quantized came
-    out with channels first, and the step of a ResNet took a tenth longer. What a linear layer reads as rows has no channels to come last:
-    of four dimensions too, as in a ConvNeXt, it lies as it was made. The price: random numbers belong to places in memory, so they
-    are others than in the eager graph. Rounding stays unbiased.
+    `qsync::quantize` is correct in any layout; it reads channels-last if the graph's convolutions
+    do. With the traced layout Inductor copied every activation twice (a VGG step took a fifth
+    longer). Without a constraint, tensors computed only to be quantized were channels-first (a
+    ResNet step took a tenth longer). Inputs that linear layers read as rows keep their layout, also
+    with four dimensions, as in ConvNeXt. The price: random numbers follow memory positions, so they
+    differ from the eager graph's; rounding stays unbiased.
     """
     from torch._inductor.ir import ExternKernel
     from torch._inductor.lowering import constrain_to_fx_strides, make_fallback, register_lowering
@@ -52,21 +53,24 @@ def register_with_inductor() -> None:
     by_kernel = torch.ops.qsync.conv2d_product.default
 
     def convolves() -> bool:
-        # Inductor itself looks for torch's convolutions, of which no forward graph has one where all of them are products of ours.
+        # Inductor itself looks for torch's convolutions only, and a forward graph may contain only
+        # ours.
         targets = (integer_convolution, by_kernel)
         return any(
             V.graph.graph.find_nodes(op="call_function", target=target) for target in targets
         )
 
     def can_be_copied(node: fx.Node) -> bool:
-        # Before compute capability 8.9 Triton does not write FP8, so that what is quantized has to lie right from the start.
+        # Triton does not write FP8 before compute capability 8.9, so the layout must be right from
+        # the start.
         x: Any = node.args[0]
         return not on_cuda(node) or quantize_launch.compiles(
             precision(str(node.args[3])), x.meta["val"].device
         )
 
     def constrain(node: fx.Node, x: Any, *others: Any) -> tuple[Any, Any]:
-        # What comes from outside lies as it lies: to copy weights after they are quantized moves a quarter of the bytes.
+        # Graph inputs keep their layout: copying weights after quantization moves a quarter of the
+        # bytes.
         made_here = isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
         if (
             (made_here or not can_be_copied(node))
@@ -83,14 +87,15 @@ def register_with_inductor() -> None:
         return (x, *others), {}
 
     def as_traced(node: fx.Node, *value: Any, **named: Any) -> tuple[Any, Any]:
-        # Which kernel computes was decided by the layouts that were traced, and it alone is compiled. The CPU's takes any.
+        # The kernel was selected and compiled for the traced layouts. The CPU's accepts any.
         result: tuple[Any, Any] = value, named
         if on_cuda(node):
             result = constrain_to_fx_strides(node, *value, **named)  # type: ignore[no-untyped-call]
         return result
 
     def channels_last_on_cuda(node: fx.Node, a: Any, b: Any, *others: Any) -> tuple[Any, Any]:
-        # Others are copied before the kernel runs; here they may be made so.
+        # Other layouts are copied before the kernel runs; here the producer may write
+        # channels-last.
         if on_cuda(node):
             a, b = (ExternKernel.require_channels_last(t) for t in (a, b))
         return (a, b, *others), {}
@@ -100,7 +105,8 @@ def register_with_inductor() -> None:
         return bool(operand.meta["val"].device.type == "cuda")
 
     def called(operator: Any, lies: Callable[..., tuple[Any, Any]] | None = None) -> None:
-        # Of an operator with this tag Inductor reads no more, and what lies otherwise would be copied before each call, or torch's.
+        # With this tag Inductor reads no other constraint, and mismatched inputs would be copied
+        # before each call.
         assert lies is None or torch.Tag.flexible_layout not in operator.tags, operator
         make_fallback(operator, lies, warn=False)  # type: ignore[no-untyped-call]
 
@@ -108,7 +114,8 @@ def register_with_inductor() -> None:
     called(by_kernel, channels_last_on_cuda)
     called(integer_convolution)
     called(torch.ops.qsync.quantize.default, constrain)
-    # Where there are kernels the formula in its place is none, and Inductor takes no operator that has one for a fallback unasked.
+    # Its decomposition returns NotImplemented if there are kernels, and Inductor has no implicit
+    # fallback for decomposed operators.
     called(torch.ops.qsync.quantize_transposed.default, as_traced)
     register_lowering(torch.ops.qsync.gate.default, type_promotion_kind=None)(
         recompute_policy.lower_gate
@@ -117,14 +124,14 @@ def register_with_inductor() -> None:
 
 
 def _rows_alone(quantized: fx.Node) -> bool:
-    """Whether what is quantized is read as rows alone, which is how linear layers read it, and by something."""
+    """Return whether all readers flatten the quantized tensor to rows, as linear layers do."""
     values = [part for part in quantized.users if part.args[1:] == (0,)]
     readers = [reader for part in values for reader in part.users if reader.op == "call_function"]
     return bool(readers) and all(reader.target in _AS_ROWS for reader in readers)
 
 
 def captures(options: Options, device: torch.device) -> bool:
-    """Returns whether steps are to be captured in CUDA graphs; warns where that was asked for and there are none."""
+    """Return whether to capture steps in CUDA graphs; warn if the option has no effect here."""
     if options.cudagraphs and device.type != "cuda":
         warnings.warn(
             f'the option "cudagraphs" has no effect on {device.type}: there are CUDA graphs on CUDA devices alone',
@@ -137,12 +144,12 @@ def captures(options: Options, device: torch.device) -> bool:
 def inductor(
     device: torch.device, cudagraphs: bool = False, activation_recompute: bool = False
 ) -> dict[str, Any]:
-    """Returns the settings of `torch._inductor.config` for a device, and for options.
+    """Return the settings of `torch._inductor.config` for a device and for options.
 
-    Of a captured graph the draw of its seed stays outside, which says so itself (`qsync::draw`): Inductor parts the graph there.
+    The tag of `qsync::draw` excludes it from captures: Inductor partitions the graph there.
     """
     owned = torch._inductor.config.joint_custom_post_pass
-    # There is one place, and the user's comes first: less is kept without ours, too.
+    # There is one slot and the user's pass has priority; without ours only memory is lost.
     repeats = recompute_policy.Repeatable() if activation_recompute else None
     if device.type != "cpu":
         repeated = {"joint_custom_post_pass": owned or repeats} if activation_recompute else {}
@@ -155,13 +162,16 @@ def inductor(
     )
     return packs | {
         "joint_custom_post_pass": owned or layouts.AsWeights(repeats),
-        # Inductor draws random numbers for the CPU one at a time, at 20 ns: a third of a GPT-2 block's step. torch takes 2 ns, and the
-        # numbers of `torch.rand` are the eager model's; not what dropout drops, which Inductor makes of them in another way.
+        # Inductor's CPU random numbers are scalar, 20 ns each: a third of a GPT-2 block's step.
+        # torch's cost 2 ns. `torch.rand` then returns the eager model's numbers; dropout still
+        # differs, since Inductor derives it in another way.
         "fallback_random": True,
-        # It keeps what takes more than four reads to compute again. A quantized activation takes its scales, statistics and parameters,
-        # and FP32 copies of whole activations made the peak memory of a VGG step half as large again.
+        # By default Inductor materializes values with more than four reads. A quantized activation
+        # reads scales, statistics and parameters; FP32 copies of activations raised the peak memory
+        # of a VGG step by half.
         "realize_reads_threshold": 24,
-        # There is one place, and the user's comes first: without ours, steps are right and slower.
+        # There is one slot and the user's pass has priority; without ours steps are correct but
+        # slower.
         "post_grad_custom_pre_pass": torch._inductor.config.post_grad_custom_pre_pass
         or recompute_policy.EarlyBytes(),
     }
@@ -169,10 +179,10 @@ def inductor(
 
 @functools.cache
 def _revision() -> str:
-    """Returns a digest of the code of this package.
+    """Return a digest of the code of this package.
 
-    torch's caches on disk know a graph by the operators in it, and not what tracing into them gives, nor how they are lowered. What takes
-    part in that lies in many places, and reading all takes some hundredths of a second.
+    torch's on-disk caches identify a graph by its operators, not by what tracing into them yields
+    or how they are lowered. Reading all files costs some hundredths of a second.
     """
     folders = {
         Path(str(module.__file__)).parent.resolve()
@@ -187,9 +197,9 @@ def _ours() -> str:
 
 
 def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Inductor's inner compiler under the tag that caches know a graph by now.
+    """Return Inductor's inner compiler with the cache tag of the current graph.
 
-    The backward graph is compiled when it runs first, and what we say of how operators are lowered is not in it.
+    The backward graph is compiled at its first run, and its cache key lacks our lowerings.
     """
     settings: Any = torch.compiler.config
     tag = settings.cache_key_tag
@@ -200,7 +210,7 @@ def remembering(compile_inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _units(device: torch.device) -> str:
-    """Returns what multiplies integers, which tracing asks: a cache on disk may be shared by CPUs, or paths, with different units."""
+    """Return a cache key for the integer units: different CPUs may share a cache on disk."""
     if device.type != "cpu":
         return ""
     return "integers " * cpu_multiplies_integers() + "native integers" * native_integer_unit()
@@ -208,14 +218,15 @@ def _units(device: torch.device) -> str:
 
 @contextmanager
 def tracing(device: torch.device, kernels: str) -> Iterator[None]:
-    """Holds what tracing into a rewritten graph depends on.
+    """Apply the settings that tracing into a rewritten graph depends on.
 
-    Attention in BF16 or FP16 multiplies in that format where the device has no fused kernel, as with dropout on the CPU. torch would
-    convert the operands to FP32 there, which no plan has asked for; autocast prevents it as well.
+    BF16 and FP16 attention multiplies in that format if the device has no fused kernel, as with
+    dropout on the CPU; torch would cast the operands to FP32, contrary to the plan; autocast
+    prevents that too.
 
     Args:
         device: of the graph.
-        kernels: says which products are kernels; torch's caches on disk know the graph, which does not.
+        kernels: text that identifies the decided kernels, for the key of torch's on-disk caches.
     """
     before = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     settings: Any = torch.compiler.config

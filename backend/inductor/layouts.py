@@ -1,26 +1,16 @@
-"""Gradients of weights lie in memory as the weights do.
+"""Layout decisions on the CPU: weight gradients, depthwise gradients, images of convolutions.
 
-autograd copies a gradient that lies otherwise, value by value: Inductor's forward pass keeps images with channels last, from which
-gradients of a convolution's weights come out so, and the weights of most models have them first. That was a fifth of the step of a
-ResNet-18 with small images. Inductor itself writes a gradient as it is asked to in the loop that makes FP32 of it.
+- `AsWeights` gives weight gradients the layout of their weights. autograd copies other layouts
+  value by value: Inductor's convolutions yield channels-last gradients, most weights are
+  channels-first (a fifth of a ResNet-18 step with small images).
+- `convolution_backward` computes depthwise gradients for which oneDNN has no fast kernel in FP32
+  and channels-last (`benchmarks/kernels/cpu_kernels.py --only grouped`). They are at least as
+  exact: sums are rounded once.
+- `settings` disables Inductor's channels-last layout if weights far outweigh images: it would
+  convert the weights and gradients in every step, and oneDNN once more (a quarter of the step of a
+  ResNet-18 with 8 images of 32 x 32).
 
-Invariant: it is a joint graph's pass that says how outputs lie and changes no value; what is no gradient of an input stays as it was.
-
-Which gradients of a depthwise convolution a CPU computes in FP32 with channels last: those that oneDNN has no fast kernel for.
-
-The input gradient in BF16 of one that moves by more than one took 7 to 113 times as long as in FP32, and the weight gradient of one of
-5 x 5 or 7 x 7 values 1.5 to 3.5 times; in FP32, with conversions, they take 0.03 to 0.66 of BF16's time. All else took 0.3 to 1.1 of
-FP32's time, and so did convolutions in larger groups (`benchmarks/kernels/cpu_kernels.py --only grouped`; AVX512-BF16, torch 2.13).
-
-Invariant: what is computed so is at least as exact: the same values are multiplied, and sums are rounded once.
-
-Where the images of convolutions keep the layout that they come in: on a CPU, where there is far more of weights than of images.
-
-Inductor has a CPU's convolutions read channels last, images and weights alike. Weights that a user made, with channels first, are so laid
-out anew in every step, value by value, with their gradients, and oneDNN lays them out once more as its kernel wants them. Of a ResNet-18
-with 8 images of 32 x 32 that was a quarter of the step (AVX512-BF16, torch 2.13).
-
-Invariant: it says how tensors lie and changes no value.
+Except for the depthwise gradients, only layouts change, no values.
 """
 
 from __future__ import annotations
@@ -38,11 +28,14 @@ from qsync_fx.backend.operators.memory_order import convolution_format
 from qsync_fx.formats import precision
 
 _SPATIAL = (4, 5)
-"""Dimensions of weights whose channels may come first or last."""
+"""Ranks of weights with channels first or last."""
 
 
 class AsWeights(CustomGraphPass):
-    """Asks for gradients in the layout of what they are of; runs another pass first, of which a joint graph has one."""
+    """Joint-graph pass that gives weight gradients the layout of their weights.
+
+    It runs the pass `before` first, since Inductor has one slot for such passes.
+    """
 
     def __init__(self, before: Any = None) -> None:
         self.before = before
@@ -52,7 +45,7 @@ class AsWeights(CustomGraphPass):
             self.before(graph)
         arguments = graph.find_nodes(op="placeholder")
         inputs = [node for node in arguments if node.name.startswith("primals")]
-        # A graph for inference has no tangents. Behind what the model returns come gradients, one an input.
+        # Inference graphs have no tangents. The last outputs are gradients, one per input.
         if not any(node.name.startswith("tangents") for node in arguments):
             return
         output = graph.output_node()
@@ -102,12 +95,20 @@ def _laid(graph: fx.Graph, gradient: fx.Node, stride: Sequence[int]) -> fx.Node:
 
 
 LARGE: Final = 5
-"""Values of the longer side of a kernel from which on the weight gradient is."""
+"""Longest kernel side from which on oneDNN's weight gradient is slow."""
 
 
 def slow(weight: Tensor, stride: Sequence[int], transposed: bool, groups: int) -> tuple[bool, bool]:
-    """Returns whether oneDNN has no fast kernel for the input gradient, and for the weight gradient, of a convolution as Inductor gives
-    it: in BF16, and of large kernels in FP32 as well, whose operands it lays out badly."""
+    """Return whether oneDNN is slow for a convolution's input gradient and for its weight gradient.
+
+    The input gradient is slow in BF16 with strides above 1: 7 to 113 times FP32's time. The weight
+    gradient is slow for kernels of 5 x 5 and larger: 1.5 to 3.5 times in BF16, and also in FP32 in
+    Inductor's layouts (AVX512-BF16, torch 2.13).
+
+    Args:
+        weight: `[C, 1, R, S]` if depthwise; other weights give (False, False).
+        stride, transposed, groups: of the convolution.
+    """
     if (
         weight.dim() != 4
         or weight.dtype not in (torch.bfloat16, torch.float32)
@@ -132,7 +133,7 @@ def convolution_backward(
     groups: int,
     needed: Sequence[bool],
 ) -> Any:
-    """The decomposition: what is slow by an operator of ours, and what is not as it was."""
+    """Decompose `aten::convolution_backward`: slow gradients by ours, the others unchanged."""
     wide = slow(weight, stride, transposed, groups)
     in_fp32 = [a and b for a, b in zip(needed, wide, strict=False)]
     if not any(in_fp32):
@@ -144,7 +145,7 @@ def convolution_backward(
     ]
     others = [a and not b for a, b in zip(needed, [*in_fp32, False], strict=True)]
     if others[2] and not others[1]:
-        # oneDNN has the bias's gradient from the kernel of the weight's, which would run once more for it.
+        # oneDNN computes the bias gradient with the weight gradient, which would run again for it.
         others[2], gradients[2] = (
             False,
             gradient.sum((0, 2, 3), dtype=torch.float32).to(gradient.dtype),
@@ -165,21 +166,21 @@ _CONVOLUTIONS: Final = (
     _OURS,
 )
 _CONV2D_RANK: Final = 4
-"""Dimensions of images and of their weights."""
 FAR: Final = 4
-"""How many values of weights for one of images are far more: with about as many of both a step took as long either way."""
+"""Ratio of weight to image values for channels-first; at about 1 both layouts are equally fast."""
 
 
 def settings(device: torch.device, module: fx.GraphModule) -> dict[str, bool]:
-    """Returns the settings of `torch._inductor.config` for how a graph's images lie on a device."""
+    """Return the settings of `torch._inductor.config` for the image layout of a graph."""
     return {"layout_optimization": False} if device.type == "cpu" and as_it_comes(module) else {}
 
 
 def as_it_comes(module: fx.GraphModule) -> bool:
-    """Returns whether Inductor is to leave the images of a graph's convolutions as they lie.
+    """Return whether Inductor should preserve the layout of a graph's images.
 
-    Kernels of ours read channels last. Where they compute both products of a backward pass, too, images are laid out for all; where
-    they compute the output alone, less is laid out anew in front of them than weights are.
+    Our kernels read channels-last. If they compute the backward products too, images are converted
+    for all of them; if they compute only the output, those copies are smaller than copies of
+    weights.
     """
     if any(_scales_gradients(node) for node in module.graph.nodes):
         return False
@@ -192,7 +193,7 @@ def as_it_comes(module: fx.GraphModule) -> bool:
 
 
 def _scales_gradients(node: fx.Node) -> bool:
-    """Returns whether a node is a convolution of ours whose gradients are rounded to a format that has scales."""
+    """Return whether a node is our convolution with a scaled gradient format."""
     if node.target is not _OURS:
         return False
     names = [argument.name for argument in _OURS._schema.arguments]
@@ -200,7 +201,7 @@ def _scales_gradients(node: fx.Node) -> bool:
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields what each convolution of images multiplies, as far as their shapes are known."""
+    """Yield the images and weights of each 2-D convolution with known shapes."""
     for node in graph.nodes:
         if node.target in _CONVOLUTIONS:
             image, weight = (_value(arg) for arg in node.args[:2])

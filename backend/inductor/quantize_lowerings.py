@@ -1,6 +1,7 @@
-"""How Inductor computes what quantizing is made of where there is no kernel of ours (`qsync_fx.backend.operators.fusible_quantize`).
+"""Inductor lowerings for fusible quantization (`qsync_fx.backend.operators.fusible_quantize`).
 
-Invariant: both are pointwise, so that they are fused into the pass over memory that rounds; and give the bits of the operators.
+Invariant: `qsync::uniform` and `qsync::divide` are pointwise, so that Inductor fuses them into the
+rounding, and return the bits of the operators.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from qsync_fx.formats import precision
 
 
 def decompositions(device: torch.device) -> dict[OpOverload, Callable[..., Any]]:
-    """Returns what a graph for a device is to have in place of quantizers that no kernel can be had for; {} where there are kernels."""
+    """Return decompositions of the quantizers for CUDA devices without kernels, else {}."""
     if device.type != "cuda":
         return {}
 
@@ -42,7 +43,7 @@ def decompositions(device: torch.device) -> dict[OpOverload, Callable[..., Any]]
 
 
 def register() -> None:
-    """Tells Inductor how the parts are computed."""
+    """Register the lowerings with Inductor."""
     from torch._inductor.lowering import register_lowering
 
     register_lowering(torch.ops.qsync.uniform.default, type_promotion_kind=None)(_lower_uniform)
@@ -52,7 +53,7 @@ def register() -> None:
 
 
 class _Word:
-    """An int64 in a kernel of Inductor's, with the operators that `philox` is written in."""
+    """An int64 value in an Inductor kernel, with the operators that `philox` uses."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -107,7 +108,7 @@ def _lower_uniform(size: Sequence[Any], stride: Sequence[Any], seed: Any, stream
         )
         keys = philox.low(key, _constant), philox.high(key, _constant)
         *others, last = philox.philox4x32(*counter, *keys, _constant)
-        # Of eight neighbours in memory two share a word.
+        # Two of eight consecutive elements share a 32-bit word.
         pair, word = (place >> _constant(1)) & _constant(3), last.value
         for part, other in enumerate(others):
             word = ops.where(ops.eq(pair.value, _constant(part).value), other.value, word)
@@ -133,6 +134,6 @@ def _lower_divide(a: Any, b: Any) -> Any:
 def _rounded_once(ops: Any, x: Any, y: Any) -> Any:
     if hasattr(ops, "div_rn"):
         return ops.div_rn(x, y)
-    # FP64 has more than twice the bits of FP32, so that rounding its quotient once more gives the right neighbour.
+    # FP64 has more than twice the bits of FP32, so rounding its quotient again is correct.
     wide = ops.truediv(ops.to_dtype(x, torch.float64), ops.to_dtype(y, torch.float64))
     return ops.to_dtype(wide, torch.float32)

@@ -1,29 +1,17 @@
-"""The option "activation_recompute": the bytes that a ReLU keeps for its backward pass wait for it in a bit each.
+"""Saved tensors and recomputation: the option "activation_recompute", and ReLU masks in bytes.
 
-Which bytes are kept a partitioner of joint graphs says, once it is done: where a ReLU's result is there anyway, it is none. So what is kept
-is packed behind the partitioner, in both graphs that it has made; packed in front of it, it would be packed where nothing is kept, too.
+By default torch's min-cut partitioner saves both input and output of a GELU or a norm, softmax and
+its dropout result, and a BF16 copy of each weight: it does not recompute operands of backward
+products, nor values with distant readers. With the option it may recompute all pointwise
+operators, norms, casts and roundings, one pass over memory each. Torch's dropout masks are saved in
+bits; masks of `qsync::keep` are recomputed.
 
-Invariant: a graph's results are those that it had, to the bit; of what passes from the forward to the backward graph the number and the
-order stay.
+ReLU masks are int8 instead of bool, which Inductor's C++ reads one at a time. `InBits` packs them
+into bits after partitioning, when it is known which are saved.
 
-What ReLU keeps for its backward pass on the CPU: a byte an element, in the layout of the tensor that it says something about.
-
-Where the result itself is not kept, as in front of a quantized layer, Inductor keeps a bool, and its C++ writes and reads bools one at a
-time: in a residual block of ResNet that took longer than the normalization that it is fused with. Bytes are converted in vectors.
-
-Invariant: gradients are those of `aten::threshold_backward`, to the bit.
-
-The option "activation_recompute": what the forward pass keeps for the backward pass is as little as can be without another product.
-
-A partitioner of torch's chooses what is kept, by the least bytes. By itself it lets nothing be computed again that a product of the
-backward pass reads, nor what lies far apart from its other readers: it counts that as dear. So both a GELU's input and its output are
-kept, a norm's too, what dropout has left of softmax beside softmax, and a copy of each weight in BF16. Here it may choose freely among
-elementwise operators, norms, conversions and roundings: one pass over memory each, in kernels that the backward pass has anyway. And
-what dropout keeps is kept in a bit a value, or, where it is drawn by `qsync::keep`, not at all.
-
-Invariant: products, reductions and what torch draws are computed once. What is computed again comes from the same values by the same
-formula, and a rounding or a dropout of ours from the same seed, so that gradients are those without the option, but for roundings to 16
-bits that a compiler leaves out within a fused kernel.
+Invariant: products, reductions and torch's random numbers are computed once. Recomputed values and
+roundings use the same inputs and seed, so gradients are the same except for 16-bit roundings that a
+compiler omits within a fused kernel.
 """
 
 from __future__ import annotations
@@ -52,19 +40,20 @@ _MADE_OF: Final = (
     aten.permute.default,
     torch.ops.qsync.pack_bits.default,
 )
-"""What becomes of a comparison: bytes, and of these with channels last their bits (`qsync_fx.backend.inductor.recompute_policy`)."""
+"""Operators between a comparison and its saved mask: casts to bytes, permute, packing."""
 
 
 def threshold_backward(gradient: Tensor, result: Tensor, threshold: float) -> Tensor:
-    """The decomposition; made of what a partitioner may compute again where the result is kept anyway.
+    """Decompose `aten::threshold_backward` into values that are recomputable from a saved result.
 
-    Of the tensors on the way it keeps the smallest, and of equal ones that which is nearest to the backward pass: the byte.
+    The partitioner saves the smallest tensor of the chain, and of equal ones the nearest to the
+    backward pass: the byte mask. Gradients have the bits of the ATen operator.
     """
     return gate(gradient, (result <= threshold).to(torch.float32).to(BYTE))
 
 
 def lower_gate(gradient: Any, closed: Any) -> Any:
-    """Inductor's lowering of `qsync::gate`: elementwise, and in FP32, whose masks it has vectors for."""
+    """Lower `qsync::gate` to pointwise FP32, for which Inductor has vector masks."""
     from torch._inductor.lowering import lowerings, to_dtype
 
     is_closed = lowerings[aten.gt.Scalar](to_dtype(closed, torch.float32), 0.0)
@@ -72,7 +61,7 @@ def lower_gate(gradient: Any, closed: Any) -> Any:
 
 
 def closing(node: fx.Node) -> list[Any]:
-    """Returns the nodes that a ReLU's bytes, or their bits, are made by, from the comparison to `node`; none where it is neither."""
+    """Return the nodes from the comparison to a ReLU mask `node`, in bytes or bits; else []."""
     chain: list[Any] = [node]
     while chain[0].target in _MADE_OF:
         chain.insert(0, chain[0].args[0])
@@ -84,10 +73,10 @@ def closing(node: fx.Node) -> list[Any]:
 
 
 class EarlyBytes(CustomGraphPass):
-    """Puts the bytes that a forward graph returns, to be kept, right behind the results that they come from; and their bits.
+    """Forward-graph pass that moves saved ReLU masks, in bytes or bits, right after their inputs.
 
-    A partitioner puts them at the end of the graph, and Inductor looks for tensors with channels last up to the last convolution only:
-    bytes behind it would be transposed when they are written and when they are read.
+    The partitioner puts them at the end of the graph, but Inductor assigns channels-last only up to
+    the last convolution: later masks would be transposed on write and on read.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -103,11 +92,14 @@ class EarlyBytes(CustomGraphPass):
 
 qsync = torch.ops.qsync
 _LAST: Final = {4: ((0, 2, 3, 1), (0, 3, 1, 2)), 5: ((0, 2, 3, 4, 1), (0, 4, 1, 2, 3))}
-"""Of what has spatial dimensions: the order that puts channels last, and the one that turns it back."""
+"""Permutations to channels-last and back, by rank."""
 
 
 class InBits(CustomPartitionerFn):
-    """Partitions a joint graph as another does, torch's own by default, and packs what ReLUs keep."""
+    """Partitioner that runs another, torch's by default, and packs saved ReLU masks into bits.
+
+    Results stay bit-identical; number and order of the saved tensors do not change.
+    """
 
     def __init__(self, partition: Any = None) -> None:
         self.partition = partition
@@ -138,7 +130,7 @@ class InBits(CustomPartitionerFn):
 
 
 def _closes(node: Any, argument: dict[str, fx.Node]) -> bool:
-    """Whether what a forward graph keeps are the bytes of a ReLU, which gates alone read."""
+    """Return whether a saved node is a ReLU byte mask that only gates read."""
     if not isinstance(node, fx.Node) or node.name not in argument or len(closing(node)) != 3:
         return False
     value, readers = node.meta["val"], argument[node.name].users
@@ -147,7 +139,7 @@ def _closes(node: Any, argument: dict[str, fx.Node]) -> bool:
 
 
 def _packed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Puts the bits of bytes behind them. Inductor has a network's images channels last, if it lays them out: so they are read."""
+    """Insert the packed bits of a mask after it, in the order of its channels-last memory."""
     if transposed := _turned(node.meta["val"]):
         with graph.inserting_after(node):
             node = _called(graph, aten.permute.default, node, transposed[0])
@@ -156,7 +148,7 @@ def _packed(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _unpacked(graph: fx.Graph, used: fx.Node, bits: fx.Node) -> None:
-    """Has a backward graph take bits for bytes."""
+    """Make a backward graph read bits instead of bytes."""
     value, readers = used.meta["val"], list(used.users)
     transposed = _turned(value)
     used.meta["val"] = bits.meta["val"]
@@ -185,20 +177,21 @@ SETTINGS: Final = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_not_in_allowlist": False,
 }
-"""Of `torch._functorch.config`: what else a partitioner may have computed again."""
+"""`torch._functorch.config` settings that let the partitioner recompute freely."""
 
 
 def settings() -> Any:
-    """Returns a context in which partitioners choose freely."""
+    """Return a context manager that applies `SETTINGS`."""
     return torch._functorch.config.patch(SETTINGS)
 
 
 class Repeatable(CustomGraphPass):
-    """Lets a joint graph's partitioner repeat our own operators that are functions of what they read and take one pass over memory.
+    """Joint-graph pass that makes our pure, single-pass operators recomputable.
 
-    It repeats what is on a list of torch's, which no operator of others is on. So the list is switched off, and what it would have kept
-    is marked as such. What is rounded of the graph's inputs, which weights are, is kept: it takes longer than a conversion and a quarter of
-    their bytes, and does not grow with the batch.
+    The partitioner's allowlist contains no custom operators, so it is disabled, and all other
+    unlisted operators are marked MUST_SAVE. Quantized graph inputs, which weights are, are saved:
+    rounding is slower than a cast, and they are a quarter of the bytes and do not grow with the
+    batch.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -214,7 +207,7 @@ class Repeatable(CustomGraphPass):
         listed = get_default_op_list().is_recomputable
         of_inputs: set[fx.Node] = set()
         for node in graph.nodes:
-            # The seed, which is drawn, has none.
+            # The drawn seed has no inputs and counts as one.
             if of_inputs.issuperset(node.all_input_nodes):
                 of_inputs.add(node)
             if node.op != "call_function":

@@ -1,1 +1,1 @@
-"""Arithmetic without operators: what rounding means (`reference`, `philox`), and the native kernels that do it faster (`native`)."""
+"""Rounding arithmetic: the definition in torch (`reference`, `philox`) and kernels (`native`)."""

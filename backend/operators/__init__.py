@@ -1,14 +1,9 @@
-"""The lowered operators: what adjustable operators become, forward and backward beside each other.
+"""The `qsync::` operators and the lowerings that emit them.
 
-Importing this package registers the operators of the namespace `qsync`, which is all that importing it does.
-
-Invariant: one module an operator. A module that lowers ATen operators holds `LOWERINGS`, a tuple of `Lowering`; a new operator is a new
-module and its row in `qsync_fx.ops`. Installed packages add lowerings of their own operators through the entry point group
-`qsync_fx.lowerings`, whose values are such tuples.
-
-Operators that give a tensor another format, and the seed that they round by.
-
-What backward passes need beside products: gates, rounding on the way back, and derivatives that have none of their own.
+Importing the package registers the operators of the namespace `qsync`. `lowerings()` returns one
+`Lowering` per operator row of `qsync_fx.ops`, ours and those that installed packages add through
+the entry point group `qsync_fx.lowerings`. A module that lowers ATen operators defines `LOWERINGS`,
+a tuple of `Lowering`. Start reading at `linear.py`: forward and backward pass of one operator.
 """
 
 from __future__ import annotations
@@ -36,10 +31,11 @@ _MODULES = tuple(
 
 @functools.cache
 def lowerings() -> Mapping[str, Lowering]:
-    """Returns every lowering by the name of its operator row, our own and those of installed packages.
+    """Return every lowering, also of installed packages, by the name of its operator row.
 
     Raises:
-        QSyncError: a package is broken, two lowerings claim one operator, or one is for an operator that has no row.
+        QSyncError: a package is broken, two lowerings claim one operator, or a lowering is for an
+            operator without a row that accepts scaled formats.
     """
     sources = {module.__name__: tuple(getattr(module, "LOWERINGS", ())) for module in _MODULES}
     sources |= tuples("qsync_fx.lowerings", Lowering, "qsync_fx.backend.operators.Lowering")

@@ -1,16 +1,13 @@
-"""`qsync::attention`: attention as two products with a softmax between them, where that is faster than torch's fused kernel.
+"""Attention rewrites: products instead of torch's fused kernel, and layouts of masks.
 
-Why composite: AOTAutograd traces into it, the products are torch's own, and Inductor fuses scale and softmax into one pass.
+`qsync::attention` is two products with a softmax between them, used if that is faster. It is
+composite: AOTAutograd traces into it, and Inductor fuses scale and softmax.
+`qsync_fx.graph.saved_tensors.as_products` selects the calls.
 
-Invariant: which attention that is, `qsync_fx.graph.saved_tensors` says. Operands and result lie in the format that was decided.
-
-Masks of attention that a GPU's fused kernels take.
-
-They read a mask along the keys, and want those beside one another in memory. One that is the same for all keys, as models make it where
-nothing is masked at all, is a view with a stride of zero there: torch then computes attention by products in FP32, with masks and weights
-of dropout in memory.
-
-Invariant: the values of a mask stay as they are, and so does each dimension along which it is repeated, but for the keys.
+CUDA's fused kernels require masks contiguous along the keys. A mask that is constant along the keys
+is a view with stride 0; torch then computes attention as FP32 products, with masks and dropout
+weights materialized. `lay_out_masks` copies such masks, and leaves other broadcast dimensions
+broadcast.
 """
 
 from __future__ import annotations
@@ -29,12 +26,12 @@ from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.graph.saved_tensors import FUSED, MOST_TOKENS, as_products, products
 
 _MASK = 3
-"""Its place among the arguments."""
+"""Index of the mask among the arguments."""
 aten = torch.ops.aten
 
 
 def lay_out_masks(graph: PrecisionGraph) -> None:
-    """Writes masks anew that lie otherwise, in a graph that has been lowered, on a GPU."""
+    """Make attention masks contiguous along the keys, in a lowered graph on a GPU."""
     if not _read_so(graph.context.device):
         return
     changed = False
@@ -54,7 +51,8 @@ def _read_so(device: torch.device) -> bool:
 
 
 def _lies_otherwise(mask: object) -> bool:
-    # Sizes that are symbols may be one, where strides are nothing to a kernel; a mask that is trained has a gradient as it lies.
+    # A symbolic size may be 1, where strides do not matter. A trained mask has a gradient in its
+    # layout.
     if (
         not isinstance(mask, Tensor)
         or mask.requires_grad
@@ -65,7 +63,7 @@ def _lies_otherwise(mask: object) -> bool:
 
 
 def _laid_out(graph: PrecisionGraph, node: fx.Node, value: fx.Node, mask: Tensor) -> fx.Node:
-    """Returns the mask with its keys beside one another."""
+    """Return a copy of the mask that is contiguous along the keys."""
     result = value
 
     def call(target: object, *args: object, **kwargs: object) -> None:
@@ -99,13 +97,13 @@ def _attention(
     order: Sequence[int] | None = None,
     gradient_order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return attention as products.
+    """Compute attention as two products with a softmax between them.
 
     Args:
         query, key, value: `[batch, heads, tokens, width]`, BF16 or FP16.
         scale: of the scores; `width ** -0.5` by default.
         order: dimensions of the result from the outermost in memory to the innermost; None for any.
-        gradient_order: the same of all three gradients.
+        gradient_order: dimension order of the three gradients, likewise.
     """
     if gradient_order is not None:
         query, key, value = (
@@ -117,7 +115,7 @@ def _attention(
 
 
 class _GradientInOrder(torch.autograd.Function):
-    """The identity, whose gradient has its dimensions in an order in memory."""
+    """Identity that lays out its gradient in a given dimension order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Sequence[int]) -> Tensor:
@@ -137,9 +135,10 @@ define(
 
 
 def attend_by_products(graph: PrecisionGraph) -> None:
-    """Puts products in the place of the attention of a graph that has been lowered, where they are faster.
+    """Replace fused attention by faster products in a lowered graph.
 
-    What checkpointing computes again stays as it is: it keeps nothing, and its memory is what the checkpoint saves.
+    Bodies of activation checkpoints are left alone: they save no tensors, and the memory is the
+    checkpoint's.
     """
     context, trained = graph.context, _trained(graph)
     if not context.training:
@@ -153,7 +152,7 @@ def attend_by_products(graph: PrecisionGraph) -> None:
         if not as_products(node.target, args, kwargs, need, context.device, context.options):
             continue
         with graph.graph.inserting_before(node):
-            # The fused kernel returns a view of `[batch, tokens, heads, width]`, the products do not.
+            # The fused kernel returns a view of `[batch, tokens, heads, width]`; products do not.
             orders = memory_order(graph.value(node)), _gradient_order(args[:3])
             operands: tuple[Any, ...] = (*node.args[:3], node.kwargs.get("scale"), *orders)
             new = graph.graph.call_function(torch.ops.qsync.attention.default, operands)
@@ -167,14 +166,14 @@ def attend_by_products(graph: PrecisionGraph) -> None:
 
 
 def _gradient_order(operands: Sequence[Any]) -> Sequence[int] | None:
-    """Return the order in memory of torch's gradients; None if torch has no fused kernel for them."""
+    """Return the memory order of torch's gradients; None without a fused kernel for them."""
     widths = {operand.shape[-1] for operand in operands}
     fused = len(widths) == 1 and all(operand.stride(-1) == 1 for operand in operands)
     return _BY_TOKEN if fused else None
 
 
 def _trained(graph: PrecisionGraph) -> set[fx.Node]:
-    """Returns the nodes that a gradient may flow back to."""
+    """Return the nodes to which a gradient may flow back."""
     result: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")

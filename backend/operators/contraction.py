@@ -1,10 +1,10 @@
-"""`qsync::contract`: any product of an activation and a weight, as the linear layer that it is.
+"""`qsync::contract`: any product of an activation and a weight, computed as a linear layer.
 
-`x @ w`, `w @ x`, `addmm`, `bmm` and `einsum` differ in which dimensions they sum over and in the order of the others. Both factors are
-looked at with their dimensions in the order of a layer, which copies nothing where a kernel takes the strides, and the result in the order
-of the product.
+`x @ w`, `w @ x`, `addmm`, `bmm` and `einsum` differ in the contracted dimensions and in the order
+of the others. Both factors are viewed with their dimensions in the order of a linear layer, without
+a copy if a kernel accepts the strides; the result is permuted back.
 
-Invariant: it is `qsync::linear` on those views, forward and backward.
+Invariant: equal to `qsync::linear` on these views, forward and backward.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from qsync_fx.ops.contractions import STRETCHED, Contraction
 
 
 def contract(value: ProductArguments, equation: str, order: Sequence[int]) -> Tensor:
-    """Computes the product of `x` and `weight` that an equation names, and its gradients, as `qsync::linear` does.
+    """Compute the product of `x` and `weight` in `equation`, and its gradients, by `linear`.
 
     Args:
-        given: scales are `[]` or of their operand's shape with 1 where the scale does not vary.
-        equation: one letter a dimension, "amk,kn->amn"; "1" for a dimension of size 1 that is stretched. What both factors and the result
-            have is a dimension of layers side by side.
-        order: the dimensions of the result from the outermost in memory to the innermost.
+        value: the shared arguments; scales are `[]` or have 1 in the dimensions along which they
+            are constant.
+        equation: one letter per dimension, "amk,kn->amn"; "1" for a broadcast dimension of size 1.
+            A letter of both factors and the result is a batch dimension.
+        order: dimensions of the result from the outermost in memory to the innermost.
     """
     factors, _, result = equation.partition("->")
     item, other = factors.split(",")
@@ -58,10 +59,10 @@ def _scale(
 def _arranged(
     t: Tensor, letters: str, parts: tuple[str, str, str], columns: bool = False
 ) -> Tensor:
-    """Returns a tensor, or its scale, with its dimensions in the order of a layer: side by side, rows, summed over.
+    """Return a tensor, or its scale, with its dimensions in the order batch, rows, contracted.
 
-    Each of the three is one dimension. There is no first where there are no layers side by side, and then the rows of an activation may
-    have any number of dimensions.
+    Each of the three is flattened to one dimension. Without a batch there is no first dimension,
+    and the rows of an activation keep theirs.
     """
     for index in reversed([index for index, letter in enumerate(letters) if letter == STRETCHED]):
         t = t.squeeze(index)

@@ -1,23 +1,13 @@
-"""Convolutions with explicit padding, for sizes at which oneDNN computes weight gradients wrongly.
+"""Convolution gradients that oneDNN computes wrongly or slowly.
 
-If the kernel is longer than the data along a dimension, or a tap of it meets padding alone, oneDNN
-leaves parts of the weight gradient unwritten, or writes beyond it (docs/known-issues.md). Input that
-contains its padding has the same gradient; it is never shorter than the kernel, and every tap meets
-a value of it.
+If the kernel is longer than the data along a dimension, or one of its taps meets only padding,
+oneDNN leaves parts of the weight gradient unwritten, or writes beyond it (docs/known-issues.md).
+`qsync::padded_convolution` writes the padding into the input of such convolutions: the gradient is
+the same, and every tap meets a value. Whether a dimension is padded follows from sizes alone.
 
-Invariant: whether a dimension is padded follows from sizes alone.
-
-Sizes of convolutions: the output, and the input from which on each tap of the kernel meets data.
-
-A tap may reach into the padding at every output: eight of the nine of a 3 x 3 kernel with stride 2
-on an image of one pixel. `explicit_padding` says why that matters.
-
-`qsync::depthwise_gradients`: gradients of a depthwise convolution in FP32 with channels last, where oneDNN is fast at them.
-
-Why an operator of its own: what Inductor gives to torch's it lays out first as the gradient of the weight lies, of which one channel has
-any strides, and oneDNN took 1.6 to 4.2 times as long for that.
-
-Invariant: sums are in FP32, and rounded once.
+`qsync::depthwise_gradients` computes depthwise gradients in FP32 and channels-last, where oneDNN is
+fast, and rounds once. It is opaque because Inductor converts inputs of torch's operator to the
+layout of the weight gradient, in which one channel has arbitrary strides: 1.6 to 4.2 times slower.
 """
 
 from __future__ import annotations
@@ -33,16 +23,20 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from qsync_fx.backend.operators.registration import define
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
-"""Arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups."""
+"""`aten::convolution`: stride, padding, dilation, transposed, output_padding, groups."""
 
 
 def places(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Returns how many places a window has along one dimension of the input: the size of the output."""
+    """Return the number of window positions along a dimension of the input: the output size."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
 def least_sizes(kernel: Sequence[int], geometry: Geometry) -> list[list[int]]:
-    """Returns, for each spatial dimension and tap, the smallest size of the input at which the tap meets data."""
+    """Return, per spatial dimension and tap, the smallest input size at which the tap meets data.
+
+    A tap may meet only padding at every output: eight of the nine taps of a 3 x 3 kernel with
+    stride 2 on an image of one pixel.
+    """
     stride, padding, dilation, transposed, output_padding, _ = geometry
     result = []
     for index, (k, s, p, d) in enumerate(zip(kernel, stride, padding, dilation, strict=True)):
@@ -100,7 +94,7 @@ def convolution_backward(
     geometry: Geometry,
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias, None for those that are not needed.
+    """Return the gradients of input, weight and bias, None if not needed.
 
     Args:
         gradient: of the output, `[N, O, *size']`.
@@ -132,7 +126,7 @@ def convolution_backward(
 
 
 def _explicit(weight: Tensor, x: Tensor, geometry: Geometry) -> tuple[list[int], Geometry]:
-    """Return the amounts for `F.pad`, and the geometry with the padding that is left."""
+    """Return the amounts for `F.pad`, and the geometry with the remaining padding."""
     padding = geometry[1]
     unsafe = unsafe_dimensions(weight.shape[2:], x.shape[2:], geometry)
     amounts = [p if pad else 0 for p, pad in zip(padding, unsafe, strict=True)]
@@ -145,8 +139,8 @@ def _explicit(weight: Tensor, x: Tensor, geometry: Geometry) -> tuple[list[int],
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """Return the output of a convolution.
 
-    In BF16 oneDNN computes grouped 3-D ones wrongly, too, if a group has one input channel, the
-    input is channels-last and the kernel is longer than the data.
+    oneDNN computes grouped 3-D convolutions in BF16 wrongly if a group has one input channel, the
+    input is channels-last and the kernel is longer than the data; these are padded too.
     """
     grouped = weight.dim() == 5 and weight.shape[1] == 1 and geometry[5] != 1 and not geometry[3]
     if grouped and needs_padding(weight, x, geometry):
@@ -201,17 +195,17 @@ def depthwise_gradients(
     dilation: Sequence[int],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of what a convolution reads and of its weight, those that are needed.
+    """Return the input and weight gradients of a depthwise convolution, None if not needed.
 
     Args:
         gradient: `[N, C, H', W']`, BF16 or FP32.
-        x: `[N, C, H, W]`, of the same type.
-        weight: `[C, 1, R, S]`, of the same type.
-        stride, padding, dilation: those of the convolution.
-        needed: which of the two.
+        x: `[N, C, H, W]`, same dtype.
+        weight: `[C, 1, R, S]`, same dtype.
+        stride, padding, dilation: of the convolution.
+        needed: whether each of the two is needed.
 
     Returns:
-        `[N, C, H, W]` with channels last, and `[C, 1, R, S]`; None for what is not needed.
+        `[N, C, H, W]`, channels-last, and `[C, 1, R, S]`, contiguous.
     """
     result = torch.ops.qsync.depthwise_gradients.default(
         gradient, x, weight, stride, padding, dilation, list(needed)

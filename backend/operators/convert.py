@@ -1,18 +1,10 @@
-"""`qsync::convert`: a copy of a matrix, turned, filled up and converted in one pass.
+"""Copies of quantized tensors in another layout or dtype: `qsync::convert` and `qsync::carry`.
 
-Why: units for narrow formats take both operands along the dimension that is summed over, in steps of 16 bytes, and what a layer has saved
-seldom lies so. The wrapper around kernels (`qsync_fx.backend.cuda.runtime.launch`) makes these copies by the same kernel, for whom this is
-the
-operator.
+`qsync::convert` transposes, pads and casts a matrix in one pass. Units for narrow formats read both
+operands along the contracted dimension, in steps of 16 bytes, and saved tensors seldom have such a
+layout. The result is the same on every device; copies preserve every bit, also of NaN.
 
-Invariant: one formula, whatever the device; copies keep every bit, that of NaN too.
-
-`qsync::carry`: a quantized tensor in the carrier, for the products of the forward pass.
-
-Why an operator for what is a conversion: so that the quantized tensor is what is saved for the backward pass. A partitioner of joint graphs
-that sees the same conversion in the forward and the backward pass saves its result, which is twice as large; and it counts a tensor
-that only conversions read as one that need not be in memory, which makes saving it look dear. The backward pass converts as usual.
-Nothing is lost: the conversion stands between two kernels that a compiler fuses nothing into.
+`qsync::carry` casts a quantized tensor to the compute dtype in the forward pass.
 """
 
 from __future__ import annotations
@@ -38,24 +30,28 @@ def convert(
     transposed: bool = False,
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Returns `y[r, c] = dtype(x[r, c] * scale)`, or of `x[c, r]` if turned, and zeros beyond the values of `x`.
+    """Return `y[r, c] = dtype(x[r, c] * scale)`, or of `x[c, r]` if transposed, padded with zeros.
 
-    Computed in FP32, rounded once, to the nearest, ties to even; what is too large becomes infinite. Without a scale and with the type of
-    `x` it is a copy of the bits. It has no gradient.
+    The value is computed in FP32 and rounded once, to nearest, ties to even; overflow gives
+    infinity. Without a scale, and with the dtype of `x`, it is a copy of the bits. It has no
+    gradient.
 
     Args:
-        x: INT8, FP8 (E4M3, E5M2), FP16, BF16 or FP32, `[M, N]`, any strides; a kernel reads rows or columns without gaps between values.
-        dtype: FP16, BF16 or FP32, or the type of `x`, which it is by default.
-        scale: FP32, `[]` or `[1]`, on `x`'s device; 1 by default. The result is a float then.
-        turned: whether `y` is the transpose.
-        shape: of the result, in neither dimension less than `x` (its transpose) has; by default as much.
+        x: INT8, FP8 (E4M3, E5M2), FP16, BF16 or FP32, `[M, N]`, any strides; a kernel reads
+            row-major or column-major matrices.
+        dtype: FP16, BF16 or FP32, or the dtype of `x`, which is the default.
+        scale: FP32, `[]` or `[1]`, on the device of `x`; 1 by default. With a scale the result is a
+            float.
+        transposed: whether `y` is the transpose.
+        shape: of the result, at least the default, the shape of `x` or its transpose.
 
     Returns:
         `[R, C]`, contiguous.
 
     Raises:
-        PrecisionError: types that are none of these.
-        RuntimeError: `x` is no matrix, `scale` is not one FP32 number on the same device, `shape` is too small.
+        PrecisionError: unsupported dtypes.
+        RuntimeError: `x` is no matrix, `scale` is not one FP32 number on the same device, or
+            `shape` is too small.
     """
     sizes = list(x.shape[::-1] if transposed else x.shape) if shape is None else list(shape)
     result: Tensor = torch.ops.qsync.convert.default(x, dtype or x.dtype, scale, transposed, sizes)
@@ -143,7 +139,13 @@ define(
 
 
 def carry(q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the values of `q`, any shape and strides, as `dtype`, in which each is exact."""
+    """Return the values of `q`, any shape and strides, cast to `dtype`, in which each is exact.
+
+    The forward pass uses this operator so that the quantized tensor is saved for backward. A
+    joint-graph partitioner that sees the same cast in both passes saves its result, which is twice
+    as large, and it counts a tensor that only casts read as not materialized, so that saving it
+    looks expensive. No fusion is lost: the neighbours are opaque kernels.
+    """
     return q if q.dtype == dtype else torch.ops.qsync.carry.default(q, dtype)
 
 

@@ -1,10 +1,11 @@
-"""`qsync::convolution`: the three convolutions of a layer, output, input gradient and weight gradient; 1-D to 3-D, and transposed.
+"""`qsync::convolution`: output, input gradient and weight gradient of 1-D to 3-D convolutions.
 
-Why composite: see `qsync::linear`. Why in the carrier where no kernel of ours computes: there is no integer convolution in torch that takes
-weights as they are. One whose output is wider than the carrier would run in FP32 for it, so that its sums are taken as integers on the CPU
-(`qsync::integer_convolution`), which takes 0.2 to 0.9 of FP32's time; where the carrier serves, Inductor's code around it is faster.
+The operator is composite like `qsync::linear`. torch has no integer convolution for unpacked
+weights, so convolutions without a kernel of ours run in the carrier. An output wider than the
+carrier would require FP32; a CPU then sums integers (`qsync::integer_convolution`), in 0.2 to 0.9
+of FP32's time.
 
-Invariant: no convolution sees anything but values of its format, and neither `x` nor `weight` is saved.
+Invariant: every convolution reads values of its format, and neither `x` nor `weight` is saved.
 """
 
 from __future__ import annotations
@@ -49,35 +50,37 @@ def convolution(
     groups: int,
     order: Sequence[int],
 ) -> Tensor:
-    """Computes `aten::convolution` from operands in a format, and the gradients likewise.
+    """Compute `aten::convolution` from operands in a format, and the gradients likewise.
 
-    Output: the values of the format are multiplied in its carrier, where they are exact, and summed in FP32: for INT8 exact while
-    absolute sums stay below 2**24, so for any 1040 products. The sum is rounded to the carrier (or to `out_dtype`, if that is wider: the
-    convolution then runs in FP32, or exactly in INT32 on a CPU whose unit takes it: no groups, not transposed), scaled and added to the
-    bias in FP32, and rounded to `out_dtype`.
+    Output: values are multiplied exactly in the format's carrier, and summed in FP32. INT8 sums are
+    exact below 2**24, so for any 1040 products. The sum is rounded to the carrier (or to
+    `out_dtype` if that is wider: the convolution then runs in FP32, or exactly in INT32 on a CPU
+    with an integer unit, if it is neither grouped nor transposed). Scale and bias are applied in
+    FP32, then one rounding to `out_dtype` follows.
 
-    Gradients: the incoming one is rounded to the format's `gradient` and convolved in the carrier with the saved operands. If that format
-    is plain, as for `int8`, the weight is multiplied by its scale before and rounded to the carrier, and so is an input with a scale per
-    sample; other scales are applied to the result. If it is not, as for FP8 and `int8_grad`, and scales are per channel, the saved
-    operand's scale is multiplied into the gradient, which is then rounded once for each product. The bias gradient has the carrier's
-    resolution, as the weight's has.
+    Gradients: the incoming gradient is rounded to the format's `gradient` and convolved with the
+    saved operands in the carrier. If that format is plain, as for `int8`, the weight is multiplied
+    by its scale first and rounded to the carrier, and so is an input with a scale per sample; other
+    scales are applied to the result. Otherwise, as for FP8 and `int8_grad`, per-channel scales are
+    multiplied into the gradient, which is rounded once per product. torch has no convolution of
+    INT8 gradients, so `int8_grad` runs in the carrier like FP8. The bias gradient has the
+    resolution of the carrier.
 
-    No unit of torch's convolves INT8 gradients: those of `int8_grad` are carried, and rounded to the carrier as FP8's are.
-
-    Each product of a 2-D convolution without groups, on CUDA a 1-D one too, may be a kernel (`qsync::conv2d_product`), whose sums are not
-    rounded to the carrier, and exact for INT8. Its results are channels-last, and so are the operands of the CPU's; a result is copied
-    where torch's is not channels-last.
+    A product of an ungrouped 2-D convolution (on CUDA also 1-D) by a kernel
+    (`qsync::conv2d_product`) is not rounded to the carrier, and its INT8 sums are exact. Its result
+    is channels-last, copied if torch's is not. The CPU kernel requires channels-last operands.
 
     Args:
-        given: `x` is `[N, C, *size]` or `[C, *size]`, `weight` `[O, C / groups, *kernel]`, transposed `[C, O / groups, *kernel]`, `bias`
-            `[O]`, `x_scale` `[]` or `[N, 1, ...]`, and `w_scale` `[]` or one for each output channel: `[O, 1, ...]`, transposed
-            `[1, O, ...]` with groups = 1.
-        stride, padding, dilation, transposed, output_padding, groups: those of `aten::convolution`.
-        order: dimensions of the result from the outermost in memory to the innermost, and of the
-            gradients, which have the same in torch.
+        value: `x` is `[N, C, *size]` or `[C, *size]`; `weight` `[O, C / groups, *kernel]`,
+            transposed `[C, O / groups, *kernel]`; `bias` `[O]`; `x_scale` `[]` or `[N, 1, ...]`;
+            `w_scale` `[]` or per output channel `[O, 1, ...]`, transposed `[1, O, ...]` with groups
+            = 1.
+        stride, padding, dilation, transposed, output_padding, groups: of `aten::convolution`.
+        order: dimensions of the result, and of the gradients, from the outermost in memory to the
+            innermost.
 
     Returns:
-        `[N, O, *size]` or `[O, *size]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
+        `[N, O, *size]` or `[O, *size]`. Gradients have the dtypes of `x`, `weight` and `bias`.
     """
     geometry = stride, padding, _spread(dilation, value.weight), transposed, output_padding, groups
     result, _ = _Convolution.apply(*value, geometry, order)  # type: ignore[no-untyped-call]
@@ -85,7 +88,10 @@ def convolution(
 
 
 def _spread(dilation: Sequence[int], weight: Tensor) -> list[int]:
-    """Returns the dilation, 1 where a kernel has one tap: torch 2.13 dies of a segmentation fault over some such layers in BF16."""
+    """Return the dilation, 1 along dimensions with one tap.
+
+    torch 2.13 crashes with a segmentation fault for some such layers in BF16.
+    """
     size = weight.shape[2:]
     every = [*dilation] * (len(size) if len(dilation) == 1 else 1)
     return [1 if taps == 1 else step for step, taps in zip(every, size, strict=True)]
@@ -96,7 +102,7 @@ def _batched(t: Tensor, ndim: int) -> Tensor:
 
 
 def _per_channel(scale: Tensor | None, ndim: int) -> Tensor | None:
-    """Returns a weight's scale so that it broadcasts against the output: `[1, O, 1, ...]`."""
+    """Return a weight's scale in the shape that broadcasts against the output: `[1, O, 1, ...]`."""
     return scale if scale is None or scale.dim() == 0 else scale.reshape(1, -1, *[1] * (ndim - 2))
 
 
@@ -113,9 +119,9 @@ def output(
     row: Precision,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the convolution of a batch, with scales (`w_scale` is `[]` or `[1, O, 1, ...]`) and bias; `row` is the layer's format.
+    """Return the convolution of a batch, with scales and bias; plain formats use torch's own layer.
 
-    In a plain format it is torch's own layer.
+    `row` is the layer's format, `w_scale` is `[]` or `[1, O, 1, ...]`.
     """
     if row.plain:
         plain_bias = None if bias is None else bias.to(row.dtype)
@@ -128,7 +134,7 @@ def output(
     wide = out_dtype.itemsize > carrier(row, xq.device).itemsize
     product = implicit_gemm.sums(xq, wq, geometry, row) if wide else None
     if product is None:
-        # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
+        # The product is rounded to its compute dtype, so an FP32 output requires FP32.
         dtype = torch.promote_types(carrier(row, xq.device), out_dtype)
         x, x_scale = carried(xq, x_scale, dtype)
         w, w_scale = carried(wq, w_scale, dtype)
@@ -145,7 +151,10 @@ def input_gradient(
     row: Precision,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Returns the input gradient of a batch by a kernel, from a rounded gradient and the saved (input, weight); None without one."""
+    """Return the input gradient of a batch by a kernel; None if there is none.
+
+    `gradient` is rounded; `saved` is (input, weight); `factor` is the weight's scale.
+    """
     (g, scale), (xq, wq) = gradient, saved
     return dispatch.convolved(
         g, wq, scale, factor, None, xq, geometry, "dgrad", dtype, row, dispatch.partner(g)
@@ -160,7 +169,7 @@ def weight_gradient(
     row: Precision,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Returns the weight gradient by a kernel; see `input_gradient`."""
+    """Return the weight gradient by a kernel; None if there is none. See `input_gradient`."""
     (g, scale), (xq, wq) = gradient, saved
     return dispatch.convolved(
         g, xq, scale, factor, None, wq, geometry, "wgrad", dtype, row, dispatch.partner(g)
@@ -179,7 +188,7 @@ class _Convolution(torch.autograd.Function):
             inputs.w_scale,
             inputs.bias,
         )
-        # The weight gradient needs only the weight's shape and the input gradient only the input's, but one call serves both.
+        # Each gradient needs only the shape of its own operand, but one call computes both.
         linked = link()
         ctx.save_for_backward(xq, x_scale, wq, w_scale, inputs.seed, linked)
         ctx.how = inputs.stream, geometry, inputs.rounding, inputs.gradients
@@ -189,7 +198,7 @@ class _Convolution(torch.autograd.Function):
         ctx.order = order if len(order) == ndim else [0, *(dim + 1 for dim in order)]
         settings = geometry, precision(inputs.fmt), inputs.out_dtype
         y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *settings)
-        # A view that a function like this one returns could not be written to in place.
+        # A view that an autograd.Function returns could not be modified in place.
         result: Tensor = (
             y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
         )
@@ -204,10 +213,11 @@ class _Convolution(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         row, ndim = precision(fmt), wq.dim()
         dtype, g = summed(carrier(row, xq.device), gradients), _batched(gradient, ndim)
-        # Applied to the weight, its scale takes no pass over the input gradient.
+        # A scale applied to the weight saves a pass over the input gradient.
         wc, w_left = backward_operand(wq, w_scale, row, True, gradients)
         xc, x_left = backward_operand(_batched(xq, ndim), x_scale, row, False, gradients)
-        # The input gradient contracts the output channels, the weight gradient the batch: the very dimensions that scales vary along.
+        # Input and weight gradient contract the dimensions along which scales vary: channels and
+        # batch.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
             folds[Role.ACTIVATION] = None if uniform(w_left) else _per_channel(w_left, ndim)
@@ -226,7 +236,8 @@ class _Convolution(torch.autograd.Function):
                 rounded[Role.WEIGHT], saved, factors[1], *settings, summed(weight_dtype, gradients)
             )
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
-        # With the sum of the gradient apart, the gradient would be kept until the sums of all layers are taken, at the end of the step.
+        # A separate sum would extend the life of the gradient to the end of the step, where all
+        # layers sum.
         own_bias = (
             need_bias
             and missing[1]
@@ -235,7 +246,7 @@ class _Convolution(torch.autograd.Function):
         )
 
         def products(role: Role, needed: list[bool]) -> tuple[Tensor | None, ...]:
-            """The gradients of input, weight and bias, and the scales that are left for the first two."""
+            """Return gradients of input, weight and bias, and the scales left for the first two."""
             incoming_g, left = carried(*rounded[role], dtype, again=True)
             (x, x_factor), (w, w_factor) = (
                 carried(q, factor, dtype, again=True)

@@ -1,6 +1,7 @@
-"""How torch's convolutions become `qsync::convolution`, and what those that stay torch's are given.
+"""Lowering of torch's convolutions to `qsync::convolution`, and padding of the remaining ones.
 
-Invariant: one geometry for all spellings of a convolution: one number a spatial dimension, padding in numbers, transposed or not.
+Invariant: every spelling of a convolution has one geometry: a number per spatial dimension, numeric
+padding, transposed or not.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from qsync_fx.passes.lowering_registry import Lowering, Operands, Role, dimensio
 
 
 def _each(value: Any, spatial: int) -> list[Any]:
-    """Returns one number a spatial dimension: the schema lets one stand for all."""
+    """Return one number per spatial dimension; the schema lets a single one serve for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * spatial if len(values) == 1 else values
 
 
 def _geometry(node: fx.Node) -> Geometry | None:
-    """Returns a node's arguments as `aten::convolution` takes them; None where it pads one side more than the other."""
+    """Return the arguments of `aten::convolution`; None if the padding is asymmetric."""
     result = arguments(node)
     spatial = dimensions(result["weight"]) - 2
     dilation = _each(result["dilation"], spatial)
     padding = result["padding"]
     if padding == "same":
-        # torch pads such that the output is as large as the input: once a side, and one more at the end where that does not come out.
+        # torch pads the output to the size of the input, with an odd remainder at the end.
         total = [
             step * (int(size) - 1)
             for step, size in zip(dilation, result["weight"].meta["val"].shape[2:], strict=True)
@@ -74,7 +75,7 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
         return None
     stride, *_, transposed, _, groups = geometry
     if fmt.plain:
-        # As a product: what has been gathered for all places of a channel, with the channel's weight.
+        # As a matrix product: windows of all output positions, with the weight.
         out = x if transposed else node.meta["val"]
         places, channels, summed = map(
             extent, ((*out.shape[:1], *out.shape[2:]), weight.shape[:1], weight.shape[1:])
@@ -103,12 +104,15 @@ def _emit(node: fx.Node, argument: Operands) -> fx.Node:
 
 
 def _transposed(node: fx.Node) -> bool:
-    # Of the generic operators it is an argument, of the others part of the name.
+    # An argument of the generic operators, part of the name of the others.
     return bool(arguments(node).get("transposed", "transpose" in str(node.target)))
 
 
 def _keep(node: fx.Node, role: Role) -> list[int]:
-    """A scale per sample, and one per output channel, which grouped transposed convolutions have no dimension of their own for."""
+    """Return the dimension with a scale per sample or per output channel.
+
+    Grouped transposed convolutions have no dimension of their own for output channels.
+    """
     result = arguments(node)
     if role == Role.ACTIVATION:
         return [0] if dimensions(result["input"]) == dimensions(result["weight"]) else []

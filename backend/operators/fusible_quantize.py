@@ -1,15 +1,13 @@
-"""`qsync::quantize` in operators that a compiler fuses, for CUDA devices that no kernel of ours can be had for.
+"""Quantization in operators that a compiler fuses, for CUDA devices without a quantization kernel.
 
-Written so it is what any reduction and the pass after it are: the largest magnitude is found in one kernel, and one more reads the values,
-divides, draws and rounds. The operator itself would be two hundred launches of torch there, with a tensor of eight bytes an element
-between each two of them. Two of its parts are operators, since a compiler would make something else of what they are written in:
+Inductor generates two kernels, a reduction and a pointwise pass; operator by operator it would be
+two hundred launches with intermediates of 8 bytes per element. Two parts are opaque operators that
+`qsync_fx.backend.inductor.quantize_lowerings` lowers:
 
-    qsync::uniform   random numbers: written out, each of ten rounds is a tensor of integers that others read twice
-    qsync::divide    a division that is rounded once: compilers for GPUs divide with an error of two units in the last place
+- `qsync::uniform`: random numbers, whose ten rounds would be integer tensors that are read twice;
+- `qsync::divide`: division rounded once; GPU compilers divide with an error of 2 ulp.
 
-`qsync_fx.backend.inductor.quantize_lowerings` says how Inductor computes both.
-
-Invariant: the bits of `qsync::quantize` on a CUDA device, so it does not matter which of the two a graph holds.
+Invariant: the bits of `qsync::quantize` on a CUDA device.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from qsync_fx.rounding import rounding_mode
 def uniform(
     size: Sequence[int | SymInt], stride: Sequence[int | SymInt], seed: Tensor, stream: int
 ) -> Tensor:
-    """Returns `philox.uniform` for a tensor of a size and strides, which fills its memory without gaps: FP32."""
+    """Return `philox.uniform`, FP32, for a tensor of this size and dense strides."""
     result: Tensor = torch.ops.qsync.uniform.default(size, stride, seed, stream)
     return result
 
@@ -51,7 +49,7 @@ define(
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
-    """Returns `a / b` of FP32 tensors, rounded once; they broadcast."""
+    """Return `a / b` of FP32 tensors that broadcast, rounded once."""
     result: Tensor = torch.ops.qsync.divide.default(a, b)
     return result
 
@@ -66,7 +64,7 @@ define("divide(Tensor a, Tensor b) -> Tensor", {"CompositeExplicitAutograd": _di
 def quantize(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(q, scale)`; see `qsync::quantize`. `x` has values."""
+    """Return `(q, scale)` as `qsync::quantize` does; `x` is not empty."""
     row, mode = scaled_format(fmt, x, keep), rounding_mode(rounding)
     q = reference.empty_quantized(x, row.dtype)
     scale = reference.scales(x, row, keep, divide)
@@ -78,6 +76,6 @@ def quantize(
 def quantize_transposed(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(q, transpose, scale)`; see `qsync::quantize_transposed`."""
+    """Return `(q, transpose, scale)` as `qsync::quantize_transposed` does."""
     q, scale = quantize(x, seed, stream, fmt, rounding, ())
     return q, q.t().clone(memory_format=torch.contiguous_format), scale

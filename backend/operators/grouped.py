@@ -1,7 +1,7 @@
-"""`qsync::grouped`: linear layers on groups of rows, one weight a group, as models of experts compute them.
+"""`qsync::grouped`: linear layers on groups of rows with one weight per group (mixture of experts).
 
-Invariant: that of `qsync::linear`, whose three products these are for each group. The rows have one scale, or one each; so has the incoming
-gradient; each group's weight has its own.
+Invariant: the three products of `qsync::linear` for each group. The rows share one scale or have
+one each, and so do gradient rows; each group's weight has its own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from qsync_fx.passes.lowering_registry import Role
 
 
 def grouped(value: ProductArguments, offs: Tensor) -> Tensor:
-    """Computes `x[start:end] @ weight[e]` for each group `e`, and the gradients, as `qsync::linear` does.
+    """Compute `x[start:end] @ weight[e]` for each group `e`, and the gradients.
 
     Args:
-        given: `x` is `[S, K]`, one group after the other, `weight` `[E, K, N]`, `x_scale` `[]` or `[S, 1]`, and `w_scale` `[E, 1, 1]` or
-            `[E, 1, N]`.
-        offs: `[E]`, the end of each group.
+        value: `x` is `[S, K]`, sorted by group; `weight` `[E, K, N]`; `x_scale` `[]` or `[S, 1]`;
+            `w_scale` `[E, 1, 1]` or `[E, 1, N]`.
+        offs: `[E]`, the end of each group in the rows.
     """
     matches, _ = _Grouped.apply(*value, offs)  # type: ignore[no-untyped-call]
     result: Tensor = matches
@@ -41,11 +41,11 @@ def grouped(value: ProductArguments, offs: Tensor) -> Tensor:
 
 
 def _by_row(scale: Tensor | None, offs: Tensor, rows: Tensor) -> Tensor | None:
-    """Returns the scale of each row's weight, `[S, 1]` or `[S, N]`."""
+    """Return the scale of each row's weight, `[S, 1]` or `[S, N]`."""
     if scale is None:
         return None
     group = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), offs, right=True)
-    # Rows beyond the last group are multiplied by nothing.
+    # Rows beyond the last group have no product; any scale will do.
     return scale.flatten(1)[group.clamp(max=offs.shape[0] - 1)]
 
 

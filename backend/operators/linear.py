@@ -1,11 +1,11 @@
-"""`qsync::linear`: the three products of a linear layer, output, input gradient and weight gradient.
+"""`qsync::linear`: output, input gradient and weight gradient of a linear layer in one format.
 
-Why composite: the products are torch's own where no kernel of ours is faster, and AOTAutograd and Inductor see them, so that
-conversions, scales and bias are fused with what surrounds the layer. The real tensors are there for autograd alone: arithmetic uses the
-quantized ones, which are also what is saved for the backward pass, at one byte a value (QSync, section IV-B: operator = forward and
-backward together).
+The operator is composite: unless one of our kernels is faster, the products are torch's, and
+Inductor fuses casts, scales and bias around them. `x` and `weight` are inputs for autograd alone;
+the arithmetic uses the quantized tensors, which are also saved for backward (QSync, section IV-B:
+an operator is its forward and backward pass).
 
-Invariant: no product sees anything but values of its format, and neither `x` nor `weight` is saved.
+Invariant: every product multiplies values of its format, and neither `x` nor `weight` is saved.
 """
 
 from __future__ import annotations
@@ -41,33 +41,34 @@ from qsync_fx.passes.lowering_registry import Role
 
 
 def linear(value: ProductArguments) -> Tensor:
-    """Computes `x @ weight.T + bias` from operands in a format, and the gradients likewise.
+    """Compute `x @ weight.T + bias` from operands in a format, and the gradients likewise.
 
-    Output: INT8 products are summed exactly in INT32 (in FP32 from 133,000 products an output on); formats with a carrier are
-    multiplied in it, summed in FP32, and rounded to the carrier. Then FP32: scale, bias, one rounding to `out_dtype`.
+    Output: INT8 products are summed exactly in INT32 (in FP32 from K = 133,000 on); formats with a
+    carrier are multiplied in it, summed in FP32 and rounded to it. Scale and bias are applied in
+    FP32, then one rounding to `out_dtype` follows.
 
-    Gradients: the incoming one is rounded to the format's `gradient` (BF16 for INT8, scaled E5M2 for FP8, TF32 for TF32), multiplied
-    with the saved operand in the carrier, rounded to the carrier, and scaled in FP32. Where the saved operand has a scale per channel,
-    that lies along the contracted dimension: it is multiplied into the incoming gradient in FP32 before the gradient is rounded, and
-    each of the two products has a rounding of its own. The bias gradient is the FP32 sum of the unrounded incoming gradient.
-    A gradient rounded to INT8 (`int8_grad`) is multiplied as the output is: INT8 by INT8, summed exactly, scaled in FP32 (from 133,000
-    rows or channels on in the carrier, on the CPU in FP32, as INT32 might not hold every sum).
-    With `gradients` "stochastic" no product of the backward pass is rounded to the carrier: it is computed in FP32, and what has 16 bits,
-    the incoming gradient or a result, is rounded stochastically.
+    Gradients: the incoming gradient is rounded to the format's `gradient` (BF16 for INT8, scaled
+    E5M2 for FP8, TF32 for TF32). It is multiplied by the saved operand in the carrier; the result
+    is rounded to the carrier and scaled in FP32. A per-channel scale of the saved operand varies
+    along the contracted dimension: it is multiplied into the incoming gradient in FP32 before
+    rounding, so that each of the two products has its own rounding. The bias gradient is the FP32
+    sum of the unrounded incoming gradient. INT8 gradients (`int8_grad`) are multiplied exactly like
+    the output; from 133,000 rows or channels on in the carrier, on the CPU in FP32, since INT32
+    sums might overflow. With `gradients` "stochastic" the backward products are computed in FP32,
+    and 16-bit gradients and results are rounded stochastically.
 
-    With a weight of three dimensions these are layers side by side, such as experts, each with operands, scales and a rounding of its own.
-
-    Each of the three products may be a kernel (`qsync::gemm`), which leaves the rounding to the carrier out: on the CPU those of INT8, on
-    CUDA where that is faster. Tensor cores read INT8 contiguous along the sum: of the gradient's rounding two layouts come out, of the
-    saved operand a copy is made. The CPU's kernel reads operands as they lie.
+    A product by a kernel (`qsync::gemm`; INT8 on the CPU, on CUDA if faster) is not rounded to the
+    carrier. Tensor cores require INT8 contiguous along the contracted dimension: the gradient is
+    quantized in two layouts, the saved operand is copied.
 
     Args:
-        given: `x` is `[..., K]`, or `[E, M, K]` for layers side by side, `weight` `[N, K]` or `[E, N, K]`, `bias` `[N]` or `[E, 1, N]`,
-            `x_scale` `[]` or `[..., 1]`, side by side `[E, 1, 1]` or `[E, M, 1]`, and `w_scale` `[]` or `[N, 1]`, side by side `[E, 1, 1]`
-            or `[E, N, 1]`.
+        value: `x` is `[..., K]`, or `[E, M, K]` for a batch of layers such as experts, each with
+            its own operands and scales; `weight` `[N, K]` or `[E, N, K]`; `bias` `[N]` or `[E, 1,
+            N]`; `x_scale` `[]` or `[..., 1]`, batched `[E, 1, 1]` or `[E, M, 1]`; `w_scale` `[]` or
+            `[N, 1]`, batched `[E, 1, 1]` or `[E, N, 1]`.
 
     Returns:
-        `[..., N]` or `[E, M, N]`. Gradients have the types of `x`, `weight` and `bias`: with master weights in FP32, FP32.
+        `[..., N]` or `[E, M, N]`. Gradients have the dtypes of `x`, `weight` and `bias`.
     """
     matches, _ = _Linear.apply(*value)  # type: ignore[no-untyped-call]
     result: Tensor = matches
@@ -75,7 +76,7 @@ def linear(value: ProductArguments) -> Tensor:
 
 
 def _rows(t: Tensor, stacked: bool) -> Tensor:
-    """Returns `[..., K]` as `[M, K]`; layers side by side have their rows already."""
+    """Return `[..., K]` as `[M, K]`; batched layers have three dimensions already."""
     if stacked:
         return t
     return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
@@ -90,10 +91,10 @@ def _per_column(scale: Tensor | None) -> Tensor | None:
 
 
 def _uniform(scale: Tensor | None, stacked: bool) -> bool:
-    """Whether one scale serves all of a layer."""
+    """Return whether each layer has a single scale."""
     if scale is None or not stacked:
         return uniform(scale)
-    # Dimensions that share a scale have the number 1; of a symbolic size nothing may be asked.
+    # Shared scales have size 1, an int; a test of a symbolic size would add a guard.
     rows = scale.shape[1]
     return type(rows) is int and rows == 1
 
@@ -107,9 +108,13 @@ def output(
     row: Precision,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `rows @ wq.T`, `[M, N]`, with scales (`[]`, `[M, 1]`; `[]`, `[1, N]`) and bias; `row` is the format of the layer.
+    """Return `rows @ wq.T`, `[M, N]`, with scales and bias; plain formats use torch's own layer.
 
-    Operands of three dimensions are a stack of those, here and in the gradients. In a plain format it is torch's own layer.
+    Operands with a third, leading dimension are batched, here and in the gradients.
+
+    Args:
+        rows, wq: `[M, K]` and `[N, K]` in the format `row`.
+        x_scale, w_scale: FP32, `[]` or `[M, 1]`, and `[]` or `[1, N]`.
     """
     if row.plain:
         added = None if bias is None else bias.to(row.dtype)
@@ -130,7 +135,7 @@ def output(
     full = dispatch.integers_pay(*operands, transposed=True)
     product = int_mm.product(rows, wq, (row, row)) if full else None
     if product is None:
-        # The product is rounded to the type that it is computed in, so an FP32 output asks for FP32.
+        # The product is rounded to its compute dtype, so an FP32 output requires FP32.
         dtype = torch.promote_types(multiplied_in(row, row, rows.device), out_dtype)
         left, x_scale = carried(rows, x_scale, dtype)
         right, w_scale = carried(wq, w_scale, dtype)
@@ -147,7 +152,7 @@ def input_gradient(
     dtype: torch.dtype,
     gradients: str = "nearest",
 ) -> Tensor:
-    """Returns `g @ wq`, `[M, K]`, of the rounded gradient `[M, N]`; scales are single numbers."""
+    """Return `g @ wq`, `[M, K]`, of the rounded gradient, `[M, N]`; scales are single numbers."""
     result = dispatch.product(g, wq, scale, w_scale, None, dtype, row, dispatch.partner(g))
     if result is None:
         result = _by_integers(g, wq, scale, w_scale, row, dtype)
@@ -170,9 +175,10 @@ def weight_gradient(
     by_columns: bool = False,
     gradients: str = "nearest",
 ) -> Tensor:
-    """Returns `g.T @ xq`, `[N, K]`, of the rounded gradient `[M, N]` and the saved activation `[M, K]`; scales are single numbers.
+    """Return `g.T @ xq`, `[N, K]`, of the rounded gradient, `[M, N]`, and the activation, `[M, K]`.
 
-    `turned` is `g.T` with its rows in memory, if there is such a copy. Where the weight lies by columns, so should its gradient.
+    Scales are single numbers. `flipped` is a row-major copy of `g.T`, if there is one.
+    `by_columns`: the weight is column-major, so its gradient is too.
     """
     if incoming(row, g.device).kind == "integer" or not dispatch.silent(g.device):
         by_rows = transposed(g) if flipped is None else flipped
@@ -198,7 +204,7 @@ def _by_integers(
     row: Precision,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Returns `a @ b` of a rounded gradient and a saved operand by torch's integer unit; None where it is not to compute it."""
+    """Return `a @ b` by torch's integer unit; None if it cannot or should not compute it."""
     rounded = incoming(row, a.device)
     if rounded.kind != "integer" or not dispatch.integers_pay(
         a, b, a_scale, b_scale, None, dtype, row
@@ -220,7 +226,7 @@ class _Linear(torch.autograd.Function):
             inputs.bias,
         )
         need_x, need_weight = ctx.needs_input_grad[:2]
-        # With a frozen weight nothing needs the activation again, and the other way round.
+        # A frozen weight needs no saved activation, a constant input no saved weight.
         linked = link()
         ctx.save_for_backward(
             xq if need_weight else None,
@@ -235,12 +241,12 @@ class _Linear(torch.autograd.Function):
         ctx.fmt, ctx.place = inputs.fmt, place(inputs.stream)
         ctx.stacked = stacked = wq.dim() == 3
         ctx.by_columns = not wq.is_contiguous() and transposed(wq).is_contiguous()
-        # Where a matrix is column-major, torch returns its gradient so.
+        # torch returns the gradient of a column-major matrix column-major.
         ctx.x_by_columns = xq.dim() == 2 and not xq.is_contiguous() and xq.t().is_contiguous()
         ctx.dtypes = inputs.x.dtype, inputs.weight.dtype, None if bias is None else bias.dtype
         factors = _rows(xq, stacked), _per_row(x_scale, stacked), wq, _per_column(w_scale)
         y = output(*factors, bias, precision(inputs.fmt), inputs.out_dtype)
-        # A view that a function like this one returns could not be written to in place.
+        # A view that an autograd.Function returns could not be modified in place.
         result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[-2]])
         return result, linked
 
@@ -253,7 +259,8 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         stacked: bool = ctx.stacked
         row, rows = precision(fmt), _rows(gradient, stacked)
-        # The input gradient contracts the output channels, the weight gradient the rows: the very dimensions that scales vary along.
+        # Input and weight gradient contract the dimensions along which scales vary: channels and
+        # rows.
         folds: dict[Role, Tensor | None] = {}
         if need_x:
             folds[Role.ACTIVATION] = None if _uniform(w_scale, stacked) else _per_column(w_scale)

@@ -1,19 +1,12 @@
-"""`qsync::pack_bits` and `qsync::unpack_bits`: truth values in a bit each, for masks that wait for the backward pass.
+"""Masks: packed into bits, drawn for dropout, and applied to gradients.
 
-Invariant: what is unpacked is what was packed, whatever the size; the bits of values that lie one after the other in memory, row by row,
-do so too.
-
-`qsync::keep`: which values dropout keeps, by the random numbers that stochastic rounding has, in vectors and on all threads.
-
-torch draws for the CPU one value at a time: dropout of a hidden state of BERT-base took a quarter of the time of the largest product of
-its layer.
-
-Invariant: a pure function of size, seed, stream and p; the number of a value depends on its index alone, not on strides or threads.
-
-`qsync::gate`: a gradient, but zero where a byte says so.
-
-Why an operator: written with a bool, the bool is what a partitioner of joint graphs may keep for the backward pass; see
-`qsync_fx.backend.inductor.recompute_policy`.
+`qsync::pack_bits` and `qsync::unpack_bits` store masks that are saved for backward in one bit per
+value, in row-major order. `qsync::keep` draws a dropout mask in vectors and on all threads; torch's
+CPU generator draws one value at a time, which took a quarter of the time of a BERT-base layer's
+largest product. It is a pure function of size, seed, stream and p: the random number of a value
+depends on its index alone, not on strides or threads. `qsync::gate` zeroes a gradient by an int8
+mask: a partitioner of joint graphs might save a bool
+(`qsync_fx.backend.inductor.recompute_policy`).
 """
 
 from __future__ import annotations
@@ -28,14 +21,14 @@ from qsync_fx import _C
 from qsync_fx.backend.operators.registration import define, require
 
 BYTE: Final = torch.int8
-"""The type of a byte that says yes or no where bools would be read one at a time."""
+"""Mask dtype where bools would be read one at a time."""
 _IN_BYTES: Final = (torch.bool, BYTE)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Returns the values of `mask`, bool or zeros and ones of int8, any shape, as uint8, `[(numel + 7) // 8]`.
+    """Return `mask`, bool or int8 zeros and ones, any shape, as uint8, `[(numel + 7) // 8]`.
 
-    The first is the lowest bit of the first byte.
+    The first value is the lowest bit of the first byte.
     """
     result: Tensor = torch.ops.qsync.pack_bits.default(mask)
     return result
@@ -44,7 +37,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 def unpack_bits(
     bits: Tensor, size: Sequence[int | SymInt], dtype: torch.dtype = torch.bool
 ) -> Tensor:
-    """Returns the mask of a size that `pack_bits` has made `bits` of, row by row in memory, as bool or int8."""
+    """Return the mask of shape `size`, bool or int8, contiguous, that `pack_bits` packed."""
     result: Tensor = torch.ops.qsync.unpack_bits.default(bits, size, dtype)
     return result
 
@@ -87,7 +80,7 @@ define(
 
 
 def keep(size: Sequence[int | SymInt], seed: Tensor, stream: int, p: float) -> Tensor:
-    """Returns bytes of a size, each 0 with probability `p` (to 2**-24), else 1."""
+    """Return uint8 values of shape `size`, each 0 with probability `p` (up to 2**-24), else 1."""
     result: Tensor = torch.ops.qsync.keep.default(size, seed, stream, p)
     return result
 
@@ -107,14 +100,14 @@ define("keep(SymInt[] size, Tensor seed, int stream, float p) -> Tensor", {"CPU"
 
 
 def gate(gradient: Tensor, closed: Tensor) -> Tensor:
-    """Returns 0 where `closed` is not 0, whatever the gradient is there, and the gradient elsewhere.
+    """Return 0 where `closed` is not 0, also for NaN gradients, and the gradient elsewhere.
 
     Args:
         gradient: floating point, any shape.
         closed: int8, same shape.
 
     Returns:
-        The shape and type of `gradient`.
+        Shape and dtype of `gradient`.
     """
     result: Tensor = torch.ops.qsync.gate.default(gradient, closed)
     return result

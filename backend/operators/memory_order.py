@@ -1,7 +1,7 @@
 """`qsync::in_order`: a tensor with its dimensions in a given order in memory.
 
-A `contiguous()` of the model is missing from its graph if it had no effect on the traced strides, and
-`view` fails on other strides. An operator that replaces one of torch therefore has the same strides.
+A traced graph lacks a `contiguous()` of the model that had no effect on the traced strides, and
+`view` fails on other strides. So an operator that replaces torch's has the same output strides.
 
 Invariant: `in_order` returns its input if the strides are as required.
 """
@@ -35,7 +35,7 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _has_dense_strides(x: Tensor) -> bool:
-    """Return whether `x` has the strides of a new contiguous tensor, also in dimensions of size 1."""
+    """Return whether `x` has a new contiguous tensor's strides, also in dimensions of size 1."""
     expected: Any = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if not statically_known_true(stride == expected):

@@ -1,11 +1,10 @@
-"""One derivative and no second: what is computed from rounded values has a gradient by decree, and that gradient has none.
+"""First derivatives only: the gradients of lowered operators refuse to be differentiated.
 
-Rounding is flat between its steps, so that a gradient passes straight through it is a convention, and its derivative would be one
-more. Torch's own `once_differentiable` takes the gradient for a constant where the incoming one is: with a sum as the loss, a gradient
-penalty would be missing from the gradients without a word.
+Rounding is piecewise constant, so its straight-through gradient is a convention without a
+derivative. torch's own `once_differentiable` treats such a gradient as a constant if the incoming
+gradient is one: with a sum as the loss, a gradient penalty would silently be missing.
 
-Invariant: a derivative of what `first_only` has guarded raises, whatever it is taken of. A backward pass that nobody differentiates
-computes what it computes without.
+Invariant: differentiating a gradient that `first_only` guards raises.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from qsync_fx.errors import PrecisionError, QSyncError
 
 WAY_OUT: Final = 'options={"precision": "bf16", "inner_backend": "eager"}'
-"""Options under which everything has a second derivative that has one in torch."""
+"""Options under which all operators have the second derivatives that they have in torch."""
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -31,7 +30,7 @@ _places: ContextVar[Mapping[int, str] | None] = ContextVar("qsync_places", defau
 
 @contextmanager
 def placed(places: Mapping[int, str]) -> Iterator[None]:
-    """Lets the operators that run in it know where they stand in the user's model: stream -> where."""
+    """Set the locations of operators in the user's model, by stream, while a graph runs."""
     token = _places.set(places)
     try:
         yield
@@ -40,12 +39,12 @@ def placed(places: Mapping[int, str]) -> Iterator[None]:
 
 
 def place(stream: int) -> str | None:
-    """Returns where the operator with this stream stands in the user's model; None where that is not known, as in compiled code."""
+    """Return an operator's location in the user's model; None if unknown, as in compiled code."""
     return (_places.get() or {}).get(stream)
 
 
 def link() -> Tensor:
-    """Returns what a lowered operator gives beside its result, and saves: an output without values, which leads back to its inputs."""
+    """Return an empty output that a lowered operator saves: it connects the graph to its inputs."""
     return torch.empty(0)
 
 
@@ -54,7 +53,7 @@ def refuse(
     links: tuple[Tensor | None, ...],
     problem: Callable[[], QSyncError],
 ) -> tuple[Tensor | None, ...]:
-    """Returns gradients whose own derivatives raise `problem()`, those by whatever `links` depend on too."""
+    """Return gradients whose derivatives, through `links` too, raise `problem()`."""
     anchor = torch.empty(0, requires_grad=True)
     result: tuple[Tensor | None, ...] = _Refused.apply(problem, gradients, anchor, *links)  # type: ignore[no-untyped-call]
     return result
@@ -77,7 +76,7 @@ class _Refused(torch.autograd.Function):
 
 
 def first_only(backward: Backward) -> Backward:
-    """Decorates the backward pass of a lowered operator. Its context has `fmt`, the format's name, and `place`, and saves `link()` last."""
+    """Decorate a backward whose ctx has `fmt` and `place`, and saves `link()` last."""
 
     @functools.wraps(backward)
     def guarded(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,7 @@
-"""How torch's products become those of a layer: `qsync::linear` where they are written as one, `qsync::grouped`, else `qsync::contract`.
+"""Lowering of torch's products to `qsync::linear`, `qsync::grouped` or `qsync::contract`.
 
-Invariant: which factor is the weight stands in the operator's row, as `classify` has found it; what is contracted follows from the shapes.
+Invariant: the operator's row says which factor is the weight, as the pass `classify` decided; the
+contracted dimensions follow from the shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _row(node: fx.Node) -> OperatorRow:
 
 
 def _contraction(node: fx.Node) -> Contraction | str:
-    """Returns what a product contracts, the activation first; the reason where no layer does that."""
+    """Return the contraction of a product, activation first; or the reason why it is no layer's."""
     row = _row(node)
     assert row.contracts is not None
     result = row.contracts(
@@ -90,7 +91,7 @@ def _emit(node: fx.Node, argument: Operands) -> fx.Node:
             torch.ops.qsync.linear.default, (*tensors, argument.stream, *settings)
         )
     value: Tensor = node.meta["val"]
-    # Sizes that only a run knows have no strides yet; what has them is made anew, row after row.
+    # Sizes that depend on values have no strides yet; the result is then row-major.
     shape = result.equation, memory_order(value) or list(range(value.dim()))
     return node.graph.call_function(
         torch.ops.qsync.contract.default, (*tensors, argument.stream, *shape, *settings)

@@ -1,19 +1,12 @@
-"""What the operators made of matrix products share: the carrier, the scales, and the rounding of incoming gradients.
+"""Arithmetic and arguments that the operators of a product with a weight share.
 
-Invariant: a product sees only values of its formats. Operands go to the carrier, a float type in which each of their values is
-exact; scales are FP32 and applied to the result. The one exception is a scale that varies along the contracted dimension, which cannot
-be applied after the product: it is multiplied into the incoming gradient before the gradient is rounded (`round_gradients`), or into the
-other operand where that is then a plain format's (`backward_operand`).
+A product multiplies only values of its formats. Operands are cast to the format's compute dtype
+(`Precision.carrier`), in which each value is exact. FP32 scales are applied to the result, except a
+scale that varies along the contracted dimension: it is multiplied into the incoming gradient before
+rounding (`round_gradients`), or into the saved operand (`backward_operand`).
 
-What the operators made of a product with a weight are given: one list of arguments, in which each has arguments of its own.
-
-Invariant: the schema is made of that list, and the arguments of a call are taken by their names. So no operator writes the list again.
-
-`qsync::widen`: a conversion to a wider type, whose gradient is rounded stochastically on its way back to the narrow one.
-
-Why composite: forward it is torch's conversion, which a compiler fuses with what surrounds it.
-
-Invariant: values are those of the conversion. The mean of the gradient over many roundings is the gradient.
+`define_product` derives each operator's schema from `ProductArguments`. `qsync::widen` is a cast
+whose gradient is rounded stochastically.
 """
 
 from __future__ import annotations
@@ -38,27 +31,28 @@ _DOWN: Final = 2.0**-9
 
 
 def carrier(row: Precision, device: torch.device) -> torch.dtype:
-    """Returns the type that products of `row` are computed in. Their results are rounded to it, their sums are FP32."""
+    """Return the compute dtype of products of `row`: sums are FP32, results are rounded to it."""
     return row_on(device, row).carrier.dtype
 
 
 def incoming(row: Precision, device: torch.device) -> Precision:
-    """Returns the format that incoming gradients of operators in `row` are rounded to."""
+    """Return the format to which incoming gradients of operators in `row` are rounded."""
     return row_on(device, row).gradient
 
 
 def short(row: Precision | None) -> bool:
-    """Whether a format's range is less than FP32's, which sums and gradients may leave."""
+    """Return whether a plain format has a smaller range than FP32."""
     return row is not None and row.plain and row.e_min > FP32.e_min
 
 
 def carried(
     q: Tensor, scale: Tensor | None, dtype: torch.dtype, again: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns an operand in the type that a product is computed in, and the scale that its values then have.
+    """Return an operand in the compute dtype of a product, and the scale of its values there.
 
-    Five products of 127 by 127 are more than FP16 holds. There integers are divided by 512, which is exact, and leaves room for sums of a
-    million products. `again`: what was carried in the forward pass is made anew.
+    Five products of 127 by 127 overflow FP16. For FP16 integers are therefore divided by 512, which
+    is exact and leaves room for sums of a million products. `again`: the backward pass casts a
+    saved operand itself, not by `qsync::carry`.
     """
     result = q.to(dtype) if again else carry(q, dtype)
     if scale is None or q.dtype.is_floating_point or not short(precision_of(dtype)):
@@ -67,30 +61,30 @@ def carried(
 
 
 def multiplied_in(row: Precision, other: Precision, device: torch.device) -> torch.dtype:
-    """Returns the type that a product is computed in, and rounded to, where no integer unit takes it.
+    """Return the dtype of a product that no integer unit computes.
 
-    On the CPU it is FP32 for integers: the carrier would round where another shape has exact sums.
+    On the CPU integers use FP32: the carrier would round sums that are exact for other shapes.
     """
     exact = row.kind == other.kind == "integer" and device.type == "cpu"
     return torch.float32 if exact else carrier(row, device)
 
 
 def combined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Returns the scale of a product of two tensors with these scales, None being 1."""
+    """Return the scale of a product of two tensors with these scales; None means 1."""
     if first is None or second is None:
         return second if first is None else first
     return first * second
 
 
 def transposed(t: Tensor) -> Tensor:
-    """Returns a matrix, or each of a stack of them, with rows for columns."""
+    """Return the transpose of a matrix, or of each matrix of a stack."""
     return t.t() if t.dim() == 2 else t.mT
 
 
 def scaled(
     product: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Returns `product * scale + bias` as `dtype`, computed in FP32 and rounded once."""
+    """Return `product * scale + bias` as `dtype`, computed in FP32 and rounded once."""
     if scale is not None:
         product = product.float() * scale
     if bias is not None:
@@ -99,18 +93,19 @@ def scaled(
 
 
 def uniform(scale: Tensor | None) -> bool:
-    """Whether one scale serves the whole tensor."""
+    """Return whether the scale is a single number."""
     return scale is None or scale.dim() == 0
 
 
 def backward_operand(
     q: Tensor, scale: Tensor | None, row: Precision, apply: bool, gradients: str = "nearest"
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns a saved operand for a product of the backward pass, and the scale that is left for the product's result.
+    """Return a saved operand for a product of the backward pass, and the scale left for the result.
 
-    With an incoming gradient of a plain format, a scale can be applied to the operand, which is rounded to the carrier once more: by
-    2**-9 of a value in BF16, no more than the result of a product is. It is where it varies along the contracted dimension, and where
-    `apply` says that the operand is smaller than the result. Where gradients are rounded stochastically the operand stays FP32.
+    If the gradient format is plain, the operand is multiplied by a scale that is not uniform, or by
+    any scale if `apply` (the operand is smaller than the result). The product is rounded to the
+    carrier, in BF16 with an error of at most 2**-9, like the result itself; with stochastic
+    `gradients` it stays FP32.
     """
     if scale is not None and incoming(row, q.device).plain and (apply or not uniform(scale)):
         product = q.float() * scale
@@ -128,21 +123,23 @@ def round_gradients(
     keep: Sequence[int] = (),
     gradients: str = "nearest",
 ) -> dict[Role, tuple[Tensor, Tensor | None]]:
-    """Rounds an incoming gradient to the gradient format of `fmt`, for each product of the backward pass that it goes into.
+    """Round an incoming gradient to the gradient format of `fmt`, for each product that reads it.
 
     Args:
         gradient: floating point, any shape.
-        folds: for the gradient of each input that needs one, the scale of the product's other operand where that varies along the
-            contracted dimension, broadcast against `gradient`; None where nothing is to be multiplied in. All None share one rounding.
-        seed: of the graph.
-        stream: of the operator; each rounding here has one of its own.
-        fmt: the format of the operator.
-        rounding: how to round to formats that are not plain.
-        keep: dimensions with a scale per index, of a scaled format; by default there is one scale.
-        gradients: how to round to plain formats, "nearest" or "stochastic".
+        folds: scale to multiply into the gradient of each required role, broadcast against
+            `gradient`; None if the other operand's scale does not vary along the contracted
+            dimension. Roles with None share one rounding.
+        seed: the graph's seed.
+        stream: the operator's stream; each rounding adds an offset.
+        fmt: the operator's format.
+        rounding: rounding mode of formats that are not plain.
+        keep: dimensions of `gradient` with a scale per index, for scaled gradient formats; one
+            scale by default.
+        gradients: rounding mode of plain formats, "nearest" or "stochastic".
 
     Returns:
-        The rounded gradient and its scale (None for unscaled formats) for each of `folds`.
+        For each role of `folds` the rounded gradient and its scale (None for unscaled formats).
     """
     row = incoming(precision(fmt), gradient.device)
 
@@ -169,9 +166,9 @@ def round_gradients(
 
 
 def _within(gradient: Tensor) -> Tensor:
-    """Returns the power of two that a gradient is divided by so that it uses the range of FP16, and sums of a million values stay in it.
+    """Return the power-of-two divisor that leaves room in FP16 for sums of a million values.
 
-    Where it holds no finite largest value, or zeros alone, that is 1: infinities and NaN reach loss scaling.
+    It is 1 for zeros and for gradients with infinities or NaN, which must reach loss scaling.
     """
     largest = gradient.detach().abs().amax().float()
     factor = torch.exp2(torch.ceil(torch.log2(largest)) + 2)
@@ -181,7 +178,7 @@ def _within(gradient: Tensor) -> Tensor:
 def narrowed(
     value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, gradients: str
 ) -> Tensor:
-    """Returns a gradient as `dtype`; `gradients` says how it is rounded where that has fewer than 32 bits."""
+    """Return a gradient as `dtype`; `gradients` is the rounding mode below 32 bits."""
     row = precision_of(dtype)
     if (
         gradients == "nearest"
@@ -196,34 +193,31 @@ def narrowed(
 def result(
     value: Tensor, dtype: torch.dtype, seed: Tensor, stream: int, role: Role, gradients: str
 ) -> Tensor:
-    """Returns the gradient of the input in `role`, computed in FP32 where `gradients` is "stochastic", as `dtype`; see `narrowed`."""
+    """Return the gradient of the input in `role` as `dtype`; see `narrowed`."""
     return narrowed(
         value, dtype, seed, stream + stream_layout.BACKWARD[role] + stream_layout.RESULT, gradients
     )
 
 
 def summed(dtype: torch.dtype, gradients: str) -> torch.dtype:
-    """Returns the type that a gradient is to be computed in which is given out as `dtype`: stochastic rounding starts from FP32."""
+    """Return the dtype in which to compute a gradient: FP32 before stochastic rounding."""
     return torch.float32 if gradients == "stochastic" and dtype.itemsize < 4 else dtype
 
 
 class ProductArguments(NamedTuple):
-    """The arguments that `qsync::linear` and its kin share, in the order in which their autograd functions take them.
+    """Arguments shared by the operators of products, in the order of their autograd functions.
 
     Attributes:
-        x: the activation, floating point; for autograd only.
-        weight: floating point; for autograd only.
-        bias: one value an output channel, floating point, or None.
-        xq: `x` in the format, same shape.
-        x_scale: FP32; None for unscaled formats.
-        wq: `weight` in the format, same shape.
-        w_scale: FP32; None for unscaled formats.
-        seed: int64, `[1]` or `[]`, of the graph.
-        stream: tells operators of one graph apart; at least 0 and below 2**29.
+        x, weight: activation and weight, floating point; for autograd only.
+        bias: one value per output channel, floating point, or None.
+        xq, wq: `x` and `weight` in the format, same shapes.
+        x_scale, w_scale: FP32; None for unscaled formats.
+        seed: the graph's seed, int64, `[1]` or `[]`.
+        stream: distinguishes operators of one graph; in [0, 2**29).
         fmt: name of the format.
-        rounding: how gradients are rounded to formats that are not plain.
-        out_dtype: the output's type.
-        gradients: how they are rounded to types of 16 bits, "nearest" or "stochastic".
+        rounding: rounding mode of gradients in other than plain formats.
+        out_dtype: dtype of the output.
+        gradients: rounding mode of gradients in 16-bit types, "nearest" or "stochastic".
     """
 
     x: Tensor
@@ -254,13 +248,14 @@ def define_product(
     owned: str = "",
     gradients: bool = True,
 ) -> None:
-    """Registers an operator that AOTAutograd traces into.
+    """Register an operator that AOTAutograd traces into.
 
     Args:
-        compute: called with what is `Given`, and with the operator's own arguments by name.
-        third: what stands in the place of the bias.
-        own: other arguments of its own, as a schema has them.
-        gradients: whether it may round gradients stochastically.
+        name: in the namespace `qsync`.
+        compute: called with `ProductArguments`, and with the operator's own arguments by name.
+        third: schema of the third argument, which the bias is by default.
+        owned: schema of the operator's own arguments.
+        gradients: whether gradients may be rounded stochastically.
     """
     arguments = ", ".join((_TENSORS.format(third=third), *([owned] if owned else []), _HOW))
     available = ', str gradients="nearest"' if gradients else ""
@@ -278,18 +273,20 @@ def define_product(
 def without_gradients(
     gradients: tuple[Tensor | None, ...], owned: int = 0
 ) -> tuple[Tensor | None, ...]:
-    """Returns what a backward function gives: gradients of the first arguments, and none of the others, `own` of which are its own."""
+    """Return `gradients` followed by None for all other arguments, `owned` of them not shared."""
     return gradients + (None,) * (len(ProductArguments._fields) + owned - len(gradients))
 
 
 def widen(x: Tensor, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
-    """Returns `x` as `dtype`.
+    """Return `x` as `dtype`; round its gradient stochastically back to the dtype of `x`.
+
+    The rounding is unbiased. The operator is composite, so a compiler fuses the cast.
 
     Args:
         x: floating point, any shape and strides.
-        seed: int64, `[1]` or `[]`, of the graph.
-        stream: tells operators of one graph apart.
-        dtype: a type that holds all values of `x`'s.
+        seed: the graph's seed, int64, `[1]` or `[]`.
+        stream: distinguishes operators of one graph.
+        dtype: a dtype that represents all values of `x` exactly.
     """
     result: Tensor = _Widen.apply(x, seed, stream, dtype)  # type: ignore[no-untyped-call]
     return result

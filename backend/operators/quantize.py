@@ -1,22 +1,14 @@
-"""`qsync::quantize`: a tensor to a scaled format, and the scales.
+"""Quantization of tensors to scaled formats, and dequantization.
 
-Why an operator of its own: it reads its input twice (largest magnitude, then rounding), which is one kernel and nothing that a
-compiler should take apart; and the pass pipeline shares its result among all consumers of the tensor.
+`qsync::quantize` reads its input twice, for the largest magnitude and for rounding, in one opaque
+kernel; the pass pipeline shares its result among all consumers. `qsync::quantize_transposed` also
+writes the transpose: tensor cores for narrow formats read both operands along the contracted
+dimension, so one backward product reads a gradient by rows and the other by columns. Both return
+the same bits. `qsync::dequantize` makes the graph well typed between the passes `insert_casts` and
+`lower`; `lower` fuses it into the product.
 
-Invariant: a pure function of its inputs. Randomness comes from `seed`, which the graph draws once from the rounding stream
-(`qsync::draw`), so `torch.manual_seed` reproduces a run and activation checkpointing recomputes the same bits.
-
-`qsync::dequantize`: what a quantized tensor stands for.
-
-Between `insert_casts` and `lower` the graph multiplies dequantized operands, so that it is well typed and says what is computed;
-`lower` fuses the pair into the product, and nothing of it is left at run time.
-
-`qsync::quantize_transposed`: a matrix to a scaled format, and its transpose, in one pass.
-
-Why: tensor cores for narrow formats read both operands along the dimension that is summed over. A gradient goes into one product by its
-rows and into the other by its columns; a kernel that has just rounded it writes both for the price of a write.
-
-Invariant: q and scale are those of `qsync::quantize`, bit for bit, so it does not matter which of the two a graph calls.
+Invariant: pure functions. The graph draws `seed` once per step (`qsync::draw`), so
+`torch.manual_seed` reproduces a run, and activation checkpointing recomputes the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ from qsync_fx.rounding import rounding_mode
 
 
 def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
-    """Returns the format called `fmt`; raises `PrecisionError` unless it is scaled and `x` and `keep` suit it."""
+    """Return the format `fmt`; raise `PrecisionError` if it is unscaled or does not fit `x`."""
     row = precision(fmt)
     if not row.scaled:
         raise PrecisionError(
@@ -60,27 +52,29 @@ def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
 def quantize(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes `x` to a scaled format such as INT8 or FP8.
+    """Quantize `x` to a scaled format such as INT8 or FP8.
 
-    Per group, that is per index of the dimensions in `keep`, `scale = max(absmax / levels, 2**-126)` in FP32, and
-    `q = round(x / scale)` on the grid of the format, saturated. A group of zeros, or without elements, has scale 1; one with NaN or
-    Inf has scale NaN and q = 0, so that what is computed from it is NaN and loss scaling sees it.
+    Each index of the dimensions in `keep` is a group with `scale = max(absmax / levels, 2**-126)`
+    in FP32 and `q = round(x / scale)`, saturated to the format's grid. All-zero and empty groups
+    have scale 1. Groups with NaN or Inf have scale NaN and q = 0, so that dependent results are NaN
+    and loss scaling detects them.
 
     Args:
-        x: floating point, any shape and strides; taken as FP32.
+        x: floating point, any shape and strides; read as FP32.
         seed: int64, `[1]` or `[]`.
-        stream: tells operators of one graph apart.
+        stream: distinguishes operators of one graph.
         fmt: name of a scaled format.
-        rounding: "stochastic" (QSync, section IV-A: unbiased), "nearest" (ties to even), or "floor" (towards minus infinity).
-        keep: dimensions with a scale per index; none for one scale.
+        rounding: "stochastic" (unbiased; QSync, section IV-A), "nearest" (ties to even) or "floor"
+            (towards minus infinity).
+        keep: dimensions with a scale per index; empty for one scale.
 
     Returns:
-        q: the format's dtype, `x`'s shape and memory layout.
-        scale: FP32, `[]` or `x`'s shape with 1 in the dimensions outside `keep`.
+        q: the format's dtype, shape and memory layout of `x`.
+        scale: FP32, `[]` or the shape of `x` with 1 in the dimensions outside `keep`.
 
     Raises:
         PrecisionError: unknown or unscaled format, `x` not floating point, `keep` out of range.
-        OptionError: unknown way to round.
+        OptionError: unknown rounding mode.
     """
     result: tuple[Tensor, Tensor] = torch.ops.qsync.quantize.default(
         x, seed, stream, fmt, rounding, list(keep)
@@ -121,7 +115,7 @@ define(
     {
         "CPU": _quantize_native,
         "CUDA": _quantize_kernel,
-        # The result has no gradient; the operators that take it pass theirs to the real tensor.
+        # The result has no gradient; its consumers pass theirs to the original tensor.
         "Autograd": torch.library.fallthrough_kernel,
     },
     _quantize_fake,
@@ -130,7 +124,7 @@ define(
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `q * scale`, computed in FP32 and rounded to `dtype`; `scale` broadcasts against `q`."""
+    """Return `q * scale` as `dtype`, computed in FP32; `scale` broadcasts against `q`."""
     return (q.to(torch.float32) * scale).to(dtype)
 
 
@@ -148,14 +142,14 @@ define(
 def quantize_transposed(
     x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes a matrix with one scale; see `qsync::quantize` for what is computed, the arguments and the errors.
+    """Quantize a matrix with one scale, and return the transpose too; see `quantize`.
 
     Args:
-        x: floating point, `[M, N]`, any strides; taken as FP32.
+        x: floating point, `[M, N]`, any strides; read as FP32.
 
     Returns:
-        q: `[M, N]`, of `x`'s memory layout, as `qsync::quantize` gives it.
-        transpose: `[N, M]`, contiguous: `q.t()`.
+        q: `[M, N]`, as `quantize` returns it.
+        transpose: `q.t()`, `[N, M]`, contiguous.
         scale: FP32, `[]`.
     """
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.qsync.quantize_transposed.default(

@@ -1,6 +1,7 @@
-"""Registration of operators in the namespace `qsync`, typed.
+"""Typed registration of operators in the namespace `qsync`.
 
-Invariant: an operator is registered once, by the module that holds it, when `qsync_fx.backend.operators` is imported.
+Invariant: the module that defines an operator registers it once, when `qsync_fx.backend.operators`
+is imported.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ def define(
     *,
     tags: Sequence[torch.Tag] = (torch.Tag.flexible_layout,),
 ) -> None:
-    """Registers an operator.
+    """Register an operator.
 
     Args:
-        schema: its name and signature.
+        schema: name and signature.
         implementations: dispatch key -> function.
-        fake: returns outputs without values, of the sizes, strides and types that the implementations give. Only operators that are
-            traced through (CompositeImplicitAutograd) need none: other kernels torch would run on fake tensors, where they turn
-            symbolic sizes into the numbers at hand, and each batch size is compiled anew.
-        tags: what Inductor is told of layouts: by default that any will do. Of an operator with this tag it asks nothing else, so one that
-            `qsync_fx.backend.inductor.inductor_config` says the layouts of has none.
+        fake: returns empty outputs with the sizes, strides and dtypes of the implementations. Only
+            CompositeImplicitAutograd operators need none: torch would run other kernels on fake
+            tensors, which specializes symbolic sizes and recompiles for each batch size.
+        tags: layout constraint for Inductor, by default none. This tag overrides other constraints,
+            so operators that `qsync_fx.backend.inductor.inductor_config` constrains omit it.
     """
     assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, (
         f"{schema} needs a fake"
@@ -43,17 +44,16 @@ def define(
 
 
 def require(condition: bool | torch.SymBool, description: Callable[[], str]) -> None:
-    """Raises RuntimeError with `what()` unless a condition on sizes holds; one on symbolic sizes becomes a guard."""
-    if (
-        condition is not True
-    ):  # which takes a tenth of the time, and calls of kernels make five of these
+    """Raise RuntimeError unless `condition` is true; a SymBool becomes a guard."""
+    # Ten times faster than `torch._check`; a kernel call makes five checks.
+    if condition is not True:
         torch._check(condition, description)  # type: ignore[no-untyped-call]
 
 
 def differentiate(
     name: str, backward: Callable[..., Any], remember: Callable[[Any, tuple[Any, ...], Any], None]
 ) -> None:
-    """Gives an operator a backward function, `remember(ctx, inputs, output)` being called in the forward."""
+    """Register the backward function of an operator; `remember` is its setup_context."""
     torch.library.register_autograd(
         f"qsync::{name}", backward, setup_context=remember, lib=_LIBRARY
     )

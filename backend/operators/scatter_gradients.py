@@ -1,16 +1,10 @@
-"""`qsync::max_pool2d_gradient`: the input gradient of max pooling from the places of the maxima, by torch's kernel.
+"""Scatter gradients by torch's kernels: `qsync::max_pool2d_gradient`, `qsync::embedding_gradient`.
 
-Why an operator of its own: torch's takes the pooling's input too, of which it reads nothing but the shape; that would be kept, or computed
-again and written.
+torch's own `max_pool2d_with_indices_backward` also requires the pooling's input, which would be
+saved or recomputed although only its shape is read. Inductor decomposes `embedding_dense_backward`
+into a masked scatter of single values; torch's kernel adds whole rows.
 
-Invariant: the values of `aten::max_pool2d_with_indices_backward`.
-
-`qsync::embedding_gradient`: the gradient of an embedding's table by torch's kernel, which adds whole rows.
-
-Why an operator of its own: Inductor's scatter adds one value at a time, each behind a mask; it has a formula for torch's operator, and so
-lets no kernel be called in its place.
-
-Invariant: the values of `aten::embedding_dense_backward`; sums of types of 16 bits are in FP32, and rounded once.
+Invariant: the values of the ATen operators; embedding sums of 16-bit types are FP32, rounded once.
 """
 
 from __future__ import annotations
@@ -26,17 +20,17 @@ from qsync_fx.backend.operators.registration import define
 def embedding_gradient(
     gradient: Tensor, indices: Tensor, rows: int | SymInt, padding: int | SymInt, by_frequency: bool
 ) -> Tensor:
-    """Adds each row of `gradient` to that of a table which its index names.
+    """Add each row of `gradient` to the row of a table that its index names.
 
     Args:
         gradient: `[*indices.shape, D]`, floating point.
         indices: int32 or int64, any shape.
-        rows: of the table.
-        padding: the row that gets nothing; -1 for none.
-        by_frequency: divides what a row gets by how often it is named.
+        rows: number of rows of the table.
+        padding: the row without a gradient; -1 for none.
+        by_frequency: whether to divide each row by the number of its indices.
 
     Returns:
-        `[rows, D]`, of `gradient`'s type.
+        `[rows, D]`, dtype of `gradient`.
     """
     result: Tensor = torch.ops.qsync.embedding_gradient.default(
         gradient, indices, rows, padding, by_frequency
@@ -77,16 +71,17 @@ def max_pool2d_gradient(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> Tensor:
-    """Adds each element of `gradient` where its maximum was found.
+    """Add each element of `gradient` at the position of its maximum.
 
     Args:
-        gradient: `[N, C, H', W']` or `[C, H', W']`, floating point. Its memory format is the result's.
+        gradient: `[N, C, H', W']` or `[C, H', W']`, floating point; its memory format is the
+            result's.
         indices: int64, same shape: `h * W + w` in the input.
-        size: the input's shape, `[N, C, H, W]` or `[C, H, W]`.
-        kernel, stride, padding, dilation, ceil_mode: those of the pooling.
+        size: shape of the input, `[N, C, H, W]` or `[C, H, W]`.
+        kernel, stride, padding, dilation, ceil_mode: of the pooling.
 
     Returns:
-        `size`, of `gradient`'s type, in which overlapping windows are summed.
+        Shape `size`, dtype of `gradient`; overlapping windows are summed.
     """
     window = kernel, stride, padding, dilation, ceil_mode
     result: Tensor = torch.ops.qsync.max_pool2d_gradient.default(gradient, indices, size, *window)
@@ -105,7 +100,8 @@ def _max_pool_kernel(
     gradient: Tensor, indices: Tensor, size: Sequence[int], *window: object
 ) -> Tensor:
     result = _like(gradient, size)
-    # Nothing is read of the input but its shape and memory format, which the result has, too: it stands in, and no more is allocated.
+    # torch's kernel reads only shape and memory format of the input, so the result can serve as
+    # input.
     torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
         gradient, result, *window, indices, grad_input=result
     )

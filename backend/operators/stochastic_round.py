@@ -1,17 +1,14 @@
-"""`qsync::round`: a tensor to the grid of a format without a scale: one that no torch type is, such as TF32, or a type of 16 bits, which
-torch converts to by the nearest value only.
+"""Rounding to unscaled formats (`qsync::round`) and the random seed of a graph (`qsync::draw`).
 
-Invariant: a pure function of its inputs, as `qsync::quantize` is. The gradient passes straight through: rounding to a format is the
-identity to the model, and its error is what the planner accounts for.
+`qsync::round` rounds to a grid without a torch dtype, such as TF32, or to a 16-bit dtype, to which
+torch only rounds to nearest. It is a pure function with a straight-through gradient: the planner
+accounts for its error.
 
-`qsync::draw`: the seed of a graph's roundings in one step, from the rounding stream (`qsync_fx.rounding`).
-
-Why an operator: the number is another one at each step, so it cannot be a constant of the graph; and it belongs to the process that runs
-the graph, rank and place in the stream included, so it cannot be decided when the graph is compiled, which other processes may have done.
-
-Invariant: it reads no tensor and copies none: a fill with a number that the host knows, which waits for no device. What would record it
-once and repeat the record, as the CUDA graphs of torch.compile do, is told not to. A user who captures a step by hand
-(`torch.cuda.graph`) records it all the same: then it is torch's own generator on the device that draws, which moves on with each replay.
+`qsync::draw` fills the seed of a step from `qsync_fx.rounding_stream`. It is an operator since the
+seed changes each step, and since it depends on the process that runs the graph (rank, position in
+the stream), which may not be the process that compiled it. It does not synchronize with the device.
+A tag excludes it from the CUDA graphs of torch.compile. In a manual capture (`torch.cuda.graph`) it
+draws from torch's CUDA generator, which advances with each replay.
 """
 
 from __future__ import annotations
@@ -45,14 +42,15 @@ define(
     _draw_fake,
     tags=(torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe),
 )
-# With the operator: whatever states of torch's generator are taken from now on, they know a place in the stream.
+# States of torch's generator record a position in the rounding stream from here on.
 watch()
 
 
 def gridded_format(fmt: str, x: Tensor) -> Precision:
-    """Returns the format called `fmt`; raises `PrecisionError` if it is scaled, or as wide as what is rounded.
+    """Return the format `fmt`; raise `PrecisionError` if `qsync::round` cannot round `x` to it.
 
-    Torch's own types have infinities, and what is beyond their range becomes one, as loss scaling expects: FP32's range is theirs here.
+    Plain formats get FP32's range here: values beyond their own become infinite in the cast, as
+    loss scaling expects.
     """
     row = precision(fmt)
     if row.scaled or (row.plain and row.bits >= 32):
@@ -71,21 +69,24 @@ def gridded_format(fmt: str, x: Tensor) -> Precision:
 
 
 def round_to(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Tensor:
-    """Rounds `x` to the grid of an unscaled format; NaN and Inf stay, and what is too large becomes the format's largest or infinite.
+    """Round `x` to the grid of an unscaled format.
+
+    NaN and Inf are preserved. Too large values become the largest of the format, or infinite for
+    dtypes of torch.
 
     Args:
-        x: floating point, any shape and strides; taken as FP32.
+        x: floating point, any shape and strides; read as FP32.
         seed: int64, `[1]` or `[]`.
-        stream: tells operators of one graph apart.
-        fmt: name of an unscaled format of less than 32 bits: "tf32", "bf16", "fp16".
-        rounding: "stochastic", "nearest" (ties to even, what tensor cores' callers do), or "floor" (towards minus infinity).
+        stream: distinguishes operators of one graph.
+        fmt: name of an unscaled format below 32 bits: "tf32", "bf16", "fp16".
+        rounding: "stochastic", "nearest" (ties to even) or "floor" (towards minus infinity).
 
     Returns:
-        The format's storage type (FP32 for TF32, BF16 for BF16), `x`'s shape and memory layout.
+        The format's dtype (FP32 for TF32), shape and memory layout of `x`.
 
     Raises:
-        PrecisionError: unknown, scaled or wide format, `x` not floating point.
-        OptionError: unknown way to round.
+        PrecisionError: unknown, scaled or wide format, or `x` not floating point.
+        OptionError: unknown rounding mode.
     """
     result: Tensor = torch.ops.qsync.round.default(x, seed, stream, fmt, rounding)
     return result
@@ -106,7 +107,7 @@ def _native(x: Tensor, seed: Tensor, stream: int, fmt: str, rounding: str) -> Te
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
-    # What consumes the rounded tensor may give it no gradient; zeros would then be made and added for nothing.
+    # An unused result has no gradient; do not create zeros for it.
     ctx.set_materialize_grads(False)
 
 

@@ -1,9 +1,11 @@
-"""Which operator of a model computes in which format on which device: what chooses a plan.
+"""Allocators: choose a compute format for each adjustable operator on each device class.
 
-`problem` says what is to be decided and within which limits, judging/ what a plan costs, `answer` what an allocator found.
+A `Problem` states the choices and limits, `PlanEvaluator` computes the cost of a plan, and an
+`Allocator` returns a `PlanResult`. The entry point is `api.find_plan`; `recovery` is the allocator
+of QSync, `milp` the exact allocator, `baselines` the comparison. Start reading at `problem`.
 
-Invariant: an answer says of a plan what the judge says of it: the cost mapper, the memory model and the replayer. What an allocator reckons
-with meanwhile is its own.
+Invariant: the metrics of a `PlanResult` come from `PlanEvaluator` (cost mapper, memory model,
+replayer), never from the cost model inside an allocator.
 """
 
 from qsync_fx.allocator.evaluator import Evaluation, PlanEvaluator, evaluate_plan

@@ -1,26 +1,10 @@
-"""Tables of what is asked of an answer: allocators side by side, an operator's formats, a plan beside another one, a front.
+"""Analysis of a planning result: comparison of allocators, single changes, Pareto front, what-if.
 
-Invariant: every number is one that the values hold; differences have a sign.
+`compare` runs several allocators on one problem. `single_change` evaluates each other format of an
+operator, `what_if` a set of changes, and `pareto` minimizes the variance at several times per step.
+The `*_table` functions render the results.
 
-Which operators are meant where an answer is asked about: one by its id, or several by a pattern, as in plans.
-
-Allocators side by side: what each makes of one problem.
-
-Invariant: each is asked the same, and what one cannot answer is told beside what others can.
-
-Why an operator has its format: what each other one would cost in time, memory and variance, all else as it is.
-
-Invariant: the plan of the answer stays as it is.
-
-What more time would buy: the least variance at each of several times of a step, `pareto`.
-
-Invariant: no point of a front is both slower and of more variance than another, nor as good in one and worse in the other.
-
-What if operators had other formats: `what_if`.
-
-What to ask of an answer: how others would have chosen, why an operator has its format, what if it had another, what more time would buy.
-
-Invariant: every number is the judge's.
+Invariant: all numbers come from `PlanEvaluator`; the given result is not modified.
 """
 
 from __future__ import annotations
@@ -56,7 +40,7 @@ __all__ = [
 
 
 def open_class(answer: PlanResult, device: str | None) -> str:
-    """Returns the class of devices that is meant; raises `PlanError` where that cannot be told."""
+    """Return the open class that is meant; raise `PlanError` if it is unknown or ambiguous."""
     available = answer.problem.open
     if device is None and len(available) == 1:
         return available[0]
@@ -73,15 +57,15 @@ def open_class(answer: PlanResult, device: str | None) -> str:
 
 
 def selected(answer: PlanResult, selected: str, device: str | None = None) -> list[str]:
-    """Returns the ids of the operators that are meant, those that a plan decides on.
+    """Return the ids of the adjustable operators that an id or a pattern selects.
 
     Args:
-        answer: what was found.
-        which: an id, or a pattern of modules or operators.
-        device: the class of devices; may be left out where one is open to choice.
+        answer: the planning result.
+        selected: an id, or a pattern of modules or operators, as in plans.
+        device: device class; optional if only one is open to choice.
 
     Raises:
-        PlanError: no plan decides on the operator, or nothing is meant.
+        PlanError: the operator is not adjustable, or the pattern selects none.
     """
     part = answer.problem.classes[open_class(answer, device)]
     if selected in part.choices:
@@ -106,13 +90,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AllocatorComparison:
-    """What an allocator made of a problem.
+    """Result of an allocator on a problem that several allocators solve.
 
     Attributes:
-        allocator: its name.
-        answer: None where it found no plan.
-        error: why it did not.
-        bound: that no plan is below, as far as any allocator knows; None where none does.
+        allocator: name of the allocator.
+        answer: its result; None if it found no plan.
+        error: reason for the failure.
+        bound: highest lower bound found by any of the allocators; None if none found a bound.
     """
 
     allocator: str
@@ -122,7 +106,7 @@ class AllocatorComparison:
 
     @property
     def gap(self) -> float | None:
-        """How far, of what it is, the value may be above the best; None where that is not known, or limits are exceeded."""
+        """Maximum relative distance to the optimum; None if unknown, or if limits are exceeded."""
         if self.answer is None or self.bound is None or not self.answer.fits:
             return None
         value = self.answer.value
@@ -130,7 +114,7 @@ class AllocatorComparison:
 
 
 def side_by_side(problem: Problem, more: Sequence[Allocator] = ()) -> list[Allocator]:
-    """Returns the allocators that take any problem, with each uniform plan by itself, and more."""
+    """Return the allocators without arguments, one uniform allocator per format, and `more`."""
     available = allocators()
     formats = [Uniform(fmt) for fmt in uniforms(problem)]
     return [*(available[name] for name in available if name != Uniform().name), *formats, *more]
@@ -139,7 +123,7 @@ def side_by_side(problem: Problem, more: Sequence[Allocator] = ()) -> list[Alloc
 def compare(
     problem: Problem, requested: Sequence[Allocator], say: Say = lambda name: None
 ) -> list[AllocatorComparison]:
-    """Returns what the allocators asked make of a problem, in order; `say` is called with the name of each that is done."""
+    """Return the results of the allocators in order; `say` reports each finished one by name."""
     result = list(_each(problem, requested, say))
     bounds = [
         answer.bound for _, answer, _ in result if answer is not None and answer.bound is not None
@@ -160,7 +144,7 @@ def _each(
 
 
 class Why(StrEnum):
-    """What speaks against a format."""
+    """Reason against a format."""
 
     CHOSEN = "this is what it has"
     BREAKS = "would exceed a limit"
@@ -171,16 +155,19 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class SingleChange:
-    """An operator in a format.
+    """Effect of one operator in another format.
 
     Attributes:
-        device: the class.
-        operator: its id.
-        fmt: the format that is asked for.
-        judged: what the plan costs with it.
-        seconds, computing, peak_bytes, variance: what it changes: of the step, of the device, of its memory, of the mean gradient.
-        exceeds: by how much limits are exceeded.
-        why: what speaks against it.
+        device: device class.
+        operator: operator id.
+        fmt: requested format.
+        judged: metrics of the changed plans.
+        seconds: change of the step time.
+        computing: change of the computing seconds of the device.
+        peak_bytes: change of the device's peak memory.
+        variance: change of the variance of the mean gradient.
+        exceeds: excess over exceeded limits.
+        why: reason against the format.
     """
 
     device: str
@@ -198,15 +185,16 @@ class SingleChange:
 def single_change(
     answer: PlanResult, operator: str, device: str | None = None
 ) -> list[SingleChange]:
-    """Returns the formats that an operator can have on a class of devices, from the narrowest up, the one that it has among them.
+    """Return the effect of each format of an operator, narrowest first, the current one included.
 
     Args:
-        answer: what was found.
-        operator: its id, or a pattern that selects it alone. One that is tied changes together with those that it is tied to.
-        device: the class; may be left out where one is open to choice.
+        answer: the planning result.
+        operator: its id, or a pattern that selects only this operator. Tied operators change
+            together.
+        device: device class; optional if only one is open to choice.
 
     Raises:
-        PlanError: there is no such class or operator, or no plan decides on it.
+        PlanError: the class or operator does not exist, or the operator is not adjustable.
     """
     problem = answer.problem
     name = open_class(answer, device)
@@ -230,7 +218,7 @@ def single_change(
 
 
 def _one(answer: PlanResult, operator: str, name: str) -> list[str]:
-    """Returns the one operator that is meant; raises `PlanError` where a pattern selects several."""
+    """Return a list with the selected operator; raise `PlanError` if there are several."""
     result = selected(answer, operator, name)
     if len(result) > 1:
         message = f"{operator!r} selects {len(result)} operators, and one is explained at a time"
@@ -281,11 +269,12 @@ def _why(
 
 @dataclass(frozen=True)
 class ParetoFront:
-    """
+    """Plans without a faster plan of equal or less variance.
+
     Attributes:
-        points: from the fastest to that of least variance.
-        uniform: plans of one format, by the format, for comparison; they may exceed memory.
-        chosen: the plan that was asked for, where one was; it need not be on the front.
+        points: results, fastest first.
+        uniform: uniform plans by format, for comparison; they can exceed memory limits.
+        chosen: a plan for comparison, not necessarily on the front.
     """
 
     points: tuple[PlanResult, ...]
@@ -294,7 +283,7 @@ class ParetoFront:
 
 
 def check_points(points: int) -> None:
-    """Raise `PlanError` if a front cannot have this number of points."""
+    """Raise `PlanError` for an invalid number of points."""
     if points < 2:
         raise PlanError(
             f"a front of {points} points is none", where="points", do="ask for 2 at least"
@@ -308,14 +297,14 @@ def pareto(
     chosen: PlanResult | None = None,
     say: Say = lambda name: None,
 ) -> ParetoFront:
-    """Returns the front of plans between the fastest one and one of least variance, within the problem's memory.
+    """Return the Pareto front of step time and variance within the problem's memory limits.
 
     Args:
-        problem: what is asked; what it limits of seconds and variance does not matter here.
-        allocator: what finds the plans.
-        points: how many times of a step are tried, both ends included.
-        chosen: a plan to be shown beside it.
-        say: called with each point that is done.
+        problem: the planning problem; its limits of seconds and variance are ignored.
+        allocator: the allocator that finds each point.
+        points: number of step times to try, both ends included.
+        chosen: a plan to show in addition.
+        say: called with a label after each point.
 
     Raises:
         PlanError: no plan fits into memory.
@@ -330,7 +319,8 @@ def pareto(
     first, last = fastest.judged.seconds, calmest.judged.seconds
     for index in range(1, points - 1):
         seconds = first + (last - first) * index / (points - 1)
-        # Between the two ends there are plans; that an allocator misses one takes nothing from the others.
+        # Plans exist between both ends. If the allocator misses a point, the other points are
+        # valid.
         with contextlib.suppress(PlanError):
             result.append(allocator.allocate(replace(free, least="variance", seconds=seconds)))
         say(f"{index} of {points - 2}")
@@ -350,15 +340,16 @@ def _undominated(result: list[PlanResult]) -> list[PlanResult]:
 def what_if(
     answer: PlanResult, changes: Mapping[str, str], device: str | None = None
 ) -> PlanResult:
-    """Returns the answer with other formats for some operators, which may exceed limits, and says so.
+    """Return the result with other formats for some operators, and a note on exceeded limits.
 
     Args:
-        answer: what was found.
-        changes: formats by the ids of operators, or by patterns, as in plans; what is said last wins.
-        device: the class of devices; may be left out where one is open to choice.
+        answer: the planning result.
+        changes: formats by operator id or pattern, as in plans; later entries override earlier
+            ones.
+        device: device class; optional if only one is open to choice.
 
     Raises:
-        PlanError: no plan decides on an operator, or it cannot have the format.
+        PlanError: an operator is not adjustable, or plans of the class do not have the format.
     """
     problem, name = answer.problem, open_class(answer, device)
     part = problem.classes[name]
@@ -389,7 +380,7 @@ def what_if(
 
 
 def comparison_table(compared: Sequence[AllocatorComparison]) -> RenderableType:
-    """Returns allocators side by side, in the order in which they were asked; those that exceed limits say which."""
+    """Return a table of allocators, in order, with the limits that each exceeds."""
     answers = [item.answer for item in compared if item.answer is not None]
     classes = list(answers[0].judged.classes) if answers else []
     of_classes = [f"{subject} {name}" for name in classes for subject in ("waiting", "memory")]
@@ -429,7 +420,7 @@ def _compared(item: AllocatorComparison, answer: PlanResult) -> list[str]:
 
 
 def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
-    """Returns the formats of an operator on a class of devices, and why it has the one that it has."""
+    """Return a table of the formats of an operator, with the effect and the reason against each."""
     columns = ["format", "a step", "computing", "memory", "variance", "why not"]
     table = table_of(columns, right=columns[1:-1])
     for step in steps:
@@ -446,7 +437,7 @@ def steps_table(steps: Sequence[SingleChange]) -> RenderableType:
 
 
 def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
-    """Returns what a plan costs beside another one, and what changes from the first to the second."""
+    """Return a table of the costs of two plans and their differences."""
     table = table_of(["", "before", "after", "change"], right=["before", "after", "change"])
     for name, (first, second, shown) in _figures(before.judged, after.judged).items():
         change = _more(None if first is None or second is None else second - first, shown)
@@ -460,7 +451,7 @@ def changes_table(before: PlanResult, after: PlanResult) -> RenderableType:
 
 
 def front_table(front: ParetoFront) -> RenderableType:
-    """Returns the points of a front from the fastest on, then uniform plans, then the one that was chosen."""
+    """Return a table of the front, fastest first, then uniform plans, then the chosen plan."""
     judged = front.points[0].judged
     columns = [
         "plan",
@@ -505,7 +496,7 @@ def _figures(
 
 
 def _limits(over: Mapping[str, float]) -> str:
-    """Returns by how much limits are exceeded; "" where none is."""
+    """Return the excess over limits as text; "" if all limits are met."""
     return ", ".join(f"{subject} +{_over(subject, by)}" for subject, by in over.items())
 
 

@@ -1,19 +1,11 @@
-"""`qsync_fx.find_plan`: from profiles and a cluster to a plan.
+"""Planning entry point `find_plan`, plan diagnosis, allocator registry and plan cache.
 
-Invariant: the plan keeps every limit that was asked for, by the judge, or there is an error that says which cannot be kept. What an answer
-says beyond its plan, about limits, devices and operators, is figured out from plans that were judged.
+`find_plan` builds a problem from profiles and a cluster, runs an allocator and adds the notes of
+`diagnose`. `get_allocator` imports an allocator on first use. `cache_plan` writes the plan after
+its profile, so that each cached plan has a profile.
 
-What there is to know about a plan that was found: limits that bind, operators that stay wide, devices that do not help.
-
-Invariant: says what the judge says of plans beside the one that was found.
-
-The allocators by name.
-
-Invariant: an allocator is imported when it is asked for.
-
-A profile in the cache, with the plan that its model trains under from then on where none is asked for.
-
-Invariant: the plan is written after the profile that it was found from, so that a plan that is there has one.
+Invariant: the plan meets every requested limit according to `PlanEvaluator`, or an error names the
+limits that cannot be met. Diagnostic notes compare evaluated plans.
 """
 
 from __future__ import annotations
@@ -58,13 +50,13 @@ if TYPE_CHECKING:
 
 
 NEAR: Final = 0.02
-"""How near to a limit, of it, a plan is that the limit binds."""
+"""Relative distance to a limit below which the limit counts as binding."""
 LONG: Final = 0.1
-"""Of a step, how long a device waits for gradients that this is worth a word."""
+"""Share of the step above which waiting for gradients is reported."""
 
 
 def diagnose(answer: PlanResult) -> Iterator[PlanNote]:
-    """Yields what there is to know."""
+    """Yield notes on binding limits, communication, unhelpful devices and wide operators."""
     judge = PlanEvaluator(answer.problem, answer.plans, answer.judged.codecs)
     yield from _binding(answer)
     yield from _waiting(answer)
@@ -76,7 +68,7 @@ def diagnose(answer: PlanResult) -> Iterator[PlanNote]:
 
 
 def _binding(answer: PlanResult) -> Iterator[PlanNote]:
-    """The limits that the plan comes near to, where there is anything to win beyond them."""
+    """Yield the limits that the plan nearly reaches, unless a minimized variance is already 0."""
     problem, judged = answer.problem, answer.judged
     if problem.least == "variance" and not any(
         judged.classes[name].variance for name in problem.open
@@ -101,7 +93,7 @@ def _binding(answer: PlanResult) -> Iterator[PlanNote]:
 
 
 def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
-    """The classes that wait for gradients to travel, where no codecs were allowed, and any could win."""
+    """Yield the classes that wait for gradients, if codecs are applicable but were not allowed."""
     cluster = answer.problem.cluster
     if answer.problem.coding is not None or cluster.ranks == cluster.nodes.ranks:
         return
@@ -115,7 +107,7 @@ def _waiting(answer: PlanResult) -> Iterator[PlanNote]:
 
 
 def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
-    """Whether the run makes more samples a second with each class than without it, taking batches to be equal where none is known."""
+    """Yield whether each open class raises the throughput; batches count as equal if unknown."""
     problem = answer.problem
     if len(problem.classes) == 1:
         return
@@ -126,7 +118,7 @@ def _joining(answer: PlanResult, judge: PlanEvaluator) -> Iterator[PlanNote]:
             sum(problem.cluster.devices[other].count for other in others)
             % problem.cluster.nodes.ranks
         ):
-            continue  # they make no whole nodes, and between what others are nothing was measured
+            continue  # the other ranks fill no complete nodes, and their links were not measured
         alone = replace(
             problem.cluster, devices={other: problem.cluster.devices[other] for other in others}
         )
@@ -150,7 +142,7 @@ def _samples(problem: Problem, names: list[str]) -> float:
 
 
 def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator[PlanNote]:
-    """The operators that keep a wider format where no narrower one is faster on this device."""
+    """Yield the operators in a wide format for which no narrower format is faster on the device."""
     part, before = answer.problem.classes[name], judge.computing(name)
     for operator, requested in answer.plans[name].items():
         narrower = [fmt for fmt in part.choices[operator] if width(fmt) < width(requested)]
@@ -177,7 +169,7 @@ HOMES: Final[dict[str, tuple[str, str]]] = {
     "full-precision": ("qsync_fx.allocator.baselines", "FullPrecision"),
     "random": ("qsync_fx.allocator.baselines", "RandomGreedy"),
 }
-"""By name, the module and the class. Allocators that take something more to be made are not among them."""
+"""Module and class of each allocator without constructor arguments, by name."""
 MADE: Final[dict[str, tuple[str, str]]] = {
     "hessian": (
         "the curvature of each operator",
@@ -188,11 +180,11 @@ MADE: Final[dict[str, tuple[str, str]]] = {
         "give qsync_fx.allocator.baselines.DynamicBatches(resized), or see qsync plan MODULE:CALLABLE --compare",
     ),
 }
-"""Those, by name: what each takes, and how it is had."""
+"""Required input of each allocator with constructor arguments, and the remedy, by name."""
 
 
 def get_allocator(selected: str | Allocator) -> Allocator:
-    """Returns an allocator, which may be given by name; raises `OptionError` where there is none."""
+    """Return an allocator by name, or as given; raise `OptionError` for unknown names."""
     if not isinstance(selected, str):
         return selected
     if selected in MADE:
@@ -211,7 +203,7 @@ def get_allocator(selected: str | Allocator) -> Allocator:
 
 
 def allocators() -> dict[str, Allocator]:
-    """Returns the allocators that take any problem, by name."""
+    """Return the allocators without constructor arguments, by name."""
     return {selected: _made(*home) for selected, home in HOMES.items()}
 
 
@@ -243,42 +235,47 @@ def find_plan(
     repeats: int = TURNS,
     progress: bool = True,
 ) -> PlanResult:
-    """Returns the plan that is best for a model on devices of which profiles are at hand.
+    """Return the best plan for a model on profiled devices.
 
     Args:
-        profile: of the device, or of each class of devices by name: a `Profile`, the path of its file, or `DeviceTimes` of the catalog.
-        cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
-        objective: "hybrid", the least variance of gradients at which a step takes no longer than `target`, where the quickest of several
-            classes trains in its widest format; "fastest", the least seconds at no more variance than `budget`; "recover", the least
-            variance on all classes at which a step takes no longer than in mixed precision.
-        budget: of variance, or the format of the uniform plan that has it; for "recover", the format of mixed precision. By default the
-            widest that each class has of 16 bits or fewer.
-        memory: what a step may take, of all classes or of each: bytes, "4 GB", or "30%" of what the device has. By default what the
-            cluster says.
-        target: seconds that a step may take, or the format of the uniform plan that takes them; by default, for "hybrid", the narrowest of
-            each class.
-        allocator: what chooses; a name, or an `Allocator`.
-        sensitivity: of the model, or of each class; by default what profiles hold.
-        precisions: formats that the plan may ask for; by default those that were measured.
-        tie_blocks: whether operators at one place of equal blocks get one format.
-        codecs: what a bucket of gradients may be sent in beside FP32, such as ("qsgd8", "qsgd4"): chosen together with formats, the same on
-            all ranks, by the "milp" allocator alone. None by default: a plan that has codecs is one to train under with
-            `qsync_fx.distributed.compress(ddp, plan)`, and without that would not take the seconds that it says.
-        margin: the share by which devices that plans are chosen for are planned on as slower than they are, so that others need not wait
-            where a step takes longer than is foreseen. By default, of several classes, what is uncertain of a profile: how far its steps
-            differ, 2% at least; nothing of the catalog's. Where no plan leaves it, none is left.
-        model: the model itself, where the device that a profile was measured on is at hand. Then the plan is run, the profile corrected by
-            what was measured, and the plan looked for again, until what is foreseen and what is measured agree. `PlanResult.trials` says
-            what
-            came out, `PlanResult.profiles` has the profile as corrected.
-        step, batches, optimizer, options: as `qsync_fx.measure` was given them for the profile.
-        max_replans: how often at most that is done; 0 to leave it.
-        repeats: how many turns a plan has each time.
-        progress: whether to show how far that is.
+        profile: profile of the device, or of each device class by name: a `Profile`, the path of
+            its file, or `DeviceTimes` of the catalog.
+        cluster: devices and links, or the path of their TOML file; not needed for one device.
+        objective: "hybrid": least variance of the gradients with a step of at most `target`, with
+            the fastest of several classes fixed to its widest format. "fastest": least seconds per
+            step with at most the variance `budget`. "recover": least variance on all classes with a
+            step of at most the time in mixed precision.
+        budget: variance, or a format whose uniform plan defines it; for "recover", the format of
+            mixed precision. Default: the widest format of each class with at most 16 bits.
+        memory: limit of the peak memory of a step, of all classes or per class: bytes, "4 GB", or
+            "30%" of the device memory. Default: the limits of the cluster.
+        target: limit of the step in seconds, or a format whose uniform plan defines it. Default for
+            "hybrid": the narrowest format of each class.
+        allocator: name of an allocator, or an `Allocator`.
+        sensitivity: sensitivity of the model, or per class. Default: from the profiles.
+        precisions: formats that the plan may use. Default: the measured formats.
+        tie_blocks: whether corresponding operators of equal blocks share one format.
+        codecs: codecs for gradient buckets in addition to FP32, such as ("qsgd8", "qsgd4"). Only
+            the "milp" allocator chooses them, together with the formats and equal on all ranks. The
+            predicted time of a plan with codecs requires `qsync_fx.distributed.compress(ddp,
+            plan)`. Default: none.
+        margin: relative slowdown that is assumed for devices open to choice, so that others need
+            not wait when a step is slower than predicted. Default: with several classes, the spread
+            of measured steps, at least 2%; 0 for catalog devices. Dropped if no plan leaves the
+            margin.
+        model: the model, if a profiled device is this machine. The plan is then run, the profile
+            corrected by the measurement and the plan computed again, until prediction and
+            measurement agree. `PlanResult.trials` contains the measurements, `PlanResult.profiles`
+            the corrected profiles.
+        step, batches, optimizer, options: the arguments of `qsync_fx.measure` for the profile.
+        max_replans: maximum number of measured rounds; 0 to run no plan.
+        repeats: interleaved runs of a plan in each round.
+        progress: whether to show progress.
 
     Raises:
-        PlanError: no plan keeps the limits; says which of them, by how much, and what would do.
-        ProfileError: a profile is missing, or does not say what is needed of it; none is of this machine and model, which are at hand.
+        PlanError: no plan meets the limits; states the exceeded limits, the excess and a remedy.
+        ProfileError: a profile is missing or lacks required data, or `model` is given and no
+            profile is of this machine and model.
     """
     fleet, available = load_device_profiles(profile, cluster)
     wishes = PlanRequest(
@@ -310,16 +307,18 @@ def find_plan(
 
 
 def cache_plan(profile: Profile) -> pathlib.Path:
-    """Find the fastest plan of a profile, and save both in the cache; return the path of the profile.
+    """Find the fastest plan of a profile, save both in the cache, and return the profile's path.
 
     The plan has at most the variance of the default format of the device, mostly BF16. From then on
-    `torch.compile(model, backend="qsync")` without a plan or a precision trains this model on this machine under it.
+    `torch.compile(model, backend="qsync")` without a plan or a precision trains this model on this
+    machine under it.
 
     Args:
-        profile: of `qsync_fx.measure`, with sensitivity.
+        profile: result of `qsync_fx.measure`, with sensitivity.
 
     Raises:
-        ProfileError: if the profile is of another machine or of the catalog, has no sensitivity, or cannot be written.
+        ProfileError: if the profile is of another machine or of the catalog, has no sensitivity, or
+            cannot be written.
         PlanError: if the profile has no format for the plan's variance.
     """
     profile.machine.check(here_for(profile.machine))
@@ -350,5 +349,5 @@ def cache_plan(profile: Profile) -> pathlib.Path:
 
 
 def _name(profile: Profile) -> str:
-    """Returns what the profile is called, as is any other of this model in this mode, with this batch and on this machine."""
+    """Return a file name that is equal for profiles of one model, mode, batch and machine."""
     return hashlib.sha256(f"{profile.model.digest} {profile.machine}".encode()).hexdigest()[:16]

@@ -1,22 +1,11 @@
-"""What allocators are compared with: uniform and full precision, the paper's allocator with the orders of others, and batches by speed.
+"""Baseline allocators: uniform and full precision, greedy orders, dynamic batch sizes.
 
-Invariant: where an allocator would say that no plan is within the limits, a baseline answers, and says that it exceeds them.
+`Uniform` and `FullPrecision` use one format per class. `RandomGreedy` and `HessianGreedy` run
+precision recovery with another indicator (QSync, Table II). `DynamicBatches` adapts batch sizes to
+device speed instead of formats.
 
-One format for all operators: `Uniform` and `FullPrecision`.
-
-The paper's allocator with other orders of operators: `Random` and `Hessian` (QSync, Table II).
-
-As there, what an operator adds in its narrowest format is drawn, or HAWQ's number, and is halved with each wider one.
-
-Invariant: only the order is another's. What the answer says of the variance is the judge's.
-
-Dynamic batch sizing (QSync, section VII; Chen et al., Semi-Dynamic Load Balancing, SoCC 2020): `DynamicBatches`.
-
-All devices train in full precision, and each class with as many samples as its speed has a share in: the global batch stays what it is,
-and so does the learning rate. The mean over ranks weighs gradients by samples, which DDP's does not: a rank multiplies its loss with its
-weight. Where memory holds fewer samples the global batch shrinks, and the learning rate with it (Goyal et al., the linear rule).
-
-Invariant: the problem of the answer is that of the other batches, and its figures are the judge's.
+Invariant: if no plan meets the limits, a baseline still returns a plan, with a note on the limits
+that it exceeds. All metrics come from `PlanEvaluator`.
 """
 
 from __future__ import annotations
@@ -42,9 +31,10 @@ __all__ = ["DynamicBatches", "FullPrecision", "HessianGreedy", "RandomGreedy", "
 
 @dataclass(frozen=True)
 class Uniform:
-    """
+    """One format for all operators.
+
     Attributes:
-        fmt: the format; the best one of those that keep the limits where None.
+        fmt: the format; None selects the best uniform plan that meets the limits.
     """
 
     fmt: str | None = None
@@ -54,7 +44,11 @@ class Uniform:
         return "uniform" if self.fmt is None else f"uniform-{self.fmt}"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns the plan, which may exceed limits; raises `PlanError` where the format is not one of all classes'."""
+        """Return the plan, which may exceed limits.
+
+        Raises:
+            PlanError: not all open classes support the format.
+        """
         began = time.perf_counter()
         available = uniforms(problem)
         if self.fmt is not None and self.fmt not in available:
@@ -71,14 +65,14 @@ class Uniform:
 
 @dataclass(frozen=True)
 class FullPrecision:
-    """The widest format of each class."""
+    """Widest format of each class."""
 
     @property
     def name(self) -> str:
         return "full-precision"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns the plan, which may exceed limits."""
+        """Return the plan, which may exceed limits."""
         began = time.perf_counter()
         plans, judged = best(problem, [full(problem)])
         took = time.perf_counter() - began
@@ -88,13 +82,13 @@ class FullPrecision:
 
 
 def full(problem: Problem) -> Plans:
-    """Returns plans of the widest format of each open class."""
+    """Return plans in the widest format of each open class."""
     parts = {name: problem.classes[name] for name in problem.open}
     return problem.completed({name: part.uniform(part.widest) for name, part in parts.items()})
 
 
 def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Evaluation]:
-    """Returns the best of plans that keep the limits; where none does, the nearest to that."""
+    """Return the best plan that meets the limits; if none does, the plan with the least excess."""
     judge = PlanEvaluator(problem, problem.uniform())
     result = [(plans, judge.become(plans)) for plans in tried]
     return min(
@@ -103,16 +97,17 @@ def best(problem: Problem, tried: Iterable[Plans]) -> tuple[Plans, Evaluation]:
 
 
 def exceeded(problem: Problem, judged: Evaluation) -> tuple[PlanNote, ...]:
-    """Returns the note of plans that exceed limits."""
+    """Return the note on exceeded limits, if any."""
     over = judged.exceeds(problem)
     return (PlanNote(PlanNoteKind.UNFIT, numbers=over),) if over else ()
 
 
 @dataclass(frozen=True)
 class RandomGreedy:
-    """
+    """Precision recovery in random order (QSync, Table II).
+
     Attributes:
-        seed: of what is drawn.
+        seed: random seed of the order.
     """
 
     seed: int = 0
@@ -122,7 +117,7 @@ class RandomGreedy:
         return "random"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns the plan, which exceeds limits where none was found within them."""
+        """Return the plan; it exceeds limits only if recovery finds no plan within them."""
 
         def drawn(name: str, operator: str) -> float:
             return random.Random(f"{self.seed} {operator}").random()
@@ -132,9 +127,10 @@ class RandomGreedy:
 
 @dataclass(frozen=True)
 class HessianGreedy:
-    """
+    """Precision recovery ordered by the Hessian indicator of HAWQ (QSync, Table II).
+
     Attributes:
-        sensitivity: that the method "hessian" found, of the model or of each class.
+        sensitivity: result of `qsync_fx.sensitivity(method="hessian")`, of the model or per class.
     """
 
     sensitivity: Sensitivity | Mapping[str, Sensitivity] = field(repr=False)
@@ -144,7 +140,11 @@ class HessianGreedy:
         return "hessian"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns the plan, which exceeds limits where none was found within them; raises `ProfileError` where an operator is not known."""
+        """Return the plan; it exceeds limits only if recovery finds no plan within them.
+
+        Raises:
+            ProfileError: the sensitivity of an operator is unknown.
+        """
 
         def available(name: str, operator: str) -> float:
             part = problem.classes[name]
@@ -159,7 +159,10 @@ class HessianGreedy:
 
 
 def halved(problem: Problem, narrowest: Callable[[str, str], float]) -> Indicator:
-    """Returns what orders operators by a number for the narrowest format of each: half of it in the next wider one, nothing in FP32."""
+    """Return an indicator from one number per operator, for its narrowest format.
+
+    The number is halved for each next wider format, and 0 if the operator computes in FP32.
+    """
 
     def indicator(name: str, operator: str, fmt: str) -> float:
         part = problem.classes[name]
@@ -182,16 +185,25 @@ def _ordered(problem: Problem, indicator: Indicator, name: str) -> PlanResult:
 
 
 Resized = Callable[[str, int], DeviceClass]
-"""A class of devices with another batch, by its name and the samples of one device in a step."""
+"""Constructor of a device class with another batch, from its name and samples per device."""
 
 _ROUNDS: Final = 8
 
 
 @dataclass(frozen=True)
 class DynamicBatches:
-    """
+    """Dynamic batch sizing (QSync, Section VII; Chen et al., SoCC 2020).
+
+    All devices train in full precision. Each class gets a batch in proportion to its speed, so that
+    the global batch and the learning rate stay the same. If memory limits the batches, the global
+    batch shrinks, and the learning rate with it (linear scaling rule, Goyal et al.).
+
+    The mean over ranks must weight gradients by samples. DDP weights ranks equally, so each rank
+    multiplies its loss by the weight in the result's notes. The result's problem contains the new
+    batches.
+
     Attributes:
-        resized: what a class of devices is with another batch.
+        resized: constructor of a device class with another batch.
     """
 
     resized: Resized
@@ -201,7 +213,11 @@ class DynamicBatches:
         return "dynamic-batches"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns plans in full precision on devices with other batches; raises `PlanError` where batches are not known."""
+        """Return full-precision plans on devices with adapted batches.
+
+        Raises:
+            PlanError: the batch of a class is unknown.
+        """
         began = time.perf_counter()
         before = _batches(problem)
         sized = _Sized(problem, self.resized)
@@ -221,7 +237,7 @@ class DynamicBatches:
 
 
 class _Sized:
-    """A problem with other batches; each size is made once."""
+    """Problem with variable batches; each class and batch is built and evaluated once."""
 
     def __init__(self, problem: Problem, resized: Resized) -> None:
         self.asked, self._resized = problem, resized
@@ -246,10 +262,10 @@ class _Sized:
         return self._known[key]
 
     def figures(self, name: str, batch: int) -> tuple[float, float]:
-        """Returns seconds of a step in full precision without communication, and its peak."""
+        """Return seconds of a full-precision step without communication, and peak bytes."""
         key = name, batch
         if key not in self._figures:
-            # The others' batches do not matter to what one class computes and holds.
+            # The time and memory of one class do not depend on the batches of the others.
             now = self.problem({**_batches(self.asked), name: batch})
             judge = PlanEvaluator(now, full(now))
             self._figures[key] = judge.computing(name), float(judge.peak(name) or 0)
@@ -275,7 +291,7 @@ def _batches(problem: Problem) -> dict[str, int]:
 
 
 def _within_memory(sized: _Sized, before: Mapping[str, int]) -> dict[str, int]:
-    """Returns batches by speed; a class that cannot hold its own has what it can, and the others the rest."""
+    """Return batches in proportion to speed; the other classes absorb samples that do not fit."""
     counts = {name: device.count for name, device in sized.asked.cluster.devices.items()}
     left = sum(counts[name] * batch for name, batch in before.items())
     most: dict[str, int] = {}
@@ -294,7 +310,7 @@ def _within_memory(sized: _Sized, before: Mapping[str, int]) -> dict[str, int]:
 def _by_speed(
     sized: _Sized, start: Mapping[str, int], counts: Mapping[str, int], samples: int
 ) -> dict[str, int]:
-    """Returns batches in proportion to speed, which changes with them: the same again until they stay."""
+    """Return batches in proportion to speed by fixed-point iteration."""
     now, visited = dict(start), []
     for _ in range(_ROUNDS):
         if now in visited:
@@ -313,7 +329,7 @@ def _slowest(sized: _Sized, batches: Mapping[str, int]) -> float:
 
 
 def _whole(shares: Mapping[str, float], counts: Mapping[str, int], samples: int) -> dict[str, int]:
-    """Returns shares as whole numbers that add up to the samples as nearly as they can, and are as near to the shares."""
+    """Return integer batches with a total as near as possible to `samples`, then to the shares."""
     sides = [
         [int(share) + more for more in (-1, 0, 1, 2) if int(share) + more >= 1]
         for share in shares.values()
@@ -333,7 +349,7 @@ def _off(batches: Mapping[str, int], counts: Mapping[str, int], samples: int) ->
 
 
 def _most(sized: _Sized, name: str, batch: int) -> int:
-    """Returns the largest batch below one that a class cannot hold; 1 where it holds none."""
+    """Return the largest batch below `batch` that fits into memory; 1 if none does."""
     low, high = 1, batch
     while high - low > 1:
         middle = (low + high) // 2

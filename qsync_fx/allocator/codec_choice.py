@@ -1,7 +1,7 @@
-"""Codecs of gradients as a choice beside formats: one for each bucket, the same on all ranks.
+"""Codec choice for gradient buckets: options per bucket, equal on all ranks.
 
-Invariant: what a choice costs is what `replay` and `compress` make of it. Where every bucket is in FP32, DistributedDataParallel sends them
-itself; under any other choice all of them go through our exchange.
+Invariant: costs equal the costs in `qsync_fx.replay` and `compress`. If all buckets are in FP32,
+DistributedDataParallel sends them; otherwise all buckets go through the all-reduce of qsync_fx.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from qsync_fx.allocator.problem import Problem
 
 Codecs = tuple[str, ...]
-"""The codec of each bucket; () where there is nothing to choose."""
+"""Codec of each bucket; () if there is no choice."""
 
 
 @dataclass(frozen=True)
 class CodecSearchSpace:
-    """What codecs there are to choose from.
+    """Available codecs.
 
     Attributes:
-        codecs: by name, FP32 first.
-        rates: how fast the slowest devices code.
+        codecs: names, FP32 first.
+        rates: encode and decode rates of the slowest devices.
     """
 
     codecs: tuple[str, ...]
@@ -44,13 +44,16 @@ class CodecSearchSpace:
 
 @dataclass(frozen=True)
 class CodecOptions:
-    """What each choice makes of each bucket.
+    """Cost of each codec for each bucket.
 
     Attributes:
-        alone, alone_beside: seconds of each bucket as DistributedDataParallel sends it, and those that devices compute later for it.
-        coded, seconds, beside, variance: by bucket and codec, what travels, the same two of it, and what it adds to the variance of the
-            mean gradient; empty where there is nothing to choose.
-        parameters: those of each bucket, and which of them are coded.
+        alone: seconds of each bucket as DistributedDataParallel sends it.
+        alone_beside: seconds by which such a bucket delays computation.
+        coded: transfer by bucket and codec; empty, like the next three, if there is no choice.
+        seconds: seconds of the transfer by bucket and codec.
+        beside: seconds by which the transfer delays computation, by bucket and codec.
+        variance: variance that a codec adds to the mean gradient, by bucket and codec.
+        parameters: coded parameters of each bucket; small parameters are not coded.
     """
 
     alone: tuple[float, ...]
@@ -63,28 +66,28 @@ class CodecOptions:
 
     @property
     def open(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether there is a choice."""
         return bool(self.coded)
 
     @property
     def plain(self) -> Codecs:
-        """The choice that compresses nothing."""
+        """Choice of FP32 for all buckets."""
         return (PLAIN.name,) * len(self.coded)
 
     def travel(self, codecs: Codecs) -> list[float]:
-        """Returns the seconds of each bucket under a choice."""
+        """Return the transfer time of each bucket in seconds."""
         return self._under(codecs, self.alone, self.seconds)
 
     def computed_later(self, codecs: Codecs) -> list[float]:
-        """Returns the seconds that devices compute later for each bucket under a choice."""
+        """Return the seconds by which each bucket delays computation."""
         return self._under(codecs, self.alone_beside, self.beside)
 
     def added(self, codecs: Codecs) -> float:
-        """Returns what a choice adds to the variance of the mean gradient."""
+        """Return the variance that a choice adds to the mean gradient."""
         return sum(by[codec] for by, codec in zip(self.variance, codecs, strict=True))
 
     def compression(self, codecs: Codecs) -> list[CompressedTransfer] | None:
-        """Returns a choice as the replayer takes it."""
+        """Return the transfers for the replayer; None for FP32 in all buckets."""
         if codecs == self.plain:
             return None
         return [by[codec] for by, codec in zip(self.coded, codecs, strict=True)]
@@ -92,13 +95,13 @@ class CodecOptions:
     def _under(
         self, codecs: Codecs, alone: Sequence[float], coded: Sequence[Mapping[str, float]]
     ) -> list[float]:
-        """Returns what each bucket has under a choice, of what it has alone and in each codec."""
+        """Return the value of each bucket: `alone` for FP32 everywhere, else by codec."""
         if codecs == self.plain:
             return list(alone)
         return [by[codec] for by, codec in zip(coded, codecs, strict=True)]
 
     def by_parameter(self, codecs: Codecs) -> dict[str, str]:
-        """Returns a choice as plans hold it: the codec of each parameter that is coded."""
+        """Return the codec of each coded parameter, the form used by plans."""
         return {
             path: codec
             for paths, codec in zip(self.parameters, codecs, strict=True)
@@ -110,10 +113,11 @@ class CodecOptions:
 def options_of(
     problem: Problem, parameters: Sequence[Parameter], buckets: Sequence[SimulatedBucket]
 ) -> CodecOptions:
-    """Returns what there is to choose for these buckets.
+    """Return the cost of each codec for each bucket.
 
     Raises:
-        ProfileError: what a codec adds is not known, how fast it codes is not, or it codes by shapes.
+        ProfileError: the variance or the rate of a codec is unknown, or the codec needs tensor
+            shapes.
     """
     cluster, coding = problem.cluster, problem.coding
     alone, alone_beside = _taken(cluster, buckets)
@@ -163,17 +167,18 @@ def options_of(
 def _taken(
     cluster: Cluster, buckets: Sequence[SimulatedBucket]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the seconds that buckets take to be sent, and those that devices compute later for them."""
+    """Return per bucket the transfer seconds and the seconds by which it delays computation."""
     seconds = travel(cluster, buckets)
     return tuple(seconds.tolist()), tuple(beside_computing(cluster, buckets, seconds))
 
 
 def _variance(problem: Problem, paths: Sequence[str], codec: str) -> float:
-    """Returns what a codec adds to the variance of the mean gradient.
+    """Return the variance that a codec adds to the mean gradient.
 
-    Each rank codes its gradient, and these errors are independent: over all ranks their mean has that of one over the number of ranks. Of
-    more than two ranks the mean is coded again, for which the gradient of a rank stands in: it is no larger, as a rule. Where ranks share
-    nodes, it is nodes that code their means, for which it stands in, too.
+    Coding errors of the ranks are independent, so their mean has the variance of one error divided
+    by the number of ranks. With more than two ranks the mean is coded again; the gradient of a rank
+    approximates it, as the mean is usually no larger. If ranks share nodes, the nodes code their
+    means; the same approximation applies.
     """
     if codec == PLAIN.name:
         return 0.0

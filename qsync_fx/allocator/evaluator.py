@@ -1,27 +1,10 @@
-"""What plans cost: seconds of a step of the cluster, waiting and peak of each class, variance of the mean gradient.
+"""Plan evaluator: time, waiting, peak memory and gradient variance of plans on a cluster.
 
-Invariant: says what `qsync_fx.replay` says of the same plans, but for peaks: those suffice in either order that a compiler may take
-(`memories`). After any number of changes, and of changes undone, it says what a new judge would.
+`PlanEvaluator` combines the cost mapper, the memory model (`PeakMemoryEvaluator`) and the replayer,
+and updates its results incrementally. `CachedTimes` and `Scaled` adapt operator times.
 
-What plans cost, whoever found them: `judge`, and what it asks for.
-
-What a step of a class of devices holds under a plan, in the order in which it is expected to run and in that in which it is written.
-
-A compiler sorts each pass as it expects to need least memory, and what it expects is known roughly. A limit is kept in both orders: then
-it is kept whichever the compiler takes of these, and what no plan holds less than can be said of the one that follows no plan.
-
-Invariant: peaks are those of `qsync_fx.predictor.memory`, corrected by what was measured of other plans.
-
-Times that are asked once for each question.
-
-Invariant: answers are those of the times that are asked.
-
-A class of devices with another batch, from a model whose batch is a symbol.
-
-What was measured was measured with one batch. With another one an operator takes as much longer as it has more to compute, or to move where
-it computes nothing that counts; what the catalog reckons is reckoned anew.
-
-Invariant: with the batch that it was measured with, a class takes what was measured.
+Invariant: metrics equal those in `qsync_fx.replay` for the same plans, except peaks, which cover
+two task orders. After any sequence of changes and undos, metrics equal those from a new evaluator.
 """
 
 from __future__ import annotations
@@ -48,10 +31,17 @@ from qsync_fx.timeline.timeline import Timeline
 
 
 class PeakMemoryEvaluator:
-    """
+    """Peak memory of a step of one device class under a plan, in two task orders.
+
+    A compiler reorders each pass to reduce its memory, and its order can be predicted only
+    approximately. The peak therefore covers the expected order and the program order. Lower bounds
+    over plans use the program order, because it does not depend on the plan.
+
+    Peaks come from `qsync_fx.predictor.memory`, corrected by measured peaks of other plans.
+
     Args:
-        part: the class.
-        states: of its operators.
+        part: the device class.
+        states: states of its operators under the plan.
     """
 
     def __init__(self, part: DeviceClass, states: States) -> None:
@@ -59,22 +49,22 @@ class PeakMemoryEvaluator:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a step holds, in whichever order that is more."""
+        """Peak memory of a step in bytes, the maximum of both orders."""
         return self.expected_bytes + max(0, self.written.peak.bytes - self.expected.peak.bytes)
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """What a step does with memory, in that order."""
+        """Tasks of a step in the order with the higher peak."""
         return self._orders.written if self.worst is self.written else self._orders.expected
 
     @property
     def worst(self) -> StepMemory:
-        """What a step holds at each moment in that order, uncorrected."""
+        """Memory of a step over time in the order with the higher peak, uncorrected."""
         return max(self.expected, self.written, key=lambda memory: memory.peak.bytes)
 
     @cached_property
     def expected_bytes(self) -> int:
-        """The most that a step holds, in the order in which it is expected to run."""
+        """Peak memory in bytes in the expected order, corrected by measured plans."""
         result = self.expected
         if not self._part.anchors:
             return result.peak.bytes
@@ -84,12 +74,12 @@ class PeakMemoryEvaluator:
 
     @cached_property
     def expected(self) -> StepMemory:
-        """What a step holds at each moment in the order in which it is expected to run, uncorrected."""
+        """Memory of a step over time in the expected order, uncorrected."""
         return step_memory(self._states, self._part.training, self._orders.expected)
 
     @cached_property
     def written(self) -> StepMemory:
-        """The same in the order in which it is written."""
+        """Memory of a step over time in the program order, uncorrected."""
         return step_memory(self._states, self._part.training, self._orders.written)
 
     @cached_property
@@ -98,12 +88,12 @@ class PeakMemoryEvaluator:
 
 
 def remembered(times: Times) -> Times:
-    """Returns times that remember their answers; these themselves where they do."""
+    """Return times with cached results; `times` itself if it caches already."""
     return times if isinstance(times, CachedTimes) else CachedTimes(times)
 
 
 class CachedTimes:
-    """Times that are asked once for each question."""
+    """Cache of the results of `Times`, one entry per distinct call."""
 
     def __init__(self, times: Times) -> None:
         self._times = times
@@ -153,23 +143,23 @@ class CachedTimes:
 
 
 TOLERANCE = 1e-9
-"""By how much, of a limit, rounding may take a plan beyond it."""
+"""Relative tolerance for rounding when a value is compared with a limit."""
 _MANY = 0.1
-"""The share of operators from which on changing them one by one takes longer than looking at all."""
+"""Share of changed operators above which a full rebuild is faster than single changes."""
 _SEEN = 8
-"""Plans of which it is kept what they hold."""
+"""Number of plans with cached peak memory."""
 
 
 @dataclass(frozen=True)
 class DeviceMetrics:
-    """What a plan costs one device of a class, in a step of the cluster.
+    """Metrics of one device of a class in a step of the cluster.
 
     Attributes:
         computing: seconds of both passes and the optimizer.
-        waiting: seconds in which it does nothing because others are not ready to send.
-        sending: seconds in which it does nothing because gradients travel.
-        peak_bytes: what a step holds at most, in whichever order a compiler runs it; None where that is not known.
-        variance: what its plan adds to that of its own gradients.
+        waiting: idle seconds until other devices are ready to send.
+        sending: idle seconds while gradients travel.
+        peak_bytes: peak memory of a step, the maximum of both task orders; None if unknown.
+        variance: variance that the plan adds to the device's own gradients.
     """
 
     computing: float
@@ -181,14 +171,15 @@ class DeviceMetrics:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """
+    """Metrics of the plans of all classes.
+
     Attributes:
-        seconds: from one step of the cluster to the next.
-        variance: of the mean gradient of all ranks, by roundings and by codecs.
-        classes: figures of each class.
-        codecs: of each bucket of gradients; () where there was nothing to choose.
-        coding: what of the variance is by codecs.
-        sent: what the gradient of a parameter is sent in, by its name, of those that do not go in FP32.
+        seconds: duration from one step of the cluster to the next.
+        variance: variance of the mean gradient of all ranks, due to rounding and codecs.
+        classes: metrics of each class.
+        codecs: codec of each gradient bucket; () if there is no choice.
+        coding: part of `variance` due to codecs.
+        sent: codec of each parameter whose gradient is not sent in FP32, by parameter name.
     """
 
     seconds: float
@@ -199,7 +190,7 @@ class Evaluation:
     sent: Mapping[str, str] = field(default_factory=dict)
 
     def exceeds(self, problem: Problem) -> dict[str, float]:
-        """Returns by how much limits are exceeded: "seconds", "variance", and of classes "memory NAME"; nothing where all are kept."""
+        """Return the excess over each exceeded limit: "seconds", "variance", "memory NAME"."""
         pairs = [
             ("seconds", self.seconds, problem.seconds),
             ("variance", self.variance, problem.variance),
@@ -215,29 +206,30 @@ class Evaluation:
         }
 
     def value(self, problem: Problem) -> float:
-        """Returns what is to be as small as it can be."""
+        """Return the value of the problem's objective."""
         return self.variance if problem.least == "variance" else self.seconds
 
 
 def beyond(value: float, limit: float) -> bool:
-    """Whether a value is above a limit by more than rounding."""
+    """Return whether a value exceeds a limit by more than rounding."""
     return value > limit * (1 + TOLERANCE)
 
 
 class PlanEvaluator:
-    """
+    """Incremental evaluator of plans and codecs.
+
     Args:
-        problem: what is asked.
-        plans: of all classes, to start from.
-        codecs: of buckets; FP32 for all where none are given.
+        problem: the planning problem.
+        plans: initial plans of all classes.
+        codecs: initial codecs of the buckets; FP32 by default.
 
     Attributes:
-        buckets: the parameters of each.
-        options: what there is to choose of codecs.
-        codecs: those of buckets now.
+        buckets: indices of the parameters in each gradient bucket.
+        options: cost of each codec per bucket.
+        codecs: current codecs of the buckets.
 
     Raises:
-        PlanError, ProfileError: a plan does not fit the model, or a time is not known.
+        PlanError, ProfileError: a plan does not fit the model, or a time is unknown.
     """
 
     def __init__(self, problem: Problem, plans: Plans, codecs: Codecs | None = None) -> None:
@@ -254,7 +246,7 @@ class PlanEvaluator:
         fleet = simulate(self.schedules(), problem.cluster)
         parameters = next(iter(self._schedules.values())).parameters
         places = {p.path: index for index, p in enumerate(parameters)}
-        # Gradients arrive in one order under all plans, so that buckets are those of any.
+        # Gradients become ready in the same order under all plans, so that buckets do not change.
         self.buckets: Sequence[Sequence[int]] = [
             [places[path] for path in item.parameters] for item in fleet.buckets
         ]
@@ -262,16 +254,19 @@ class PlanEvaluator:
         self.codecs = codecs or self.options.plain
 
     def set(self, name: str, operator: str, fmt: str) -> None:
-        """Gives an operator of a class another format."""
+        """Change the format of an operator of a class."""
         self._undo.append((name, operator, self._asked[name][operator]))
         self._change(name, operator, fmt)
 
     def undo(self) -> None:
-        """Takes back the last change that was not taken back yet."""
+        """Undo the last change that is not undone yet."""
         self._change(*self._undo.pop())
 
     def become(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
-        """Changes to other plans, and to other codecs where these are given, which cannot be undone; returns what they cost."""
+        """Switch to other plans, and codecs if given, and return their evaluation.
+
+        The switch clears the undo history.
+        """
         if codecs is not None and codecs != self.codecs:
             self.codecs, self._timeline = codecs, None
         for name, requested in plans.items():
@@ -292,7 +287,7 @@ class PlanEvaluator:
 
     @property
     def plans(self) -> dict[str, dict[str, str]]:
-        """The plans now."""
+        """Copies of the current plans."""
         return {name: dict(requested) for name, requested in self._asked.items()}
 
     @property
@@ -302,25 +297,25 @@ class PlanEvaluator:
 
     @property
     def variance(self) -> float:
-        """The variance of the mean gradient."""
+        """Variance of the mean gradient."""
         return self.problem.variance_of(self._asked) + self.options.added(self.codecs)
 
     @property
     def transfer(self) -> Sequence[float]:
-        """The seconds that each bucket travels, coding included."""
+        """Transfer time of each bucket in seconds, coding included."""
         return self.options.travel(self.codecs)
 
     @property
     def computed_later(self) -> Sequence[float]:
-        """The seconds that devices, as fast as their profiles say, compute later for each bucket."""
+        """Seconds by which each bucket delays computation, on devices without slowdown."""
         return self.options.computed_later(self.codecs)
 
     def computing(self, name: str) -> float:
-        """Returns the seconds that a device of a class computes in a step; followed change by change, so quick to ask."""
+        """Return the computing seconds of a device per step; inexpensive, updated incrementally."""
         return self._mapper(name).seconds * self.problem.cluster.devices[name].slowdown
 
     def states(self, name: str) -> States:
-        """Returns what the operators of a class compute in and give out."""
+        """Return the compute and output formats of the operators of a class."""
         if name not in self._states:
             mapper = self._mappers.get(name)
             graph = self.problem.classes[name].graph
@@ -330,7 +325,7 @@ class PlanEvaluator:
         return self._states[name]
 
     def schedules(self) -> Mapping[str, Schedule]:
-        """Returns the step of each class."""
+        """Return the schedule of a step of each class."""
         full = self.problem.cluster.buckets.whole_graphs
         for name in self.problem.classes:
             if name not in self._schedules:
@@ -338,12 +333,13 @@ class PlanEvaluator:
         return self._schedules
 
     def memory(self, name: str) -> PeakMemoryEvaluator | None:
-        """Returns what a step of a class holds; None where that is not known."""
+        """Return the peak memory evaluator of a class; None if training memory is unknown."""
         part = self.problem.classes[name]
         if name not in self._memories and part.training is not None:
             result = self.states(name)
             key = name, result.names
-            # What a step holds takes long to know, and a search comes back to plans: uniform ones, and the best so far.
+            # The memory model is expensive, and a search revisits plans: uniform ones and the best
+            # so far.
             available = (
                 self._seen.pop(key) if key in self._seen else PeakMemoryEvaluator(part, result)
             )
@@ -353,12 +349,12 @@ class PlanEvaluator:
         return self._memories.get(name)
 
     def peak(self, name: str) -> int | None:
-        """Returns what a step of a class holds at most; None where that is not known."""
+        """Return the peak memory of a step of a class in bytes; None if unknown."""
         memory = self.memory(name)
         return None if memory is None else memory.peak_bytes
 
     def fits(self) -> bool:
-        """Whether all limits are kept; asks for what is quick to know first."""
+        """Return whether all limits are met, with inexpensive checks first."""
         problem = self.problem
         if problem.variance is not None and beyond(self.variance, problem.variance):
             return False
@@ -373,7 +369,7 @@ class PlanEvaluator:
         return not any(beyond(self.peak(name) or 0, limit) for name, limit in limits.items())
 
     def judged(self) -> Evaluation:
-        """Returns all of it."""
+        """Return all metrics of the current plans."""
         result = self.timeline
         figures = {
             name: DeviceMetrics(
@@ -398,7 +394,7 @@ class PlanEvaluator:
 
     @property
     def timeline(self) -> Timeline:
-        """The step of the cluster, as `replay` shows it."""
+        """Timeline of a step of the cluster, as `qsync_fx.replay` shows it."""
         if self._timeline is None:
             peaks = {name: memory.expected_bytes for name, memory in self._memories.items()}
             settings = self.options.compression(self.codecs)
@@ -425,14 +421,14 @@ class PlanEvaluator:
         return self._mappers[name]
 
     def _forget(self, name: str) -> None:
-        """Lets go what is known of a class, whose plan is another now."""
+        """Drop the cached results of a class after a change of its plan."""
         self._timeline = None
         for available in (self._states, self._schedules, self._memories):
             available.pop(name, None)
 
 
 def with_peaks(problem: Problem, plans: Plans, result: Evaluation) -> Evaluation:
-    """Returns what was judged of plans where what a step holds was left out of some classes, as a judge of the problem says it."""
+    """Return the evaluation with peaks added for classes that were evaluated without them."""
     figures = dict(result.classes)
     for name, part in problem.classes.items():
         if part.training is not None and figures[name].peak_bytes is None:
@@ -442,20 +438,22 @@ def with_peaks(problem: Problem, plans: Plans, result: Evaluation) -> Evaluation
 
 
 def evaluate_plan(problem: Problem, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
-    """Returns what plans of all classes cost, with all gradients in FP32 or in the codecs that are given for buckets."""
+    """Return the metrics of plans of all classes; gradients are in FP32 if no codecs are given."""
     return PlanEvaluator(problem, plans, codecs).judged()
 
 
 def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
-    """Returns a class of devices with another batch.
+    """Return a device class with another batch.
+
+    Measured times are scaled, see `Scaled`; times of the catalog are computed again.
 
     Args:
-        part: the class.
-        symbolic: the model with its batch as its one symbolic size.
+        part: the device class.
+        symbolic: model graph with the batch as its only symbolic size.
         batch: samples of one device in a step.
 
     Raises:
-        ProfileError: the model has not one symbolic size, or is another one.
+        ProfileError: the graph has no or several symbolic sizes, or is of another model.
     """
     if len(symbolic.symbols) != 1:
         result = ", ".join(sorted(symbolic.symbols)) or "none"
@@ -488,7 +486,7 @@ def resized(part: DeviceClass, symbolic: ModelGraph, batch: int) -> DeviceClass:
 def _trained(
     training: TrainingMemory | None, before: ModelGraph, after: ModelGraph
 ) -> TrainingMemory | None:
-    """What a loss takes follows what the model returns."""
+    """Return the training memory with the loss scaled to the size of the model's outputs."""
     if (
         training is None
         or training.loss is None
@@ -509,11 +507,15 @@ def _returned(graph: ModelGraph) -> int:
 
 @dataclass(frozen=True)
 class Scaled:
-    """
+    """Measured times, scaled to another batch.
+
+    An operator's time scales with its FLOPs, or with its bytes if it has no FLOPs. With the
+    measured batch, times do not change.
+
     Attributes:
-        times: with the batch that was measured.
-        before: the model with that batch.
-        after: the model with another one.
+        times: times with the measured batch.
+        before: model graph with the measured batch.
+        after: model graph with the other batch.
     """
 
     times: Times = field(repr=False)

@@ -1,15 +1,12 @@
-"""The margin that a plan leaves below the seconds that it may take: what is foreseen is not what will be, and steps differ.
+"""Time margins against prediction errors, and the error for infeasible problems.
 
-A device that would be done just when another is makes both wait for each other: each step takes as long as the one that happens to be
-slower. So devices that plans are chosen for are planned on as though they took longer than their profiles say, by as much as what is
-foreseen and what is measured may differ and still be held to agree. That is uncertain of those, too, that set the pace: one that is quicker
-than its profile says waits as long as if the others were slower.
+If a device is predicted to finish just in time for the others, each step lasts as long as the
+slowest of them in that step. A margin plans devices as slower than their profiles by the
+uncertainty of the prediction. The uncertainty of the devices that set the pace counts, too: if they
+run faster than predicted, the others delay them.
 
-Invariant: what is said of a plan is said of devices as they are; a margin takes a plan away from no problem that has one.
-
-The error of an allocator that tries plans, where none that it tried keeps the limits.
-
-Invariant: every number is one that the judge said of a plan that was tried.
+Invariant: metrics of a plan refer to devices without slowdown, and a margin never makes a feasible
+problem infeasible. Numbers in the error come from evaluated plans.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ from qsync_fx.profiler.profile import Profile
 from qsync_fx.timeline.device_profiles import DeviceInputs
 
 MOST: Final = 0.1
-"""Beyond this share, what steps differ by is by others on the machine, and says nothing of the device."""
+"""Maximum default margin; a larger spread of steps comes from other load, not from the device."""
 
 
 def check_margin(margin: float | None) -> None:
-    """Raise `OptionError` if this is not a share from 0 to below 1."""
+    """Raise `OptionError` if the margin is not a share from 0 to below 1."""
     if margin is not None and not 0 <= margin < 1:
         raise OptionError(
             f"no plan leaves a margin of {margin:g}",
@@ -44,12 +41,15 @@ def check_margin(margin: float | None) -> None:
 def margins(
     problem: Problem, available: Mapping[str, DeviceInputs], requested: float | None
 ) -> dict[str, float]:
-    """Returns the share by which each class that is open to choice is to be planned on as slower; none where nobody would wait.
+    """Return the relative slowdown to plan with for each open class, without zero margins.
+
+    The result is empty if the step has no time limit, or if a single class has no requested margin.
 
     Args:
-        problem: what is asked.
-        known: of each class.
-        asked: by the user; None for what is uncertain of each class, and of those that set the pace, as it was measured.
+        problem: the planning problem.
+        available: profile of each class.
+        requested: margin from the user. None: the measured uncertainty of each class, combined with
+            the largest uncertainty among the classes with a fixed plan.
     """
     check_margin(requested)
     if problem.seconds is None or (requested is None and len(problem.classes) == 1):
@@ -66,19 +66,19 @@ def margins(
 
 
 def uncertain(profile: DeviceInputs) -> float:
-    """Returns the share by which a step may be longer than is foreseen; 0 where no two steps of one plan were measured."""
+    """Return the relative error of predicted steps; 0 if no plan has two measured steps."""
     runs = profile.runs if isinstance(profile, Profile) else []
     spreads = [run.spread for run in runs if len(run.steps) > 1]
     return min(MOST, max(AGREES, statistics.median(spreads))) if spreads else 0.0
 
 
 def _either(owned: float, pace: float) -> float:
-    """Returns by what share a step and the pace may differ from what is foreseen of the two, each by itself."""
+    """Return the margin for two independent errors: of the class and of the pace."""
     return min(MOST, math.hypot(owned, pace))
 
 
 def slowed(problem: Problem, shares: Mapping[str, float]) -> Problem:
-    """Returns the problem with devices that take longer."""
+    """Return the problem with devices slowed down by relative shares."""
     devices = {
         name: replace(device, slowdown=device.slowdown * (1 + shares.get(name, 0.0)))
         for name, device in problem.cluster.devices.items()
@@ -92,12 +92,14 @@ def with_margin(
     target: Callable[[Problem], float | None],
     chosen: Allocator,
 ) -> PlanResult:
-    """Returns what an allocator chooses that leaves a margin, as it is on devices as they are.
+    """Return the allocator's plan for slowed devices, evaluated on the real devices.
+
+    Falls back to the plan without margin if no plan meets the limits with it.
 
     Args:
-        problem: what is asked.
-        shares: by which each class is planned on as slower.
-        target: the seconds that a step may take in a problem.
+        problem: the planning problem.
+        shares: relative slowdown of each class.
+        target: function from a problem to its limit of seconds per step.
         chosen: the allocator.
     """
     if shares:
@@ -117,7 +119,7 @@ def with_margin(
 
 
 def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
-    """Returns what says which limits the nearest plan breaks, by how much, and what would do."""
+    """Return the error on the limits that the nearest plan exceeds, with a remedy."""
     nearest = min(tried, key=lambda judged: excess(problem, judged))
     over = nearest.exceeds(problem)
     parts = [
@@ -136,7 +138,7 @@ def unfit(problem: Problem, tried: Sequence[Evaluation]) -> PlanError:
 
 
 def excess(problem: Problem, judged: Evaluation) -> float:
-    """Returns by how much of a limit plans exceed it, summed over all limits."""
+    """Return the relative excess over the limits, summed over all limits."""
     return sum(
         by / limit(problem, subject) if limit(problem, subject) else float("inf")
         for subject, by in judged.exceeds(problem).items()
@@ -144,7 +146,7 @@ def excess(problem: Problem, judged: Evaluation) -> float:
 
 
 def limit(problem: Problem, description: str) -> float:
-    """Returns a limit by the name that `Evaluation.exceeds` gives it."""
+    """Return a limit by its key in `Evaluation.exceeds`."""
     if description in ("seconds", "variance"):
         result = problem.seconds if description == "seconds" else problem.variance
     else:
@@ -166,10 +168,10 @@ def _value(description: str, number: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns seconds as errors say them."""
+    """Format seconds for error messages."""
     return f"{seconds * 1e3:.4g} ms"
 
 
 def megabytes(size: float) -> str:
-    """Returns bytes as errors say them."""
+    """Format bytes for error messages."""
     return f"{size / 1e6:.4g} MB"

@@ -1,7 +1,8 @@
-"""The plan that was found, run where its device is at hand: what it takes corrects the profile, and the plan is looked for again.
+"""Measure-and-replan loop: run the plan, correct the profile, plan again.
 
-Invariant: it ends after so many rounds, or once what is foreseen and what is measured agree: of the plan's seconds, or of which plan it is.
-Where they never do, the best of the plans that ran is taken, as they ran.
+The loop ends after a maximum number of rounds, when predicted and measured seconds agree, or when
+planning returns a plan that has run already. If the rounds are exhausted, the result is the best of
+the plans that ran, with their measured costs.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ MAX_REPLANS: Final = 3
 TURNS: Final = 3
 
 Solve = Callable[[Mapping[str, DeviceInputs]], PlanResult]
-"""From what is known of each class of devices to the plan that is best for them."""
+"""Planner: from the profiles of all device classes to the best plan."""
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model as it trains here: what a plan is run with.
+    """Local training setup that runs a plan.
 
     Attributes:
-        model, step, optimizer, options: as `qsync_fx.measure` takes them, and as the profile was taken.
-        batch: that every step gets.
-        turns: how many turns a plan has.
-        progress: whether to show it.
+        model, step, optimizer, options: arguments of `qsync_fx.measure`, as used for the profile.
+        batch: batch of every step.
+        turns: interleaved runs of a plan.
+        progress: whether to show progress.
     """
 
     model: nn.Module
@@ -50,7 +51,7 @@ class LocalModel:
     progress: bool = True
 
     def corrected(self, profile: Profile, answer: PlanResult, name: str) -> Profile:
-        """Returns a profile of a class, corrected by a run of its part of an answer."""
+        """Return the profile of a class, corrected by a run of its plan."""
         return measure(
             self.model,
             self.step,
@@ -65,7 +66,7 @@ class LocalModel:
 
 
 def check_max_replans(limit: int) -> None:
-    """Raises `OptionError` where that is no number of rounds."""
+    """Raise `OptionError` for an invalid number of rounds."""
     if limit < 0:
         raise OptionError(
             f"a plan cannot be run in {limit} rounds", where="max_replans", do="give 0 or more"
@@ -73,10 +74,11 @@ def check_max_replans(limit: int) -> None:
 
 
 class ReplanLoop:
-    """
+    """State of the measure-and-replan loop.
+
     Attributes:
-        answer: the plan to run next, or, where no more is to run, the one to take.
-        more: whether it is to run.
+        answer: the plan to run next, or the final result if `more` is false.
+        more: whether the plan is to be run.
     """
 
     def __init__(self, answer: PlanResult, solve: Solve, limit: int) -> None:
@@ -93,11 +95,11 @@ class ReplanLoop:
         before: Mapping[str, Profile],
         after: Mapping[str, Profile],
     ) -> None:
-        """Takes what was measured of the answer's plan.
+        """Process the measurement of the current plan.
 
         Args:
-            known: of all classes, corrected.
-            before, after: the profiles of the classes that ran, before and since.
+            available: corrected profiles of all classes.
+            before, after: profiles of the measured classes before and after the run.
         """
         ran = _as_it_ran(self.answer, self.answer.plans, after)
         trials = tuple(_trial(self.answer, name, before[name], after[name], ran) for name in after)
@@ -116,7 +118,7 @@ class ReplanLoop:
             self.answer = again
 
     def _best(self, again: PlanResult) -> PlanResult:
-        """Returns the best of the plans that ran, as they ran; `again`, which did not, where none of them keeps the limits."""
+        """Return the best plan that ran within the limits, by its measured costs; else `again`."""
         ran = [
             _as_it_ran(again, plans, profiles)
             for plans, profiles in zip(self._tried, self._ran, strict=True)
@@ -143,11 +145,12 @@ def settled(
     at_hand: LocalModel,
     limit: int = MAX_REPLANS,
 ) -> PlanResult:
-    """Returns the answer that holds once its plans have run on the devices at hand.
+    """Return the result after runs of its plans on the local devices.
 
     Raises:
-        ProfileError: no profile is of this machine, or one is of another model, or was taken under other conditions.
-        PlanError: as corrected, no plan keeps the limits.
+        ProfileError: no profile is of this machine, or one is of another model or was measured
+            under other conditions.
+        PlanError: no plan meets the limits with the corrected profiles.
     """
     rounds = ReplanLoop(answer, solve, limit)
     mine: dict[str, Profile] = {
@@ -171,7 +174,7 @@ def settled(
 
 
 def _held_too_much(ran: PlanResult, names: Iterable[str]) -> bool:
-    """Whether a plan held more than it may when it ran on these classes, whatever time it took."""
+    """Return whether a measured run exceeded the memory limit of a class in `names`."""
     exceeded = ran.judged.exceeds(ran.problem)
     return any(f"memory {name}" in exceeded for name in names)
 
@@ -179,7 +182,7 @@ def _held_too_much(ran: PlanResult, names: Iterable[str]) -> bool:
 def _trial(
     answer: PlanResult, name: str, before: Profile, after: Profile, ran: PlanResult
 ) -> Trial:
-    """Returns what was foreseen of a plan on a class, and what came out: `ran` is the answer as it ran."""
+    """Return predicted and measured costs of a plan on a class; `ran` is the result as measured."""
     run, slowdown = after.runs[-1], answer.problem.cluster.devices[name].slowdown
     optimizer = statistics.median(step[2] for step in run.steps) if after.optimizer else 0.0
     foreseen, live = (item.judged.classes[name].peak_bytes for item in (answer, ran))
@@ -194,15 +197,18 @@ def _trial(
 
 
 def _alone(profile: Profile) -> Profile:
-    """Returns a profile whose last run is the only one of the user's plans, which is foreseen from it just as it ran."""
+    """Return the profile with its last run as its only planned run; predictions then match it."""
     return replace(
         profile, runs=[run for run in profile.runs[:-1] if not run.planned] + profile.runs[-1:]
     )
 
 
 def _as_it_ran(again: PlanResult, plans: Plans, ran: Mapping[str, Profile]) -> PlanResult:
-    """Returns what a plan is by what it took when it ran. What no plan's variance is below by all that was measured holds for it,
-    too, where it is not itself below that: it may have run faster than others were foreseen."""
+    """Return the result for plans with the times and peaks of their own measured runs.
+
+    A variance bound over all plans stays valid, unless these plans are below it: they may have run
+    faster than predicted for the bound.
+    """
     owned = {
         name: replace(
             again.problem.classes[name],

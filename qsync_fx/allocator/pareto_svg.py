@@ -1,6 +1,6 @@
-"""A picture of a front: seconds of a step against variance, as SVG, or as a page of HTML that holds it.
+"""Plot of a Pareto front, seconds per step against variance, as SVG or HTML.
 
-Invariant: the picture needs nothing but itself, and every point says in its title what it is.
+The file is self-contained. Each point has a title with its values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDE, _HIGH = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 24, 28, 60
 _TICKS: Final = 5
 _AIR: Final = 0.05
-"""What of an axis lies beyond the outermost points."""
+"""Margin on each side of an axis, relative to the range of the points."""
 _STYLE: Final = """\
 text { font: 13px system-ui, sans-serif; fill: #222 }
 .grid { stroke: #ddd }
@@ -39,13 +39,13 @@ text { font: 13px system-ui, sans-serif; fill: #222 }
 
 @dataclass(frozen=True)
 class _Axis:
-    """Where values lie on one side of the picture.
+    """Axis from values to pixels.
 
     Attributes:
-        ticks: values that are labelled, and how.
-        low, high: at the ends, as `scale` has them.
-        begin, end: pixels.
-        scale: what lies at equal distances is equal of this.
+        ticks: labelled values and their labels.
+        low, high: ends of the axis, after `scale`.
+        begin, end: ends of the axis in pixels.
+        scale: transform under which the axis is linear.
     """
 
     ticks: Sequence[tuple[float, str]]
@@ -62,13 +62,13 @@ class _Axis:
 
 
 def save_front(front: ParetoFront, path: Path) -> None:
-    """Writes the picture to a file, SVG or HTML by its name; raises `QSyncError` if it cannot."""
+    """Write the plot to an SVG or HTML file, by its suffix; raise `QSyncError` on failure."""
     kind = check_picture(path)
     write_text(pathlib.Path(path), front_svg(front) if kind == ".svg" else _page(front))
 
 
 def check_picture(path: Path) -> str:
-    """Returns which picture a file is to hold, by its name: ".svg" or ".html"; raises `OptionError` for any other."""
+    """Return the suffix of a plot file, ".svg" or ".html"; raise `OptionError` for others."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".svg", ".html"):
         message = f"no picture is called {os.fspath(path)!r}"
@@ -77,7 +77,7 @@ def check_picture(path: Path) -> str:
 
 
 def front_svg(front: ParetoFront) -> str:
-    """Returns the picture as text."""
+    """Return the plot as SVG text."""
     answers = [*front.points, *front.uniform.values(), *([front.chosen] if front.chosen else [])]
     across = _seconds([answer.judged.seconds for answer in answers])
     up = _variances([answer.judged.variance for answer in answers])
@@ -122,7 +122,7 @@ def _seconds(values: Sequence[float]) -> _Axis:
 
 
 def _variances(values: Sequence[float]) -> _Axis:
-    """Returns an axis of powers of ten, with zero a power below the least of other values."""
+    """Return a log10 axis; zero is drawn one decade below the smallest positive value."""
     above = [value for value in values if value > 0] or [1.0]
     least = min(above) / 10 if 0.0 in values else min(above)
 
@@ -195,7 +195,7 @@ def _label(
     answer: PlanResult, across: _Axis, up: _Axis, text: str, kind: str, below: bool = False
 ) -> str:
     x, y = _place(answer, across, up)
-    # What stands far on the right is labelled on its left.
+    # Points near the right edge have their label on the left.
     side, anchor = (-10, "end") if x > _WIDE - _RIGHT - 80 else (10, "start")
     return f'<text class="{kind}" x="{x + side:.1f}" y="{y + (20 if below else -8):.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 

@@ -1,14 +1,7 @@
-"""What an allocator found: plans, what the judge says of them, and how near to the best they are known to be.
+"""Result of an allocator: plans, their evaluation, a lower bound, notes and trials.
 
-Invariant: frozen. What it says in words is made from what it holds.
-
-What a plan is expected to take on a device, as notes of it, so that whoever trains under it can compare.
-
-Invariant: what a note of ours says is what was reckoned; a plan that has none, or whose notes someone else has written, is as good as any.
-
-What `print(answer)` shows: the step, the classes of devices, operators by format, and what to know about the plan.
-
-Invariant: every number is one that the answer holds, and every sentence is of the kind of a note.
+`PlanResult` is immutable; `print` shows a summary that is derived from its fields. `PredictedCost`
+stores the predicted cost in the notes of a plan, so that a training run can compare itself with it.
 """
 
 from __future__ import annotations
@@ -38,13 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PredictedCost:
-    """
-    Attributes:
-        computing: seconds of a step in which the device computes.
-        peak: bytes that a step holds at most, parameters and the optimizer's state included.
-        memory: bytes that it may hold.
+    """Predicted cost of a plan on a device, stored in the plan's notes; None for unknown values.
 
-    What is not known is None.
+    Plans with no such notes, or notes from another author, are valid.
+
+    Attributes:
+        computing: computing seconds per step.
+        peak: peak memory of a step in bytes, parameters and optimizer state included.
+        memory: memory limit in bytes.
     """
 
     computing: float | None = None
@@ -57,11 +51,11 @@ class PredictedCost:
 
     @classmethod
     def noted(cls, notes: Mapping[str, str]) -> PredictedCost:
-        """Returns what the notes of a plan say."""
+        """Return the cost that the notes of a plan contain."""
         return cls(**{part.name: _number(notes.get(part.name, "")) for part in fields(cls)})
 
     def notes(self) -> dict[str, str]:
-        """Returns it as notes."""
+        """Return the known values as notes."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: f"{value:.9g}" for name, value in values.items() if value is not None}
 
@@ -75,11 +69,11 @@ def _number(text: str) -> float | None:
 
 
 AGREES: Final = 0.02
-"""The share by which a step that is foreseen well may differ from one that was measured: what compiling twice makes of one plan."""
+"""Relative tolerance within which a prediction agrees: two compilations of a plan differ by it."""
 
 
 class PlanNoteKind(StrEnum):
-    """What a note says."""
+    """Kind of a note, with its text."""
 
     NOT_FASTER = "a narrower format is not faster"
     STOPPED = "the search was stopped before it was done"
@@ -106,14 +100,14 @@ class PlanNoteKind(StrEnum):
 
 @dataclass(frozen=True)
 class PlanNote:
-    """Something to know about a plan.
+    """Remark on a plan.
 
     Attributes:
-        kind: what it says.
-        device: the class that it is about; "" for all.
-        operator: the operator that it is about; "" for none.
-        formats: that it is about.
-        numbers: what it goes by, by name.
+        kind: kind of the remark.
+        device: device class; "" for all.
+        operator: operator id; "" for none.
+        formats: formats concerned.
+        numbers: supporting values, by name.
     """
 
     kind: PlanNoteKind
@@ -125,13 +119,13 @@ class PlanNote:
 
 @dataclass(frozen=True)
 class SolverIteration:
-    """One time that an allocator solved what it reckons with, and had the judge look at it.
+    """One solve of an allocator's own model, and the evaluation of its plan.
 
     Attributes:
-        judged: what the judge says.
-        bound: that nothing is below in what it reckons with.
-        fits: whether the judge says that all limits are kept.
-        learned: whether the judge says something of the plan's parts that it did not reckon with.
+        judged: metrics of the plan by `PlanEvaluator`.
+        bound: lower bound of the objective within the allocator's model.
+        fits: whether the plan meets all limits by `PlanEvaluator`.
+        learned: whether the evaluation revealed costs that the model lacked.
     """
 
     judged: Evaluation
@@ -142,15 +136,15 @@ class SolverIteration:
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan that was found and then run, on a device at hand.
+    """Measured run of a plan on a local device.
 
     Attributes:
-        device: the class.
-        foreseen: seconds that a device computes in a step, as they were known before.
-        measured: the same, as it took.
-        spread: how far steps lay from that, in the median, as a share of it.
-        interpolated: how many operators nothing had been measured of in the states that the plan puts them into.
-        more_bytes: that a step held beyond what was foreseen; below 0 where it held less, 0 where it was not measured.
+        device: device class.
+        foreseen: predicted computing seconds per step.
+        measured: measured computing seconds per step.
+        spread: median deviation of steps, relative to `measured`.
+        interpolated: number of operators with no measurement in the plan's states before the run.
+        more_bytes: measured minus predicted peak memory; 0 if not measured.
     """
 
     device: str
@@ -162,27 +156,28 @@ class Trial:
 
     @property
     def agrees(self) -> bool:
-        """Whether both differ by chance alone, as far as can be told."""
+        """Whether the difference is within `AGREES` or the spread of the steps."""
         return abs(self.foreseen - self.measured) <= max(AGREES, self.spread) * self.measured
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """
-    Attributes:
-        problem: what was asked.
-        plans: the format of each operator, of all classes.
-        judged: what that costs.
-        allocator: who found it.
-        bound: below which no plan's variance, or seconds, can be by the judge; None where that is not known.
-        took: seconds that finding it took.
-        iterations: of the solver, in order; empty where an allocator asks the judge all along.
-        notes: what else to know.
-        trials: of each round in which a plan was run, those of all classes at hand.
-        ran: the number of the round in which this plan was run, from 1; None where it was not.
-        profiles: of the classes at hand, corrected by what was measured; none where nothing was.
+    """Plans that an allocator chose, with their evaluation.
 
-    Codecs of gradients are in `judged`, by bucket, and in `codecs`, by parameter.
+    Codecs are in `judged` by bucket, and in `codecs` by parameter.
+
+    Attributes:
+        problem: the planning problem.
+        plans: format of each operator, for all classes.
+        judged: metrics of the plans.
+        allocator: name of the allocator.
+        bound: lower bound of the objective over all plans by `PlanEvaluator`; None if unknown.
+        took: runtime of the allocator in seconds.
+        iterations: iterations of the solver; empty for allocators that only call the evaluator.
+        notes: remarks on the plan.
+        trials: measured runs of each round, over all local classes.
+        ran: round in which this plan was run, from 1; None if it was not.
+        profiles: corrected profiles of the local classes.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -201,31 +196,31 @@ class PlanResult:
 
     @property
     def value(self) -> float:
-        """What was to be as small as it can be."""
+        """Value of the objective."""
         return self.judged.value(self.problem)
 
     @property
     def gap(self) -> float | None:
-        """How far, of what it is, the value may be above the best; None where nothing is known."""
+        """Maximum relative distance of the value to the optimum; None if no bound is known."""
         if self.bound is None:
             return None
         return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether all limits are kept."""
+        """Whether all limits are met."""
         return not self.judged.exceeds(self.problem)
 
     @property
     def codecs(self) -> Mapping[str, str]:
-        """What the gradient of a parameter is sent in, by its name, of those that do not go in FP32."""
+        """Codec of each parameter whose gradient is not sent in FP32, by parameter name."""
         return self.judged.sent
 
     def plan(self, name: str | None = None) -> Plan:
-        """Returns the plan of a class of devices; of the one that was open to choice where none is named.
+        """Return the plan of a class; by default of the only open class.
 
         Raises:
-            PlanError: there is no such class, or several were open.
+            PlanError: the class does not exist, or several classes are open and none is named.
         """
         if name is None:
             if len(self.problem.open) > 1:
@@ -254,12 +249,14 @@ class PlanResult:
         )
 
     def to_plans(self) -> dict[str, Plan]:
-        """Returns the plans of all classes."""
+        """Return the plans of all classes."""
         return {name: self.plan(name) for name in self.plans}
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Returns what the option "plan" takes and files hold: the plan of the one class, or that of the cluster, with codecs of gradients
-        where there are any."""
+        """Return the value of the option "plan": the plan of a single class without codecs.
+
+        Otherwise it is a cluster plan with the codecs of the gradients.
+        """
         plans, size = self.to_plans(), self.problem.cluster.nodes.ranks
         if len(plans) == 1 and not self.codecs:
             return next(iter(plans.values()))
@@ -267,16 +264,16 @@ class PlanResult:
         return ClusterPlan(plans, notes=notes, codecs=self.codecs)
 
     def save(self, path: Path) -> None:
-        """Writes it to a file for all ranks in one step; raises `PlanError` if it cannot."""
+        """Write the plan for all ranks to a file atomically; raise `PlanError` on failure."""
         self.as_plan().save(path)
 
     def text(self, width: int | None = None) -> str:
-        """Returns what `print` shows, fitted to a width where one is given."""
+        """Return the text of `print`, optionally fitted to a width in columns."""
 
         return answer_text(self, width)
 
     def __repr__(self) -> str:
-        """One line, as notebooks and debuggers show it."""
+        """Return one line for notebooks and debuggers."""
         from qsync_fx.formatting import duration
 
         gap = "no bound" if self.gap is None else f"gap {self.gap:.2%}"
@@ -293,20 +290,21 @@ class PlanResult:
 
 
 class Allocator(Protocol):
-    """What chooses a plan.
+    """Chooser of a plan.
 
     Attributes:
-        name: what users call it.
+        name: name for users.
     """
 
     @property
     def name(self) -> str: ...
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns the plan that it chooses.
+        """Return the plan for a problem.
 
         Raises:
-            PlanError: there is no plan within the limits; the error says which of them, by how much, and what would do.
+            PlanError: no plan meets the limits; states the exceeded limits, the excess and a
+                remedy.
         """
 
 
@@ -315,7 +313,7 @@ def _said(trial: Trial) -> dict[str, float]:
 
 
 def differing(first: Plans, second: Plans) -> Sequence[tuple[str, str]]:
-    """Returns the operators, with their classes, that two answers give different formats."""
+    """Return the pairs of class and operator that have different formats in two sets of plans."""
     return [
         (name, operator)
         for name, requested in first.items()
@@ -328,12 +326,12 @@ _SHOWN = 5
 
 
 def answer_text(answer: PlanResult, width: int | None = None) -> str:
-    """Returns an answer as plain text, fitted to a width where one is given."""
+    """Return a result as plain text, optionally fitted to a width in columns."""
     return plain(answer_table(answer), width)
 
 
 def answer_table(answer: PlanResult) -> RenderableType:
-    """Returns an answer for a rich console."""
+    """Return a result for a rich console."""
     lines = (*_coding(answer), *_trials(answer), *_conditions(answer), *_notes(answer))
     return Group(*map(Text, _head(answer)), _classes(answer), *map(Text, lines))
 
@@ -381,7 +379,7 @@ def _classes(answer: PlanResult) -> RenderableType:
 
 
 def _coding(answer: PlanResult) -> Iterator[str]:
-    """Which codecs gradients go in, where there was a choice."""
+    """Yield lines on the codecs of gradients, if there was a choice."""
     judged, coding = answer.judged, answer.problem.coding
     if coding is None:
         return
@@ -392,7 +390,7 @@ def _coding(answer: PlanResult) -> Iterator[str]:
 
 
 def _trials(answer: PlanResult) -> Iterator[str]:
-    """What came out where plans were run, round by round."""
+    """Yield a line per measured run, round by round."""
     count = len(answer.trials)
     alone = " by itself" if answer.problem.cluster.ranks > 1 else ""
     for index, trials in enumerate(answer.trials, 1):
@@ -442,7 +440,7 @@ def _detail(note: PlanNote) -> str:
 
 
 def _note_number(note: PlanNote, name: str, value: float) -> str:
-    """Returns a number of a note with its name, in its unit; a limit has that of what it limits."""
+    """Return a number of a note with name and unit; a limit has the unit of the limited value."""
     meant = next(iter(note.numbers)) if name in ("limit", "of a step of") else name
     if name.startswith("seconds"):
         return f"{duration(value)}{name.removeprefix('seconds')}"

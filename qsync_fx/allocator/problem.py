@@ -1,11 +1,8 @@
-"""What an allocator is asked: a model on classes of devices, what may be chosen, and the limits.
+"""Planning problem: a model on device classes, the formats to choose from, and the limits.
 
-Invariant: frozen, and whole: what a plan costs follows from it and the plan alone. Two formats are two choices of an operator only where
-it computes in two formats.
-
-Plans in which all operators of a class of devices are asked for one format.
-
-Invariant: each is one that `Problem.uniform` makes; the first is that of the narrowest format of each class.
+A `Problem` is immutable and self-contained: the cost of a plan depends only on the problem and the
+plan. Two formats count as two choices of an operator only if the operator computes differently in
+them.
 """
 
 from __future__ import annotations
@@ -27,26 +24,27 @@ from qsync_fx.predictor.replayer.cluster import Cluster
 from qsync_fx.predictor.times import Times
 
 Asked = Mapping[str, str]
-"""The format of each adjustable operator of a class, by its id."""
+"""Requested format of each adjustable operator of a device class, by operator id."""
 
 Plans = Mapping[str, Asked]
-"""The same of each class, by its name."""
+"""Requested formats of each device class, by class name."""
 
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Devices that are alike, and get one plan. How many there are, the cluster says.
+    """Identical devices that share one plan; the cluster stores their number.
 
     Attributes:
-        graph: the model.
-        times: how long its operators take there.
-        sensitivity: what each operator adds to the variance of the gradients.
-        formats: what a plan may ask for; without those that the model graph was not made for.
-        kept: the plan that it has whatever is chosen for others; None where it is open to choice.
-        training: what a step holds beside both passes; None where that is not known, and peaks are not.
-        memory: bytes that a step may take; None for any.
-        anchors: plans whose peak was measured, which predicted ones are corrected by.
-        conditions: in words, what was not as by default when its times were measured.
+        graph: model graph.
+        times: operator times on these devices.
+        sensitivity: contribution of each operator to the variance of the gradients.
+        formats: formats that a plan may request; the model graph must support each of them.
+        kept: fixed plan of the class; None if the class is open to choice.
+        training: memory of a step outside both passes; None if unknown, then peaks are unknown,
+            too.
+        memory: limit of the peak memory of a step in bytes; None for no limit.
+        anchors: plans with a measured peak that correct predicted peaks.
+        conditions: text on non-default conditions under which the times were measured.
     """
 
     graph: ModelGraph = field(repr=False)
@@ -75,9 +73,10 @@ class DeviceClass:
 
     @cached_property
     def choices(self) -> Mapping[str, tuple[str, ...]]:
-        """For each adjustable operator, in the order in which they run, what plans may ask for, from the narrowest format up.
+        """Formats to choose from per adjustable operator, in program order, narrowest first.
 
-        Where an operator computes in one format for several that are asked for, the one that is called as it computes stands for them.
+        If several requested formats lead to the same compute format, they count as one choice. It
+        is named after the compute format if that is among them.
         """
         return {
             op.id: self._choices(op.decided)
@@ -87,37 +86,41 @@ class DeviceClass:
 
     @property
     def lowest(self) -> str:
-        """The narrowest of its formats."""
+        """Narrowest format of the class."""
         return min(self.formats, key=width)
 
     @property
     def widest(self) -> str:
-        """The widest of its formats."""
+        """Widest format of the class."""
         return max(self.formats, key=width)
 
     def runs(self, operator: str, requested: str) -> str:
-        """Returns what an adjustable operator computes in where a plan asks for a format."""
+        """Return the compute format of an adjustable operator for a requested format."""
         decided = self.graph.operator(operator).decided
         assert isinstance(decided, Choices)
         return chosen(decided, requested, explicit=True)
 
     def omega(self, operator: str, requested: str) -> float:
-        """Returns what an operator adds to the variance of the gradients where a plan asks for a format; raises as `Sensitivity.of`."""
+        """Return the variance that an operator adds to the gradients under a requested format.
+
+        Raises:
+            ProfileError: see `Sensitivity.of`.
+        """
         key = operator, requested
         if key not in self._omegas:
             self._omegas[key] = self.sensitivity.of(operator, self.runs(operator, requested))
         return self._omegas[key]
 
     def variance(self, requested: Asked) -> float:
-        """Returns the sum over all operators."""
+        """Return the variance that all operators add to the gradients of one device."""
         return sum(self.omega(operator, fmt) for operator, fmt in requested.items())
 
     def uniform(self, fmt: str) -> dict[str, str]:
-        """Returns the plan that asks for a format everywhere, in the words of `choices`."""
+        """Return the plan that requests one format for all operators, in the names of `choices`."""
         return {operator: self.called(operator, fmt) for operator in self.choices}
 
     def called(self, operator: str, fmt: str) -> str:
-        """Returns a format that is asked for an operator in the words of `choices`."""
+        """Return the name in `choices` for a requested format of an operator."""
         available = self.choices[operator]
         if fmt in available:
             return fmt
@@ -126,7 +129,7 @@ class DeviceClass:
 
     @cached_property
     def tables(self) -> Tables:
-        """The graph as tables, made once for all programs."""
+        """Indexed tables of the graph, built once and shared by all programs."""
         return Tables(self.graph)
 
     @cached_property
@@ -144,15 +147,16 @@ class DeviceClass:
 
 @dataclass(frozen=True)
 class Problem:
-    """
+    """Device classes, cluster, objective and limits of a planning request.
+
     Attributes:
-        classes: of devices, by the names that the cluster has.
-        cluster: how many there are of each, and what links them.
-        least: what is to be as small as it can be: the variance of the mean gradient, or the seconds of a step.
-        seconds: what a step of the cluster may take; None for any.
-        variance: what the variance may be; None for any.
-        tied: groups of operators that get one format, on each class.
-        coding: codecs that a bucket of gradients may be sent in; None where all are sent in FP32.
+        classes: device classes, by their names in the cluster.
+        cluster: number of devices per class, and their links.
+        least: objective to minimize: variance of the mean gradient, or seconds per step.
+        seconds: limit of the seconds per step of the cluster; None for no limit.
+        variance: limit of the variance of the mean gradient; None for no limit.
+        tied: groups of operators that share one format on each class.
+        coding: codecs available for gradient buckets; None if all buckets are sent in FP32.
     """
 
     classes: Mapping[str, DeviceClass]
@@ -176,26 +180,26 @@ class Problem:
 
     @cached_property
     def open(self) -> tuple[str, ...]:
-        """The classes that are open to choice."""
+        """Names of the classes that are open to choice."""
         return tuple(name for name, item in self.classes.items() if item.kept is None)
 
     def weight(self, name: str) -> float:
-        """Returns what the variance of one device of a class counts in that of the mean gradient of all ranks."""
+        """Return the weight of a class's per-device variance in the mean gradient's."""
         return self.cluster.devices[name].count / self.cluster.ranks**2
 
     def variance_of(self, plans: Plans) -> float:
-        """Returns the variance of the mean gradient that plans of all classes lead to: roundings of ranks are independent."""
+        """Return the variance of the mean gradient, for independent rounding errors of ranks."""
         return sum(
             self.weight(name) * item.variance(plans[name]) for name, item in self.classes.items()
         )
 
     def completed(self, plans: Plans) -> dict[str, Asked]:
-        """Returns plans of all classes, from those of the open ones."""
+        """Return plans of all classes, given plans of the open ones."""
         saved = {name: item.kept for name, item in self.classes.items()}
         return {name: plans[name] if owned is None else owned for name, owned in saved.items()}
 
     def uniform(self, fmt: str | None = None) -> dict[str, Asked]:
-        """Returns plans that ask for one format on all open classes; for the narrowest of each where none is given."""
+        """Return plans with one format per open class; default: the narrowest of each class."""
         return self.completed(
             {
                 name: self.classes[name].uniform(fmt or self.classes[name].lowest)
@@ -205,15 +209,16 @@ class Problem:
 
 
 def width(fmt: str) -> tuple[int, int, int]:
-    """Returns what formats are sorted by, from the narrowest up: bits, bits of gradients, and bits of the mantissa."""
+    """Return the sort key of a format, narrowest first: bits, gradient bits, mantissa bits."""
     result = FORMATS[fmt]
     return result.bits, result.gradient.bits, result.mantissa
 
 
 def uniforms(problem: Problem) -> Mapping[str, Plans]:
-    """Returns uniform plans by the format asked for, from the narrowest up, of those that all open classes have.
+    """Return the uniform plans by format, narrowest first, for formats common to all open classes.
 
-    Where classes have different ones, that of each class's narrowest format comes first, under the names of all of these.
+    If the narrowest formats of the classes differ, the first entry combines the narrowest format of
+    each class. Its key joins their names with "/".
     """
     parts = [problem.classes[name] for name in problem.open]
     lowest = sorted({part.lowest for part in parts}, key=width)

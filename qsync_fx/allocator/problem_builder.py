@@ -1,6 +1,7 @@
-"""From what is known of devices, and what the user wants, to a problem.
+"""Builder of a `Problem` from device profiles, a cluster and a planning request.
 
-Invariant: nothing is assumed in silence: formats that are left out, and classes that keep their precision, are notes of the answer.
+Invariant: no silent assumptions. Formats that are left out and classes that are fixed to their
+widest format appear as notes of the result.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of
 Objective = Literal["hybrid", "fastest", "recover"]
 OBJECTIVES: Final[tuple[str, ...]] = get_args(Objective)
 _MIXED: Final = 16
-"""Bits of the formats of mixed precision."""
+"""Maximum bits of a mixed-precision format."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user wants; see `find_plan`."""
+    """User's objective, limits and options; see `find_plan`."""
 
     objective: str = "hybrid"
     budget: str | float | None = None
@@ -47,11 +48,12 @@ class PlanRequest:
     margin: float | None = None
 
     def check(self) -> None:
-        """Check everything that does not depend on profiles, so that callers can do so before they measure.
+        """Check all settings that do not depend on profiles, so that callers can fail early.
 
         Raises:
             PlanError: the objective or a memory is invalid, or a budget does not fit the objective.
-            OptionError: the objective ignores the target or the budget, or a codec or the margin is invalid.
+            OptionError: the objective ignores the target or the budget, or a codec or the margin is
+                invalid.
             PrecisionError: a format does not exist.
         """
         if self.objective not in OBJECTIVES:
@@ -85,7 +87,12 @@ class PlanRequest:
 def build_problem(
     fleet: Cluster, available: Mapping[str, DeviceInputs], wishes: PlanRequest
 ) -> tuple[Problem, list[PlanNote]]:
-    """Returns the problem, and what to know about how it came to be; raises `PlanError` or `ProfileError` where there is none."""
+    """Return the problem, and notes on the assumptions behind it.
+
+    Raises:
+        PlanError: the request is invalid or cannot be met by the devices.
+        ProfileError: a profile lacks required data.
+    """
     wishes.check()
     if wishes.precisions is not None:
         check_precisions(available, wishes.precisions)
@@ -114,7 +121,7 @@ def build_problem(
 
 
 def codec_names(names: Sequence[str]) -> list[str]:
-    """Return the names of codecs as a list; raise `OptionError` if there is no such codec."""
+    """Return the names of codecs as a list; raise `OptionError` for an unknown codec."""
     codecs = [names] if isinstance(names, str) else list(names)
     for name in codecs:
         if name not in CODECS:
@@ -204,7 +211,7 @@ def _sensitivity(
     available: Mapping[str, DeviceInputs],
     value: Sensitivity | Mapping[str, Sensitivity] | None,
 ) -> Sensitivity:
-    """What was given for a class, what its profile holds, or that of another class: it is the same model."""
+    """Return the given sensitivity of a class, else that in its or another class's profile."""
     if isinstance(value, Sensitivity):
         return value
     if value is not None:
@@ -228,12 +235,12 @@ def _sensitivity(
 def _asked(
     name: str, profile: DeviceInputs, graph: ModelGraph, precisions: Sequence[str] | None
 ) -> tuple[list[str], list[str]]:
-    """Returns the formats that plans of a class may ask for, and those that the user allows and it has not."""
+    """Return the formats that plans of a class may use, and the requested ones that it lacks."""
     owned = _formats(profile, graph)
     if precisions is None:
         return owned, []
     requested = [precision(fmt).name for fmt in precisions]
-    # A profile's graph may be made for more formats than its runs were in.
+    # A profile's graph can support more formats than were measured.
     available = set(owned) if isinstance(profile, DeviceTimes) else set(graph.formats)
     if not (result := [fmt for fmt in requested if fmt in available]):
         message = (
@@ -248,7 +255,7 @@ def _asked(
 
 
 def check_precisions(available: Mapping[str, DeviceInputs], precisions: Sequence[str]) -> None:
-    """Raises `PlanError` where a class has none of these formats, or one of them is no class's."""
+    """Raise `PlanError` if a class lacks all formats, or all classes lack one of them."""
     lacking = [
         set(_asked(name, profile, graph_of(name, profile), precisions)[1])
         for name, profile in available.items()
@@ -282,7 +289,7 @@ def _formats(profile: DeviceInputs, graph: ModelGraph) -> list[str]:
 
 
 def _unknown(graph: ModelGraph, available: Sensitivity, fmt: str) -> str:
-    """Returns an operator of which a plan with a format makes something whose sensitivity is not known; "" for none."""
+    """Return the first operator with unknown sensitivity in a uniform plan of a format, or ""."""
     for operator in graph.operators:
         if isinstance(operator.decided, Choices):
             runs = (
@@ -296,7 +303,11 @@ def _unknown(graph: ModelGraph, available: Sensitivity, fmt: str) -> str:
 
 
 def _kept(problem: Problem, notes: list[PlanNote]) -> Problem:
-    """Returns the problem with the quickest of several classes in its widest format, where it trains in that alone and has the memory."""
+    """Return the problem with the fastest of several classes fixed to its widest format.
+
+    The class stays open if it lacks the memory. Speed is compared with all classes in their widest
+    formats.
+    """
     if len(problem.classes) == 1:
         return problem
     widest = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
@@ -312,7 +323,7 @@ def _kept(problem: Problem, notes: list[PlanNote]) -> Problem:
 
 
 def target_of(problem: Problem, wishes: PlanRequest) -> float:
-    """Returns the seconds that a step may take: what was asked for, or those of uniform plans."""
+    """Return the limit of seconds per step: the requested one, or the time of a uniform plan."""
     target = wishes.target
     if isinstance(target, int | float):
         return float(target)
@@ -326,9 +337,10 @@ def target_of(problem: Problem, wishes: PlanRequest) -> float:
 
 
 def _uniform(problem: Problem, fmt: str | None) -> Plans:
-    """Returns plans of one format on all open classes, or on one that has it not, of another that is as narrow.
+    """Return uniform plans of all open classes in one format.
 
-    Where none is named, it is what models train in that have no plan: of each class the widest of its formats that are narrow.
+    A class without the format uses another format with as many bits. Default (None): the
+    mixed-precision format of each class, its widest format of at most 16 bits.
     """
     if fmt is None:
         parts = {name: problem.classes[name] for name in problem.open}
@@ -365,7 +377,7 @@ def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:
 
 
 def _limits(fleet: Cluster, value: Mapping[str, Memory] | Memory | None) -> dict[str, float]:
-    """Returns the bytes that a step may take on each class that is limited: by the user, else by the cluster."""
+    """Return the memory limit in bytes of each limited class; user limits have precedence."""
     named = {
         name: device.memory for name, device in fleet.devices.items() if device.memory is not None
     }

@@ -1,38 +1,14 @@
-"""The plan that recovery starts from: the fastest in which each part of the model keeps to its share of the memory.
+"""Precision recovery, the allocator of QSync (Section V).
 
-What a part may keep for the backward pass is shared out by how far it can be compressed: by what it keeps in the widest formats beyond what
-it keeps in the narrowest ones. Whether the whole fits, the memory model says; where it does not, all shares shrink.
+The search starts from the fastest plan that fits into memory (`initial`) and restores operators to
+higher precision (`recover`). A `DecisionGroup` is an operator, or a group of tied operators, that
+gets one format. `parts` divides the model into blocks that are searched exhaustively; equal blocks
+are searched once.
 
-Invariant: the plan that is returned fits into memory where the uniform one in the narrowest format does.
-
-What an allocator decides at once: an operator, or operators that are tied.
-
-Invariant: each adjustable operator is in one unit, and every format of a unit is one that all of its operators can be asked for.
-
-The parts of a model that are searched one by one: blocks that are equal to others, and what is in none of these.
-
-Invariant: each unit is in one part. Parts have so few units that all of their plans can be tried: a block that has more is cut, and so is
-what is in no block.
-
-Operators get wider formats again, those first that add most to the variance in the ones that they have.
-
-Each class of devices has a heap of its units by Omega(b) - Omega(next higher b). Classes take turns: the unit on top of the heap is
-widened, which is taken back where it breaks a limit; else it is put into the heap again with its next format.
-
-Invariant: where the judge said that limits are kept it says so afterwards.
-
-The allocator of the paper: `PrecisionRecovery`.
-
-The paper leaves open what is done where the fastest plan is no good start: no plan of blocks fits, or recovery gets stuck before it reaches
-what a uniform plan has. So each uniform plan that keeps the limits is a start, too, where it is better than what was found.
-
-Invariant: the answer keeps all limits, and is no worse than any uniform plan that does. Where there is such a uniform plan, there is an
-answer.
-
-The allocator of QSync, as its section V has it: from the fastest plan that fits into memory, operators get wider formats again.
-
-`units` is what is decided together, `blocks` the parts of a model that are searched alone, `initial` the fastest plan of each, `recovery`
-the heaps of operators to be widened, and `greedy` the allocator.
+The paper does not say what to do if no block plan fits, or if recovery stops short of a uniform
+plan. Each uniform plan that is better than the best plan so far is therefore another start. The
+result meets all limits and is no worse than any feasible uniform plan that the groups can
+represent.
 """
 
 from __future__ import annotations
@@ -59,10 +35,11 @@ __all__ = ["PrecisionRecovery"]
 
 @dataclass(frozen=True)
 class DecisionGroup:
-    """
+    """Operators that get one format.
+
     Attributes:
-        operators: their ids, in the order in which they run.
-        formats: what may be asked for, from the narrowest up.
+        operators: operator ids, in program order.
+        formats: formats common to all operators of the group, narrowest first.
     """
 
     operators: tuple[str, ...]
@@ -70,10 +47,12 @@ class DecisionGroup:
 
 
 def units(part: DeviceClass, tied: Iterable[Sequence[str]] = ()) -> tuple[DecisionGroup, ...]:
-    """Returns the units of a class of devices, in the order in which the first operator of each runs.
+    """Return the decision groups of a device class, in program order of their first operators.
+
+    Each adjustable operator is in exactly one group.
 
     Raises:
-        PlanError: operators are tied that no format is common to.
+        PlanError: tied operators have no format in common.
     """
     leader = {operator: group[0] for group in tied for operator in group}
     groups: dict[str, list[str]] = {}
@@ -83,7 +62,7 @@ def units(part: DeviceClass, tied: Iterable[Sequence[str]] = ()) -> tuple[Decisi
 
 
 def spread(chosen: Mapping[DecisionGroup, str]) -> dict[str, str]:
-    """Returns the plan that formats of units are."""
+    """Return the plan that corresponds to formats of decision groups."""
     return {operator: fmt for unit, fmt in chosen.items() for operator in unit.operators}
 
 
@@ -101,7 +80,7 @@ def _common(part: DeviceClass, group: Sequence[str]) -> tuple[str, ...]:
 
 
 TRIED: Final = 3**7
-"""How many plans of a part are tried at most."""
+"""Maximum number of plans that are enumerated for a part."""
 
 
 @dataclass(frozen=True)
@@ -109,25 +88,28 @@ class Parts:
     """Equal parts of a model.
 
     Attributes:
-        units: of each part, in order; those at one place get one format.
+        units: decision groups of each part, in order; groups at one index get one format.
     """
 
     units: tuple[tuple[DecisionGroup, ...], ...]
 
     @property
     def first(self) -> tuple[DecisionGroup, ...]:
-        """The units of the part that is searched for all."""
+        """Decision groups of the part that represents all."""
         return self.units[0]
 
 
 def parts(graph: ModelGraph, units: Sequence[DecisionGroup]) -> tuple[Parts, ...]:
-    """Returns the parts of a model, equal ones together."""
+    """Return the parts of a model, with equal parts together.
+
+    Each decision group is in one part. A part with more than `TRIED` plans is cut.
+    """
     alone = {unit.operators[0]: unit for unit in units if len(unit.operators) == 1}
     result: list[Parts] = []
     used: set[DecisionGroup] = set()
     for equal in isomorphic_blocks(graph):
         blocks = [tuple(alone[op] for op in block if op in alone) for block in equal.operators]
-        # Operators that are tied belong to no block alone, and equal blocks then differ in what is left of them.
+        # Tied operators belong to no single block, so that equal blocks can differ in the rest.
         if blocks[0] and len({tuple(unit.formats for unit in block) for block in blocks}) == 1:
             result += [Parts(tuple(block[cut] for block in blocks)) for cut in _cuts(blocks[0])]
             used.update(unit for block in blocks for unit in block)
@@ -136,7 +118,7 @@ def parts(graph: ModelGraph, units: Sequence[DecisionGroup]) -> tuple[Parts, ...
 
 
 def _cuts(units: Sequence[DecisionGroup]) -> list[slice]:
-    """Returns what units are cut into, each as long as can be tried."""
+    """Return the slices of a sequence of groups, each small enough to enumerate its plans."""
     result, start = [], 0
     for index in range(1, len(units) + 1):
         if (
@@ -149,20 +131,21 @@ def _cuts(units: Sequence[DecisionGroup]) -> list[slice]:
 
 
 _SHRINKS: Final = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
-"""What of the memory that is left is shared out, one after the other until the plan fits."""
+"""Shares of the free memory to distribute, tried in order until the plan fits."""
 
 _Formats = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan of a part.
+    """Plan of a part.
 
     Attributes:
-        formats: of its units.
-        seconds: of both passes of the model, all else in the narrowest formats.
-        omega: what the part adds to the variance.
-        extra: bytes that it keeps beyond what it keeps in the narrowest formats.
+        formats: format of each decision group.
+        seconds: seconds of both passes of the model, with all other groups in their narrowest
+            formats.
+        omega: variance that the part adds.
+        extra: bytes saved for backward beyond those in the narrowest formats.
     """
 
     formats: _Formats
@@ -174,7 +157,18 @@ class _Tried:
 def initial(
     part: DeviceClass, units: Sequence[DecisionGroup], judge: PlanEvaluator, name: str
 ) -> Asked:
-    """Returns the plan of a class of devices to start from; `judge` has all of its units in their narrowest formats."""
+    """Return the fastest plan in which each part of the model stays within its memory share.
+
+    Memory beyond the narrowest plan is shared in proportion to the additional bytes that a part
+    saves for backward in its widest formats. If the memory model rejects the plan, all shares
+    shrink. The plan fits if the plan in the narrowest formats fits.
+
+    Args:
+        part: the device class.
+        units: its decision groups.
+        judge: evaluator with all groups in their narrowest formats.
+        name: name of the class.
+    """
     lowest = {unit: unit.formats[0] for unit in units}
     searched = [(equal, _tried(part, equal.first, lowest)) for equal in parts(part.graph, units)]
     if part.memory is None:
@@ -192,7 +186,7 @@ def _chosen(
     lowest: Mapping[DecisionGroup, str],
     room: float | None,
 ) -> dict[DecisionGroup, str]:
-    """Returns the fastest plan of each part within its share of the room."""
+    """Return the fastest plan of each part within its share of the free memory."""
     result = dict(lowest)
     full = sum(_compressible(tried) * len(equal.units) for equal, tried in searched)
     for equal, tried in searched:
@@ -211,7 +205,7 @@ def _compressible(tried: Sequence[_Tried]) -> float:
 def _tried(
     part: DeviceClass, units: Sequence[DecisionGroup], lowest: Mapping[DecisionGroup, str]
 ) -> list[_Tried]:
-    """Returns all plans of a part, from the one in the narrowest formats to that in the widest ones."""
+    """Return all plans of a part, from the narrowest to the widest formats."""
     mapper = CostMapper(part.graph, CachedTimes(part.times), spread(lowest))
     saved = _kept(units, mapper) if part.memory is not None else {}
     now = {unit: lowest[unit] for unit in units}
@@ -232,7 +226,7 @@ def _tried(
 def _kept(
     units: Sequence[DecisionGroup], mapper: CostMapper
 ) -> dict[tuple[DecisionGroup, str], float]:
-    """Returns the bytes that a unit keeps in each format beyond those in its narrowest one, others in theirs."""
+    """Return the bytes that a group saves for backward beyond its narrowest format, by format."""
 
     def saved() -> float:
         return float(sum(map(float, mapper.states().saved().values())))
@@ -257,7 +251,7 @@ def _set(mapper: CostMapper, unit: DecisionGroup, fmt: str) -> None:
 
 
 def _peak(judge: PlanEvaluator, name: str, requested: Asked) -> float:
-    """Returns the peak under a plan; the judge is left as it was."""
+    """Return the peak memory under a plan; the evaluator is restored."""
     before = judge.plans[name]
     changed = [operator for operator, fmt in requested.items() if before[operator] != fmt]
     for operator in changed:
@@ -269,10 +263,10 @@ def _peak(judge: PlanEvaluator, name: str, requested: Asked) -> float:
 
 
 Indicator = Callable[[str, str, str], float]
-"""What an operator of a class adds in a format, by the class's name, its id and the format."""
+"""Variance that an operator adds: by class name, operator id and format."""
 
 _Entry = tuple[float, int, str]
-"""Minus what is gained, the unit's place, and its next format."""
+"""Negative gain, index of the group, and its next format."""
 
 
 def recover(
@@ -281,13 +275,17 @@ def recover(
     indicator: Indicator,
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Widens what can be widened within the judge's limits.
+    """Restore operators to higher precision within the evaluator's limits (QSync, Section V).
+
+    Each device class has a heap of its groups, ordered by Omega(b) - Omega(next higher b). The
+    classes alternate. The top group is widened; if that exceeds a limit the change is undone, else
+    the group returns to the heap with its next format.
 
     Args:
-        judge: of the plans to start from; it is changed.
-        units: of each class that is open to choice.
-        indicator: what the heaps are ordered by.
-        enough: asked after each change that is kept; where it says so, nothing more is changed.
+        judge: evaluator with the initial plans; it is modified.
+        units: decision groups of each open class.
+        indicator: Omega, the order of the heaps.
+        enough: called after each accepted change; true ends the recovery.
     """
     requested = judge.plans
 
@@ -298,7 +296,7 @@ def recover(
         def omega(fmt: str) -> float:
             return sum(indicator(name, operator, fmt) for operator in unit.operators)
 
-        # Formats of as many bits may add more, not less: none of those is higher.
+        # A format with as many bits can add more variance; such a format is not higher.
         gains = ((omega(unit.formats[now]) - omega(fmt), fmt) for fmt in unit.formats[now + 1 :])
         return [(-gain, index, fmt) for gain, fmt in gains if gain > 0][:1]
 
@@ -329,10 +327,11 @@ def recover(
 
 @dataclass(frozen=True)
 class PrecisionRecovery:
-    """
+    """Precision recovery from the fastest plan and from uniform plans (QSync, Section V).
+
     Attributes:
-        indicator: what orders operators; what the problem's sensitivities say where None.
-        called: its name.
+        indicator: Omega of an operator; None for the problem's sensitivities.
+        called: name of the allocator.
     """
 
     indicator: Indicator | None = None
@@ -343,7 +342,7 @@ class PrecisionRecovery:
         return self.called
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns the plan that it chooses; see `Allocator`."""
+        """Return the best plan; see `Allocator`."""
         began = time.perf_counter()
         search = _Search(
             problem, self.indicator or (lambda name, op, fmt: problem.classes[name].omega(op, fmt))
@@ -359,11 +358,12 @@ class _Search:
         self.units: Mapping[str, Sequence[DecisionGroup]] = {
             name: units(problem.classes[name], problem.tied) for name in problem.open
         }
-        # While seconds are to be few, recovery is what brings the variance below its limit.
+        # If time is the objective, recovery starts above the variance limit and lowers the
+        # variance.
         self.judge = PlanEvaluator(replace(problem, variance=None), self._narrowest())
 
     def best(self) -> tuple[Plans, Evaluation]:
-        """Returns the best of what the starts lead to; raises `PlanError` where none leads to a plan that fits."""
+        """Return the best plan over all starts; raise `PlanError` if no plan meets the limits."""
         result = [self._recovered(self._fastest())]
         for start in self._uniform():
             judged = self.judge.become(start)
@@ -405,7 +405,7 @@ class _Search:
         return self.problem.completed(chosen)
 
     def _uniform(self) -> list[Plans]:
-        """Returns the uniform plans that units can have."""
+        """Return the uniform plans that the decision groups can represent."""
 
         def fits(plans: Plans) -> bool:
             formats = (
@@ -422,6 +422,6 @@ class _Search:
 
 
 def _order(problem: Problem, judged: Evaluation) -> tuple[float, float, float]:
-    """Returns what plans are sorted by: whether they keep the limits, what is to be least, and then the other."""
+    """Return the sort key of plans: limits exceeded, objective, then the other metric."""
     other = judged.seconds if problem.least == "variance" else judged.variance
     return (bool(judged.exceeds(problem)), judged.value(problem), other)

@@ -1,10 +1,11 @@
-"""The mean of a bucket over ranks, by reduce and broadcast: every rank sends each other its part, sums its own, and sends that to all.
+"""All-reduce (mean) of compressed buckets: reduce-scatter followed by all-gather.
 
-With two ranks one exchange does: both decode both. So do more of them with a codec that is gathered. Sums are taken in the order of ranks,
-and whoever sends bytes decodes its own. Either half is had alone, too, where each rank keeps its own part. Large messages go in stretches:
-while one is under way the next is encoded, and as they come they are decoded, so that the link does not wait for codecs.
+With two ranks, or with a codec that sets `gathered`, a single all-gather replaces both exchanges:
+each rank decodes and sums all messages itself. Messages are sent in chunks, so that encoding,
+transfer and decoding overlap.
 
-Invariant: all ranks end with the same bits. What is decoded into the gradients of a rank are bytes that every rank has.
+Invariant: all ranks end with the same bits. Ranks sum in rank order, and a sender decodes its own
+bytes too, so that all ranks decode the same bytes.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from qsync_fx.communication.statistics import CommunicationStatistics
 
 @dataclass
 class Reducer:
-    """Reduces buckets one after the other.
+    """All-reduce of one bucket after another.
 
     Attributes:
-        group: a process group that nobody else uses.
-        state: what codecs remember.
-        members: the ranks that it averages over, in their order; by default all.
-        faults: what was wrong with messages since they were asked for last.
-        digest: a hash of what was made of the buckets that were measured.
-        finite: whether all that was made in this step is, where that is looked at.
-        used: whether that of the last step was on all ranks.
+        group: process group that no other code uses.
+        state: error feedback, random streams and step of the compression.
+        members: ranks to average over, in summation order; all ranks by default.
+        tally: statistics of this rank.
+        faults: messages that could not be read since the last `settle`.
+        digest: CRC-32 of the results of the measured buckets.
+        finite: whether all results of this step are finite; set by callers that check it.
+        used: whether `finite` was true on all ranks in the last step.
     """
 
     group: Any
@@ -62,7 +64,7 @@ class Reducer:
         self._own = self.members.index(self.state.rank)
 
     def reduce(self, bucket: Bucket) -> None:
-        """Puts the mean over ranks in the place of a bucket's values.
+        """Replace the values of a bucket by their mean over the members.
 
         Raises:
             RankError: a rank is gone.
@@ -73,7 +75,7 @@ class Reducer:
         self.end(bucket, *volumes(bucket.pieces, self._own, len(self.members)))
 
     def mean(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
-        """Puts the mean over its members in the place of these values, one tensor for each piece of a bucket."""
+        """Replace `flats` (FP32, one tensor for each piece) by their mean over the members."""
         if len(self.members) == 1:
             return
         for piece, flat in zip(bucket.pieces, flats, strict=True):
@@ -88,7 +90,7 @@ class Reducer:
                 )
 
     def scatter(self, bucket: Bucket) -> None:
-        """Puts the mean over ranks in the place of this rank's part of each parameter, and zeros in that of the others'.
+        """Reduce-scatter a bucket in place: this rank's shards get the mean, all others zeros.
 
         Raises:
             RankError: a rank is gone.
@@ -105,12 +107,13 @@ class Reducer:
     def give(
         self, bucket: Bucket, owned: Sequence[Tensor], flats: Sequence[Tensor], onto: Sequence[bool]
     ) -> None:
-        """Writes what each rank has of its own part of each parameter to its place, or adds it to what is there.
+        """All-gather the shards of all ranks into full parameters.
 
         Args:
-            own: this rank's, FP32, through the codec of the piece; it decodes its own bytes, too.
-            flats: what is written to, FP32.
-            onto: of each parameter, whether it is added.
+            owned: this rank's shards, FP32, one for each piece. The codec of the piece encodes them,
+                and this rank decodes its own bytes too.
+            flats: output, FP32, one full tensor for each piece in coding order.
+            onto: for each piece, whether the shards are added to `flats` or replace its values.
 
         Raises:
             RankError: a rank is gone.
@@ -119,10 +122,10 @@ class Reducer:
         self._count(*giving(bucket.pieces, self._own, len(self.members)))
 
     def end(self, bucket: Bucket, raw: int, theory: float) -> None:
-        """Counts a bucket that is reduced."""
+        """Count a reduced bucket, and add its result to the digest if it is measured."""
         self._count(raw, theory)
         if bucket.measured:
-            # What a NaN carries differs between instruction sets.
+            # The payload of a NaN differs between instruction sets.
             made = torch.where(bucket.values.isnan(), torch.nan, bucket.values)
             self.digest = zlib.crc32(made.cpu().numpy().tobytes(), self.digest)
 
@@ -132,7 +135,7 @@ class Reducer:
         self.tally.theory += theory
 
     def fault(self, bucket: Bucket, sender: int, description: str) -> None:
-        """Remembers that a message of a member, by its place, could not be read; all ranks are told at the end of the step."""
+        """Record an unreadable message of a member (index); `settle` raises it on all ranks."""
         self.faults.append(
             point_to_point.unread(self.state.rank, self.members[sender], bucket.about, description)
         )
@@ -140,11 +143,14 @@ class Reducer:
     def settle(
         self, step: int, compared: bool = False, reported: str = point_to_point.GRADIENTS
     ) -> None:
-        """Ends a step, whose buckets are all reduced; `compared` says whether what was made of them is counted as compared, and `told`
-        what is said where it differs.
+        """End a step after its last bucket.
+
+        Args:
+            compared: whether the comparison of digests is counted in the statistics.
+            reported: error message for different digests, with two placeholders for ranks.
 
         Raises:
-            RankError: on all ranks, if one could not read a message, or has made something else.
+            RankError: on all ranks, if a rank could not read a message or got another result.
         """
         self.tally.steps += 1
         if self.state.world == 1:
@@ -159,7 +165,7 @@ class Reducer:
         self.tally.checks += compared
 
     def flats(self, bucket: Bucket) -> list[Tensor]:
-        """Returns a bucket's values in the order they are coded in; what is copied for that is coding."""
+        """Return the values of each piece in coding order; copies count as encoding time."""
         begin = time.perf_counter()
         room = self._order(bucket, size) if (size := bucket.reordered) else None
         flats = bucket.flats(room)
@@ -167,7 +173,6 @@ class Reducer:
         return flats
 
     def put_back(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
-        """Writes what `flats` returned back to where it is from."""
         begin = time.perf_counter()
         bucket.put_back(flats)
         self.tally.decode += time.perf_counter() - begin
@@ -189,7 +194,7 @@ class Reducer:
         self._give(bucket, owned, flats, [False] * len(flats))
 
     def _sum(self, bucket: Bucket, flats: Sequence[Tensor]) -> None:
-        """Puts the mean in the place of this rank's part."""
+        """Write the mean into this rank's shards."""
         inputs = []
         for owner in range(len(self.members)):
             parts = [piece.part(owner) for piece in bucket.pieces]
@@ -226,8 +231,7 @@ class Reducer:
     def _mean_of_all(
         self, bucket: Bucket, mine: OutgoingMessage, name: str, values: Sequence[Tensor]
     ) -> IncomingMessages:
-        """Returns the messages of all members with the parts that `mine` holds, whose mean, summed in the order of members, is to be put
-        into `values`."""
+        """Return the messages of all members for the parts of `mine`; decoding averages them."""
         theirs = {
             peer: self._memory_for(bucket, f"{name} {peer}", mine.memory.numel())
             for peer in self._others
@@ -244,7 +248,7 @@ class Reducer:
         name: str,
         summed: bool = False,
     ) -> OutgoingMessage:
-        """Returns a message that is to hold the values of these parts of a bucket."""
+        """Return an outgoing message with room for the given parts of a bucket."""
         cuts = stretches(bucket.pieces, parts)
         message = self._memory_for(bucket, name, cuts[-1].wire.stop)
         self._head(bucket, self._own, message, summed).write(message)
@@ -260,7 +264,7 @@ class Reducer:
         value: Sequence[tuple[OutgoingMessage, Sequence[int]]],
         used: Sequence[IncomingMessages],
     ) -> None:
-        """Sends messages to the members that each goes to, and sums those that come, stretch by stretch."""
+        """Send messages and decode incoming ones, chunk by chunk."""
         begin, coding = time.perf_counter(), self.tally.coding
         flight = PendingTransfers(self.group, bucket.about)
         for item in used:
@@ -308,7 +312,7 @@ class Reducer:
         )
 
     def _memory_for(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
-        """Returns bytes that stay from step to step: new memory costs more than it takes to fill it."""
+        """Return a host buffer that is reused across steps; allocation costs more than a copy."""
         key = (bucket.index, name)
         result = self._memory.get(key)
         if result is None or result.numel() != nbytes:
@@ -316,7 +320,7 @@ class Reducer:
         return result
 
     def _order(self, bucket: Bucket, size: int) -> Tensor:
-        """Returns memory for so many values beside those of a bucket, that stays, too."""
+        """Return a reused FP32 buffer for `size` reordered values, on the bucket's device."""
         key = (bucket.index, "order")
         result = self._memory.get(key)
         if result is None or result.numel() != size:

@@ -1,11 +1,8 @@
-"""A bucket of gradients that is to be averaged, and what of it travels.
+"""Gradient buckets, and the shard of each parameter that each rank reduces.
 
-Invariant: the order in which a parameter's values are coded is that of its piece, whatever buckets DistributedDataParallel makes.
-
-Where the values of a gradient bucket go: which codec each parameter has, and which rank sums which part of it.
-
-Invariant: all of it follows from the parameter's index and shape and the number of ranks, and nothing from the buckets that
-DistributedDataParallel makes, which it makes anew after the first step. So what a parameter's gradient becomes does not depend on them.
+Invariant: coding order and shards follow from the index and shape of a parameter and the number of
+ranks. They are independent of DistributedDataParallel's buckets, which it rebuilds after the first
+step, so that the result for a parameter does not depend on its bucket.
 """
 
 from __future__ import annotations
@@ -23,14 +20,14 @@ from qsync_fx.communication.codecs.codec import Codec
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """One parameter.
+    """One parameter, cut into one shard for each rank.
 
     Attributes:
-        name: as the model calls it.
-        index: its place among the model's parameters.
-        size: how many values it has.
-        codec: what writes its gradient.
-        cuts: where it is cut, one part a rank, some of them empty perhaps.
+        name: qualified name in the model.
+        index: position among the model's parameters.
+        size: number of values.
+        codec: codec of its gradient.
+        cuts: shard boundaries, ranks + 1 ascending offsets; shards may be empty.
     """
 
     name: str
@@ -40,12 +37,15 @@ class ParameterSlice:
     cuts: tuple[int, ...]
 
     def part(self, owner: int) -> slice:
-        """Returns the values that a rank sums. Ranks begin with another part of each parameter, so that small ones are shared out, too."""
+        """Return the shard that rank `owner` reduces.
+
+        The first shard belongs to another rank for each parameter, which spreads small parameters.
+        """
         index = self._at(owner)
         return slice(self.cuts[index], self.cuts[index + 1])
 
     def own(self, rank: int) -> int:
-        """Returns how many values a rank sums."""
+        """Return the number of values in the shard of a rank."""
         index = self._at(rank)
         return self.cuts[index + 1] - self.cuts[index]
 
@@ -59,7 +59,7 @@ class ParameterSlice:
 def piece(
     name: str, index: int, shape: Sequence[int], codec: Codec, ranks: int, unit: int = 1
 ) -> ParameterSlice:
-    """Returns the piece of a parameter of this shape, cut where such a `unit` ends, too."""
+    """Return the slice of a parameter of this shape; see `cut`."""
     size = 1
     for extent in shape:
         size *= extent
@@ -69,7 +69,7 @@ def piece(
 def cut(
     name: str, index: int, size: int, codec: Codec, ranks: int, unit: int = 1
 ) -> ParameterSlice:
-    """Returns the piece of so many values, cut where units of the codec end, and such a `unit`."""
+    """Return the slice of `size` values, cut at multiples of the codec's unit and of `unit`."""
     unit = math.lcm(codec.unit, unit)
     units = -(-size // unit)
     return ParameterSlice(
@@ -82,7 +82,7 @@ def cut(
 
 
 def threshold(sizes: Sequence[int], share: float = 0.99) -> int:
-    """Returns the size from which tensors are coded: the largest with which more than this share of all values still is."""
+    """Return the largest size threshold with which more than `share` of all values are coded."""
     total, coded = sum(sizes), 0
     for size in sorted(sizes, reverse=True):
         coded += size
@@ -92,14 +92,13 @@ def threshold(sizes: Sequence[int], share: float = 0.99) -> int:
 
 
 def views(values: Tensor, buffer: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the views of `values` that `gradients` are of `buffer`, which is as long."""
+    """Return views of `values` with the layout that `gradients` have in `buffer` (equal length)."""
     shift = values.storage_offset() - buffer.storage_offset()
     return [values.as_strided(g.size(), g.stride(), g.storage_offset() + shift) for g in gradients]
 
 
 def ordered(piece: ParameterSlice, gradient: Tensor, room: Tensor | None = None) -> Tensor | None:
-    """Returns the values of a gradient in the order they are coded in, as a copy, in `room` where it is given; None where they lie so
-    already."""
+    """Return a copy of a gradient in coding order, in `room` if given; None if it is in order."""
     columns = piece.codec.columns(gradient)
     if columns is None:
         return None
@@ -109,21 +108,20 @@ def ordered(piece: ParameterSlice, gradient: Tensor, room: Tensor | None = None)
 
 
 def flat(piece: ParameterSlice, gradient: Tensor) -> Tensor:
-    """Returns the values of a gradient that is dense in memory, in the order they are coded in: a view where they lie so."""
+    """Return a gradient as a 1-D tensor in coding order: a view if possible. It must be dense."""
     order = ordered(piece, gradient)
     return gradient.as_strided((gradient.numel(),), (1,)) if order is None else order
 
 
 def put_back(piece: ParameterSlice, gradient: Tensor, values: Tensor) -> None:
-    """Writes what `ordered` returned back to where it is from."""
+    """Write the values that `ordered` returned back to `gradient`."""
     columns = piece.codec.columns(gradient)
     if columns is not None:
         _copied(values.view(columns.shape), columns)
 
 
 def _copied(source: Tensor, target: Tensor) -> None:
-    """Copies values. Of FP32 matrices on the CPU of which one lies by rows and the other by columns a kernel of ours does, which takes a
-    seventh to a half of the time of torch's copy."""
+    """Copy values; transpose FP32 matrices on the CPU natively, which is faster than `copy_`."""
     both = (source, target)
     if source.dim() == 2 and all(buffers.native(t) and t.dtype == torch.float32 for t in both):
         for inputs, made in (both, (source.t(), target.t())):
@@ -137,14 +135,14 @@ def _copied(source: Tensor, target: Tensor) -> None:
 
 @dataclass
 class Bucket:
-    """One bucket to be reduced, in place.
+    """Bucket of gradients, reduced in place.
 
     Attributes:
-        index, step: which, and when.
-        values: FP32.
-        pieces: its parameters, in its order.
-        gradients: views of `values`, as the parameters are shaped.
-        measured: whether what the codec changes is measured, and what it makes is compared.
+        index, step: position in the step, and the step.
+        values: 1-D, FP32.
+        pieces: its parameters, in bucket order.
+        gradients: views of `values` with the shapes and strides of the parameters.
+        measured: whether to measure the coding error and to compare the result across ranks.
     """
 
     index: int
@@ -156,13 +154,16 @@ class Bucket:
 
     @property
     def reordered(self) -> int:
-        """How many values lie in another order than they are coded in."""
+        """Number of values whose memory order differs from coding order."""
         both = zip(self.pieces, self.gradients, strict=True)
         return sum(piece.size for piece, g in both if piece.codec.columns(g) is not None)
 
     def flats(self, room: Tensor | None = None) -> list[Tensor]:
-        """Returns the values of each parameter in the order they are coded in: views, or copies where they lie otherwise, in `room`, which
-        has as many values as `reordered` says."""
+        """Return the values of each piece in coding order, as views if possible.
+
+        Args:
+            room: FP32 buffer of `reordered` values for the copies; allocated if None.
+        """
         result, used = list[Tensor](), 0
         for piece, gradient in zip(self.pieces, self.gradients, strict=True):
             owned = None if room is None else room[used : used + piece.size]
@@ -172,25 +173,29 @@ class Bucket:
         return result
 
     def put_back(self, flats: Sequence[Tensor]) -> None:
-        """Writes what `flats` returned back to where it is from."""
+        """Write the tensors of `flats` back to the gradients."""
         for piece, gradient, flat in zip(self.pieces, self.gradients, flats, strict=True):
             put_back(piece, gradient, flat)
 
     @property
     def about(self) -> str:
-        """What an error says of where it was."""
         return f"bucket {self.index} of step {self.step}"
 
 
 def gathered(codecs: Sequence[Codec], ranks: int) -> list[bool]:
-    """Returns which parameters of a bucket, by their codecs, are sent whole to all ranks. What is FP32 goes along with those that have to
-    be: it comes to the same bits either way."""
+    """Return for each codec of a bucket whether one all-gather replaces both exchanges.
+
+    FP32 parameters join an all-gather that other parameters need; both methods give the same bits.
+    """
     some = any(codec.gathered for codec in codecs)
     return [ranks == 2 or codec.gathered or (some and codec == PLAIN) for codec in codecs]
 
 
 def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
-    """Returns the bytes that a rank sends of a bucket in FP32, without headers, and what the papers give for its codecs."""
+    """Return a rank's bytes for a bucket: in FP32, and by the papers for its codecs.
+
+    Headers are not counted.
+    """
     sent = gathered([piece.codec for piece in pieces], ranks)
     full = [piece for piece, item in zip(pieces, sent, strict=True) if item]
     parts = [piece for piece, item in zip(pieces, sent, strict=True) if not item]
@@ -202,7 +207,7 @@ def volumes(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[in
 
 
 def scattering(pieces: Sequence[ParameterSlice], rank: int) -> tuple[int, float]:
-    """Returns the same where each rank is sent its own part alone."""
+    """Return the same as `volumes` for the reduce-scatter alone."""
     others = [piece.size - piece.own(rank) for piece in pieces]
     return 4 * sum(others), sum(
         piece.codec.theory(size) for piece, size in zip(pieces, others, strict=True)
@@ -210,12 +215,12 @@ def scattering(pieces: Sequence[ParameterSlice], rank: int) -> tuple[int, float]
 
 
 def giving(pieces: Sequence[ParameterSlice], rank: int, ranks: int) -> tuple[int, float]:
-    """Returns the same where each rank gives its own part to all others."""
+    """Return the same as `volumes` for the all-gather alone."""
     theory = sum(piece.codec.theory(piece.own(rank)) for piece in pieces)
     return 4 * (ranks - 1) * sum(piece.own(rank) for piece in pieces), (ranks - 1) * theory
 
 
 def _flat(values: Tensor, gradient: Tensor) -> Tensor:
-    """Returns the values of a gradient as they lie in memory."""
+    """Return the values of a gradient in memory order, as a view of `values`."""
     index = gradient.storage_offset() - values.storage_offset()
     return values[index : index + gradient.numel()]

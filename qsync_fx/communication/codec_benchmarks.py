@@ -1,12 +1,10 @@
-"""How long ranks take to average gradients, in each codec and by torch's own hooks, over the process group at hand.
+"""Benchmarks of gradient codecs, and of reductions compared with torch's own comm hooks.
 
-Invariant: the ways take turns, so that whatever else the machine and the link do falls on all of them; a ratio is the median of the ratios
-within a turn. What counts is the rank that takes longest.
+`measured` times encoding and decoding against a copy of the same memory; on a GPU this includes the
+transfer of the bytes to and from the host. `reductions` times whole reductions on all ranks.
 
-How fast codecs are on this processor, against a copy of the same memory; on a GPU with the way of their bytes to its host, and back.
-
-Invariant: encoding, decoding and the copy take turns, so that whatever else the machine does falls on all of them; a ratio is the median of
-the ratios within a turn. Time is by default this process's own, all threads together.
+Invariant: runs are interleaved, so that noise affects all candidates; a ratio is the median of the
+ratios within a round. Reductions count the slowest rank.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ from qsync_fx.communication.ddp_hook import DdpCompressor, to_all
 from qsync_fx.communication.hierarchical import NodeGroups
 
 Clock = Callable[[], float]
-"""Seconds."""
+"""Clock that returns seconds."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One codec.
+    """Measured speed of a codec.
 
     Attributes:
         codec: its name.
-        bits: on the wire, for each value.
-        encode, decode: bytes of FP32 a second that are encoded, and that are decoded and added to others.
-        read: bytes of FP32 a second that are decoded to where nothing is yet.
-        copy: bytes a second that memcpy copies meanwhile.
-        encode_to_copy, decode_to_copy, read_to_copy: how many times as fast as memcpy.
+        bits: bits on the wire for each value.
+        encode, decode: FP32 bytes/s; `decode` adds to existing values.
+        read: FP32 bytes/s of decoding that overwrites the output.
+        copy: bytes/s of memcpy in the same rounds.
+        encode_to_copy, decode_to_copy, read_to_copy: speed relative to memcpy.
     """
 
     codec: str
@@ -64,10 +62,14 @@ def measured(
     device: torch.device | str = "cpu",
     stretch: int | None = None,
 ) -> list[Speed]:
-    """Returns the speed of each codec on so many values, with as many threads as torch has; on a GPU the clock waits for it.
+    """Return the speed of each codec with torch's number of threads.
 
     Args:
-        stretch: how many of them are coded at once, as messages are; all where None.
+        values: number of FP32 values.
+        repeats: interleaved rounds.
+        clock: process time by default, which sums all threads. On a GPU, the clock must
+            synchronize the device.
+        stretch: values that are coded at once, as in messages; all if None.
     """
     source = (torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3).to(device)
     target = torch.zeros_like(source)
@@ -142,22 +144,22 @@ def _seconds(call: Callable[[], object], clock: Clock) -> float:
 
 PLAIN: Final = "torch fp32"
 HALF: Final = "torch fp16"
-"""What torch offers: all-reduce, and its hook that converts."""
+"""Baselines of torch: all-reduce in FP32, and the comm hook that converts to FP16."""
 _WIDTH: Final = 1024
 _WARMUP: Final = 3
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One way to average gradients.
+    """Measured method to average gradients.
 
     Attributes:
-        way: a codec's name, or one of torch's hooks.
-        seconds: of one reduction.
-        to_plain, to_half: how many times as fast as torch in FP32, and as its FP16 hook.
-        coding: seconds of encoding and decoding among them; None for torch's hooks.
+        way: name of a codec, or a baseline of torch.
+        seconds: duration of one reduction.
+        to_plain, to_half: speed relative to torch in FP32 and to its FP16 hook.
+        coding: seconds of encoding and decoding in it; None for torch's hooks.
         wire: bytes that a rank sends; None for torch's hooks.
-        theory: what the papers give for them.
+        theory: bytes according to the papers; None for torch's hooks.
     """
 
     way: str
@@ -171,7 +173,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class _Whole:
-    """All gradients as one bucket, with what hooks ask of one."""
+    """All gradients as one bucket, with the methods of `GradBucket` that hooks call."""
 
     parameter: nn.Parameter
     values: Tensor
@@ -198,14 +200,19 @@ def reductions(
     repeats: int = 15,
     nodes: NodeGroups | None = None,
 ) -> list[Reduction]:
-    """Returns what each way takes for so many values, in FP32 inside nodes where these are given. All ranks call it, and get the same."""
+    """Return the duration of each method; all ranks call it together and get the same result.
+
+    Args:
+        values: number of FP32 values, rounded down to a multiple of 1024 (at least 1024).
+        nodes: reduce in FP32 within these nodes, and with the codec between them.
+    """
     rank, world, plain = distributed.get_rank(), distributed.get_world_size(), carrying(CPU)
     parameter = nn.Parameter(torch.zeros(max(1, values // _WIDTH), _WIDTH))
     source = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank)) * 1e-3
     bucket = _Whole(parameter, torch.empty_like(source))
     handles: dict[str, DdpCompressor] = {}
     for name in codecs:
-        # A group of its own each, as `compress` has.
+        # One group for each codec, as `compress` creates.
         group = distributed.new_group(backend="gloo") if world > 1 else None
         assigned = to_all(codec_named(name), [1], 0)
         handles[name] = DdpCompressor(
@@ -244,7 +251,7 @@ def reductions(
         shift = turn % len(methods)
         result = {method: seconds(method) for method in methods[shift:] + methods[:shift]}
         turns.append([result[method] for method in methods])
-    # Of every way's turns the slowest rank's, all of them at once.
+    # One collective finds the slowest rank of all rounds.
     reported = slowest([used for turn in turns for used in turn])
     times = {method: reported[index :: len(methods)] for index, method in enumerate(methods)}
 

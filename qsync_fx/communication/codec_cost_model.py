@@ -1,14 +1,10 @@
-"""What a bucket of gradients will cost in a codec: bytes on the wire, and seconds of coding.
+"""Cost model of gradient codecs: bytes on the wire and seconds of coding for a bucket.
 
-Invariant: bytes are those that `reduction` and `hierarchy` send, headers included, on average over the ranks; seconds are of as many
-values as they encode and decode. Both follow from sizes of parameters: nothing is coded.
+A codec reads or writes each FP32 value once and does little other work. Its speed relative to a
+memory copy is therefore almost the same on all processors, and predicts codecs without measurement.
 
-How fast codecs are: measured, or reckoned from how fast memory is copied.
-
-A codec reads or writes each FP32 value once and does little beside, so that its speed is a share of a copy's, and this share much the same
-from one processor to the next.
-
-Invariant: rates say where they are from.
+Invariant: bytes are those that `Reducer` and `Hierarchy` send, headers included, averaged over the
+ranks; seconds cover all values that they encode and decode. `Rates` name their source.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from qsync_fx.predictor.times import Schedule
 
 
 class Timed(Protocol):
-    """What `speed.measured` and `qsync comm bench` say of a codec."""
+    """Speed of a codec, as `codec_benchmarks.measured` and `qsync comm bench` report it."""
 
     @property
     def codec(self) -> str: ...
@@ -42,7 +38,7 @@ class Timed(Protocol):
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes of FP32 a second that are encoded, and that are decoded and added to others."""
+    """Speed of a codec in FP32 bytes/s: encoding, and decoding that adds to existing values."""
 
     encode: float
     decode: float
@@ -50,17 +46,18 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """
+    """Speeds of codecs.
+
     Attributes:
-        source: where they are from, in words.
-        by_codec: by name.
+        source: origin of the numbers, in words.
+        by_codec: rates by codec name.
     """
 
     source: str
     by_codec: Mapping[str, Rate] = field(repr=False)
 
     def of(self, codec: str) -> Rate:
-        """Returns the rate of a codec; raises `ProfileError` where it is not known."""
+        """Return the rate of a codec; raise `ProfileError` if it is unknown."""
         if codec not in self.by_codec:
             raise ProfileError(
                 f"how fast {shown(codec)} codes is not known",
@@ -71,12 +68,12 @@ class Rates:
 
 
 COPY: Final = 12e9
-"""Bytes a second that memcpy copies on one core: 9 to 27 GB/s where it was measured, 12 where memory is slow (docs/communication.md)."""
+"""memcpy bytes/s of one core: 9 to 27 GB/s measured, 12 on slow memory (docs/communication.md)."""
 
 _TO_COPY: Final = {
     PLAIN.name: (0.96, 1.09),
     "1bit*": (1.06, 1.58),
-    "1bit": (0.55, 0.67),  # as 1bit*, with a copy in the order of columns
+    "1bit": (0.55, 0.67),  # as 1bit*, with a copy to column order
     "qsgd2": (0.93, 1.50),
     "qsgd4": (1.03, 1.47),
     "qsgd8": (1.12, 1.43),
@@ -89,9 +86,9 @@ _TO_COPY: Final = {
     "aqgb32": (0.88, 0.96),
     "aqgb": (0.88, 0.96),  # its highest level
 }
-"""How many times as fast as memcpy they encode and decode: benchmarks/results/gradient_codecs.json, AVX-512."""
+"""Encode and decode speed relative to memcpy: benchmarks/results/gradient_codecs.json, AVX-512."""
 _CASTS: Final = (1.16, 0.50)
-"""The same of torch's own conversions to 16 bits and back, the mean of both."""
+"""The same for torch's casts to 16 bits and back, mean of FP16 and BF16."""
 _TO_COPY_OF_A_GPU: Final = {
     PLAIN.name: (1.0, 1.0),
     "1bit*": (0.063, 0.31),
@@ -103,13 +100,13 @@ _TO_COPY_OF_A_GPU: Final = {
     **dict.fromkeys((f"aqgb{bits}" for bits in (12, 16, 20, 24, 28, 32)), (0.057, 0.089)),
     "aqgb": (0.057, 0.089),
 }
-"""The same beside a copy of a GPU's memory: an H200, 100 MB, fused by Inductor (benchmarks/results/gpu_codecs.json)."""
+"""The same relative to a copy in GPU memory, fused by Inductor: H200, 100 MB (gpu_codecs.json)."""
 _CASTS_OF_A_GPU: Final = (1.13, 0.73)
 _MANY: Final = 2**20
 
 
 def of_copy(copy: float, source: str) -> Rates:
-    """Returns what codecs make of a memory of which so many bytes a second are copied."""
+    """Return predicted rates for memory that copies `copy` bytes/s."""
     shares = {name: _TO_COPY.get(name, _CASTS) for name in NAMES}
     return Rates(
         source,
@@ -118,7 +115,12 @@ def of_copy(copy: float, source: str) -> Rates:
 
 
 def of_gpu(copy: float, host: float, source: str) -> Rates:
-    """Returns what codecs make of a GPU of whose memory so many bytes a second are copied, and so many go to its host, which sends them."""
+    """Return predicted rates for a GPU.
+
+    Args:
+        copy: bytes/s of a copy in GPU memory.
+        host: bytes/s between GPU and host, which sends and receives the coded bytes.
+    """
 
     def rate(coded: float, name: str) -> float:
         return 1 / (
@@ -137,12 +139,11 @@ def of_gpu(copy: float, host: float, source: str) -> Rates:
 
 
 def of_speeds(speeds: Iterable[Timed], source: str) -> Rates:
-    """Returns rates that were measured."""
     return Rates(source, {item.codec: Rate(item.encode, item.decode) for item in speeds})
 
 
 def slowed(rates: Rates, times: float) -> Rates:
-    """Returns the rates of a device that takes so many times as long as they say."""
+    """Return the rates divided by a slowdown factor."""
     if times == 1.0:
         return rates
     result = {
@@ -153,7 +154,10 @@ def slowed(rates: Rates, times: float) -> Rates:
 
 
 def slowest(several: Sequence[Rates]) -> Rates:
-    """Returns for each codec that all know the rates of the slowest: a bucket is exchanged once all ranks have coded it."""
+    """Return the slowest rates over all devices, for the codecs that all of them have.
+
+    A bucket is exchanged once all ranks have encoded it.
+    """
     available = [
         name for name in several[0].by_codec if all(name in item.by_codec for item in several)
     ]
@@ -171,7 +175,7 @@ _WIDE = 4
 
 
 class SizedBucket(Protocol):
-    """A parameter, as schedules have it."""
+    """Parameter of a schedule: path and number of values."""
 
     @property
     def path(self) -> str: ...
@@ -187,20 +191,21 @@ def coded(
     name: str = "",
     size: int = 1,
 ) -> CompressedTransfer:
-    """Returns what a bucket of these parameters costs; those without a codec go in FP32.
+    """Return the cost of a bucket with these parameters; without a codec, they stay in FP32.
 
     Args:
-        name: of the bucket's codec, where it is not to be that of most values.
-        size: ranks of a node, inside of which all go in FP32; 1 for a codec between all ranks.
+        name: codec name for the result; by default the codec of most values.
+        size: ranks of a node, which reduce in FP32 among themselves; 1 if the codec is used
+            between all ranks.
 
     Raises:
-        ProfileError: a codec depends on shapes, which profiles do not hold, or its rate is not known.
+        ProfileError: a codec depends on shapes, which profiles do not contain, or has no rate.
     """
     made = [
         _of_size(codec_named(codecs.get(parameter.path, PLAIN.name)), parameter)
         for parameter in parameters
     ]
-    # Between nodes each rank averages a part of all values.
+    # Between nodes, each rank averages one shard of all values.
     nodes = ranks // size
     methods = gathered(made, nodes)
     values: dict[str, int] = {}
@@ -211,7 +216,7 @@ def coded(
         sent += _given(codec.nbytes(parameter.numel), nodes, full)
         seconds += nbytes / size * (encoded / rate.encode + decoded / rate.decode)
         values[codec.name] = values.get(codec.name, 0) + parameter.numel
-    # Of each rank of a node, a message to every other node in each phase.
+    # In each phase, each rank of a node sends one message to every other node.
     heads = size * sum(
         _given(HEADER, nodes, True) if full else HEADER * nodes for full in set(methods)
     )
@@ -219,11 +224,12 @@ def coded(
     inside = inside_seconds = 0.0
     if size > 1:
         rate, nbytes = rates.of(PLAIN.name), _WIDE * sum(values.values())
-        # A rank writes all of its gradients and its part's mean, and reads its part of all ranks and the means of the others.
+        # A rank writes all of its gradients and the mean of its shard. It reads its shard from all
+        # ranks of the node, and the means of the other shards.
         inside_seconds = nbytes * ((1 + 1 / size) / rate.encode + (2 - 1 / size) / rate.decode)
         inside = float(nbytes + HEADER * size)
     named = name or max(values, key=values.__getitem__, default=PLAIN.name)
-    # Of what a rank averages: its part of the node's, and, where it is sent its own alone, of that the part of each.
+    # A message covers the rank's shard of the node; in a reduce-scatter, a shard of this shard.
     cuts = math.ceil(sum(values.values()) / size / (1 if all(methods) else nodes) / VALUES)
     return CompressedTransfer(
         named, sent + heads, seconds, phases, inside, max(cuts, 1), inside_seconds
@@ -233,7 +239,7 @@ def coded(
 def by_bucket(
     schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Mapping[str, str], rates: Rates
 ) -> list[CompressedTransfer] | None:
-    """Returns what is done to each bucket of a fleet where parameters have codecs; None where nothing is compressed."""
+    """Return the cost of each bucket of a cluster; None if no parameter has a codec."""
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
     parameters = next(iter(schedules.values())).parameters
@@ -244,26 +250,31 @@ def by_bucket(
 
 
 def volumes(ranks: int, full: bool) -> tuple[float, float]:
-    """Returns how many times a rank encodes, and decodes, as many values as there are; `whole` is where all ranks are sent all of them."""
+    """Return how often a rank encodes and decodes the values, as multiples of their number.
+
+    Args:
+        full: whether one all-gather replaces reduce-scatter and all-gather.
+    """
     if ranks == 1:
         return 0.0, 0.0
-    # Else each decodes its part of all, codes the mean of that part, and decodes all means.
+    # Reduce-scatter and all-gather: encode all, decode one shard of all ranks, encode its mean,
+    # and decode the means of all shards.
     return (1.0, float(ranks)) if full else (1 + 1 / ranks, 2.0)
 
 
 def _given(nbytes: float, ranks: int, full: bool) -> float:
-    """Returns the bytes of which an all-reduce sends as many as an exchange of `nbytes` does."""
+    """Return the size of the all-reduce with the same traffic as an exchange of `nbytes`."""
     return nbytes * ranks / 2 if full else nbytes
 
 
 def small(parameters: Sequence[SizedBucket]) -> set[str]:
-    """Returns the parameters that go in FP32 whatever the codec, as `compress` leaves them out."""
+    """Return the parameters below the size threshold of `compress`, which stay in FP32."""
     least = threshold([parameter.numel for parameter in parameters])
     return {parameter.path for parameter in parameters if parameter.numel < least}
 
 
 def uniform(parameters: Sequence[SizedBucket], codec: str) -> dict[str, str]:
-    """Returns a codec for all parameters but small ones."""
+    """Return the same codec for all parameters that are not small."""
     out = small(parameters)
     return {parameter.path: codec for parameter in parameters if parameter.path not in out}
 

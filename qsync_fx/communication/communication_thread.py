@@ -1,24 +1,13 @@
-"""Background threads that end before the interpreter does.
+"""Communication thread, which runs tasks in order off the threads of autograd.
 
-A daemon thread that returns from a C++ call of torch while the interpreter finalizes is ended by `pthread_exit`, which the C++ frames above
-it turn into `std::terminate`: "terminate called without an active exception", SIGABRT. A thread that is not a daemon would be joined
-without a limit, and gloo cannot be interrupted.
+A DDP comm hook must not block on other ranks: with several buckets in flight, all threads that gloo
+calls it from would block. Hooks submit tasks to a `Worker` instead, and its thread alone
+communicates. For gradients on a GPU, a task runs on a side stream, after the work queued before its
+submission, and its device work is complete when its future is.
 
-Invariant: at exit, also after an exception or KeyboardInterrupt, each thread finishes its queued work and is joined. A thread that waits
-for another rank for longer than the limit is reported.
-
-Work on gradients that lie on a GPU, on a stream of its own beside those that compute.
-
-Invariant: work begins when what the thread that gave it had queued before is done, and what it has queued is done when it ends: whoever is
-told that it has ended need not wait for the device.
-
-One thread that does one thing after the other, in the order they were given.
-
-A hook of DistributedDataParallel may not wait for other ranks on the threads that gloo calls it from: with several buckets in flight all of
-them would. Here the threads of autograd put buckets into a queue, and this one, alone, talks to the other ranks. What lies on a GPU it
-works on beside the stream of those threads.
-
-Invariant: after an error nothing is done any more, and whatever was given or is given gets that error.
+Invariant: after an error, no task runs any more, and all futures get that error. At exit, also
+after an exception or KeyboardInterrupt, each thread finishes its queued tasks and is joined. A
+thread that waits for another rank past the limit is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +28,7 @@ import torch
 from torch import Tensor
 
 LIMIT_S: Final = 60.0
-"""Seconds that all threads together have to end. Another rank may still compute the step whose messages a thread waits for."""
+"""Seconds for all threads to end. Another rank may still compute the step of awaited messages."""
 _GLOO: Final = "pt_gloo_runloop"
 _GLOO_LIMIT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
@@ -52,9 +41,15 @@ _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
 def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> threading.Thread:
     """Start a daemon thread that is stopped and joined before the interpreter exits.
 
+    A daemon thread that returns from a C++ call of torch during interpreter finalization is ended
+    by `pthread_exit`, which its C++ frames turn into `std::terminate` ("terminate called without an
+    active exception", SIGABRT). A thread that is no daemon would be joined without a limit, and
+    gloo cannot be interrupted.
+
     Args:
-        run: the body of the thread.
-        stop: has `run` return once its queued work is done; returns at once. It must not keep the owner of the thread alive.
+        run: body of the thread.
+        stop: makes `run` return after its queued tasks, without blocking. It must not reference the
+            owner of the thread.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
     _stops[thread] = stop
@@ -63,14 +58,15 @@ def start(name: str, run: Callable[[], None], stop: Callable[[], object]) -> thr
 
 
 def wait_for_gloo() -> None:
-    """Return once gloo's threads have freed the all-reduces that they have completed, after 10 s at most.
+    """Return once gloo's threads have freed their completed all-reduces, after 10 s at most.
 
-    An all-reduce that DistributedDataParallel starts in a backward pass references a Python object. Gloo's thread acquires the GIL to free
-    it, perhaps after the main thread has the result. If the process group is freed by then, torch waits for that thread with the GIL,
-    and hangs; if the interpreter finalizes, the thread is ended inside C++ frames, and the process aborts (torch 2.13).
+    An all-reduce that DistributedDataParallel starts in a backward pass references a Python object.
+    Gloo's thread acquires the GIL to free it, perhaps after the main thread has the result. If the
+    process group is freed by then, torch waits for that thread with the GIL, and hangs; if the
+    interpreter finalizes, the thread is ended inside C++ frames, and the process aborts (torch 2.13).
     """
     deadline = time.monotonic() + _GLOO_LIMIT_S
-    # While this thread sleeps, a thread that waits for the GIL gets it. One that is runnable has not been given the CPU yet.
+    # Sleeping releases the GIL to threads that wait for it. A runnable thread still needs the CPU.
     time.sleep(_PAUSE_S)
     while _gloo_is_runnable() and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
@@ -78,7 +74,7 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_is_runnable() -> bool:
-    """Return whether a thread of gloo is runnable; False where the system does not report it."""
+    """Return whether a thread of gloo is runnable; False if the system does not report it."""
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, fields = task.read_text().partition("(")[2].rpartition(")")
@@ -91,7 +87,6 @@ def _gloo_is_runnable() -> bool:
 
 @atexit.register
 def _join_all() -> None:
-    """Stop and join the threads that are alive."""
     deadline = time.monotonic() + LIMIT_S
     threads = [(thread, stop) for thread, stop in _stops.items() if thread.is_alive()]
     for _, stop in threads:
@@ -110,7 +105,7 @@ def _join_all() -> None:
 
 
 class Side:
-    """A stream of a device; on the CPU, where everything is done as it is called, nothing."""
+    """Side stream of a CUDA device; without effect on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.devices: list[int | str | torch.device] = [device] if device.type == "cuda" else []
@@ -118,12 +113,12 @@ class Side:
         self._stream: Any = stream(device) if self.devices else None
 
     def mark(self) -> Any:
-        """Returns what has been queued until now, by the thread that calls it."""
+        """Return an event after the work queued so far by the calling thread; None on the CPU."""
         return torch.cuda.current_stream(self.devices[0]).record_event() if self.devices else None
 
     @contextlib.contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
-        """Has what is called within be queued behind a mark, and waits for all of it."""
+        """Queue the work of the context on the side stream after `mark`; synchronize at its end."""
         if self._stream is None:
             yield
             return
@@ -137,11 +132,13 @@ Work = Callable[[], Tensor]
 
 
 class Worker:
-    """Args:
-        device: where what is worked on lies.
+    """Thread that runs tasks one at a time, in submission order.
+
+    Args:
+        device: device of the tensors that the tasks use; the CPU by default.
 
     Attributes:
-        error: what ended the work; None while there is nothing wrong.
+        error: exception that ended the work; None without an error.
     """
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
@@ -150,13 +147,13 @@ class Worker:
         self._todo: queue.SimpleQueue[tuple[Work, Any, Any] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._open = 0
-        # The thread holds no reference to the worker while it waits: with its last user the worker ends.
+        # The waiting thread has no strong reference to the worker: it ends with the last user.
         stop = partial(self._todo.put, None)
         weakref.finalize(self, stop)
         start(name, partial(_run, weakref.ref(self), self._todo), stop)
 
     def submit(self, work: Work) -> Any:
-        """Returns a future of torch of what `work` returns, which is called on the thread."""
+        """Queue a task for the thread; return a torch future of its result."""
         done: Any = torch.futures.Future(devices=self._side.devices)
         with self._idle:
             self._open += 1
@@ -164,14 +161,14 @@ class Worker:
         return done.then(_taken)
 
     def wait(self) -> None:
-        """Returns when everything given is done; raises what went wrong."""
+        """Return once all submitted tasks are done; raise the error of a failed one."""
         with self._idle:
             self._idle.wait_for(lambda: self._open == 0)
         if self.error is not None:
             raise self.error
 
     def do(self, work: Work, mark: Any, done: Any) -> None:
-        """Does one piece of work, on the thread, behind what was queued on a device when it was given."""
+        """Run one task on the thread, after the device work queued before its submission."""
         result: Tensor | BaseException
         try:
             if self.error is not None:
@@ -179,7 +176,7 @@ class Worker:
             else:
                 with self._side.behind(mark):
                     result = work()
-        except BaseException as error:  # noqa: BLE001  whatever it is, the step ends with it
+        except BaseException as error:  # noqa: BLE001  any exception must end the step
             result = self.error = error
         try:
             done.set_result(result)

@@ -1,11 +1,10 @@
-"""What a compressed training remembers: what codecs have left of gradients, and where the random streams are.
+"""State of gradient compression, and the handle that users get.
 
-Invariant: it is kept by parameter, in the order that its values are coded in. A rank that goes on from what it saved sends the same bytes
+`CompressorState` has the error feedback of each parameter, in coding order, and the position of the
+random streams; `CompressorHandle` is the interface of all compressors.
+
+Invariant: each rank saves and loads its own state. A rank that resumes from it sends the same bits
 as one that never stopped.
-
-What a user holds of a training whose gradients are compressed, whatever sends them.
-
-Invariant: each rank saves and loads its own state, and goes on from it with the same bits.
 """
 
 from __future__ import annotations
@@ -28,69 +27,77 @@ from qsync_fx.errors import OptionError
 
 
 class CompressorHandle(ABC):
-    """What `qsync_fx.distributed.compress` returns."""
+    """Handle of a compressed model, which `qsync_fx.distributed.compress` returns."""
 
     _buckets = 0
-    """Buckets of the last step; units, of a model that is sharded."""
+    """Number of buckets in the last step; for FSDP, of units."""
 
     def __repr__(self) -> str:
-        """Return one line for people; it waits for no other rank."""
+        """Return a one-line summary, without waiting for other ranks."""
         return self.report().line(self._buckets)
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when everything that was given is sent and received.
+        """Return once all submitted gradients are sent and received.
 
         Raises:
             RankError: a rank is gone, or a message could not be read.
         """
 
     def flush(self) -> None:
-        """Brings parameters to where all gradients so far have been used in full: before evaluation, before parameters are saved for use
-        and at the end of training. With DUO alone something is outstanding between steps."""
+        """Apply all pending full-precision gradients to the parameters.
+
+        Call it before evaluation, before saving parameters for use, and at the end of training.
+        Only DUO has pending gradients between steps.
+        """
         self.wait()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it takes to go on with the same bits, beside the states of the model and of the optimizer. Each rank saves
-        its own."""
+        """Return this rank's compression state for a bit-identical resume.
+
+        Save it on each rank, with the states of the model and the optimizer.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned on this rank. On another one, or among more or fewer, what belongs to a rank is dropped,
-        with a warning.
+        """Resume from this rank's `state_dict`.
+
+        With another rank or world size, state that belongs to a rank is dropped with a warning.
 
         Raises:
-            OptionError: it is of another codec or another model.
+            OptionError: the state is of another codec or another model.
         """
 
     @abstractmethod
     def report(self) -> Report:
-        """Returns what this rank has sent so far, how long that took, and what it changed."""
+        """Return the traffic of this rank, its duration, and the coding error so far."""
 
     @abstractmethod
     def statement(self) -> dict[str, list[str]]:
-        """Returns what all ranks have to agree on before they send each other anything."""
+        """Return the settings that all ranks must agree on before the first message."""
 
 
 _FORMAT: Final = "qsync-compression"
 _VERSION: Final = 2
 _READ: Final = (1, 2)
-"""The first says nothing of scales of the loss."""
-_GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: steps have seeds far apart
+"""Version 1 has no loss scales."""
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of steps
 
 
 @dataclass
 class CompressorState:
-    """Attributes:
-    rank, world: of the process group.
-    codec: what the ranks have agreed on, as text.
-    seed: of all random streams.
-    device: where gradients are coded; what is left of them lies there, too.
-    step: how many steps have begun.
-    sent: what this rank's gradients have left.
-    owned: what the sums that this rank sends have left: of each parameter its part alone.
-    control: what AQGB foresees the next step from; empty for other codecs.
+    """Error feedback and random streams of this rank.
+
+    Attributes:
+        rank, world: rank and size of the process group.
+        codec: description of the codecs that all ranks agree on.
+        seed: seed of all random streams.
+        device: device of coding and of the error feedback.
+        step: number of steps begun.
+        sent: error feedback of this rank's gradients.
+        owned: error feedback of the means that this rank sends: of its shard of each parameter.
+        control: link rate and block times from which AQGB predicts the next step; else empty.
     """
 
     rank: int
@@ -107,15 +114,18 @@ class CompressorState:
         self.sent.device = self.owned.device = self.device
 
     def draw(self, piece: ParameterSlice, step: int, first: int, summed: bool) -> Draw:
-        """Returns where the random numbers for values of a parameter come from, from index `first` on.
+        """Return the random stream position for values of a parameter, from index `first` on.
 
-        Sums have streams that no rank is part of: whoever sums a value rounds it alike.
+        Means use a stream that does not depend on the rank, so that all ranks round them equally.
         """
         stream = piece.index * (self.world + 1) + (self.world if summed else self.rank)
         return Draw((self.seed + step * _GOLDEN) % 2**64, stream % 2**32, first)
 
     def residual(self, piece: ParameterSlice, part: slice, summed: bool) -> Tensor | None:
-        """Returns what was left of a part of a parameter, to be changed in place; None where the codec leaves nothing."""
+        """Return the error feedback of a part of a parameter, for in-place update.
+
+        Return None if the codec has none.
+        """
         if not piece.codec.residual:
             return None
         if summed:
@@ -125,14 +135,18 @@ class CompressorState:
         return self.sent.part(piece.name, piece.size, part)
 
     def spend(self, piece: ParameterSlice, values: Tensor) -> None:
-        """Adds to a gradient what another codec has left of those before, where the one that it has now leaves nothing."""
+        """Add the error feedback of an earlier codec to a gradient whose codec now has none."""
         if not piece.codec.residual and piece.name in self.sent.values:
             self.sent.spend(piece.name, values)
 
     def recode(self, old: ParameterSlice, new: ParameterSlice, like: Tensor) -> None:
-        """Keeps what was left of a parameter's gradients for another codec; `like` is a tensor that lies as they do.
+        """Convert the error feedback of a parameter to another codec's coding order.
 
-        What is left of sums is that of their mean: a rank that adds it, times the ranks, to its own gradient has it arrive.
+        The feedback of a mean is multiplied by the world size: one rank adds it to its own
+        gradient, and the next mean divides it again.
+
+        Args:
+            like: tensor with the layout of the gradients.
         """
         scale, laid = 0.0, torch.zeros_like(like)
         result = bucket.flat(old, laid)
@@ -150,7 +164,7 @@ class CompressorState:
 
     @property
     def undone(self) -> bool:
-        """Whether steps can be taken back."""
+        """True if a step can be rolled back."""
         return self.sent.undone
 
     @undone.setter
@@ -158,16 +172,15 @@ class CompressorState:
         self.sent.undone = self.owned.undone = wanted
 
     def begin(self, scale: float) -> None:
-        """Says what the loss is multiplied by whose gradients come."""
+        """Set the loss scale of the gradients to come."""
         self.sent.scale = self.owned.scale = scale
 
     def settle(self, used: bool) -> None:
-        """Ends a step; one whose gradients are not used leaves nothing, where it can be taken back."""
+        """End a step; roll it back if its gradients are not used and `undone` is set."""
         self.sent.settle(used)
         self.owned.settle(used)
 
     def saved(self) -> dict[str, Any]:
-        """Returns what `load` takes: a copy."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -183,10 +196,10 @@ class CompressorState:
         }
 
     def load(self, saved: Mapping[str, Any], pieces: Iterable[ParameterSlice]) -> None:
-        """Goes on from what `saved` returned. What was left of gradients is dropped, with a warning, where ranks are others.
+        """Resume from `saved`; drop the error feedback with a warning if rank or world size differ.
 
         Raises:
-            OptionError: it is no such thing, or that of another codec or model.
+            OptionError: `saved` is not such a state, or is of another codec or model.
         """
         if (
             not isinstance(saved, Mapping)

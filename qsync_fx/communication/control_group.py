@@ -1,9 +1,10 @@
-"""What ranks tell one another beside gradients: seconds, hashes and other numbers, which lie on the CPU.
+"""Process group for control data: durations, hashes and other numbers on the CPU.
 
-They go over the default process group where it takes tensors on the CPU, and else, as after `init_process_group("nccl")`, over a group of
-gloo beside it. Gradients, and what is sent to see how long they travel, go over the default group, on their device.
+It is the default process group if that supports the CPU; otherwise, for example after
+`init_process_group("nccl")`, an additional gloo group. Gradients, and messages that measure links,
+use the default group on their device.
 
-Invariant: all ranks call each of these together, as they call a collective.
+Invariant: all ranks call each function together, like a collective.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _CALLED: Final = "qsync: what ranks tell one another"
 
 
 def control() -> ProcessGroup | None:
-    """Returns the group of all ranks that takes tensors on the CPU, made where it is asked for first; None for the default one."""
+    """Return the CPU group of all ranks, created on first use; None for the default group."""
     default: Any = distributed_c10d._get_default_group()
     if CPU.type in {device.type for device in default._device_types}:
         return None
-    # Torch forgets its groups as they are destroyed, and what stood here would outlive them.
+    # torch drops groups when they are destroyed; a cache of our own would outlive them.
     groups: list[Any] = list(distributed_c10d._world.pg_map)
     for group in groups:
         if group.group_desc == _CALLED:
@@ -37,20 +38,20 @@ def control() -> ProcessGroup | None:
 
 
 def carrying(device: torch.device) -> ProcessGroup | None:
-    """Returns the group of all ranks that gradients on a device go over; None for the default one.
+    """Return the group of all ranks for gradients on a device; None for the default group.
 
-    Those on the CPU go over gloo where the default group refuses them, as DistributedDataParallel is then told to.
+    Gradients on the CPU use gloo if the default group does not support the CPU.
     """
     return None if device.type != "cpu" else control()
 
 
 def meet() -> None:
-    """Returns once all ranks have come."""
+    """Wait for all ranks (barrier)."""
     distributed.barrier(group=control())
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """Returns the largest that any rank gives in each place, the same on all of them."""
+    """Return the elementwise maximum over all ranks."""
     used = torch.tensor(seconds, dtype=torch.float64)
     distributed.all_reduce(used, distributed.ReduceOp.MAX, group=control())
     result: list[float] = used.tolist()
@@ -58,13 +59,13 @@ def slowest(seconds: Sequence[float]) -> list[float]:
 
 
 def mean(value: float) -> float:
-    """Returns the mean over all ranks, the same on all of them."""
+    """Return the mean over all ranks."""
     total = torch.tensor(value, dtype=torch.float64)
     distributed.all_reduce(total, group=control())
     return float(total) / distributed.get_world_size()
 
 
 def limit_of(backend: Any) -> datetime.timedelta | None:
-    """Returns how long collectives of a backend of torch.distributed may take; None where it does not say."""
+    """Return the timeout of a torch.distributed backend; None if it has none."""
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
     return limit if isinstance(limit, datetime.timedelta) else None

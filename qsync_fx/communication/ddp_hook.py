@@ -1,11 +1,11 @@
-"""A training whose gradients are compressed: the hook of DistributedDataParallel, and what a user holds of it.
+"""Comm hook of DistributedDataParallel that compresses gradients, and its handle.
 
-Invariant: what a step makes of gradients depends on them, the codec, the seed and the step, and on no order of threads, no buckets and no
-step before but by what codecs have left. The hook never waits; the backward pass does, at its end.
+`Assigned` maps each parameter to a codec, uniformly (`to_all`) or by a plan (`by_plan`).
 
-Which codec the gradient of each parameter is sent in: one for all that are large enough, or as a plan says.
-
-Invariant: `text` tells two assignments apart, so that ranks and saved states that agree on it code alike.
+Invariant: the result of a step depends only on its gradients, the codec, the error feedback, the
+seed and the step, and not on thread timing or buckets. The hook does not block; the backward pass
+waits for the reductions at its end. Equal `Assigned.text` means equal coding, on ranks and in saved
+states.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from qsync_fx.errors import OptionError, PlanError, shown
 
 @dataclass(frozen=True)
 class Assigned:
-    """
+    """Codec of each parameter's gradient.
+
     Attributes:
-        name: what reports call it.
-        said: the same at length, as ranks compare it.
-        text: what messages and saved states are of.
-        codecs: of each parameter, in the order of the model.
-        coded: which of them are coded; others are small, or are to go in FP32.
+        name: short name for reports.
+        said: longer description, which ranks compare.
+        text: identity for message headers and saved states.
+        codecs: codec of each parameter, in model order.
+        coded: for each parameter, whether it is coded; otherwise it is small, or stays in FP32.
     """
 
     name: str
@@ -53,12 +54,15 @@ class Assigned:
 
     @property
     def adaptive(self) -> Adaptive | None:
-        """AQGB, where it chooses levels as training goes on; None where all is said beforehand, as it is in a plan."""
+        """The AQGB codec that chooses levels during training; None if all codecs are fixed."""
         return next((codec for codec in self.codecs if isinstance(codec, Adaptive)), None)
 
 
 def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assigned:
-    """Returns one codec for all parameters of `least` values or more; by default so that more than 99% of all values are coded."""
+    """Return one codec for all parameters with at least `least` values.
+
+    By default, the threshold is the largest that codes more than 99% of all values.
+    """
     least = threshold(sizes) if least is None else least
     coded = tuple(size >= least for size in sizes)
     return Assigned(
@@ -71,7 +75,7 @@ def to_all(codec: Codec, sizes: Sequence[int], least: int | None = None) -> Assi
 
 
 def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
-    """Returns what a plan says; raises `PlanError` where it names a parameter that there is not."""
+    """Return the codecs of a plan; raise `PlanError` if it names an unknown parameter."""
     for name in planned:
         if name not in names:
             message = f"the plan has a codec for the gradient of {shown(name)}, which the model does not train"
@@ -95,21 +99,22 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
 
 
 class DdpCompressor(CompressorHandle):
-    """What `qsync_fx.distributed.compress` returns for a DistributedDataParallel.
+    """Compressor of a DistributedDataParallel.
 
     Args:
-        scaler: the GradScaler that scales the loss, if there is one.
-        nodes: which ranks share a node, inside of which gradients go in FP32; None for a codec between all ranks.
+        scaler: GradScaler of the loss, or None.
+        nodes: ranks of each node, which reduce in FP32 among themselves; None for a codec between
+            all ranks.
 
     Attributes:
-        assigned: what gradients are sent in.
-        pieces: what becomes of each parameter, in the order of the model.
+        assigned: codec of each parameter.
+        pieces: slice of each parameter, in model order.
         nodes: as given.
-        controller: what chooses AQGB's levels; None for other codecs.
+        controller: controller of AQGB's levels; None for other codecs.
     """
 
     _unit = 1
-    """Between how many values parameters may be cut, beside what codecs ask for."""
+    """Unit of values at which parameters may be cut, in addition to the codec's unit."""
 
     def __init__(
         self,
@@ -130,7 +135,8 @@ class DdpCompressor(CompressorHandle):
         self._places = {id(p): index for index, (_, p) in enumerate(named)}
         self._parameters = [p for _, p in named]
         self.nodes = nodes
-        # AQGB's levels follow the link as bytes are made: they are made on the host, whose bytes say how far it has come.
+        # AQGB adapts its levels to the link during encoding. It codes on the host, where the
+        # progress of the bytes is known.
         lies = self._parameters[0].device if self._parameters else CPU
         self._state = CompressorState(
             rank, world, self._text(assigned), seed, CPU if assigned.adaptive is not None else lies
@@ -148,7 +154,7 @@ class DdpCompressor(CompressorHandle):
         self._loss_scaler, self._scale = scaler, 1.0
 
     def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The communication hook; DistributedDataParallel calls it with each bucket, in the same order on all ranks."""
+        """Reduce a bucket asynchronously; DDP calls it in the same bucket order on all ranks."""
         buffer: Tensor = bucket.buffer()
         step, last = self._state.step, bool(bucket.is_last())
         self._watch(step)
@@ -177,11 +183,11 @@ class DdpCompressor(CompressorHandle):
         future: torch.futures.Future[Tensor] = self._worker.submit(work)
         return future
 
-    # DistributedDataParallel compares annotations with classes, and these are texts.
+    # DDP compares annotations with classes, but postponed annotations are strings.
     hook.__annotations__.clear()
 
     def attach(self, register: Callable[[], None]) -> None:
-        """Has the hook called: `register` gives it to DistributedDataParallel, once something is to be coded."""
+        """Register the hook once a parameter is coded; `register` adds it to the DDP module."""
         for codec in dict.fromkeys(piece.codec for piece in self.pieces):
             codec.prepare(self._state.device)
         self._register = register
@@ -189,15 +195,16 @@ class DdpCompressor(CompressorHandle):
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters, in the order of the model."""
+        """Names of the parameters, in model order."""
         return [name for name, _ in self._named]
 
     def change(self, assigned: Assigned) -> None:
-        """Sends gradients in other codecs from the next step on, on all ranks between the same two. What codecs have left of gradients is
-        sent with the next ones.
+        """Change the codecs between two steps, at the same step on all ranks.
+
+        Error feedback of the old codecs is sent with the next gradients.
 
         Raises:
-            OptionError: levels are chosen while gradients come, before or after.
+            OptionError: AQGB is the old or new codec, or the codec is used between nodes.
         """
         self.wait()
         if self.nodes is not None:
@@ -225,7 +232,6 @@ class DdpCompressor(CompressorHandle):
             register()
 
     def _text(self, assigned: Assigned) -> str:
-        """Returns what messages and saved states are of."""
         return (
             assigned.text
             if self.nodes is None
@@ -241,7 +247,7 @@ class DdpCompressor(CompressorHandle):
         )
 
     def wait(self) -> None:
-        """Returns when all buckets that were given are reduced.
+        """Return once all submitted buckets are reduced.
 
         Raises:
             RankError: a rank is gone, or a message could not be read.
@@ -251,23 +257,20 @@ class DdpCompressor(CompressorHandle):
         self._worker.wait()
 
     def decisions(self) -> tuple[AqgbEntry, ...]:
-        """Returns what AQGB has decided when gradients came, the newest last; nothing for other codecs."""
+        """Return AQGB's decisions, oldest first; empty for other codecs."""
         return () if self.controller is None else tuple(self.controller.log)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it takes to go on with the same bits: what codecs have left of gradients, the seed and the step. Each rank saves
-        its own."""
         self.wait()
         if self.controller is not None:
             self._state.control = self.controller.saved()
         return self._state.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned on this rank. On another one, or among more or fewer, it warns, and what codecs had left
-        is dropped.
+        """Resume from this rank's `state_dict`.
 
         Raises:
-            OptionError: it is of another codec or another model.
+            OptionError: the state is of another codec or another model.
         """
         self.wait()
         pieces = (
@@ -280,7 +283,6 @@ class DdpCompressor(CompressorHandle):
             self.controller.load(self._state.control)
 
     def report(self) -> statistics.Report:
-        """Returns what this rank has sent so far, how long that took, and what it changed."""
         coded = sum(
             piece.size for piece, item in zip(self.pieces, self.assigned.coded, strict=True) if item
         )
@@ -292,7 +294,6 @@ class DdpCompressor(CompressorHandle):
         )
 
     def statement(self) -> dict[str, list[str]]:
-        """Returns what all ranks have to agree on before they send each other anything."""
         return {
             "codec of gradients": [
                 self.assigned.said,
@@ -307,11 +308,11 @@ class DdpCompressor(CompressorHandle):
         }
 
     def _watch(self, step: int) -> None:
-        """Has the backward pass of this step end with what goes wrong, as the error that it is."""
+        """Make the backward pass of this step wait for its reductions and raise their error."""
         if self._watched == step:
             return
         self._watched, self._scale = step, scale_of(self._loss_scaler)
-        # What is left of gradients alone depends on whether a step is taken.
+        # Only error feedback depends on whether the optimizer step is skipped.
         leaves = bool(self._state.sent.values) or any(piece.codec.residual for piece in self.pieces)
         self._state.undone = (
             leaves and self._loss_scaler is not None and self._loss_scaler.is_enabled()
@@ -319,7 +320,7 @@ class DdpCompressor(CompressorHandle):
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
         except RuntimeError:
-            # A rank that has no more data (`join`) has no backward pass either: its error is that of the future.
+            # Under `join`, a rank without data has no backward pass; its future raises the error.
             return
 
     def _reduce(
@@ -345,6 +346,6 @@ class DdpCompressor(CompressorHandle):
         (self._gatherer or self._hierarchy or self._reducer).reduce(bucket)
 
     def _checks(self, step: int) -> bool:
-        # AQGB's levels are chosen from the second step on: what they add is told before the next hundred steps are over.
+        # AQGB chooses levels from the second step on, so that step is measured too.
         first = self.controller is not None and step == 1
         return self._check_every > 0 and (first or step % self._check_every == 0)

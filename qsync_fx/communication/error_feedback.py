@@ -1,11 +1,11 @@
-"""What codecs have left of gradients, to be sent with the next ones, where a GradScaler changes the scale of the loss and leaves steps out.
+"""Error feedback of gradient codecs, with GradScaler support.
 
-What is left of a gradient is as large as the scale of its loss, which is kept with it: where the next gradient has another, it is brought
-to that as it is used, and not before, so that no change of the scale alone can take it beyond what FP32 holds. A step that the scaler
-leaves out is taken back: of what it has left, and of what it was to send of former steps.
+Error feedback is stored with the loss scale of its gradient. It is rescaled only when it is used,
+so that a change of the scale alone cannot overflow FP32. A step that the scaler skips is rolled
+back: both the feedback that it stored and the feedback that it consumed.
 
-Invariant: with scales that are powers of two, as those of a GradScaler are, what is left is that of a training without one in which the
-steps that were left out never were, to the last bit but for what is below FP32's normal numbers.
+Invariant: with powers of two as scales, as GradScaler has, the feedback is bit-identical to
+training without a scaler and without the skipped steps, except for denormal FP32 values.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CPU: Final = torch.device("cpu")
 
 @dataclass
 class Residuals:
-    """What is left of gradients, or of sums of them.
+    """Error feedback of gradients, or of their means.
 
     Attributes:
-        values: FP32, by parameter.
-        scales: of the loss that they are of, by parameter.
-        scale: of the loss whose gradients come now; 1 where none is known.
-        undone: whether steps can be taken back, which takes a copy of all that is used.
-        device: where values lie.
+        values: FP32 tensors by parameter name, 1-D in coding order.
+        scales: loss scale of each tensor in `values`.
+        scale: loss scale of the current gradients; 1 if unknown.
+        undone: whether a step can be rolled back, which needs a copy of all feedback in use.
+        device: device of the values.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -43,7 +43,10 @@ class Residuals:
     _used: list[tuple[str, slice]] = field(default_factory=list)
 
     def part(self, name: str, size: int, part: slice) -> Tensor:
-        """Returns what was left of a part of a parameter of `size` values, in the scale of now, to be changed in place; once a step."""
+        """Return the feedback of a part, in the current loss scale, for in-place update.
+
+        Call it once a step for each part of a parameter of `size` values.
+        """
         if name not in self.values:
             self.values[name] = torch.zeros(size, dtype=torch.float32, device=self.device)
             self.scales[name] = self.scale
@@ -58,13 +61,13 @@ class Residuals:
         return result
 
     def spend(self, name: str, values: Tensor) -> None:
-        """Adds all that was left of a parameter to its gradient, which a codec takes that leaves nothing."""
+        """Add all feedback of a parameter to its gradient, for a codec without error feedback."""
         left = self.part(name, values.numel(), slice(0, values.numel()))
         values += left
         self._spent.add(name)
 
     def settle(self, used: bool) -> None:
-        """Ends a step whose gradients are used, or takes it back."""
+        """End a step whose gradients are used; otherwise roll it back if `undone` is set."""
         for name, part in self._used:
             if used or not self.undone:
                 self.scales[name] = self.scale
@@ -77,15 +80,15 @@ class Residuals:
         self._spent.clear()
 
     def take(self, name: str) -> tuple[Tensor, float]:
-        """Removes and returns what is left of a parameter, and the scale that it is of."""
+        """Remove and return the feedback of a parameter and its loss scale."""
         return self.values.pop(name), self.scales.pop(name)
 
     def saved(self) -> dict[str, Any]:
-        """Returns what `load` takes: a copy, on the CPU."""
+        """Return a CPU copy of the values for `load`."""
         return {name: values.to("cpu", copy=True) for name, values in self.values.items()}
 
     def load(self, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
-        """Goes on from these."""
+        """Restore copies of these values and scales."""
         self.values = {name: item.to(self.device, copy=True) for name, item in values.items()}
         self.scales = {name: scales.get(name, self.scale) for name in values}
         self._used.clear()
@@ -93,12 +96,12 @@ class Residuals:
 
 
 def scale_of(scaler: Any) -> float:
-    """Returns what a GradScaler multiplies the loss by now; 1 where there is none."""
+    """Return the current scale of a GradScaler; 1 without one."""
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
 def finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite; in one pass."""
+    """Return whether no value is NaN or infinite, in one pass over the values."""
     if not values.numel():
         return True
     lowest, highest = torch.aminmax(values)

@@ -1,11 +1,12 @@
-"""Gradients of a model that is sharded by FSDP2, compressed where they are reduced and scattered.
+"""Compressed reduce-scatter of FSDP2.
 
-FSDP hands over the gradients of one of its units at once, as one row for each rank: what that rank keeps of each parameter, one after the
-other. Of parameters nothing is known there, so rows are coded as they lie: units of a codec go over the ends of parameters, but never over
-those of rows. A rank sends each other rank its row, and sums the rows that it gets and its own, which is not coded, in the order of ranks.
+FSDP passes the gradients of one unit as one row for each rank, which concatenates that rank's
+shards of all parameters. Rows are coded without knowledge of parameters: codec units may cross the
+ends of parameters, but not of rows. A rank sends each other rank its row; it sums the received rows
+and its own, which is not coded, in rank order.
 
-Invariant: what a step makes of gradients depends on them, the codec, the seed and the step. A shard has one owner, so there are no replicas
-to be kept equal.
+Invariant: the result of a step depends on the gradients, the codec, the error feedback, the seed
+and the step. A shard has one owner, so there are no replicas to compare.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from qsync_fx.errors import QSyncError
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """What FSDP reduces at once.
+    """FSDP unit, whose gradients are reduced together.
 
     Attributes:
-        name: of the module that it is of; "" is the whole model.
-        index: its place among the model's units.
-        row: values that a rank keeps, with what fills up shards.
-        rows: what becomes of each rank's row.
+        name: name of its module; "" for the root.
+        index: position among the model's units.
+        row: values of a rank's row, padding included.
+        rows: codec slice for the row of each rank.
     """
 
     name: str
@@ -45,17 +46,17 @@ class FsdpUnit:
 
 
 class ShardedCompression(CompressorHandle):
-    """What `qsync_fx.distributed.compress` returns for a model that is sharded.
+    """Compressor of a model that FSDP2 shards.
 
     Args:
-        group: a process group that nobody else uses.
-        sizes: the values of a row, by the name of the unit.
-        least: units of fewer values go in FP32.
-        scaler: the GradScaler that scales the loss, if there is one.
+        group: process group that no other code uses.
+        sizes: values of a row by unit name.
+        least: units with fewer values in all rows stay in FP32.
+        scaler: GradScaler of the loss, or None.
 
     Attributes:
-        codec: what gradients are sent in.
-        units: in the order of the model.
+        codec: codec of gradients.
+        units: units in model order.
     """
 
     def __init__(
@@ -90,24 +91,20 @@ class ShardedCompression(CompressorHandle):
         self._loss_scaler = scaler if codec.residual else None
 
     def wait(self) -> None:
-        """Returns at once: a unit is reduced when FSDP asks for it."""
+        """Return at once: FSDP waits for the reduction of each unit."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it takes to go on with the same bits: what codecs have left of gradients, the seed and the step. Each rank saves
-        its own."""
         return self._state.saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned on this rank. On another one, or among more or fewer, it warns, and what codecs had left
-        is dropped.
+        """Resume from this rank's `state_dict`.
 
         Raises:
-            OptionError: it is of another codec or another model.
+            OptionError: the state is of another codec or another model.
         """
         self._state.load(state, [piece for unit in self.units for piece in unit.rows])
 
     def report(self) -> statistics.Report:
-        """Returns what this rank has sent so far, how long that took, and what it changed."""
         rank, world = self._state.rank, self._state.world
         coded = sum(unit.row * world for unit in self.units if unit.rows[0].codec == self.codec)
         plain = sum(unit.row * world for unit in self.units) - coded
@@ -115,7 +112,6 @@ class ShardedCompression(CompressorHandle):
         return replace(result, replicated=False)
 
     def statement(self) -> dict[str, list[str]]:
-        """Returns what all ranks have to agree on before they send each other anything."""
         return {
             "codec of gradients": [
                 repr(self.codec),
@@ -129,15 +125,19 @@ class ShardedCompression(CompressorHandle):
         }
 
     def scatter(self, unit: FsdpUnit) -> Scatter:
-        """Returns what FSDP calls for a unit."""
         return Scatter(self, unit)
 
     def reduce(self, unit: FsdpUnit, output: Tensor, value: Tensor, op: Any) -> None:
-        """Puts the sum, or the mean, of this rank's rows of all ranks into `output`.
+        """Reduce-scatter a unit: write the sum or mean of this rank's rows into `output`.
+
+        Args:
+            output: [row], this rank's shard.
+            value: [world * row], this rank's rows for all ranks.
+            op: ReduceOp.SUM or ReduceOp.AVG.
 
         Raises:
             RankError: a rank is gone.
-            QSyncError: the reduction is neither, or the codec keeps residuals and gradients of a parameter are not there.
+            QSyncError: `op` is another reduction, or a gradient is missing for error feedback.
         """
         state, step, row = self._state, self._state.step, output.numel()
         mean = _is_mean(op)
@@ -197,7 +197,7 @@ class ShardedCompression(CompressorHandle):
         return message
 
     def _smaller(self, unit: FsdpUnit, row: int) -> FsdpUnit:
-        """Returns a unit without the parameters that had no gradients."""
+        """Return a unit without the parameters that had no gradients."""
         if self.codec.residual:
             raise QSyncError(
                 f"FSDP reduces {row} values a rank in place of {unit.row}, as some parameters had no gradients, and what {self.codec.name} "
@@ -222,7 +222,7 @@ class ShardedCompression(CompressorHandle):
         return HEADER + unit.rows[0].codec.nbytes(unit.row)
 
     def _watch(self) -> None:
-        """Has the backward pass end with what ranks tell each other."""
+        """Start a step, and queue its end after the backward pass."""
         if not self._begun:
             self._begun = True
             self._state.begin(scale_of(self._loss_scaler))
@@ -244,7 +244,7 @@ class ShardedCompression(CompressorHandle):
 
 
 class Scatter:
-    """What FSDP calls to reduce and scatter the gradients of a unit: a `ReduceScatter` of torch, an interface that is not public."""
+    """Reduce-scatter callable of one unit; implements torch's private `ReduceScatter` protocol."""
 
     def __init__(self, compression: ShardedCompression, unit: FsdpUnit) -> None:
         self._compression, self._unit = compression, unit
@@ -264,7 +264,7 @@ class Scatter:
 
 
 def _rows(name: str, index: int, row: int, codec: Codec, world: int) -> tuple[ParameterSlice, ...]:
-    # Each row has random streams of its own, as each has values of its own.
+    # Each row has its own random stream, since its values differ.
     return tuple(
         ParameterSlice(f"{name} to {peer}", index * world + peer, row, codec, (0, row))
         for peer in range(world)

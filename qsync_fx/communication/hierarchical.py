@@ -1,10 +1,11 @@
-"""The mean of a bucket where several ranks share a node: in FP32 inside nodes, whose links are fast, and coded between them.
+"""Hierarchical all-reduce: FP32 within nodes, whose links are fast, and a codec between nodes.
 
-Each rank sums a part of all gradients of its node, averages it with the ranks of other nodes that have the same part, through a codec, and
-gives it to the others of its node. So what a node sends is sent once, and each of its ranks sends its share.
+Each rank reduces one shard of its node's gradients (reduce-scatter), averages it through the codec
+with the ranks of the other nodes that have the same shard, and sends it to the ranks of its node
+(all-gather). Each value thus leaves a node once, and all ranks of the node share the sending.
 
-Invariant: all ranks end with the same bits. Those of one part are the same on all nodes, as `reduction` makes them, and inside a node they
-are copied.
+Invariant: all ranks end with the same bits. `Reducer` makes a shard bit-identical on all nodes, and
+ranks of a node copy it.
 """
 
 from __future__ import annotations
@@ -25,25 +26,23 @@ from qsync_fx.communication.point_to_point import HEADER, MessageHeader, exchang
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """Which ranks share a node.
+    """Ranks of each node.
 
     Attributes:
-        ranks: of each node, as many on all of them, in ascending order.
+        ranks: for each node its ranks, ascending; the same number on all nodes.
     """
 
     ranks: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """Ranks of a node."""
         return len(self.ranks[0])
 
     def beside(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks of the same node."""
         return next(node for node in self.ranks if rank in node)
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that have the same part, one of each node."""
+        """Return the ranks with the same shard, one of each node."""
         place = self.beside(rank).index(rank)
         return tuple(node[place] for node in self.ranks)
 
@@ -53,11 +52,11 @@ class NodeGroups:
 
 @dataclass
 class Hierarchy:
-    """Reduces buckets as a `Reducer` does.
+    """Reducer of buckets over nodes, with the interface of `Reducer`.
 
     Attributes:
-        nodes: which ranks share one.
-        reducer: averages over the ranks of other nodes; its group is that of all ranks.
+        nodes: ranks of each node.
+        reducer: averages over the ranks of other nodes; its group contains all ranks.
     """
 
     nodes: NodeGroups
@@ -70,16 +69,16 @@ class Hierarchy:
         self._place = self._beside.index(rank)
 
     def share(self, piece: ParameterSlice) -> ParameterSlice:
-        """Returns the part of a parameter that this rank averages between nodes."""
+        """Return the slice of a parameter that this rank averages between nodes."""
         size = self.nodes.size
         part = self._whole(piece).part(self._place)
-        index = piece.index * size + self._place  # another random stream for each part
+        index = piece.index * size + self._place  # a separate random stream for each part
         return bucket.cut(
             piece.name, index, part.stop - part.start, piece.codec, len(self.nodes.ranks)
         )
 
     def reduce(self, bucket: Bucket) -> None:
-        """Puts the mean over ranks in the place of a bucket's values.
+        """Replace the values of a bucket by their mean over all ranks.
 
         Raises:
             RankError: a rank is gone.
@@ -106,7 +105,7 @@ class Hierarchy:
         wholes: Sequence[ParameterSlice],
         owned: Sequence[Tensor],
     ) -> None:
-        """Puts the mean over the node, summed in the order of its ranks, in the place of this rank's part."""
+        """Write the node's mean into this rank's shards, summed in rank order."""
         mine = {
             place: self._message(
                 bucket,
@@ -141,7 +140,7 @@ class Hierarchy:
         wholes: Sequence[ParameterSlice],
         owned: Sequence[Tensor],
     ) -> None:
-        """Puts the parts that the others of the node have averaged in their places."""
+        """Receive the shards that the other ranks of the node have averaged."""
         mine = self._message(bucket, "mean", owned)
         parts = {
             place: [flat[full.part(place)] for flat, full in zip(flats, wholes, strict=True)]
@@ -171,7 +170,7 @@ class Hierarchy:
 
     @staticmethod
     def _parts(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the FP32 values of a message, in tensors as long as these."""
+        """Return the FP32 values of a message, split to the sizes of `like`."""
         return list(
             torch.split(message[HEADER:].view(torch.float32), [part.numel() for part in like])
         )
@@ -188,7 +187,7 @@ class Hierarchy:
         self.reducer.tally.inside += sum(message.numel() for message in outgoing.values())
 
     def _sound(self, bucket: Bucket, place: int, message: Tensor) -> bool:
-        """Whether a message is the one awaited; all ranks are told at the end of the step if it is not."""
+        """Return whether a message is the expected one; record a fault if it is not."""
         fault = self._head(bucket, place, message).fault(message)
         if fault is not None:
             state = self.reducer.state
@@ -204,7 +203,7 @@ class Hierarchy:
         )
 
     def _bytes(self, bucket: Bucket, name: str, nbytes: int) -> Tensor:
-        """Returns bytes that stay from step to step."""
+        """Return a host buffer that is reused across steps."""
         result = self._memory.get((bucket.index, name))
         if result is None or result.numel() != nbytes:
             result = self._memory[bucket.index, name] = buffers.host(

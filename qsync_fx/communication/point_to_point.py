@@ -1,28 +1,13 @@
-"""A message that a rank sends, and messages that it sums, of the values of a bucket, stretch by stretch.
+"""Point-to-point messages between ranks: headers, chunks, transfers, and the check of a step.
 
-What lies on another device than the CPU is coded there, and its bytes come to the host, or from it, a stretch at once.
+Messages are sent in chunks, so that coding and transfer overlap. Chunk boundaries follow from the
+parameters and parts of a message, and are multiples of codec units: all ranks cut a message
+equally, and the cuts do not change the coded values. Values on a GPU are coded there, and each
+chunk is copied to or from the host.
 
-Invariant: sums are taken in the order of the members, whatever comes first; of a message that is not the one awaited nothing is taken.
-
-What stands before the bytes that ranks send each other, and what a receiver makes of it.
-
-Invariant: a message that is not the one awaited, from another step, another bucket or another codec, is never decoded; who reads it says
-in what it differs.
-
-How ranks send each other bytes: every pair at once, over a process group of our own.
-
-Invariant: every receive is posted before any send, as a send whose receive is not there yet can halve the rate of a link. A rank that does
-not answer is named.
-
-Messages in stretches, so that a link works while values are coded: one is sent while the next is encoded, and read while others come.
-
-Invariant: where a message is cut follows from its parameters and the parts of them that it holds, so that all ranks cut it alike; values
-are cut where units of their codec end, so that what becomes of them does not depend on it.
-
-What ranks tell each other at the end of a step: whether all messages could be read, whether gradients
-are finite, and, now and then, a hash of what they made.
-
-Invariant: either all ranks go on, or all raise the same error.
+Invariant: all receives are posted before any send, as a send without its receive can halve the link
+rate. A message of another step, bucket or codec is never decoded. `settle` lets all ranks continue,
+or raises the same error on all of them.
 """
 
 from __future__ import annotations
@@ -52,11 +37,14 @@ HEADER = _LAYOUT.size
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """Attributes:
-    codec: a hash of what the ranks have agreed on.
-    sender: a rank.
-    bucket, step: what the values are of; a bucket also says which of its two exchanges.
-    length: bytes after the header.
+    """Header of a message.
+
+    Attributes:
+        codec: hash of the codec description that the ranks agree on.
+        sender: rank of the sender.
+        bucket, step: origin of the values; `bucket` also encodes the phase (reduce-scatter or
+            all-gather).
+        length: bytes after the header.
     """
 
     codec: int
@@ -70,7 +58,7 @@ class MessageHeader:
         message[:HEADER] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def fault(self, message: Tensor) -> str | None:
-        """Returns in what the header of a message differs from this one; None where it does not."""
+        """Return how a received header differs from this one; None if it is equal."""
         magic, *result = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))
         if magic != _MAGIC:
             return f"it begins with {magic.hex()} in place of {_MAGIC.hex()}"
@@ -81,66 +69,67 @@ class MessageHeader:
 
 
 def length_of(message: Tensor) -> int:
-    """Returns how many bytes a message says that it has."""
+    """Return the length in the header of a message, in bytes."""
     length: int = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))[-1]
     return length
 
 
 def unread(rank: int, sender: int, about: str, fault: str) -> str:
-    """Returns what a rank tells of a message that it could not read."""
+    """Return the error message for a message that a rank could not read."""
     return f"rank {rank} cannot read what rank {sender} sent of {about}: {fault}"
 
 
 def hash_of(text: str) -> int:
-    """Returns 32 bits that tell texts apart."""
+    """Return the CRC-32 of a text."""
     return zlib.crc32(text.encode())
 
 
 class PendingTransfers:
-    """Messages under way, each in one stretch or several, which come in any order."""
+    """Chunks in flight; they may arrive in any order.
+
+    Args:
+        group: process group of the ranks.
+        about: location for error messages.
+    """
 
     def __init__(self, group: Any, about: str) -> None:
-        """Args:
-        group: whose ranks these are.
-        about: what an error says of where it was.
-        """
         self._group, self._about = group, about
         self._coming: dict[tuple[int, int], Any] = {}
         self._going: dict[tuple[int, int], Any] = {}
 
     def expect(self, rank: int, message: Tensor, number: int = 0) -> None:
-        """Receives a stretch from a rank; before anything is sent."""
+        """Post the receive of a chunk; call it before any send."""
         self._coming[rank, number] = self._tried(
             rank, lambda: distributed.irecv(message, group=self._group, group_src=rank, tag=number)
         )
 
     def send(self, rank: int, message: Tensor, number: int = 0) -> None:
-        """Sends a stretch to a rank; it stays as it is until `gone`, or `end`."""
+        """Send a chunk; `message` must not change before `gone` or `end`."""
         self._going[rank, number] = self._tried(
             rank, lambda: distributed.isend(message, group=self._group, group_dst=rank, tag=number)
         )
 
     def arrived(self, rank: int, number: int = 0) -> None:
-        """Returns when a stretch is here.
+        """Wait until a chunk is received.
 
         Raises:
-            RankError: the rank is gone, or takes longer than the group may.
+            RankError: the rank is gone, or the group's timeout expired.
         """
         self._tried(rank, self._coming.pop((rank, number)).wait)
 
     def gone(self, rank: int, number: int = 0) -> None:
-        """Returns when a stretch is sent.
+        """Wait until a chunk is sent.
 
         Raises:
-            RankError: the rank is gone, or takes longer than the group may.
+            RankError: the rank is gone, or the group's timeout expired.
         """
         self._tried(rank, self._going.pop((rank, number)).wait)
 
     def end(self) -> None:
-        """Returns when all that was expected is here, and all that was sent is gone.
+        """Wait for all pending receives and sends.
 
         Raises:
-            RankError: a rank is gone, or takes longer than the group may.
+            RankError: a rank is gone, or the group's timeout expired.
         """
         for rank, number in list(self._coming):
             self.arrived(rank, number)
@@ -164,10 +153,10 @@ class PendingTransfers:
 def exchange(
     group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], about: str
 ) -> None:
-    """Sends and receives; ranks are those of the group.
+    """Send and receive one message per rank; keys are ranks of the group.
 
     Raises:
-        RankError: a rank is gone, or takes longer than the group may.
+        RankError: a rank is gone, or the group's timeout expired.
     """
     flight = PendingTransfers(group, about)
     for rank, message in incoming.items():
@@ -178,18 +167,21 @@ def exchange(
 
 
 VALUES: Final = 2**20
-"""The most that a stretch holds, unless one unit of a codec has more. Of 4 MB in FP32, 8 bits are under way for 9 ms at 1 Gbps, and coded
-in one or two; what a stretch costs besides is a tenth of a millisecond."""
+"""Most values in a chunk, unless a codec unit is larger.
+
+At 8 bits, such a chunk takes 9 ms at 1 Gbps and 1 to 2 ms of coding; the overhead of a chunk is 0.1
+ms.
+"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Values of one parameter.
+    """Consecutive values of one parameter in a chunk.
 
     Attributes:
-        place: of the parameter in its bucket.
-        values: which, of those of its part that the message holds.
-        wire: their bytes in the message.
+        place: index of the parameter in its bucket.
+        values: slice within the parameter's part of the message.
+        wire: slice of its bytes in the message.
     """
 
     place: int
@@ -199,14 +191,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes of a message that are sent at once, and what is in them; those of the first begin with the head."""
+    """Bytes of a message that are sent together; the first chunk includes the header."""
 
     wire: slice
     runs: tuple[Run, ...]
 
     @property
     def coded(self) -> slice:
-        """The bytes of what is in it, without the head."""
+        """Slice of the coded bytes, without the header."""
         return (
             slice(self.runs[0].wire.start, self.wire.stop)
             if self.runs
@@ -214,7 +206,7 @@ class Chunk:
         )
 
     def within(self, run: Run) -> slice:
-        """Returns where the bytes of a run lie among those."""
+        """Return the slice of a run's bytes within `coded`."""
         begin = self.coded.start
         return slice(run.wire.start - begin, run.wire.stop - begin)
 
@@ -222,7 +214,11 @@ class Chunk:
 def stretches(
     pieces: Sequence[ParameterSlice], parts: Sequence[slice], most: int | None = None
 ) -> list[Chunk]:
-    """Returns a message that holds these parts of parameters, after its head, in stretches of at most `most` values."""
+    """Return the chunks of a message with these parts of parameters.
+
+    Args:
+        most: most values in a chunk; `VALUES` by default.
+    """
     most = VALUES if most is None else most
     result: list[Chunk] = []
     runs: list[Run] = []
@@ -262,15 +258,15 @@ def settle(
     finite: bool = True,
     reported: str = GRADIENTS,
 ) -> bool:
-    """Returns, once all ranks have said that they could read everything, and have the same digest, whether all have finite gradients.
+    """Exchange the outcome of a step; return whether all ranks have finite gradients.
 
     Args:
-        told: what is said of two ranks where the digest of the first is another.
+        reported: error message for different digests, with two placeholders for ranks.
 
     Raises:
-        RankError: on all ranks, if one could not, or has another.
+        RankError: on all ranks, if one could not read a message or has another digest.
     """
-    # What is told is cut as a text, as bytes of it may end within a letter.
+    # The fault is cut as text: a cut in its bytes could fall within a character.
     mine = _packed(
         {"fault": faults[0][:300] if faults else None, "digest": digest, "finite": finite}
     )
@@ -324,20 +320,19 @@ def _unpacked(message: torch.Tensor) -> dict[str, Any]:
 
 
 Fault = Callable[[int, str], None]
-"""What is called with the place of a member whose message is wrong, and with what is."""
+"""Callback for a wrong message: index of the sending member, and a description."""
 
 
 @dataclass(frozen=True)
 class OutgoingMessage:
-    """A message of this rank.
+    """Message to send, in chunks.
 
     Attributes:
-        memory: its bytes, the head written.
-        stretches: in which it goes.
-        parts: of each parameter of a bucket, which values it holds.
-        values: these, FP32.
-        residuals: what was left of them; None where a codec leaves nothing.
-        summed: whether they are a mean already.
+        memory: its bytes, uint8 on the host; the header is written.
+        parts: for each parameter of the bucket, the slice of values in the message.
+        values: values of each part, FP32.
+        residuals: error feedback of each part; None if the codec has none.
+        summed: whether the values are a mean.
     """
 
     memory: Tensor
@@ -350,7 +345,7 @@ class OutgoingMessage:
     def encode(
         self, bucket: Bucket, number: int, state: CompressorState, tally: CommunicationStatistics
     ) -> None:
-        """Writes a stretch."""
+        """Encode a chunk, and measure the coding error if the bucket is measured."""
         begin = time.perf_counter()
         stretch = self.stretches[number]
         sent = self.memory[stretch.coded]
@@ -374,16 +369,15 @@ class OutgoingMessage:
 
 @dataclass(frozen=True)
 class IncomingMessages:
-    """Messages with the same parts of a bucket, of which the sum or the mean is taken.
+    """Messages in chunks, with the same parts of a bucket, to be summed or averaged.
 
     Attributes:
-        stretches: in which they come.
-        messages: by the place of the member that sends it, in the order in which they are summed; this rank's own among them.
-        values: what they are summed to, FP32.
-        summed: whether they are a mean already.
-        onto: of each parameter, whether they are added to what is there; else none is.
-        over: what their sum is divided by.
-        unread: of whom the message is none that was awaited.
+        messages: bytes by member index, in summation order, including this rank's own.
+        values: output of each part, FP32.
+        summed: whether the messages are means.
+        onto: for each parameter, whether the sum is added to `values`; empty for none.
+        over: divisor of the sum.
+        unread: members whose message was not the expected one.
     """
 
     stretches: Sequence[Chunk]
@@ -395,7 +389,7 @@ class IncomingMessages:
     unread: set[int] = field(default_factory=set)
 
     def look(self, head: Callable[[int, Tensor, bool], MessageHeader], fault: Fault) -> None:
-        """Looks whether messages are those awaited, whose heads `head` returns."""
+        """Compare headers with the expected ones, which `head` returns."""
         for sender, message in self.messages.items():
             if (subject := head(sender, message, self.summed).fault(message)) is not None:
                 fault(sender, subject)
@@ -404,7 +398,7 @@ class IncomingMessages:
     def decode(
         self, bucket: Bucket, number: int, tally: CommunicationStatistics, fault: Fault
     ) -> None:
-        """Sums a stretch."""
+        """Decode and sum a chunk of all messages."""
         begin = time.perf_counter()
         good = [
             (sender, message)

@@ -1,7 +1,4 @@
-"""What a compressed training has sent, and how long that took: counted as it runs, and told.
-
-What a training with DUO has sent on both ways, and for how long it waited for the slow one.
-"""
+"""Statistics and reports of compressed communication, including DUO's two reductions."""
 
 from __future__ import annotations
 
@@ -16,17 +13,18 @@ from qsync_fx.communication.codecs.codec import Codec
 
 @dataclass
 class CommunicationStatistics:
-    """Sums over all buckets so far, of this rank.
+    """Sums over all buckets so far, on this rank.
 
     Attributes:
-        buckets, steps: how many.
+        buckets, steps: counts.
         raw: bytes that the same exchanges would send in FP32.
-        wire, theory: bytes sent, and what the papers give for them.
-        inside: bytes sent in FP32 to ranks of the same node, where only what goes between nodes is coded; no part of the others.
-        encode, decode, transfer, wait: seconds; `transfer` is what an exchange took besides coding, and `wait` how long buckets stood in
-            the queue.
-        checks: how often the ranks' gradients were compared, and found equal.
-        error, power: of what was measured in those steps: the squares of what the codec changed of this rank's gradients, and of these.
+        wire, theory: bytes sent, and bytes according to the papers.
+        inside: bytes sent in FP32 within the node by `Hierarchy`; not part of the others.
+        encode, decode, transfer, wait: seconds. `transfer` is the rest of the exchanges without
+            coding, `wait` the time of buckets in the queue.
+        checks: number of comparisons of gradients across ranks, all equal.
+        error, power: in measured steps, the squared coding error of this rank's gradients, and the
+            squares of the gradients.
     """
 
     buckets: int = 0
@@ -45,11 +43,10 @@ class CommunicationStatistics:
 
     @property
     def coding(self) -> float:
-        """Seconds of encoding and decoding."""
         return self.encode + self.decode
 
     def measure(self, value: Tensor, codec: Codec, sent: Tensor) -> None:
-        """Adds what a codec has changed of values that it made these bytes of; of those that are not finite nothing."""
+        """Add the coding error of FP32 values that were coded as `sent`; skip non-finite values."""
         result = torch.empty_like(value)
         codec.decode(sent, result)
         error = float((result - value).double().square().sum())
@@ -61,15 +58,15 @@ class CommunicationStatistics:
 
 @dataclass(frozen=True)
 class Report:
-    """What `DdpCompressor.report` returns; `str` of it is for people.
+    """Report of a compressor; `str` formats it.
 
     Attributes:
-        codec: its name.
-        rank, world: this rank's number, of how many.
-        coded, plain: parameters, in values, that go through the codec, and in FP32.
-        tally: the sums.
-        adapted: what AQGB chose; None for other codecs.
-        replicated: whether all ranks hold all parameters.
+        codec: name of the codec.
+        rank, world: rank and world size.
+        coded, plain: parameter values that are coded, and values in FP32.
+        tally: statistics.
+        adapted: AQGB's choices; None for other codecs.
+        replicated: whether every rank has all parameters.
     """
 
     codec: str
@@ -83,16 +80,16 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """Bytes on the wire for each that FP32 would take; 1 where nothing was sent."""
+        """Bytes sent relative to FP32; 1 if no bytes were sent."""
         return self.tally.wire / self.tally.raw if self.tally.raw else 1.0
 
     @property
     def variance(self) -> float | None:
-        """The variance that the codec adds to a rank's gradient, for each square of it; None before it was measured."""
+        """Squared coding error relative to the squared gradient; None if not measured."""
         return self.tally.error / self.tally.power if self.tally.power else None
 
     def line(self, buckets: int) -> str:
-        """Return codec, transport, buckets of the last step and mean bytes that this rank sends in a step, in one line."""
+        """Return codec, buckets of the last step and mean bytes per step of this rank in a line."""
         start = f"{self.codec} over gloo, rank {self.rank} of {self.world}: "
         if self.world == 1:
             return f"{start}one rank, nothing is sent"
@@ -159,18 +156,17 @@ def report(
     tally: CommunicationStatistics,
     adapted: Adapted | None = None,
 ) -> Report:
-    """Returns the report so far."""
     return Report(codec, rank, world, coded, plain, replace(tally), adapted)
 
 
 @dataclass
 class LookaheadStatistics:
-    """Sums so far, of this rank.
+    """Counts of DUO's steps so far, on this rank.
 
     Attributes:
-        committed: steps whose gradients were used in full.
-        skipped: steps that were left out: a GradScaler found an infinity, or the user dropped the gradients.
-        waited: seconds that gradients of a step, or a flush, stood behind the slow reduction of those before.
+        committed: steps committed with full-precision gradients.
+        skipped: steps without an update, because of non-finite values or dropped gradients.
+        waited: seconds that a step or flush waited for the slow reduction of the step before.
     """
 
     committed: int = 0
@@ -180,14 +176,14 @@ class LookaheadStatistics:
 
 @dataclass(frozen=True)
 class DuoReport(Report):
-    """A report on the fast reduction, and on the slow one.
+    """Report on DUO's fast and slow reduction.
 
     Attributes:
-        slow: the sums of the slow reduction.
-        ahead: what became of steps.
-        outstanding: whether there are gradients that were not used in full yet.
-        parameters: the sums of what was sent of parameters; None where all ranks step all of them.
-        held: bytes of the optimizer's state and of what is kept of parameters beside those of the model.
+        slow: statistics of the slow reduction.
+        ahead: counts of steps.
+        outstanding: whether gradients are pending that were not yet applied in full precision.
+        parameters: statistics of parameter exchange; None if the optimizer is not sharded.
+        held: bytes of the optimizer's state and of the parameter copies.
     """
 
     slow: CommunicationStatistics = field(default_factory=CommunicationStatistics)

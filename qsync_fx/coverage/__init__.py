@@ -1,5 +1,7 @@
-"""What became of a plan: which modules are in graphs of ours, what runs there, and why others are in none.
+"""Coverage of a plan: modules in compiled graphs, modules that run uncompiled, and the causes.
 
-Dynamo decides what is compiled, frame by frame, and leaves to Python what it cannot trace. `log` keeps what it decided, `causes` says why,
-`findings` what that means for a plan.
+Dynamo decides frame by frame which code it compiles and which it leaves to Python.
+`compilation_log` records its decisions, `module_coverage.Tree` maps them to modules, `causes`
+explains them, `findings` compares them with a plan, and `first_step_check` reports them after the
+first step. Start with `findings.findings`.
 """

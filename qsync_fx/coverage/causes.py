@@ -1,12 +1,8 @@
-"""Why a module is in no graph, and what can be done about it.
+"""Causes for which a module is in no compiled graph, with advice, and Dynamo's recompile limit.
 
-Invariant: a cause is data: a kind, the function where Dynamo left off, and Dynamo's own words. What is said of it and what to do stands in
-one table. Where Dynamo has new words the kind is the general one, and its words are passed on.
-
-Dynamo's limits of versions of a function: beyond them it runs the function as it was written.
-
-Invariant: a function of which an earlier version, with whatever options, held operators that a plan decides on does not run without the
-plan: each call that would is an error. Where no plan was given it is what torch.compile does, and is said once.
+A cause is data: a kind, the function that Dynamo left to Python, and Dynamo's message. One table
+contains the explanations and the advice. An unknown message of Dynamo has a general kind and is
+passed on. `tell_of_a_limit` reports functions that exceed Dynamo's recompile limit.
 """
 
 from __future__ import annotations
@@ -46,12 +42,14 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class CoverageCause:
-    """
+    """Cause for which a module is in no compiled graph.
+
     Attributes:
-        why: the kind.
-        function, where: what Dynamo left to Python, wholly or in part, and its line; "" where it has left nothing.
-        text: Dynamo's reason and advice, as it writes them.
-        part: the path of the module that `why` is about: the module itself or one around it.
+        why: kind of the cause.
+        function, where: function that Dynamo left to Python, fully or in part, and its source line;
+            "" if none.
+        text: Dynamo's message with reason and hints.
+        part: path of the module that `why` refers to: the module itself or an ancestor.
     """
 
     why: Reason
@@ -71,7 +69,7 @@ _WORDS = (
     ("recompile_limit", Reason.LIMIT),
     ("_nested_tensor_from_mask", Reason.NESTED),
 )
-"""What Dynamo writes, of its reasons that there is something to say about."""
+"""Parts of Dynamo's messages that identify a kind."""
 
 _SAID = {
     Reason.RNN: (
@@ -133,19 +131,19 @@ _NO_ADVICE = (
         "an earlier graph break",
         "finding a workaround",
     ),
-    # With fullgraph=True the call would have raised, and the reported step has run without an error.
+    # With fullgraph=True the call would have raised; the reported step ran without an error.
     *("fullgraph", "may result in an error when running in eager"),
 )
 _ELSE = "TORCH_LOGS=graph_breaks shows where"
 
 
 def why_of(text: str) -> Reason | None:
-    """Returns the kind of a reason of Dynamo's; None for one of which there is nothing to say beyond its words."""
+    """Return the kind of a Dynamo message; None if only the message itself describes it."""
     return next((why for words, why in _WORDS if words in text), None)
 
 
 def reason(cause: CoverageCause) -> str:
-    """Says why, with Dynamo's words where ours are general."""
+    """Return the reason of a cause, with Dynamo's message for general kinds."""
     reported = _SAID[cause.why][0]
     text = (
         f": {_first_line(cause.text)}"
@@ -156,12 +154,12 @@ def reason(cause: CoverageCause) -> str:
 
 
 def way_out(cause: CoverageCause) -> str:
-    """Says what to do."""
+    """Return the advice for a cause."""
     return _SAID[cause.why][1] or "; ".join(_hints(cause.text)) or (_ELSE if cause.where else "")
 
 
 def cause_of(tree: Tree, path: str) -> CoverageCause:
-    """Returns why a module is in no graph, or in one that runs no more."""
+    """Return why a module is in no graph, or only in a graph that no longer runs."""
     if not tree.concerns(path):
         return CoverageCause(Reason.NOT_GIVEN)
     if not tree.ran:
@@ -184,20 +182,20 @@ def cause_of(tree: Tree, path: str) -> CoverageCause:
 
 
 def nested(frame: Frame) -> CoverageCause | None:
-    """Returns what is to say of a function that packs what its layers take into nested tensors; None for others."""
+    """Return the cause for a function that packs inputs into nested tensors; None for others."""
     text = next((text for text in frame.texts if why_of(text) is Reason.NESTED), None)
     return None if text is None else CoverageCause(Reason.NESTED, frame.name, frame.where, text)
 
 
 def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[CoverageCause]:
-    """Yields why Dynamo left to Python what a function does, or some of it."""
+    """Yield the causes for which Dynamo left a function to Python, fully or in part."""
     skipped = frame.outcome is Outcome.SKIPPED
     for text in frame.texts or ("",) if skipped or frame.outcome is Outcome.BROKE else ():
         why = why_of(text)
         if why is not None:
             yield CoverageCause(why, frame.name, frame.where, text, part=part)
         elif skipped and type(tree.modules[part]).__module__.startswith(("torch.nn.", "torch.ao.")):
-            # That a single layer is left to Python is due to what calls it, which tells more.
+            # For a single layer the caller is the cause, and it explains more.
             if part != path or part in tree.compiled:
                 yield CoverageCause(Reason.INBUILT, part=part)
         else:
@@ -207,7 +205,10 @@ def _causes(tree: Tree, frame: Frame, part: str, path: str) -> Iterator[Coverage
 
 
 def _about(tree: Tree, cause: CoverageCause, path: str) -> tuple[bool, bool, bool]:
-    """How sure it is that a cause is about a module: a function may break in several places, and in its other parts it is compiled."""
+    """Return a sort key: how certainly a cause is about a module.
+
+    A function can break in several places, and Dynamo compiles its other parts.
+    """
     if cause.why is Reason.BACKWARD_HOOK:
         named = any(tree.modules[part]._backward_hooks for part in tree.above(path))
     else:
@@ -222,7 +223,7 @@ def _about(tree: Tree, cause: CoverageCause, path: str) -> tuple[bool, bool, boo
 
 
 def _names(module: nn.Module, path: str) -> tuple[str, ...]:
-    """How Dynamo may name a module: by the function that is called, or as its owner's attribute."""
+    """Return Dynamo's possible names of a module: the called function or its owner's attribute."""
     return f"{type(module).__name__}.forward", f"['{path.rpartition('.')[2]}']"
 
 
@@ -231,7 +232,7 @@ def _first_line(text: str) -> str:
 
 
 def _hints(text: str) -> tuple[str, ...]:
-    """Dynamo's own advice, but for what helps no user."""
+    """Return Dynamo's hints, except those that do not help users."""
     lines = (line.strip() for line in text.splitlines())
     hints = (line.removeprefix("Hint: ").rstrip(".") for line in lines if line.startswith("Hint: "))
     return tuple(hint for hint in hints if not any(words in hint for words in _NO_ADVICE))
@@ -243,13 +244,21 @@ _LIMITS = ("accumulated_recompile_limit", "recompile_limit")
 def tell_of_a_limit(
     code: CodeType, options: Options, texts: Iterable[str], frames: Sequence[Frame] = ()
 ) -> None:
-    """Says that Dynamo has left a function to Python since it has made too many versions of it, if that is among its reasons.
+    """Report that Dynamo leaves a function to Python because of its recompile limit.
+
+    With non-default options it raises, because the function would run without the plan.
+    Otherwise it warns, as uncompiled execution is the behavior of torch.compile. The limit must be
+    among `texts`, and the plan must decide on operators of earlier versions.
 
     Args:
-        frames: the entries of the function for the modules that it is called for, which name what torch puts a function of its own around.
+        code: code of the function.
+        options: options of the compilation.
+        texts: Dynamo's messages.
+        frames: entries of the function for the modules that it is called for; they name the module
+            of functions that torch wraps around it.
 
     Raises:
-        PlanError: a plan was given, and decides on operators that the function has held.
+        PlanError: options are given, and the plan decides on operators of the function.
     """
     reported = next((text for text in texts if why_of(text) is Reason.LIMIT), None)
     if reported is None or not _decides_on_any(options, _held(code)):
@@ -274,14 +283,14 @@ def tell_of_a_limit(
 
 
 def _described(frame: Frame) -> tuple[str, str]:
-    """Returns the name of a function, with the module in its model that it is called for, and its line."""
+    """Return a function's name, with the module that it is called for, and its source line."""
     module = frame.module()
     of = f" of {frame.path} ({type(module).__name__})" if frame.path else ""
     return f"{frame.name}{of}", frame.where
 
 
 def _held(code: CodeType) -> Iterator[OpId]:
-    """Yields the adjustable operators that versions of a function have held."""
+    """Yield the adjustable operators in earlier versions of a function, under any options."""
     for log in logs():
         for (live, _), frame in log.frames.items():
             if live is code:

@@ -1,8 +1,9 @@
-"""What Dynamo made of each frame, and what the graphs of ours held: one log for each set of options, since equal options share code.
+"""Log of Dynamo's result for each frame and of the operators in its graphs, per set of options.
 
-Where a block stands in its model ("root") is no part of that: blocks that are compiled one by one are pieces of one model.
+The option "root" does not distinguish logs: separately compiled blocks are parts of one model.
 
-Invariant: a log keeps no module and no tensor alive. It is what Dynamo holds compiled code for: `torch.compiler.reset` empties it.
+Invariant: a log has weak references to modules only, and no tensors. It describes Dynamo's current
+compiled code, so `torch.compiler.reset` clears it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _counting = itertools.count()
 
 @dataclass(frozen=True)
 class Ran:
-    """One operator of a compiled graph.
+    """Operator of a compiled graph.
 
     Attributes:
-        id, kind, planned, precision, output, reason: as in its note.
-        line: of the user's model, "model.py:42".
+        id, kind, planned, precision, output, reason: as in its `OperatorInfo`.
+        line: line of the user's model, "model.py:42".
     """
 
     id: OpId
@@ -58,19 +59,19 @@ class Outcome(StrEnum):
 
 @dataclass
 class Frame:
-    """One Python function as Dynamo met it, called for one module.
+    """Python function that Dynamo processed, called for one module.
 
     Attributes:
-        name, where: the function, and its line "model.py:42".
-        module: whose call it is part of.
-        shape: of the module's tree, equal for modules whose code Dynamo may share.
-        root: the model that ids start from; the module itself where no graph says.
-        path: of the module, in the ids of `operators`.
-        alone: whether the code is for this module only, or may be used for others of its shape.
-        outcome: what Dynamo made of it last.
-        texts: Dynamo's reasons, where it left anything to Python.
-        operators: what the graphs of the frame held.
-        held: the modules that they held, parameters or operators, by path below `module`.
+        name, where: the function and its line, "model.py:42".
+        module: module of the call.
+        shape: hash of the module's tree, equal for modules whose code Dynamo may share.
+        root: model at the root of operator ids; the module itself if no graph determines it.
+        path: path of the module in the ids of `operators`.
+        alone: whether only this module uses the code, not others of its shape.
+        outcome: last result of Dynamo.
+        texts: Dynamo's messages, if it left code to Python.
+        operators: operators in the graphs of the frame.
+        held: modules with parameters or operators in these graphs, by path below `module`.
     """
 
     name: str
@@ -88,18 +89,19 @@ class Frame:
 
 @dataclass
 class Log:
-    """What was compiled with one set of options.
+    """Log of all compilations with one set of options.
 
     Attributes:
-        declared: what torch.compile was given, each with its path in a larger model, "" where the user gives none.
-        told: the operators and patterns of the plan that were told to decide on nothing.
-        unasked: the plans of models for which none was asked, where a cached profile had one.
-        stale: the models of which it was told that a cached profile is not taken.
-        frames: by code and module, in the order that Dynamo met them.
-        settled: the models that have been checked after a training step.
-        reached: the modules that a backward pass of this rank was seen to reach; see `reached`.
-        watched: the models of which it is watched for a step what backward passes reach.
-        last: grows with each entry of any log, so that the later one of two logs is known.
+        options: the options, without "root".
+        declared: modules given to torch.compile, with their paths in a larger model, or "".
+        told: plan entries that were already reported to match no operator.
+        unasked: plans of cached profiles, for models without a plan from the user.
+        stale: class names of models whose unusable cached profile was already reported.
+        frames: entries by code and module, in processing order.
+        settled: models that were already checked.
+        reached: modules that a backward pass of this rank reached.
+        watched: models with backward passes under observation, for one step.
+        last: counter over all logs, which orders them by their latest entry.
     """
 
     options: Options
@@ -116,7 +118,7 @@ class Log:
     last: int = field(default_factory=lambda: next(_counting))
 
     def declare(self, module: nn.Module, within: str) -> None:
-        """Notes that torch.compile was given a module."""
+        """Record that torch.compile was given a module."""
         self.last = next(_counting)
         self.declared = [
             (ref, path) for ref, path in self.declared if ref() is not None and ref() is not module
@@ -127,11 +129,11 @@ class Log:
 
     @property
     def given(self) -> list[nn.Module]:
-        """The modules that torch.compile was given, those that live."""
+        """Live modules that were given to torch.compile."""
         return [module for ref, _ in self.declared if (module := ref()) is not None]
 
     def frame(self, code: CodeType, module: nn.Module) -> Frame:
-        """Returns the entry for a function that is called for a module, a new one where there is none."""
+        """Return the entry for a function and a module; create it if it does not exist."""
         self.last = next(_counting)
         key = (code, weakref.ref(module))
         if key not in self.frames:
@@ -160,14 +162,14 @@ _thread = threading.local()
 
 
 def log_of(options: Options) -> Log:
-    """Returns the log of a set of options."""
+    """Return the log of a set of options."""
     owned: _Logs | None = getattr(_thread, "own", None)
     return (owned or _logs).of(options)
 
 
 @contextlib.contextmanager
 def collecting(options: Options) -> Iterator[Log]:
-    """Yields a log of its own, which takes what is compiled in this thread meanwhile."""
+    """Record the compilations of this thread in a separate log, and yield it."""
     before, _thread.own = getattr(_thread, "own", None), _Logs()
     try:
         yield _thread.own.of(options)
@@ -176,18 +178,18 @@ def collecting(options: Options) -> Iterator[Log]:
 
 
 def logs() -> list[Log]:
-    """Returns all logs, the one with the latest entry last."""
+    """Return all logs, the one with the latest entry last."""
     return sorted(_logs.kept, key=lambda log: log.last)
 
 
 def declared() -> Iterator[nn.Module]:
-    """Yields every module that torch.compile was given, as long as it lives."""
+    """Yield every live module that was given to torch.compile."""
     for log in _logs.kept:
         yield from log.given
 
 
 def forget() -> None:
-    """Empties all logs of what was compiled: Dynamo has dropped it."""
+    """Clear all logs after Dynamo has discarded its compiled code."""
     for log in _logs.kept:
         log.frames.clear()
         log.told.clear()
@@ -198,7 +200,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def converting() -> Iterator[list[Frame]]:
-    """Yields the list of the frames that get an entry while Dynamo converts one."""
+    """Yield a list that collects the frame entries touched during one conversion by Dynamo."""
     before = getattr(_thread, "touched", None)
     touched: list[Frame] = []
     _thread.touched = touched
@@ -211,7 +213,7 @@ def converting() -> Iterator[list[Frame]]:
 def note_graph(
     frame: Frame, root: nn.Module, path: str, operators: Iterable[Ran], live: Iterable[str]
 ) -> None:
-    """Adds what a graph holds to the entry of its frame."""
+    """Add the operators and modules of a graph to the entry of its frame."""
     frame.root, frame.path = weakref.ref(root), path
     for ran in operators:
         frame.operators[ran.id] = ran
@@ -219,19 +221,19 @@ def note_graph(
 
 
 def _named(code: CodeType, module: nn.Module) -> tuple[str, str]:
-    """The name of a function and its line; that of the module's forward for a function that torch puts around it."""
+    """Return a function's name and line; for a wrapper of torch, of the module's `forward`."""
     if code.co_filename.startswith(_TORCH):
         code = getattr(inspect.unwrap(module.forward), "__code__", code)
     return code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def below(path: str, root: str) -> str | None:
-    """Returns a path as seen from `root`; None for one that is not below it."""
+    """Return a path relative to `root`; None if it is not below `root`."""
     if not root:
         return path
     return path.removeprefix(root).removeprefix(".") if f"{path}.".startswith(f"{root}.") else None
 
 
 def shape_of(module: nn.Module) -> int:
-    """Returns a number that modules of equal classes with equal trees share."""
+    """Return a hash that is equal for modules with equal classes and trees."""
     return hash(tuple((path, type(part)) for path, part in paths(module)))

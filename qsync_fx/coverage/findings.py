@@ -1,7 +1,7 @@
-"""What of a plan is not applied to a model, over all graphs that there are so far.
+"""Parts of a plan that do not apply to a model, over all graphs compiled so far.
 
-Invariant: a finding is data. What a default says counts for what torch.compile was given; what the plan names counts wherever it stands.
-A module that runs as written in the very format that is planned for it is as planned.
+Findings are data. A plan's default counts only for modules given to torch.compile; entries of the
+plan count everywhere. A module that runs as written in its planned format conforms to the plan.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from qsync_fx.plan.validation import misfit
 
 @dataclass(frozen=True)
 class Uncovered:
-    """A module with parameters that no graph of ours holds, or none that still runs.
+    """Module with parameters that is in no compiled graph, or only in graphs that no longer run.
 
     Attributes:
-        path, type: of the module.
-        cause: why.
-        ran: whether it has run, as far as one can know.
-        own: the format that it computes in as written; None where no plan decides on it.
-        likely: the operator that it would be in a graph, as far as its class is named after it.
-        planned: what the plan says of it; None for nothing.
-        lost: whether it runs otherwise than planned.
+        path, type: path and class name of the module.
+        cause: why it is in no graph.
+        ran: whether it has run, as far as known.
+        own: format that it computes in as written; None if no plan decides on it.
+        likely: operator that it would be in a graph, derived from its class name.
+        planned: format in the plan; None for none.
+        lost: whether it runs differently than planned.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Uncovered:
     lost: bool = False
 
     def under(self, plan: Plan) -> Uncovered:
-        """Returns the same under another plan."""
+        """Return the same module under another plan."""
         choice = plan.precision_for(self.likely)
         if choice is None:
             return replace(self, planned=None, lost=False)
@@ -58,19 +58,19 @@ class Uncovered:
         )
 
     def holds(self, planned: Precision) -> bool:
-        """Whether it computes in a planned format by itself."""
+        """Return whether the uncompiled module computes in the planned format."""
         return self.own is None or self.own is planned
 
 
 @dataclass(frozen=True)
 class Unused:
-    """An operator or pattern of the plan that decides on nothing.
+    """Operator or pattern of the plan that matches no operator.
 
     Attributes:
-        entry: the operator's id, or the pattern.
-        precision: what it asks for.
-        near: what it resembles.
-        inside: the modules it may mean that are in no graph.
+        entry: id of the operator, or the pattern.
+        precision: its planned format.
+        near: similar operators.
+        inside: uncovered modules that the entry may refer to.
     """
 
     entry: OpId | str
@@ -81,11 +81,12 @@ class Unused:
 
 @dataclass(frozen=True)
 class Findings:
-    """
+    """Differences between a plan and its application to a model.
+
     Attributes:
-        uncovered: the modules that are in no graph.
-        unused: what of the plan decides on nothing.
-        as_written: what of the plan decides on nothing, and is true of modules that are in no graph.
+        uncovered: modules in no compiled graph.
+        unused: entries of the plan that match no operator.
+        as_written: entries that match no operator, but describe modules in no graph correctly.
     """
 
     uncovered: tuple[Uncovered, ...]
@@ -94,7 +95,7 @@ class Findings:
 
     @property
     def lost(self) -> list[Uncovered]:
-        """The modules that run otherwise than planned."""
+        """Modules that run differently than planned."""
         return [module for module in self.uncovered if module.lost]
 
     def __bool__(self) -> bool:
@@ -102,12 +103,12 @@ class Findings:
 
 
 def findings(plan: Plan, decided: Iterable[OpId], modules: Sequence[Uncovered]) -> Findings:
-    """Returns what of a plan is not applied.
+    """Return the differences between a plan and its application.
 
     Args:
         plan: the plan.
-        decided: the operators in graphs that a plan decides on.
-        modules: those that are in no graph.
+        decided: adjustable operators in compiled graphs.
+        modules: modules in no graph.
     """
     modules = tuple(module.under(plan) for module in modules)
     amiss = misfit(plan, list(decided))
@@ -125,7 +126,7 @@ def findings(plan: Plan, decided: Iterable[OpId], modules: Sequence[Uncovered]) 
 
 
 def uncovered(tree: Tree) -> tuple[Uncovered, ...]:
-    """Returns the modules of a model that are in no graph, or in none that still runs."""
+    """Return the modules of a model in no compiled graph, or only in graphs that no longer run."""
     return tuple(
         _uncovered(tree, path, module)
         for path, module in tree.parameterised.items()
@@ -134,7 +135,7 @@ def uncovered(tree: Tree) -> tuple[Uncovered, ...]:
 
 
 def in_doubt(tree: Tree) -> list[nn.Module]:
-    """Returns the modules that are in no graph and have gradients, where it is not known whether they have run on this rank."""
+    """Return uncovered modules with gradients that may not have run on this rank."""
     return [
         module
         for path, module in tree.parameterised.items()
@@ -145,7 +146,7 @@ def in_doubt(tree: Tree) -> list[nn.Module]:
 
 
 def packed(tree: Tree, frames: Sequence[Frame]) -> Findings:
-    """Returns which of a model's layers run as written because one of these functions packs what they take into nested tensors."""
+    """Return findings for layers that run uncompiled because a function packs nested tensors."""
     causes = {frame.module(): cause for frame in frames if (cause := nested(frame)) is not None}
     result = (
         _uncovered(tree, inner, module, cause)
@@ -187,7 +188,7 @@ def _unused(
 
 
 def _ran(tree: Tree, module: nn.Module, cause: CoverageCause) -> bool:
-    """Whether a module that is in no graph has run: by its gradients, where the model has any."""
+    """Return whether an uncovered module has run, by its gradients if the model has gradients."""
     if cause.why is Reason.NOT_CALLED:
         return False
     learns = any(p.requires_grad for p in own_parameters(module)) and tree.trained

@@ -1,14 +1,12 @@
-"""The check of a plan after the first training step, when all graphs of a model are there.
+"""Check of a plan after the first training step, and its error or warning.
 
-Invariant: every model that torch.compile was given is checked once for each set of options, at the end of the first step of an optimizer
-that holds its parameters. Where something planned is not applied, that raises with the option "strict", and warns else, once. The hook on
-optimizers is there only as long as a model waits for it, or a later hook of someone else's stands behind it. A model that is not trained is
-checked as its forward pass starts for the second time, for what is known then: that an operator is not there in modules that are in graphs.
-What is in none may be there for training. Where several ranks train, and a gradient may be another rank's, a model is checked a step later.
+Each compiled model is checked once per set of options, after the first step of an optimizer with
+its parameters. A plan that does not apply raises with the option "strict"; otherwise it warns once.
+A model in evaluation is checked at its second forward pass, only for operators that are missing in
+compiled modules, as uncovered modules may be for training. With several ranks the check may wait
+one more step, since a gradient may come from another rank.
 
-What is said of a plan that is not applied: one text, for the error and for the warning.
-
-Invariant: prose is made of findings, and decides nothing.
+Invariant: the optimizer hook is removed when no model waits, unless later hooks follow it.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _SHOWN = 6
 
 
 def not_applied(result: Findings, name: str) -> PlanError:
-    """Returns the error for the model called `name`."""
+    """Return the error for findings of the model `name`; it is also the text of the warning."""
     subject, lost = [], result.lost
     if lost:
         subject.append(
@@ -65,7 +63,7 @@ def not_applied(result: Findings, name: str) -> PlanError:
 
 
 def unused_text(entry: Unused) -> str:
-    """Says which entry of the plan decides on nothing, and what it names."""
+    """Return a text about a plan entry that matches no operator."""
     named = (
         f"the operator {entry.entry}"
         if isinstance(entry.entry, OpId)
@@ -77,7 +75,7 @@ def unused_text(entry: Unused) -> str:
 
 
 def _places(lost: Sequence[Uncovered]) -> list[str]:
-    """One text for each reason, with the modules that it holds for."""
+    """Return one text per reason, with the modules that it applies to."""
     by_reason: dict[str, list[str]] = {}
     for module in lost:
         by_reason.setdefault(reason(module.cause), []).append(
@@ -123,14 +121,14 @@ _hook = _Hook()
 
 
 def wait_for_a_step() -> None:
-    """Makes sure that what has been compiled is checked after a training step."""
+    """Register the optimizer hook that checks compiled models after a training step."""
     if _hook.handle is None:
         _hook.handle = register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
-        return  # an optimizer that is compiled: a hook would break its graph
+        return  # the hook would cause a graph break in a compiled optimizer
     available = logs()
     latest = available[-1].last if available else 0
     if _hook.checked.get(optimizer) == latest:
@@ -155,7 +153,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _leave(handle: RemovableHandle) -> None:
-    """Takes the hook away, unless there are later ones: torch goes through them at this moment, and would miss them."""
+    """Remove the hook unless later hooks follow: torch is iterating and would skip the next one."""
     hooks = handle.hooks_dict_ref()
     if hooks is None or next(reversed(hooks), None) == handle.id:
         handle.remove()
@@ -163,7 +161,10 @@ def _leave(handle: RemovableHandle) -> None:
 
 
 def _waits(root: nn.Module, log: Log) -> bool:
-    """Whether a model is to be checked after the next step, where modules in it will be known to have run on this rank, or not."""
+    """Return whether the check of a model waits for the next step.
+
+    By then it is known which of its uncovered modules run on this rank.
+    """
     if root in log.watched:
         return False
     doubtful = in_doubt(Tree(root, log))
@@ -174,10 +175,10 @@ def _waits(root: nn.Module, log: Log) -> bool:
 
 
 def settle(root: nn.Module, log: Log) -> None:
-    """Raises or warns where something that is planned for a model is not applied.
+    """Raise or warn if the plan of a model does not apply.
 
     Raises:
-        PlanError: with the option "strict".
+        PlanError: the plan does not apply and the option "strict" is set.
     """
     tree = Tree(root, log)
     _tell(findings(tree.intended, tree.decided(), uncovered(tree)), tree)
@@ -186,9 +187,10 @@ def settle(root: nn.Module, log: Log) -> None:
 def settle_when_called_again(
     run: Callable[..., Any], root: nn.Module, options: Options
 ) -> Callable[..., Any]:
-    """Returns the code of the first graph of a model's forward pass, which checks the model when it is called for the second time.
+    """Wrap the first graph of a model's forward pass to check the model at its second call.
 
-    Then all that a forward pass runs has been compiled. It is for code of evaluation, which no training step may follow.
+    By then all graphs of a forward pass are compiled. It is for evaluation, which no training step
+    may follow.
     """
     ref, calls = weakref.ref(root), itertools.count()
 
@@ -202,10 +204,12 @@ def settle_when_called_again(
 
 
 def settle_packed(frames: Sequence[Frame], log: Log) -> None:
-    """Says at once that layers run as written because a function packs what they take: evaluation does so, and training does not.
+    """Report layers that run uncompiled because a function packs nested tensors.
+
+    It reports them immediately, since this happens in evaluation and not in training.
 
     Raises:
-        PlanError: with the option "strict".
+        PlanError: there are such layers and the option "strict" is set.
     """
     if any(nested(frame) is not None for frame in frames):
         for tree in (Tree(root, log) for root in models(log)):
@@ -223,7 +227,7 @@ def _settle_evaluation(root: nn.Module, log: Log) -> None:
 def _tell(result: Findings, tree: Tree) -> None:
     log = tree.log
     if not log.options.strict or tree.within:
-        # An entry is told of once. The parts of a model that are given one by one have one plan.
+        # Each entry is reported once. Separately compiled parts of a model share one plan.
         result = replace(
             result, unused=tuple(entry for entry in result.unused if entry.entry not in log.told)
         )
@@ -237,7 +241,7 @@ def _tell(result: Findings, tree: Tree) -> None:
 
 
 def _outside_torch() -> int:
-    """How many calls above there is a line of the user's: the one that makes the step."""
+    """Return the stack level of the user's code, for the location of the warning."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
         ("torch.", "qsync_fx.")

@@ -1,17 +1,9 @@
-"""A model's modules with what a log says of each.
+"""Modules of a model with Dynamo's compilation results, and whether uncovered modules have run.
 
-Modules of one class with equal parts share compiled code: Dynamo meets the function of the first of them alone, or what torch puts around
-it, as around a Sequential. What it made of that holds for the others, unless it met theirs too. Invariant: every answer is about the
-modules of `root`, by their paths in it.
+Modules of one class with equal submodules share compiled code. Dynamo then processes the function
+of the first one only, and its result applies to all modules without an entry of their own.
 
-Whether a module that is in no graph has run on this rank, as far as its gradients tell.
-
-Where one process trains alone, a gradient says so. Where several ranks do, it may be the mean of what others had: with
-find_unused_parameters, DistributedDataParallel gives one to parameters that this rank's pass did not reach. Autograd calls a hook where it
-adds a gradient up; where one is put there, nothing does.
-
-Invariant: with several ranks, a module of which nothing but a gradient tells that it ran has run where a backward pass of this rank's was
-seen to reach it, in the step after the first one.
+Invariant: all results refer to the modules of `root` by their paths in it.
 """
 
 from __future__ import annotations
@@ -34,13 +26,14 @@ from qsync_fx.plan.plan_loading import this_process
 
 
 class Tree:
-    """
+    """Modules of one model with the entries of a log.
+
     Attributes:
-        root: the whole model, without wrappers.
-        modules: every module by its path.
-        compiled: the paths of those that torch.compile was given.
-        held: the paths of those that are in a graph.
-        within: the path of `root` in ids, where the user says that it is a part of a larger model.
+        root: the full model, without wrappers.
+        modules: all modules by path.
+        compiled: paths of the modules given to torch.compile.
+        held: paths of the modules in compiled graphs.
+        within: path of `root` in operator ids, if the user declares it as part of a larger model.
     """
 
     def __init__(self, root: nn.Module, log: Log) -> None:
@@ -68,7 +61,7 @@ class Tree:
 
     @property
     def plan(self) -> Plan:
-        """What the log's options plan for the model, or what a cached profile had for it where they say nothing."""
+        """Plan of the log's options for the model, else the plan of a cached profile."""
         if (unasked := self.log.unasked.get(self.root)) is not None:
             return unasked
         device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
@@ -76,9 +69,9 @@ class Tree:
 
     @property
     def intended(self) -> Plan:
-        """The plan that someone gave: the user, or a cached profile. Without one it is empty, as the default format is no promise.
+        """Plan from the user or from a cached profile; empty without one.
 
-        With the option "strict" the default format counts as given.
+        The default format alone is no plan, except with the option "strict".
         """
         options = self.log.options
         has_plan = not options.is_default or options.strict or self.root in self.log.unasked
@@ -86,7 +79,7 @@ class Tree:
 
     @property
     def parameterised(self) -> dict[str, nn.Module]:
-        """The modules that have parameters of their own."""
+        """Modules with parameters of their own."""
         return {path: module for path, module in self.modules.items() if own_parameters(module)}
 
     @property
@@ -96,15 +89,15 @@ class Tree:
 
     @property
     def ran(self) -> bool:
-        """Whether Dynamo has met anything of the model."""
+        """Whether Dynamo has processed any function of the model."""
         return any(self._frames.values())
 
     def frames(self, path: str) -> list[Frame]:
-        """What Dynamo made of the functions of one module."""
+        """Return the log entries for the functions of a module."""
         return self._frames.get(path, [])
 
     def operators(self) -> dict[str, list[Ran]]:
-        """The operators of each module, by its path, with the ids that they have in this model."""
+        """Return the operators of each module by path, with their ids in this model."""
         result: dict[str, dict[object, Ran]] = {}
         for path, frames in self._frames.items():
             counts: Counter[str] = Counter()
@@ -115,7 +108,10 @@ class Tree:
         return {path: list(by_id.values()) for path, by_id in result.items()}
 
     def decided(self) -> Iterator[OpId]:
-        """Yields the operators that the plan decides on, in this model and, where it is a part of a larger one, in the other parts."""
+        """Yield the operators that a plan decides on.
+
+        If the model is part of a larger one, the operators of the other parts are included.
+        """
         parts = (
             (frame.operators.values() for frame in self.log.frames.values())
             if self.within
@@ -124,11 +120,11 @@ class Tree:
         yield from (ran.id for runs in parts for ran in runs if ran.kind is Kind.ADJUSTABLE)
 
     def concerns(self, path: str) -> bool:
-        """Whether what was compiled has to do with a module: torch.compile was given it or one around it, or Dynamo has met one."""
+        """Return whether a module or an ancestor was given to torch.compile or met by Dynamo."""
         return any(part in self.compiled or self.frames(part) for part in self.above(path))
 
     def above(self, path: str) -> Iterator[str]:
-        """Yields a path and those of the modules around it, innermost first."""
+        """Yield a path and the paths of its ancestors, innermost first."""
         while path:
             yield path
             path = path.rpartition(".")[0]
@@ -136,7 +132,7 @@ class Tree:
 
 
 def models(log: Log) -> Iterator[nn.Module]:
-    """Yields the models of a log: those that ids start from, and what torch.compile was given and is in none of them."""
+    """Yield the models of a log: roots of operator ids, and compiled modules outside of them."""
     roots = {id(root): root for frame in log.frames.values() if (root := frame.root()) is not None}
     inputs = {id(module): module for module in log.given}
     everything = {**inputs, **roots}
@@ -145,12 +141,12 @@ def models(log: Log) -> Iterator[nn.Module]:
 
 
 def stale(frame: Frame) -> bool:
-    """Whether code was compiled for a function, and Dynamo has given up on it since."""
+    """Return whether Dynamo compiled a function and later left it to Python."""
     return frame.outcome is Outcome.SKIPPED and bool(frame.held)
 
 
 def _frames_of(module: nn.Module, log: Log, shared: bool) -> Iterator[Frame]:
-    """Yields what Dynamo met of a module and, with `shared`, of others whose code it may run."""
+    """Yield the entries of a module and, with `shared`, of modules whose code it may share."""
     owned = {code for (code, ref) in log.frames if ref() is module}
     shape = shape_of(module) if shared else None
     others: dict[object, Frame] = {}
@@ -168,7 +164,7 @@ def _frames_of(module: nn.Module, log: Log, shared: bool) -> Iterator[Frame]:
 
 
 def _moved(frame: Frame, path: str, counts: Counter[str]) -> Iterator[Ran]:
-    """Yield the operators of a frame with the ids that they have where its module is at `path`.
+    """Yield the operators of a frame with their ids for a module at `path`.
 
     `counts` numbers the operators of one name over all frames of the module.
     """
@@ -188,17 +184,25 @@ def _moved(frame: Frame, path: str, counts: Counter[str]) -> Iterator[Ran]:
 
 
 def has_gradients(module: nn.Module) -> bool:
-    """Whether a parameter of its own has a gradient."""
+    """Return whether a parameter of the module itself has a gradient."""
     return any(p.grad is not None for p in own_parameters(module))
 
 
 def has_run(module: nn.Module, log: Log) -> bool:
-    """Whether it is known of a module that it has run on this rank."""
+    """Return whether a module is known to have run on this rank.
+
+    A gradient proves it in a single process. With several ranks the gradient may be an average of
+    other ranks: with find_unused_parameters, DistributedDataParallel sets it for parameters that
+    this rank did not use. There, an observed accumulation in a backward pass is required (`watch`).
+    """
     return has_gradients(module) and (module in log.reached or not _several_ranks())
 
 
 def watch(modules: Iterable[nn.Module], log: Log) -> None:
-    """Notes which modules the next backward pass reaches, once each."""
+    """Record which modules the next backward pass reaches.
+
+    Autograd calls the hooks when it accumulates a gradient; DistributedDataParallel does not.
+    """
     for module in modules:
         for parameter in own_parameters(module):
             if parameter.requires_grad:

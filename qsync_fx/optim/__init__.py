@@ -1,8 +1,9 @@
-"""Optimizers of torch.optim whose step on the CPU is one pass over memory: same arguments, same state_dict, same numbers.
+"""CPU optimizers with a single pass over memory: drop-in subclasses of torch.optim.
 
     optimizer = qsync_fx.optim.AdamW(model.parameters(), lr=1e-3)
 
-Invariant: each is a subclass of the one of torch that has its name, and differs from it in `step` alone.
+`Adam`, `AdamW` and `SGD` override only `step`: arguments, state_dict and results are torch's.
+`eligibility` selects the parameters for the kernels; start there.
 """
 
 from __future__ import annotations

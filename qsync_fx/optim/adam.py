@@ -1,7 +1,8 @@
-"""Adam and AdamW with a step of one pass: parameter, gradient and both moments are read once, and what changes is written once.
+"""Adam and AdamW with a single-pass step: each value is read once and written at most once.
 
-Invariant: the operations of torch's single-tensor step, in its order. Its `lerp_` and `addcmul_` are fused multiply-adds, as in torch's
-vector kernels; the square root is rounded right, where that of torch may be an ulp off.
+Invariant: the operations of torch's single-tensor step, in its order, with fused multiply-adds for
+`lerp_` and `addcmul_` as in torch's vector kernels. The square root is correctly rounded; torch's
+may be off by one ulp.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from qsync_fx.optim.eligibility import (
 
 
 class _Stepping(torch.optim.Adam):
-    """What Adam and AdamW share, which are one in torch, too."""
+    """The step that Adam and AdamW share, as in torch."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs a single optimization step, as torch's does."""
+        """Perform a single optimization step, as torch's does."""
         return stepped(self, closure, partial(_step_on, self))
 
 
@@ -87,7 +88,7 @@ def _by_kernel(
     lr, decay, apart = group["lr"], group["weight_decay"], group["decoupled_weight_decay"]
     scale = grad_scale(optimizer)
     numbers = [step.item() + 1 for step in steps]
-    # As torch computes them, `lr` being a tensor or not; most parameters have taken as many steps.
+    # As in torch, where `lr` may be a tensor. Most parameters have equal step counts.
     sizes = {
         number: (float(lr / (1 - beta1**number)), (1 - beta2**number) ** 0.5)
         for number in set(numbers)

@@ -1,7 +1,7 @@
-"""Which parameters the kernels step on, and what both optimizers ask of torch.
+"""Eligibility of parameters for the optimizer kernels, and helpers that the optimizers share.
 
-Invariant: a kernel gets addresses of FP32 memory on the CPU, without gaps, in which the values of a parameter, its gradient and its state
-lie in one order. What is otherwise is left to torch's own step.
+Invariant: a kernel gets addresses of dense FP32 CPU memory in which a parameter, its gradient and
+its state have the same element order. Other parameters use torch's own step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 def stepped(
     optimizer: Any, closure: Callable[[], Any] | None, step_on: Callable[[dict[str, Any]], None]
 ) -> Any:
-    """Performs a step as torch's optimizers do, `step_on` on each group of parameters, and returns the closure's loss."""
+    """Perform a step with `step_on` for each parameter group; return the closure's loss."""
     with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
         loss = None
         if closure is not None:
@@ -32,7 +32,7 @@ def stepped(
 
 
 def kernels_serve(group: dict[str, Any], scalars: Iterable[str]) -> bool:
-    """Returns whether kernels may step on a group of parameters; `scalars` are settings that they take as numbers alone."""
+    """Return whether kernels may step on a group; the settings `scalars` must not be tensors."""
     if torch.compiler.is_compiling() or group.get("differentiable") or group.get("capturable"):
         return False
     return all(not isinstance(value, Tensor) for name in scalars for value in _values(group[name]))
@@ -43,9 +43,10 @@ def _values(setting: Any) -> Sequence[Any]:
 
 
 def all_taken(*columns: Sequence[Tensor]) -> bool:
-    """Returns whether kernels take all of these as they are: columns of parameters, gradients and states, contiguous all.
+    """Return whether kernels accept all these tensors unchanged, all contiguous.
 
-    It is what most models have, and asked of all tensors at once, in a fraction of the time that `taken` needs for each.
+    Arguments are columns: parameters, gradients, states. This is the usual case, and one test of
+    all tensors is much faster than one per parameter.
     """
     every = [tensor for column in columns for tensor in column]
     shapes = [tensor.shape for tensor in columns[0]]
@@ -61,7 +62,7 @@ def all_taken(*columns: Sequence[Tensor]) -> bool:
 
 
 def taken(parameter: Tensor, gradient: Tensor, *states: Tensor | None) -> bool:
-    """Returns whether kernels take a parameter with its state, and its gradient, as it is or copied into the parameter's order."""
+    """Return whether kernels accept a parameter and its state; the gradient may need a copy."""
     return (
         _plain(parameter)
         and type(gradient) in _PLAIN
@@ -85,7 +86,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _lie_alike(item: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have one shape and their values in one order: a dimension of size 1 may have any stride."""
+    """Return whether shapes are equal, and strides in dimensions of more than one value."""
     return item.shape == other.shape and all(
         a == b
         for a, b, size in zip(item.stride(), other.stride(), item.shape, strict=True)
@@ -106,20 +107,20 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def in_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Returns the gradient with its values in the parameter's order."""
+    """Return the gradient in the element order of the parameter."""
     if _plain(gradient) and _lie_alike(gradient, parameter):
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
 
 
 def grad_scale(optimizer: Optimizer) -> float | None:
-    """Returns what a GradScaler has multiplied the gradients by and leaves to the step to divide by; None where it does not."""
+    """Return the factor by which the step must unscale gradients of a GradScaler, or None."""
     scale = getattr(optimizer, "grad_scale", None)
     return None if scale is None else float(scale)
 
 
 def keep_unscaled(gradients: Sequence[Tensor], ordered: Sequence[Tensor]) -> None:
-    """Leaves the gradients as the kernel did, which has divided them: `ordered` are those of `in_order_of`."""
+    """Copy the kernel's unscaled gradients `ordered` (see `in_order_of`) back to the gradients."""
     torch.autograd.graph.increment_version(gradients)
     for gradient, other in zip(gradients, ordered, strict=True):
         if other is not gradient:
@@ -127,7 +128,7 @@ def keep_unscaled(gradients: Sequence[Tensor], ordered: Sequence[Tensor]) -> Non
 
 
 def _skips(optimizer: Optimizer) -> bool:
-    """Returns whether a GradScaler that leaves skipping to the step has found a gradient that is not finite."""
+    """Return whether a GradScaler found non-finite gradients and delegates skipping to the step."""
     result = getattr(optimizer, "found_inf", None)
     return result is not None and bool(result)
 

@@ -1,7 +1,7 @@
-"""SGD with a step of one pass: parameter, gradient and momentum are read once, and what changes is written once.
+"""SGD with a single-pass step: each value is read once and written at most once.
 
-Invariant: the operations of torch's single-tensor step, in its order, with fused multiply-adds where torch's vector kernels have them:
-wherever a product is added.
+Invariant: the operations of torch's single-tensor step, in its order, with fused multiply-adds as
+in torch's vector kernels: for every added product.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from qsync_fx.optim.eligibility import (
 )
 
 Row = tuple[Tensor, Tensor, Tensor | None]
-"""A parameter, its gradient and its momentum, which is None before the first step."""
+"""Parameter, gradient and momentum buffer; the buffer is None before the first step."""
 
 
 class SGD(torch.optim.SGD):
     """torch.optim.SGD whose step on FP32 parameters of the CPU is one pass over memory."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs a single optimization step, as torch's does."""
+        """Perform a single optimization step, as torch's does."""
         return stepped(self, closure, self._step_on)
 
     def _step_on(self, group: dict[str, Any]) -> None:

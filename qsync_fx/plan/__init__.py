@@ -1,7 +1,9 @@
-"""Plans: which operator computes in which precision.
+"""Precision plans: which operator computes in which precision.
 
-`opid` says who an operator is and `patterns` selects several; `plan_file` is what stands in a plan's file, `plan_check` holds a plan
-against a model. `cluster_plan` has a plan for each class of devices, and `gradient_codecs` what it says of gradients.
+`Plan` maps operators, selected by `OpId` (`operator_id`) or by patterns (`patterns`), to
+precisions; `ClusterPlan` has a plan per device class, and the gradient codecs. `plan_loading` reads
+files and selects the part of a process, `validation` compares a plan with a model, `plan_file` is
+the file format. Start at `plan.py`.
 """
 
 from __future__ import annotations

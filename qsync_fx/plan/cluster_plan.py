@@ -1,17 +1,13 @@
-"""The plan of a cluster: one plan for each class of devices, in one value and one file that every rank is given.
+"""The plan of a cluster: a plan per device class, and a gradient codec per parameter.
 
-A rank has to know which part is its own. In this order: the class that the user names; the class that the plan's table has for the rank,
-where the table is for as many ranks as there are; the only class; the class that the name of the device at hand tells.
+All ranks share one value and one file. A rank's class is, in this order, the user's choice, the
+entry in the plan's table of ranks if that has the size of the world, the only class, or the class
+that matches the device name. A part records its class and the reason in its notes. A rank without a
+class raises: no rank trains under another's plan.
 
-Invariant: as a plan's. Which part a rank has is said by its part (the notes "device class" and "chosen by"), and where it cannot be told
-that is an error: no rank trains under the plan of another.
-
-In what a plan has gradients sent: a codec for each parameter, by name.
-
-DistributedDataParallel makes its buckets anew after the first step, so a plan says it of parameters: those of a bucket have one codec, but
-for small ones, which go in FP32. What a plan does not name goes in FP32, too.
-
-Invariant: names alone; what codes and what that costs is the business of qsync_fx/communication, which knows a codec of each name.
+Codecs are by parameter name because DistributedDataParallel rebuilds its buckets after the first
+step: the parameters of a bucket share a codec, except small ones. Small parameters and unnamed ones
+are sent in FP32. `qsync_fx/communication` implements the codecs.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from qsync_fx.serialization.schema import Path
 from qsync_fx.serialization.strict_json import Parsed, kind, step
 
 PLAIN: Final = FP32.name
-"""A gradient as it is."""
+"""Gradients without compression."""
 CODECS: Final = (
     PLAIN,
     *(row.name for row in FORMATS.values() if row.plain and row.bits == 16),
@@ -40,25 +36,28 @@ CODECS: Final = (
     "1bit*",
     *(f"qsgd{bits}" for bits in (2, 4, 8, 16)),
 )
-"""What a plan may name."""
+"""Names of all codecs."""
 BETWEEN_NODES: Final = "codecs between nodes of"
-"""The note of a plan whose codecs were chosen for what goes between nodes alone; says how many ranks these have."""
+"""Note of a plan whose codecs apply only between nodes; its text is the ranks per node."""
 _IN_A_ROW: Final = " in a row"
 
 
 def between_nodes(ranks: int, in_a_row: bool = False) -> dict[str, str]:
-    """Returns the note that says so, of nodes of so many ranks; `in_a_row` where these are in a row, whatever their hosts are called."""
+    """Return the note for nodes of `ranks` ranks.
+
+    `in_a_row`: a node is a run of consecutive ranks; host names are ignored.
+    """
     return {BETWEEN_NODES: f"{ranks} ranks{_IN_A_ROW * in_a_row}"}
 
 
 def nodes_noted(notes: Mapping[str, str]) -> tuple[int, bool] | None:
-    """Returns what `between_nodes` was given for these notes; None where they say nothing of nodes."""
+    """Return the arguments of `between_nodes` for these notes; None without such a note."""
     result = re.fullmatch(rf"([1-9]\d{{0,8}}) ranks({_IN_A_ROW})?", notes.get(BETWEEN_NODES, ""))
     return None if result is None else (int(result[1]), result[2] is not None)
 
 
 def checked(value: object) -> dict[str, str]:
-    """Returns codecs by parameter; raises `PlanError` where what is given are none."""
+    """Return codecs by parameter; raise `PlanError` if they are invalid."""
     if not isinstance(value, Mapping):
         do = 'write {"fc.weight": "qsgd8"}: the codec of each parameter'
         raise PlanError(f"codecs are a mapping, not {kind(value)}", where="codecs", do=do)
@@ -78,7 +77,7 @@ def checked(value: object) -> dict[str, str]:
 
 
 def describe_codecs(codecs: Mapping[str, str]) -> list[str]:
-    """Returns lines that say which codec how many parameters have, and which; nothing where there are none."""
+    """Return one line per codec with the number of its parameters."""
     result: dict[str, list[str]] = {}
     for name, codec in codecs.items():
         result.setdefault(codec, []).append(name)
@@ -90,18 +89,19 @@ def describe_codecs(codecs: Mapping[str, str]) -> list[str]:
 
 
 CHOSEN_BY = "chosen by"
-"""The note of a part that says how a rank came by it."""
+"""Note of a part: how its class was chosen."""
 CLUSTER = "cluster plan"
-"""The note of a part that tells its plan for a cluster from others: a hash of what that says."""
+"""Note of a part: a hash of the cluster plan's content."""
 
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """What a process knows of itself.
+    """Rank and device of a process, which select its part of a cluster plan.
 
     Attributes:
-        rank, world: its number among how many; None where it is not known to be one of several.
-        device: what its device is called.
+        rank, world: rank and number of ranks; None for a process that is not known to be one of
+            several.
+        device: name of its device.
     """
 
     rank: int | None
@@ -111,18 +111,20 @@ class LocalPlan:
 
 @dataclass(frozen=True, init=False, repr=False)
 class ClusterPlan:
-    """Plans by class of devices.
+    """Plans by device class.
 
     Attributes:
         classes: the plan of each class.
-        devices: what a class's devices are called, as `torch.cuda.get_device_name` has it or a part of it, where the name of the class
-            does not say it: "Tesla T4" says "t4".
-        ranks: the class of each rank of the world that the plan was made for; () where it was made for none.
-        notes: where it came from, as a plan's notes.
-        codecs: what the gradient of a parameter is sent in, by its name; the same on all ranks. FP32 for those that it does not name.
+        devices: device name of a class, `torch.cuda.get_device_name` or a part of it, unless the
+            class name is one: "t4" matches "Tesla T4".
+        ranks: the class of each rank of the planned world; () for none.
+        notes: origin of the plan, as in `Plan`.
+        codecs: gradient codec by parameter name, equal on all ranks; FP32 for other parameters.
             `qsync_fx.distributed.compress` applies it.
 
-    Raises `PlanError` for no class, a class that devices or ranks name and the plan does not have, and whatever is no plan.
+    Raises:
+        PlanError: no class, a class named in `devices` or `ranks` that does not exist, or a
+            malformed value.
     """
 
     classes: Mapping[str, Plan]
@@ -148,7 +150,7 @@ class ClusterPlan:
         set_field(self, "codecs", MappingProxyType(checked(codecs)))
 
     def for_class(self, name: str, chosen_by: str = "its name") -> Plan:
-        """Returns the plan of a class, which says in its notes that it is the part of a plan for a cluster."""
+        """Return the plan of a class; its notes identify it as a part of this cluster plan."""
         if name not in self.classes:
             inputs = shown(name) if isinstance(name, str) else kind(name)
             raise PlanError(
@@ -168,7 +170,7 @@ class ClusterPlan:
         return Plan(part.default, part.patterns, part.operators, notes)
 
     def for_process(self, process: LocalPlan) -> Plan:
-        """Returns the part of a process; raises `PlanError` where that cannot be told."""
+        """Return the part of a process; raise `PlanError` if its class is ambiguous or unknown."""
         rank = process.rank
         if rank is not None and process.world == len(self.ranks) and rank < len(self.ranks):
             return self.for_class(self.ranks[rank], f"rank {rank} in the plan's table")
@@ -198,11 +200,11 @@ class ClusterPlan:
         )
 
     def for_ranks(self, ranks: Sequence[str]) -> ClusterPlan:
-        """Returns the plan with another table: the class of each rank."""
+        """Return the plan with another table: the class of each rank."""
         return ClusterPlan(self.classes, self.devices, ranks, self.notes, self.codecs)
 
     def to_json(self) -> str:
-        """Returns the plan as JSON text, the same text for equal plans with equal notes."""
+        """Return the plan as JSON text, identical for equal plans with equal notes."""
         classes = (
             block(f"{json.dumps(name)}: {{", plan.entries())
             for name, plan in sorted(self.classes.items())
@@ -220,7 +222,7 @@ class ClusterPlan:
 
     @classmethod
     def from_json(cls, text: str | bytes | Parsed) -> ClusterPlan:
-        """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
+        """Read the text of `to_json`; raise `PlanError`, and no other error, for any other text."""
         result = CLUSTER_PLAN.decode(text)
         plans = {
             name: _plan_in_file(name, body)
@@ -229,12 +231,12 @@ class ClusterPlan:
         return cls(plans, result.devices, result.ranks, result.notes, result.codecs)
 
     def save(self, path: Path) -> None:
-        """Writes the plan to `path` in one step, as `Plan.save` does."""
+        """Write the plan to `path` atomically."""
         CLUSTER_PLAN.write(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> ClusterPlan:
-        """Reads a file, which may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
+        """Read an untrusted file; raise `PlanError` with the problem and its location."""
         data = CLUSTER_PLAN.read(path)
         try:
             return cls.from_json(data)
@@ -355,7 +357,7 @@ def _mapping(where: str, value: object) -> dict[str, Any]:
 
 
 def is_called(device: str, name: str) -> bool:
-    """Whether the words of a name stand in a device's: "t4" in "Tesla T4"."""
+    """Return whether all words of `name` occur in a device's name: "t4" in "Tesla T4"."""
     return bool(_words(name)) and _words(name) <= _words(device)
 
 
@@ -364,7 +366,7 @@ def _words(text: str) -> set[str]:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """Returns numbers in order as people write them: "ranks 0 to 3, 6"."""
+    """Return sorted ranks as text: "ranks 0 to 3, 6"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

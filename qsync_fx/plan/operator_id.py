@@ -1,13 +1,13 @@
-"""Who an operator is: an identity that outlives a graph's node names.
+"""Identity of operators that is independent of the node names of a graph.
 
-Node names do not identify operators: DDP compiles every bucket alone and each has a node called "linear", and a graph
-break renames what follows it. The module that holds the operator, its row's name and its occurrence within that module
-stay the same across graph splits, ranks, machines and versions of torch, so a plan made on one of them means the same
-on another.
+Node names do not identify operators: DDP compiles each bucket separately, so each has a node
+"linear", and a graph break renames the nodes after it. The calling module, the name of the
+operator's row and its occurrence within the module are the same across graph splits, ranks,
+machines and versions of torch, so a plan is portable.
 
-Invariant: one operator has one text. `OpId.parse(str(op_id)) == op_id`, `str(OpId.parse(text)) == text`, and no two ids
-share a text. Characters of a module path that the text form needs for itself, or that do not print, are written as %XX
-of their UTF-8 bytes.
+Invariant: ids and texts are one to one: `OpId.parse(str(op_id)) == op_id` and
+`str(OpId.parse(text)) == text`. Reserved or unprintable characters of a module path are escaped as
+%XX of their UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ _HOW_TO_WRITE_IDS = (
 class OpId:
     """Identity of one operator.
 
+    The text form of `str` and `parse` is "encoder.layer.0.attention.self/matmul#1",
+    "/relu@layer3.1#2", "/linear".
+
     Attributes:
-        module: path of the module that calls it, as in a state_dict: "encoder.layer.0.attention.self.query". "" for an
-            operator that is called outside every submodule.
+        module: path of the calling module, as in a state_dict:
+            "encoder.layer.0.attention.self.query"; "" outside every submodule.
         operator: name of its row: "linear".
-        index: which occurrence it is among the operators of the same name in the module (and, outside modules, after
+        index: occurrence among operators of the same name in the module (outside modules, since
             `after`).
-        after: for an operator outside modules, the last module called before it, "" at the start. Numbering from there
-            keeps the id when a graph is split.
+        after: outside modules, the last module called before, "" at the start. Counting from there
+            preserves ids when a graph is split.
 
-    Raises `PlanError` for what no operator can have: a wrong type, an empty operator or path segment, `after` inside a
-    module.
-
-    The text form, which `str` gives and `parse` reads: "encoder.layer.0.attention.self/matmul#1", "/relu@layer3.1#2",
-    "/linear".
+    Raises:
+        PlanError: an impossible id: wrong types, an empty operator or path segment, or `after`
+            within a module.
     """
 
     module: str
@@ -86,7 +87,7 @@ class OpId:
 
     @classmethod
     def parse(cls, text: str) -> OpId:
-        """Reads the text form; raises `PlanError` for anything that `str` does not write."""
+        """Read the text form; raise `PlanError` for any text that `str` does not write."""
         if not isinstance(text, str):
             raise PlanError(
                 f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS
@@ -108,17 +109,18 @@ class OpId:
         return op_id
 
     def matches(self, pattern: str) -> bool:
-        """Returns whether `pattern` selects this operator; raises `PlanError` for a malformed pattern.
+        """Return whether `pattern` selects this operator; raise `PlanError` if it is malformed.
 
-        Within a segment of a path, that is between two dots, `*` stands for any characters, `?` for one, `[02]` or `[0-9]` for one of
-        those, `[!0]` for one that is none of those. `**` stands for any number of segments, none included. `{query,key}` stands for
-        either, `{0..11}` for each of these numbers. A character of a name that means something here is written as in the
-        name's id: "%5B" for "[".
+        Within a path segment (between dots) `*` matches any characters, `?` one character, `[02]`
+        or `[0-9]` one of a set, `[!0]` one outside it. `**` matches any number of segments,
+        including none. `{query,key}` matches either, `{0..11}` each of the numbers. Reserved
+        characters of a name are escaped as in ids: "%5B" for "[".
 
-        A pattern without "/" selects modules, and with a module all operators in it and in its submodules:
-        "encoder.layer.*.output" selects "encoder.layer.0.output.dense/linear". A pattern with "/" selects operators whose module is
-        exactly the part before it: "encoder.layer.*.output.dense/linear", "**/embedding", "/relu". There "#index" and "@after" may
-        be left out, which selects every occurrence; "#0" is the first one, and "/relu@" those before any module.
+        A pattern without "/" selects all operators of a module and of its submodules:
+        "encoder.layer.*.output" selects "encoder.layer.0.output.dense/linear". A pattern with "/"
+        selects operators of exactly that module: "encoder.layer.*.output.dense/linear",
+        "**/embedding", "/relu". Without "#index" and "@after" it selects every occurrence; "#0" is
+        the first one, "/relu@" those before any module.
 
         Matching is linear in the length of the id.
         """
@@ -127,7 +129,7 @@ class OpId:
 
 @dataclass
 class Numbering:
-    """How many operators of each name each module has shown so far, and which module came last."""
+    """Counter of operators per module and name, and the last module called."""
 
     seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     last: str = ""
@@ -141,7 +143,7 @@ class Numbering:
         return OpId(module, operator, self.seen[key] - 1, after)
 
     def put_in(self, near: OpId, operator: str) -> OpId:
-        """Returns the id of an operator that a pass puts in where `near` is; those of the model keep their numbers."""
+        """Return the id of an operator inserted at `near`; the model's ids do not change."""
         key = (near.module, operator, near.after)
         self.seen[key] += 1
         return OpId(near.module, operator, self.seen[key] - 1, near.after)

@@ -1,7 +1,8 @@
-"""Patterns that select operators by their ids; `OpId.matches` says what they mean.
+"""Patterns that select operators by id; `OpId.matches` documents the syntax.
 
-Invariant: a pattern is compiled to one regular expression over the texts of ids that matches in time linear in the id, and means what
-it says of names, whatever is escaped in them; what has no meaning is refused, and the error names the character.
+A pattern is compiled to one regular expression over the texts of ids, which matches in time linear
+in the id. Escaped characters match literally. Malformed patterns raise an error that names the
+character.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from qsync_fx.errors import PlanError, shown
 _LONGEST_PATTERN = 1000
 _LONGEST_WRITTEN_OUT = 10_000
 
-# The texts of ids consist of characters, each as it is or as %XX of its UTF-8 bytes. Those between two dots are a segment.
-# The groups are atomic (?>...): a `*` or `**` takes the leftmost continuation that fits. What stands between two of them has a fixed
-# number of characters, so that what follows can then only gain: giving up the alternatives loses no match, and matching
-# backtracks over one segment at most.
+# An id consists of characters, plain or as %XX of their UTF-8 bytes; segments are separated by
+# dots.
+# The groups are atomic (?>...): a `*` or `**` matches the leftmost continuation that fits. The text
+# between two of them has a fixed number of characters, so a later match never helps: discarding the
+# alternatives loses no match, and matching backtracks over one segment at most.
 _ESCAPED = r"%[0-9A-F]{2}(?:%[89AB][0-9A-F])*+"
 _IN_SEGMENT = rf"(?>[^./#@%]|{_ESCAPED})"
 _IN_OPERATOR = rf"(?>[^@#%]|{_ESCAPED})"
@@ -34,7 +36,7 @@ _ALPHABETS = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTU
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern of `OpId.matches` to an expression over the texts of ids; raises `PlanError` if malformed."""
+    """Compile a pattern to an expression over ids; raise `PlanError` if it is malformed."""
     if not isinstance(pattern, str):
         raise PlanError(
             f"a pattern is text, not {type(pattern).__name__}",
@@ -58,7 +60,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 @functools.lru_cache(maxsize=4096)
 def module_regex(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern to an expression over texts of module paths: those in which, or outside modules behind which, it may select.
+    """Compile a pattern to an expression over module paths in which it may select operators.
+
+    For operators outside modules it is the path of the preceding module.
 
     Raises:
         PlanError: the pattern is malformed.
@@ -78,9 +82,9 @@ def _module_expression(pattern: str) -> str:
 
 
 def alternatives(pattern: str) -> list[str]:
-    """Returns for each alternative that a pattern has in braces the pattern with that one alone; none for one without a choice.
+    """Return the pattern restricted to each single alternative in its braces; [] without a choice.
 
-    A range, as in `{0..11}`, is one alternative: it says what may be there, not what is.
+    A range such as `{0..11}` is one alternative, since its numbers need not all exist.
     """
     texts = re.split(r"\{([^{}]*)\}", pattern)
     result = []
@@ -94,7 +98,7 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def _written_out(pattern: str) -> list[str]:
-    """Returns the patterns without braces that a pattern with braces stands for."""
+    """Return the brace-free patterns to which a pattern expands."""
     parts: list[list[str]] = []
     count = 1
     for index, text in enumerate(re.split(r"\{([^{}]*)\}", pattern)):
@@ -136,7 +140,7 @@ def _too_long(pattern: str) -> PlanError:
 
 
 def _expression(pattern: str) -> str:
-    """Returns the expression for a pattern without braces."""
+    """Return the expression for a pattern without braces."""
     module, slash, rest = pattern.partition("/")
     if not slash:
         if not module:
@@ -165,7 +169,7 @@ def _expression(pattern: str) -> str:
 
 
 def _path(glob: str, pattern: str, full: bool = False) -> str:
-    """Returns the expression for a glob over module paths; unless `whole`, for what lies below the path too."""
+    """Return the expression for a glob over module paths; unless `full`, submodules match too."""
     blocks: list[list[str]] = [[]]
     for segment in glob.split("."):
         if segment == "**":
@@ -189,7 +193,7 @@ def _path(glob: str, pattern: str, full: bool = False) -> str:
 
 
 def _glob(glob: str, character: str, pattern: str) -> str:
-    """Returns the expression for a glob in which `*` stands for any run of `character`."""
+    """Return the expression for a glob in which `*` matches any run of `character`."""
     pieces, index = [""], 0
     while index < len(glob):
         part = _PART_OF_GLOB.match(glob, index)
@@ -213,7 +217,7 @@ def _glob(glob: str, character: str, pattern: str) -> str:
 
 
 def _members(one_of: str, pattern: str) -> Iterable[str]:
-    """Yields the expressions for what stands between [ and ]."""
+    """Yield the expressions for the members of a set between [ and ]."""
     index = 0
     while index < len(one_of):
         member = _MEMBER.match(one_of, index)

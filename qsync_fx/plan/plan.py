@@ -1,10 +1,10 @@
 """The plan: which operator computes in which precision.
 
-A plan is made in one place (by hand, by a search over profiles) and read in many (every rank, every graph that DDP splits
-a model into), so it speaks of operators by `OpId` and is a value.
+A plan is made once, by hand or by a search over profiles, and read by every rank and every graph
+into which DDP splits a model, so it refers to operators by `OpId`.
 
-Invariant: a plan never changes, equals another when both say the same of every possible operator in the same words
-(notes aside, which say where it came from), and hashes by the same content. So equal plans share compiled code.
+Invariant: a plan is immutable. Plans are equal, and hash equally, if default, patterns and
+operators are equal; notes do not count. So equal plans share compiled code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from qsync_fx.plan.plan_file import PLAN, block, notes_of, texts_block
 from qsync_fx.plan.validation import check_plan
 from qsync_fx.serialization import Parsed, Path, kind
 
-# Mapping's key type is invariant, so that a union of keys alone would refuse the dictionaries that people have.
+# The key type of Mapping is invariant: a Mapping of the union alone would reject usual
+# dictionaries.
 _Operators = (
     Mapping[OpId, Precision | str]
     | Mapping[str, Precision | str]
@@ -31,20 +32,20 @@ _Operators = (
 )
 _MOST_PATTERNS = 2000
 DEVICE_CLASS = "device class"
-"""The note that a part of a plan for a cluster has: the class of devices that it is for."""
+"""Note of a part of a cluster plan: its device class."""
 CACHED = "cached profile"
-"""The note of a plan that nobody asked for, found from a profile in the cache: what is to be said of it."""
+"""Note of a default plan from a cached profile: the message to log."""
 _HOW_TO_WRITE_PATTERNS = 'write [["encoder.layer.*.output", "bf16"], ...]; a later one wins'
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan says of one operator.
+    """Precision that a plan assigns to one operator.
 
     Attributes:
         precision: the planned precision.
-        reason: why, in words for reports: 'plan: pattern "encoder.layer.*.output"'.
-        explicit: whether the plan names the operator, by itself or by a pattern; a default does not.
+        reason: text for reports: 'plan: pattern "encoder.layer.*.output"'.
+        explicit: whether an operator or pattern entry assigns it, not the default.
     """
 
     precision: Precision
@@ -57,14 +58,16 @@ class Plan:
     """Precisions of operators.
 
     Attributes:
-        default: the precision of operators that nothing below names; None for a plan that must name all.
-        patterns: (pattern of `OpId.matches`, precision), where a later pattern wins over an earlier one.
-        operators: precisions of single operators, which win over patterns.
-        notes: where the plan came from, free text by name. No part of what the plan says: plans that differ only in
-            notes are equal.
+        default: precision of operators without an entry below; None if every operator needs an
+            entry.
+        patterns: (pattern of `OpId.matches`, precision); later patterns have priority.
+        operators: precisions of single operators, with priority over patterns.
+        notes: origin of the plan, free text by name; ignored by comparisons.
 
-    Precisions are given by name or as `Precision`, operators by text or as `OpId`. Raises `PlanError` for whatever is not
-    of these types, an unknown precision, a malformed pattern or id.
+    Precisions are names or `Precision`, operators are texts or `OpId`.
+
+    Raises:
+        PlanError: a wrong type, an unknown precision, or a malformed pattern or id.
     """
 
     default: Precision | None
@@ -87,13 +90,14 @@ class Plan:
 
     @classmethod
     def uniform(cls, precision: Precision | str) -> Plan:
-        """Returns the plan that gives every operator one precision."""
+        """Return the plan that assigns one precision to every operator."""
         return cls(default=precision)
 
     def with_precision(self, selected: str | OpId, precision: Precision | str) -> Plan:
-        """Returns a plan that gives `precision` to the operator `which`, or to all that the pattern `which` selects.
+        """Return a plan with `precision` for an operator or for the operators of a pattern.
 
-        What is said last wins: a pattern also takes over the operators it selects that the plan named one by one.
+        The latest call has priority: a pattern replaces entries of single operators that it
+        selects.
         """
         if isinstance(selected, OpId):
             return Plan(
@@ -107,11 +111,11 @@ class Plan:
         return Plan(self.default, (*others, (selected, precision)), saved, self.notes)
 
     def without_notes(self) -> Plan:
-        """Returns an equal plan that does not say where it came from."""
+        """Return an equal plan without notes."""
         return Plan(self.default, self.patterns, self.operators)
 
     def precision_for(self, op_id: OpId) -> Choice | None:
-        """Returns what the plan says of an operator, None if nothing: by its id, else the last pattern, else the default."""
+        """Return the choice by id, else by last pattern, else the default; None without one."""
         if op_id in self.operators:
             return Choice(self.operators[op_id], self._name)
         for pattern, precision in reversed(self.patterns):
@@ -131,24 +135,24 @@ class Plan:
         return "plan" if part is None else f"plan of {part}"
 
     def check(self, op_ids: Sequence[OpId], complete: bool) -> None:
-        """Raises `PlanError` where the plan was made for another model.
+        """Raise `PlanError` if the plan was made for another model.
 
         Args:
             op_ids: the operators that a plan decides on, of the model or of a part of it.
-            complete: whether these are all operators of the model. Only then is an operator or pattern of the plan that
-                fits none of them an error: it may be meant for another part.
+            complete: whether `op_ids` are all operators of the model. Only then are unused
+                operators and patterns of the plan errors.
         """
         check_plan(self, op_ids, complete)
 
     def to_json(self) -> str:
-        """Returns the plan as JSON text, the same text for equal plans with equal notes."""
+        """Return the plan as JSON text, identical for equal plans with equal notes."""
         return (
             block("{", (f'"format": "{PLAN.name}"', f'"version": {PLAN.version}', *self.entries()))
             + "\n"
         )
 
     def entries(self) -> list[str]:
-        """Returns what its JSON object holds, an entry a field."""
+        """Return the entries of its JSON object, one per field."""
         precision = {
             op_id: chosen.name
             for op_id, chosen in sorted(self.operators.items(), key=lambda item: _natural(item[0]))
@@ -168,17 +172,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes | Parsed) -> Plan:
-        """Reads the text of `to_json`. Raises `PlanError`, and nothing else, for any other text."""
+        """Read the text of `to_json`; raise `PlanError`, and no other error, for any other text."""
         result = PLAN.decode(text)
         return cls(result.default, result.patterns, result.operators, result.notes)
 
     def save(self, path: Path) -> None:
-        """Writes the plan to `path` in one step, so that a reader never sees half of it; raises `PlanError` if it cannot."""
+        """Write the plan to `path` atomically; raise `PlanError` on failure."""
         PLAN.write(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        """Reads a plan file, which may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
+        """Read an untrusted plan file; raise `PlanError` with the problem and its location."""
         data = PLAN.read(path)
         try:
             return cls.from_json(data)
@@ -273,7 +277,7 @@ def _operators(argument: object) -> dict[OpId, Precision]:
 
 
 def _natural(op_id: OpId) -> tuple[object, ...]:
-    """Sorts layer.2 before layer.10."""
+    """Return a sort key that orders layer.2 before layer.10."""
 
     def segments(path: str) -> list[tuple[int, str]]:
         return [(len(part) if part.isdecimal() else 0, part) for part in path.split(".")]

@@ -1,6 +1,6 @@
-"""Plan files, of one plan or of a cluster's: what stands in one, how it is written, and what their errors call it.
+"""JSON files of plans and cluster plans: schemas, writers, names in error messages.
 
-A plan is data from elsewhere: another rank, another machine, a web page.
+A plan file is untrusted input: it may come from another rank or machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qsync_fx.serialization import Schema, kind
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a plan, which `Plan` checks itself: from Python come others as wrong as from files."""
+    """Fields of a plan file; `Plan` validates them, as it does values from Python."""
 
     default: Any = None
     patterns: Any = ()
@@ -37,7 +37,7 @@ PLAN = Schema(
 
 @dataclass(frozen=True)
 class ClusterFields:
-    """The fields of a plan for a cluster, which `ClusterPlan` checks itself."""
+    """Fields of a cluster plan's file; `ClusterPlan` validates them."""
 
     classes: Any = field(default_factory=dict)
     devices: Any = field(default_factory=dict)
@@ -58,14 +58,14 @@ CLUSTER_PLAN = Schema(
 
 
 def block(opening: str, entries: Iterable[str]) -> str:
-    """Returns a JSON object or list that begins with `opening`, an entry a line."""
+    """Return a JSON object or list that begins with `opening`, one entry per line."""
     closing = "}" if opening.endswith("{") else "]"
     body = ",\n".join(textwrap.indent(entry, "  ") for entry in entries)
     return f"{opening}\n{body}\n{closing}" if body else opening + closing
 
 
 def texts_block(name: str, texts: Mapping[str, str]) -> str:
-    """Returns the field of a JSON object that holds texts by name, in their order."""
+    """Return a JSON field with an object of texts, sorted by name."""
     return block(
         f'"{name}": {{',
         (f"{json.dumps(key)}: {json.dumps(text)}" for key, text in sorted(texts.items())),
@@ -73,7 +73,7 @@ def texts_block(name: str, texts: Mapping[str, str]) -> str:
 
 
 def notes_of(value: object) -> dict[str, str]:
-    """Returns what is given as notes; raises `PlanError` where it cannot be."""
+    """Return notes as a dictionary; raise `PlanError` if they are invalid."""
     if not isinstance(value, Mapping):
         raise PlanError(
             f"notes are a mapping, not {kind(value)}", where="notes", do='write {"made by": "..."}'

@@ -1,11 +1,8 @@
-"""Who this process is among those that train together: its rank, and what its device is called.
+"""Loading of plans: a file of either kind, and the part of a cluster plan for this process.
 
-Invariant: nothing is decided here, and nothing is waited for. A process that torch.distributed knows has the rank that it has there; one
-that a launcher such as torchrun has started, and that has not joined yet, the rank that the launcher gave it.
-
-Files of plans, where a file may hold one plan or one for a cluster.
-
-Invariant: what the file says that it is, is what it is read as, with all of that kind's checks.
+A file is read as the kind that it declares, with that kind's checks. The rank is
+torch.distributed's, or before initialization the launcher's (torchrun). Reading it involves no
+communication.
 """
 
 from __future__ import annotations
@@ -26,19 +23,19 @@ from qsync_fx.serialization.schema import Path
 
 @runtime_checkable
 class HoldsPlan(Protocol):
-    """What an allocator's answer is, and anything else that a plan was found with."""
+    """Protocol of values that contain a plan, such as an allocator's result."""
 
     def as_plan(self) -> Plan | ClusterPlan:
-        """Returns the plan."""
+        """Return the plan."""
 
 
 def given_plan(value: object) -> object:
-    """Returns the plan that an allocator's answer holds; what is none, as it is."""
+    """Return the plan of a value that contains one, and any other value unchanged."""
     return value.as_plan() if isinstance(value, HoldsPlan) else value
 
 
 def device_plans(value: Plan | HoldsPlan | Sequence[Plan | HoldsPlan]) -> list[Plan]:
-    """Returns the plans of one device, or the one, that are given; raises `PlanError` for what is none."""
+    """Return one or several plans of a device as a list; raise `PlanError` for any other value."""
     several = [value] if isinstance(value, Plan | ClusterPlan | HoldsPlan) else value
     return [_device_plan(given_plan(item)) for item in several]
 
@@ -53,7 +50,7 @@ def _device_plan(value: object) -> Plan:
 
 
 def read_plan(path: Path) -> Plan | ClusterPlan:
-    """Reads a file that may come from anywhere; raises `PlanError` saying what is wrong with it, and where."""
+    """Read an untrusted plan file; raise `PlanError` with the problem and its location."""
     data = CLUSTER_PLAN.read(path)
     try:
         large = len(data) > PLAN.largest
@@ -66,30 +63,30 @@ def read_plan(path: Path) -> Plan | ClusterPlan:
 
 
 DEVICE_CLASS: Final = "QSYNC_DEVICE_CLASS"
-"""The environment variable that names the class of this process's device."""
+"""Environment variable with the class of this process's device."""
 
 
 def this_process() -> LocalPlan:
-    """Returns what this process knows of itself."""
+    """Return rank, world size and device name of this process."""
     rank, world = _rank_and_world()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return LocalPlan(rank, world, device)
 
 
 def named_class() -> str | None:
-    """Returns the class of this process's device that its environment names; None where it names none."""
+    """Return the device class that the environment names, or None."""
     return environment.text(DEVICE_CLASS) or None
 
 
 def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = None) -> Plan:
-    """Returns the plan that a rank trains under, of one for it or for a cluster.
+    """Return the plan for this process.
 
     Args:
-        plan: of which a part is taken, where it is for a cluster.
-        device_class: the class whose part it is; None to have it found.
+        plan: a plan, returned unchanged, or a cluster plan.
+        device_class: class of the part; None to determine it from environment, rank and device.
 
     Raises:
-        PlanError: which part is this rank's cannot be told.
+        PlanError: the class is unknown or ambiguous, or `plan` has no classes.
     """
     if isinstance(plan, Plan):
         if device_class is not None:

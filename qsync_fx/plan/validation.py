@@ -1,8 +1,10 @@
-"""Whether a plan was made for the model at hand, and if not, in what they differ.
+"""Validation of a plan against the operators of a model.
 
-A plan for another model must not be half applied: what it names and the model does not have is lost without a word, and
-what it does not name trains in a precision nobody chose. Invariant: a plan that passes decides on every operator, and,
-where all operators are known, each of its operators and patterns decides on at least one.
+A plan for another model must not be applied in part: entries without an operator would be lost
+silently, and operators without an entry would train in an unplanned precision.
+
+Invariant: a valid plan decides on every operator, and if all operators are known, each of its
+operators and patterns decides on at least one.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Misfit:
-    """In what a plan and operators differ.
+    """Differences between a plan and a model's operators.
 
     Attributes:
-        missing: the operators that the plan says nothing of.
-        unused: the operators and patterns of the plan that decide on none, each with its precision and with what it resembles; of a
-            pattern of which only an alternative in braces decides on none, that alternative.
+        missing: operators for which the plan has no precision.
+        unused: entries of the plan that select no operator, with precision and similar names. If
+            only an alternative in braces selects none, the entry is that alternative.
     """
 
     missing: tuple[OpId, ...]
@@ -39,12 +41,12 @@ class Misfit:
 
     @property
     def operators(self) -> list[OpId]:
-        """The operators of the plan that are none of the model's."""
+        """Return the operators of the plan that the model does not have."""
         return [entry for entry, _, _ in self.unused if isinstance(entry, OpId)]
 
 
 def misfit(plan: Plan, op_ids: Sequence[OpId], observed: Iterable[OpId] = ()) -> Misfit:
-    """Returns in what a plan differs from the operators that it decides on, those `seen` before included."""
+    """Return the differences between a plan and the operators, including `observed` ones."""
     available = dict.fromkeys((*op_ids, *observed))
     texts = [str(op_id) for op_id in available]
     operators = [
@@ -53,7 +55,7 @@ def misfit(plan: Plan, op_ids: Sequence[OpId], observed: Iterable[OpId] = ()) ->
     patterns = [
         (idle, precision) for pattern, precision in plan.patterns for idle in _idle(pattern, texts)
     ]
-    # Only so many are shown.
+    # The error message shows only these.
     near_operators = {op_id: tuple(_close(str(op_id), texts)) for op_id, _ in operators[:_SHOWN]}
     near_patterns = {pattern: _near(pattern, texts) for pattern, _ in patterns[:_SHOWN]}
     return Misfit(
@@ -69,7 +71,7 @@ def misfit(plan: Plan, op_ids: Sequence[OpId], observed: Iterable[OpId] = ()) ->
 
 
 def _idle(pattern: str, texts: Sequence[str]) -> list[str]:
-    """Returns what of a pattern selects nothing: the pattern, or alternatives in its braces."""
+    """Return the parts of a pattern that select no operator: itself, or alternatives in braces."""
     if not any(map(pattern_regex(pattern).match, texts)):
         return [pattern]
     return [
@@ -85,13 +87,13 @@ def check_plan(
     modules: Collection[str] | None = None,
     as_written: Collection[OpId | str] = (),
 ) -> None:
-    """Raises `PlanError` where `plan` was made for another model; see `Plan.check`.
+    """Raise `PlanError` if `plan` was made for another model; see `Plan.check`.
 
     Args:
-        plan, op_ids, complete: as there.
-        seen: the operators of other graphs of the model.
-        modules: the paths of all its modules; None where they are not known. What names none of them can decide on nothing.
-        as_written: operators and patterns of the plan that are true without a graph.
+        plan, op_ids, complete: as in `Plan.check`.
+        observed: operators of other graphs of the model.
+        modules: paths of all modules; None if unknown. Entries outside them are errors.
+        as_written: operators and patterns of the plan that are valid without a graph.
     """
     result = misfit(plan, op_ids, observed)
     result = replace(
@@ -121,7 +123,7 @@ def check_plan(
 
 
 def _is_elsewhere(op_id: OpId, modules: Collection[str] | None) -> bool:
-    """Whether an operator's module is known not to be there."""
+    """Return whether an operator's module is known not to exist."""
     return modules is not None and (op_id.module or op_id.after) not in modules
 
 
@@ -169,7 +171,7 @@ def _list(title: str, op_ids: Sequence[OpId]) -> str:
 
 
 def _nearest_to(strangers: Sequence[OpId], available: Sequence[OpId], owner: str) -> list[str]:
-    """Returns advice for the first of `strangers` that resembles something known, at most one line."""
+    """Return at most one line: names similar to one of the first three `strangers`."""
     texts = [str(op_id) for op_id in available]
     for text in map(str, strangers[:3]):
         if close := _close(text, texts):
@@ -178,13 +180,13 @@ def _nearest_to(strangers: Sequence[OpId], available: Sequence[OpId], owner: str
 
 
 def _close(text: str, available: Iterable[str]) -> list[str]:
-    # Similarity takes time in proportion to both lengths, and to how many there are: advice is not worth minutes.
+    # Time is proportional to both lengths and to the number of names: bound it.
     candidates = islice((name for name in available if len(name) <= 200), 5000)
     return difflib.get_close_matches(text[:200], candidates, n=3, cutoff=0.5)
 
 
 def _modules(texts: Iterable[str]) -> list[str]:
-    """Returns the paths of all modules that hold an operator, ancestors included, as ids write them."""
+    """Return the paths of all modules with operators and of their ancestors, as ids write them."""
     result: dict[str, None] = {}
     for text in texts:
         path = text.partition("/")[0]

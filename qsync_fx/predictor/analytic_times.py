@@ -1,19 +1,10 @@
-"""`Times` of a device of the catalog: what is asked of a profile where there is one, reckoned from what operators cost.
+"""Analytic operator times (`Times`) of a device of the catalog, computed from operator costs.
 
-Products and convolutions whose sides are known take what the device's tiles take; other operators what their bytes take, or their
-operations where those take longer. Each operator is taken to run alone: what a compiler fuses takes less.
+Matrix products and convolutions with known dimensions use the device's tile model. All other
+operators use the roofline: the longer of the time of their operations and of their memory traffic.
+Each operator is assumed to run alone; fused operators take less time.
 
-Invariant: every state that the model's graph knows the cost of has a time, and nothing is measured.
-
-The sides of a product, found from how many values it reads and makes, and from its operations.
-
-A product of b matrices of m by k with b of k by n reads bmk and bkn values, makes bmn, and takes 2bmnk operations: four numbers for four
-sides. Of a convolution the result's shape is known; how large its window is and how far it strides follows from how many values it reads,
-if there is one way that fits.
-
-Invariant: what is returned reads, makes and computes exactly what was given; None where nothing of this kind does.
-
-How long a model's operators take on a device of the catalog: reckoned from their costs, and not measured.
+Invariant: every state with a cost in the model graph has a time; no measurement is involved.
 """
 
 from __future__ import annotations
@@ -44,12 +35,12 @@ __all__ = ["DeviceTimes"]
 
 
 _WINDOWS = (1, 3, 5, 7, 9, 11, 2, 4, 14, 16)
-"""Heights of square windows, in the order in which they are tried."""
+"""Heights of square convolution windows, in the order of the search."""
 
 
 @dataclass(frozen=True)
 class ProductShape:
-    """`batch` products of m by k with k by n."""
+    """`batch` products of [m, k] by [k, n] matrices."""
 
     batch: int
     m: int
@@ -59,7 +50,7 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class ConvolutionShape:
-    """A convolution with a square window: sizes as in `Device.conv_seconds`."""
+    """Convolution with a square window r by r; the fields as in `Device.conv_seconds`."""
 
     n: int
     c: int
@@ -72,7 +63,12 @@ class ConvolutionShape:
 
 
 def product(first: int, second: int, result: int, flops: int) -> ProductShape | None:
-    """Returns the sides of a product that reads `first` and `second` values."""
+    """Return the dimensions of a batched matrix product, or None if no dimensions fit.
+
+    `batch` products of [m, k] by [k, n] read batch*m*k (`first`) and batch*k*n (`second`) elements,
+    write batch*m*n (`result`) elements and compute 2*batch*m*n*k `flops`. These four equations
+    determine the four dimensions. A returned shape satisfies all of them exactly.
+    """
     multiplied = flops // 2
     if min(first, second, result, multiplied) < 1:
         return None
@@ -91,7 +87,15 @@ def product(first: int, second: int, result: int, flops: int) -> ProductShape | 
 
 
 def convolution(read: int, weights: int, result: tuple[int, ...]) -> ConvolutionShape | None:
-    """Returns the sizes of a convolution of `read` values with `weights`, whose result has a shape of four sizes; None with groups."""
+    """Return the dimensions of a convolution, or None if no dimensions fit or it has groups.
+
+    The search tries window sizes, then strides, then paddings, and returns the first fit.
+
+    Args:
+        read: number of elements of the input.
+        weights: number of elements of the weight.
+        result: shape of the result, [N, K, H, W].
+    """
     if len(result) != 4 or min(result) < 1 or weights % result[1]:
         return None
     n, k, high, wide = result
@@ -108,7 +112,10 @@ def convolution(read: int, weights: int, result: tuple[int, ...]) -> Convolution
 
 
 def _placed(places: int, high: int, wide: int, r: int, stride: int) -> tuple[int, int, int] | None:
-    """Returns height, width and padding of an input of so many places; of several paddings that which keeps the size."""
+    """Return height, width and padding of an input plane of `places` elements.
+
+    The largest padding comes first: it preserves the size at stride 1.
+    """
     for padding in range(r // 2, -1, -1) if r > 1 else (0,):
         for h in range((high - 1) * stride + r - 2 * padding, high * stride + r - 2 * padding):
             if h > 0 and places % h == 0:
@@ -127,20 +134,23 @@ def _like(h: int, w: int, high: int, wide: int) -> bool:
 
 
 ADAMW = 28
-"""Bytes that AdamW moves for a parameter in FP32: it reads it, its gradient and two moments, and writes all but the gradient."""
+"""Bytes that AdamW moves per FP32 parameter: reads of the parameter, its gradient and two moments,
+and writes of all but the gradient."""
 
 
 class DeviceTimes:
-    """
+    """Operator times of a model on a device of the catalog, computed from operator costs.
+
     Args:
-        device: of the catalog.
-        graph: the model, with numbers for its sizes.
-        optimizer_bytes: what the optimizer reads and writes for each trained parameter; 0 for none, which takes no time.
-        optimizer_memory: what it keeps and takes; None where that is not known.
-        loss_memory: what the loss takes behind the model; None where that is not known.
+        device: a device of the catalog.
+        graph: the model, with numbers for its symbolic sizes.
+        optimizer_bytes: bytes that the optimizer reads and writes per trained element; 0 for no
+            optimizer and no time.
+        optimizer_memory: memory of the optimizer; None if unknown.
+        loss_memory: memory of the loss outside of the model; None if unknown.
 
     Raises:
-        ProfileError: the model was explained for another device, where other formats run.
+        ProfileError: the model was explained for a device that runs other formats.
     """
 
     def __init__(
@@ -168,11 +178,14 @@ class DeviceTimes:
         self._sides: dict[str, ProductShape | ConvolutionShape | None] = {}
 
     def of(self, graph: ModelGraph) -> DeviceTimes:
-        """Returns the times of another model, or of the same one with other sizes, by which what its loss takes is another."""
+        """Return the times of another model, or of this model with other sizes.
+
+        The memory of the loss depends on sizes and is unknown in the result.
+        """
         return DeviceTimes(self.device, graph, self._optimizer_bytes, self.optimizer_memory)
 
     def on(self, device: Device) -> DeviceTimes:
-        """Returns the times of the same model on another device."""
+        """Return the times of the same model on another device."""
         return DeviceTimes(
             device, self.graph, self._optimizer_bytes, self.optimizer_memory, self.loss_memory
         )
@@ -180,26 +193,29 @@ class DeviceTimes:
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None] = ()
     ) -> Seconds:
-        """Returns the time of an operator in a state, without the casts in front of it; neighbours do not change it."""
+        """Return the time of an operator in a state, without the casts of its operands.
+
+        Neighbours do not change it.
+        """
         names = state.names
         if (operator, names) not in self._known:
             self._known[operator, names] = self._reckoned(self.graph.operator(operator), names)
         return self._known[operator, names]
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        """Returns the time of an operator in a state."""
+        """Return the time of an operator in a state; it is exact for all neighbours."""
         return self.operator(operator, state)
 
     def told_apart(
         self, operator: str, state: OperandState
     ) -> Sequence[Collection[StateNames] | None]:
-        """Returns that no neighbour makes a difference."""
+        """Return empty sets: times do not depend on neighbours."""
         return TOLD_BY_NONE
 
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
-        """Returns the time of converting or quantizing a tensor, as if nothing else was done on the way."""
+        """Return the time of a cast or quantization that is not fused with other work."""
         key = before, after, numel, differentiated
         if key not in self._casts:
             self._casts[key] = self._cast(*key)
@@ -220,18 +236,21 @@ class DeviceTimes:
         return Seconds(self.device.cast_seconds(source, target, numel), backward, interpolated=True)
 
     def outside(self) -> Seconds:
-        """Returns no time: nothing is known of the framework's own."""
+        """Return zero: the framework overhead is unknown."""
         return Seconds(0.0, 0.0, interpolated=True)
 
     def optimizer(self) -> float:
-        """Returns the seconds in which all trained parameters are read and written with what the optimizer keeps of them; 0 for none."""
+        """Return the time to read and write all trained parameters and their state, in seconds.
+
+        It is 0 without an optimizer.
+        """
         if not self._optimizer_bytes:
             return 0.0
         trained = sum(parameter.numel for parameter in self.graph.parameters if parameter.trained)
         return self.device.memory_seconds(trained * self._optimizer_bytes)
 
     def sides(self, operator: str) -> ProductShape | ConvolutionShape | None:
-        """Returns the sides of an operator's product; None where it is none, or one whose sides are not known."""
+        """Return the dimensions of an operator's product, or None if unknown."""
         if operator not in self._sides:
             self._sides[operator] = self._found(self.graph.operator(operator))
         return self._sides[operator]
@@ -271,7 +290,7 @@ class DeviceTimes:
             return self.device.conv_seconds(
                 s.n, s.c, s.h, s.w, s.k, s.r, s.r, s.stride, s.padding, fmt, part
             )
-        # As BLAS counts, which sees rows as columns.
+        # In the column-major terms of BLAS.
         rows = sides.m * sides.batch
         if part == "output":
             return self.device.gemm_seconds(sides.n, rows, sides.k, fmt, "tn")
@@ -307,7 +326,7 @@ class DeviceTimes:
         )
 
     def _factors(self, operator: ModelOperator) -> tuple[ModelRead, ...]:
-        """Returns the two readings that an operator multiplies, the weight last; none where there are no such two."""
+        """Return the two operands that an operator multiplies, the weight last; () if none fit."""
         wanted = _number(next(iter(operator.costs.values())).forward.flops, operator)
         result = _number(self.graph.values[operator.result].numel, operator)
         if "conv" in operator.row:
@@ -324,12 +343,18 @@ class DeviceTimes:
 
 
 def moved_bytes(optimizer: OptimizerMemory) -> float:
-    """Returns the bytes that an optimizer moves for a parameter in FP32: all is read, and all but the gradient written."""
+    """Return the bytes that an optimizer moves per FP32 parameter.
+
+    It reads the parameter, its gradient and its state, and writes all but the gradient.
+    """
     return 4 * (3 + 2 * optimizer.state)
 
 
 def explained_for(graph: ModelGraph, device: Device) -> bool:
-    """Whether a model was explained where the same formats run as on a device: on it, or on one of its kind that was at hand."""
+    """Return whether a model was explained for formats that run on a device.
+
+    A model that was explained for "cuda" fits every GPU, and one explained for "cpu" every CPU.
+    """
     if graph.device == device.kind == "cpu":
         return True
     return device.kind == "gpu" and graph.device in (
@@ -341,7 +366,7 @@ def explained_for(graph: ModelGraph, device: Device) -> bool:
 
 
 def _shape(text: str) -> tuple[int, ...] | None:
-    """Returns the shape in a description such as "f32[8, 16]"; None for anything else."""
+    """Return the shape in a description such as "f32[8, 16]"; None for any other text."""
     result = re.fullmatch(r"\w+\[([\d, ]*)\]", text)
     return tuple(int(size) for size in result[1].split(", ") if size) if result else None
 

@@ -1,9 +1,11 @@
-"""Blocks of a model that are equal in structure, such as the layers of a transformer: what is decided for one holds for the others.
+"""Isomorphic blocks of a model, such as the layers of a transformer, which can share decisions.
 
-A block is what runs in a module and in those inside it. Blocks of one code run their operators in one order, so two blocks are equal where
-the operators at each place are, and what each of them reads comes from the same place of the block, or from outside.
+A block contains the operators that run in a module and its submodules. Two blocks are isomorphic if
+their operators are equal position by position, and if each operand comes from the same position of
+the block, or from outside of it.
 
-Invariant: operators at one place of equal blocks cost the same in every state, and no operator is in two of the blocks that are returned.
+Invariant: operators at one position of isomorphic blocks cost the same in every state (unless sizes
+are ignored), and no operator is in two of the returned blocks.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from qsync_fx.predictor.model.model_graph import Choices, ModelGraph, ModelOpera
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks that are equal.
+    """Isomorphic blocks.
 
     Attributes:
-        modules: the path of each block's module.
-        operators: the ids of each block's operators, in the order in which they run.
+        modules: path of each block's module.
+        operators: ids of each block's operators, in execution order.
     """
 
     modules: tuple[str, ...]
@@ -29,16 +31,16 @@ class Blocks:
 
     @property
     def tied(self) -> tuple[tuple[str, ...], ...]:
-        """The operators that stand at one place of each block."""
+        """Operators at the same position of each block, one tuple per position."""
         return tuple(zip(*self.operators, strict=True))
 
 
 def isomorphic_blocks(graph: ModelGraph, sizes: bool = True, least: int = 2) -> tuple[Blocks, ...]:
-    """Returns the largest blocks of a model that are equal to others, those of more operators first.
+    """Return the largest isomorphic blocks of a model, in descending order of operator count.
 
     Args:
-        sizes: whether sizes and costs must be equal, too, and not operators and connections alone.
-        least: operators that a block has at least.
+        sizes: whether sizes and costs must be equal, in addition to operators and connections.
+        least: minimum number of operators of a block.
     """
     inside = _operators_of_modules(graph)
     equal: dict[Hashable, list[str]] = {}
@@ -75,7 +77,7 @@ def _operators_of_modules(graph: ModelGraph) -> Mapping[str, list[int]]:
 
 
 def _structure(graph: ModelGraph, places: list[int], sizes: bool) -> Hashable:
-    """What blocks have in common that are equal."""
+    """Return a key that is equal for isomorphic blocks."""
     numbers = {place: number for number, place in enumerate(places)}
     points: dict[int | None, int] = {}
     return tuple(

@@ -1,11 +1,11 @@
-"""Who knows how long an operator takes: a profile that measured it, or a device of the catalog that reckons it.
+"""Operator times, and the schedule of one training step that is built from them.
 
-Invariant: the cost mapper asks here and nowhere else, so that a profile, a catalog's device and a test's table stand for one another.
+`Times` is the only source of durations for the cost mapper. A profile, a device of the catalog and
+a table in a test all implement it. A `Schedule` is the output of the cost mapper and the input of
+the replayer.
 
-One training step of one device as a list of what it does: what the cost mapper gives and the replayer takes.
-
-Invariant: entries stand in the order in which they run, and their seconds add up to the time that the device computes.
-Nothing here knows of formats: what a plan changes are the seconds.
+Invariant: the entries of a schedule are in execution order, and their durations add up to the
+compute time of the device. A schedule contains no formats: a plan changes only durations.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.predictor.model.model_graph import StateNames
 
 NEIGHBOURS = (-1, 1, -2, 2)
-"""Where the neighbours of an operator stand in program order, in the order in which `Times` is asked with them."""
+"""Offsets of an operator's neighbours in program order, as `Times.operator` expects them."""
 Beside = Mapping[int, OperandState | None]
-"""The states of some neighbours, by where they stand: one of `NEIGHBOURS`; None where there is none."""
+"""States of some neighbours by offset, one of `NEIGHBOURS`; None: no operator at this offset."""
 ANYBODY: Final[Beside] = MappingProxyType({})
 TOLD_BY_NONE: Final[tuple[tuple[()], ...]] = ((),) * len(NEIGHBOURS)
-"""What is told apart where times follow no neighbours: see `Times.told_apart`."""
+"""Result of `Times.told_apart` for times that do not depend on neighbours."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long something takes.
+    """Duration of one piece of work in both passes.
 
     Attributes:
         forward: seconds in the forward pass.
         backward: seconds in the backward pass.
-        interpolated: whether it was reckoned from something like it, and not measured in this state.
+        interpolated: whether it was estimated from other measurements, not measured in this state.
     """
 
     forward: float
@@ -50,69 +50,74 @@ class Seconds:
 
 
 class Times(Protocol):
-    """How long operators take on one device, of one model."""
+    """Operator times of one model on one device."""
 
     def operator(
         self, operator: str, state: OperandState, around: Sequence[OperandState | None]
     ) -> Seconds:
-        """Returns the time of an operator in a state, without the casts in front of it.
+        """Return the time of an operator in a state, without the casts of its operands.
 
         Args:
-            operator: its id.
+            operator: the operator's id.
             state: its precision and the format of its output.
-            around: the states of its neighbours in program order, as `NEIGHBOURS` lists them; None where there is none.
+            around: states of the neighbours, in the order of `NEIGHBOURS`; None: no operator.
 
         Raises:
-            ProfileError: nothing is known of the operator.
+            ProfileError: the operator has no known time.
         """
 
     def least(self, operator: str, state: OperandState, neighbours: Beside = ANYBODY) -> Seconds:
-        """Returns what an operator in a state takes no less than beside some neighbours, whatever the others are; see `operator`."""
+        """Return a lower bound on `operator` for the given states of some neighbours.
+
+        The bound is valid for all states of the other neighbours.
+        """
 
     def told_apart(
         self, operator: str, state: OperandState
     ) -> Sequence[Collection[StateNames] | None]:
-        """Returns the states of each neighbour, as `NEIGHBOURS` lists them, by which times differ: beside all others of that neighbour's an
-        operator in a state takes the same. None where each may make a difference."""
+        """Return for each of `NEIGHBOURS` the states that can change the operator's time.
+
+        Every other state of the neighbour leads to the same time. None: any state can change it.
+        """
 
     def cast(
         self, operator: str, before: str, after: str, numel: int, differentiated: bool
     ) -> Seconds:
-        """Returns the time of converting or quantizing a tensor; zero where that is part of the operators' own times.
+        """Return the time of a cast or quantization; zero if operator times include it.
 
         Args:
-            operator: the operator that it is done for.
+            operator: id of the operator that the cast is charged to.
             before, after: names of the formats.
-            numel: elements of the tensor.
-            differentiated: whether a gradient flows back through it.
+            numel: number of elements of the tensor.
+            differentiated: whether a gradient flows back through the cast.
         """
 
     def outside(self) -> Seconds:
-        """Returns the time of a step that belongs to no operator."""
+        """Return the time of a step that is charged to no operator."""
 
     def optimizer(self) -> float:
-        """Returns the seconds of the optimizer's step."""
+        """Return the time of the optimizer step in seconds."""
 
 
 class Part(StrEnum):
-    """What of an operator an entry is."""
+    """Kind of work of a schedule entry."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     CAST = "cast"
-    """A conversion or quantizer in front of an operator, in the forward pass or, as what differentiates it, in the backward pass."""
+    """Conversion or quantization of an operand, or its derivative in the backward pass."""
     OUTSIDE = "outside"
-    """What belongs to no operator: the framework's own time in a pass."""
+    """Framework overhead of a pass, charged to no operator."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One stretch of work.
+    """Piece of work in a schedule.
 
     Attributes:
-        operator: the id of the operator that it is charged to; "" for what belongs to none.
-        part: what of the operator it is.
-        seconds: how long it takes on this device.
+        operator: id of the operator that the work is charged to; "" for none.
+        part: kind of work.
+        seconds: duration on this device.
     """
 
     operator: str
@@ -122,12 +127,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that is trained, as the optimizer and DDP's buckets see it.
+    """Trained parameter, as the optimizer and DDP's buckets see it.
 
     Attributes:
-        path: its name in the model.
+        path: qualified name in the model.
         numel: number of elements.
-        dtype_bytes: bytes of an element of its gradient.
+        dtype_bytes: bytes per element of its gradient.
     """
 
     path: str
@@ -137,14 +142,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step of one device under one plan.
+    """Training step of one device under one plan.
 
     Attributes:
-        forward: what runs in the forward pass, in order.
-        backward: what runs in the backward pass, in order.
-        optimizer: seconds of the optimizer's step.
-        parameters: what is trained, in the order in which the model registers it.
-        ready: for each parameter's path, the index of the entry of `backward` after which its gradient is whole.
+        forward: entries of the forward pass, in execution order.
+        backward: entries of the backward pass, in execution order.
+        optimizer: duration of the optimizer step in seconds.
+        parameters: trained parameters, in registration order.
+        ready: by parameter path, the index of the `backward` entry that completes its gradient.
     """
 
     forward: tuple[Entry, ...]
@@ -155,5 +160,5 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """The time that the device computes in a step, without communication."""
+        """Compute time of the device in a step in seconds, without communication."""
         return sum(entry.seconds for entry in (*self.forward, *self.backward)) + self.optimizer

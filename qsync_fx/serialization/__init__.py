@@ -1,6 +1,8 @@
-"""One codec for files of JSON that anyone may have written.
+"""Strict reading and writing of JSON and TOML files from untrusted sources.
 
-`schema` is a kind of file, `structure` takes values from the tree of a text and gives them back, `text` reads the tree.
+`Schema` is a kind of file (schema.py): start there. `converter` and `structured` convert between
+parsed trees and dataclasses (convert.py), `strict_json` parses text, and `atomic_files` replaces
+files.
 """
 
 from qsync_fx.serialization.convert import Check, converter, structured

@@ -22,7 +22,10 @@ from qsync_fx.errors import QSyncError
 
 
 def caches() -> Path:
-    """Returns the folder for what can be made anew, which need not exist: $QSYNC_CACHE_DIR, or the platform's (~/.cache/qsync_fx)."""
+    """Return the folder of caches: $QSYNC_CACHE_DIR, or the platform's (~/.cache/qsync_fx).
+
+    It need not exist.
+    """
     if named := environment.text("QSYNC_CACHE_DIR"):
         return Path(os.path.abspath(Path(named).expanduser()))
     return platformdirs.user_cache_path("qsync_fx", appauthor=False)
@@ -55,9 +58,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
-    """Returns where a path leads to, through links; raises `QSyncError` where something lies there that is no file."""
+    """Return the target of a path through links; raise `QSyncError` if it exists and is no file."""
     target = Path(os.path.realpath(path))
-    # Not pathlib's, which raise for a name that is too long; writing says what is wrong with it.
+    # Unlike pathlib's methods, these accept a name that is too long; the write reports it.
     if os.path.exists(target) and not os.path.isfile(target):
         raise QSyncError(
             "a file would replace something that is no file", where=str(path), do="give a new path"
@@ -132,7 +135,7 @@ def _change_owner(descriptor: int, replaced: os.stat_result, path: Path) -> None
 
 
 def _sync(folder: Path) -> None:
-    """Writes the folder's entries to disk: the name is in the folder, not in the file. Some file systems cannot, and say so."""
+    """Flush the folder's entries, which contain the names, to disk, if the file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

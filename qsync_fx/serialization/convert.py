@@ -1,11 +1,13 @@
-"""From the tree of a JSON text to values of dataclasses, and back.
+"""Conversion of JSON trees to dataclasses and back.
 
-A dataclass is the format: its fields are the keys, its annotations what they may hold: text, numbers, truth values, `Literal`, optional
-values, lists, tuples, mappings by text, further dataclasses. A union of dataclasses is told apart by their class variable `kind`, which is
-written beside their fields. What annotations cannot say is a check: a function from a value to the reason why it cannot be.
+A dataclass is the format: fields are keys, and annotations are the allowed values: text, numbers,
+booleans, `Literal`, optional values, lists, tuples, mappings by text, and dataclasses. The class
+variable `kind`, which is written next to the fields, selects the member of a union of dataclasses.
+A `Check` returns why a value is invalid, for rules beyond annotations.
 
-Invariant: nothing is converted, ignored or believed. "8" is no number and 1.0 no whole one, true is not 1. A field that is unknown is an
-error, and one that is missing unless the class has a default for it. The first thing that is wrong ends the reading, with the path to it.
+Invariant: no value is coerced or ignored: "8" is no number, 1.0 no integer, true is not 1. Unknown
+fields are errors, and so are missing ones without a default. Reading stops at the first error, with
+its path.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _WORDS: Final = {int: "a whole number", float: "a number", str: "text", bool: "t
 
 
 def structured(by: Converter, tree: object, expected: Any) -> Any:
-    """Returns the value of type `expected` that a tree holds, whose numbers may be plain ones too; raises `Malformed`."""
+    """Return the value of type `expected` in a tree, or raise `Malformed`.
+
+    Numbers may be `Number` or plain ones.
+    """
     try:
         return by.structure(tree, expected)
     except Malformed as wrong:
@@ -40,8 +45,8 @@ def structured(by: Converter, tree: object, expected: Any) -> Any:
 
 
 def converter(checks: Mapping[Any, Check] | None = None) -> Converter:
-    """Returns what reads and writes values of dataclasses; `checks` by the class whose values they look at."""
-    # Its detailed validation would collect an error for each of a million wrong values.
+    """Return a converter for dataclasses; `checks` are by the class of the values to check."""
+    # Detailed validation would collect an error for each of a million wrong values.
     made = Converter(detailed_validation=False, unstruct_collection_overrides={tuple: list})
     made.register_structure_hook(int, _leaf(_WORDS[int], _whole))
     made.register_structure_hook(float, _leaf(_WORDS[float], _number))
@@ -193,7 +198,7 @@ def _class(by: Converter, checks: Mapping[Any, Check], expected: Any) -> _Hook:
 
 
 def _kinds(expected: Any) -> dict[str, Any]:
-    """Returns the classes of a union by their kind; nothing for other types."""
+    """Return the classes of a union by their kind; empty for other types."""
     members = get_args(expected) if get_origin(expected) in (Union, UnionType) else ()
     result = {member.kind: member for member in members if _has_kind(member)}
     return result if len(result) == len(members) else {}
@@ -218,7 +223,10 @@ def _union(by: Converter, expected: Any) -> _Hook:
 
 
 def _leaves(expected: Any) -> tuple[Any, ...]:
-    """Returns the members of a union of text and numbers; nothing for other types, which one alone or None beside it makes."""
+    """Return the members of a union of text and numbers; empty for other types.
+
+    A single type, or one type or None, is not such a union.
+    """
     members = get_args(expected) if get_origin(expected) in (Union, UnionType) else ()
     plain = tuple(member for member in members if member is not type(None))
     return plain if len(plain) > 1 and {bool, int, float, str}.issuperset(plain) else ()

@@ -1,12 +1,9 @@
-"""A kind of file: what its errors call it, its version, its limits, and the dataclass that is its format.
+"""Schema of a kind of file: its name in errors, version, limits and dataclass.
 
-Invariant: whatever the bytes, reading ends within bounded memory and time in a valid value or in an error of the schema's class, with what
-is wrong, where in the file, and what to do. A version that this code does not know is an error before anything else is looked at. A path
-that held a file before a failed write holds it afterwards.
-
-Files of TOML that people write, read as strictly as those of JSON.
-
-Invariant: that of `schema`, but for the head: what people write by hand says no version, and its fields are all there is.
+Invariant: for any bytes, reading ends within bounded memory and time with a valid value, or with an
+error of the schema's class that names the problem, its position and a remedy. An unknown version is
+an error before any other check. After a failed write, the file at the path is unchanged. TOML files
+are read as strictly as JSON files, but have no version, because people write them by hand.
 """
 
 from __future__ import annotations
@@ -44,17 +41,18 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True, eq=False)
 class Schema(Generic[T]):
-    """
+    """Kind of JSON file.
+
     Attributes:
-        holds: the dataclass that its fields make.
-        noun: what errors call it: "plan".
-        error: what they are raised as.
-        remedy: what to do about one where nothing special helps.
-        name: what its field "format" says; None for a file whose field "format" holds the version.
-        version: the one that is written and read.
-        largest: bytes of the largest file that is read.
-        smaller: how a file that would be larger is made smaller.
-        checks: by class, what returns why a value cannot be, or None.
+        holds: dataclass of the file's fields.
+        noun: name in errors, such as "plan".
+        error: class of its errors.
+        remedy: default advice for an invalid file.
+        name: value of the field "format"; None for a file whose field "format" is the version.
+        version: version that is written and read.
+        largest: size limit of a file in bytes.
+        smaller: advice to make a file smaller.
+        checks: by class, a function that returns why a value is invalid, or None.
     """
 
     holds: type[T]
@@ -68,27 +66,27 @@ class Schema(Generic[T]):
     checks: Mapping[Any, Check] = field(default_factory=dict)
 
     def plain(self, value: T) -> dict[str, Any]:
-        """Returns what is written of a value, as `json` takes it."""
+        """Return a value as an object for `json`, header included."""
         return {**self._head, **self.part(value)}
 
     def part(self, value: object) -> Any:
-        """Returns what is written of a value that is part of such files."""
+        """Return a value that is part of such files as an object for `json`."""
         return self._converter.unstructure(value)
 
     def encode(self, value: T) -> str:
-        """Returns the text of a file."""
+        """Return the text of a file."""
         return json.dumps(self.plain(value), indent=1, allow_nan=False) + "\n"
 
     def decode(self, text: str | bytes | Parsed) -> T:
-        """Returns the value that a text holds; raises `error` for any other text."""
+        """Return the value of a text; raise `error` for an invalid text."""
         return self._complaining(self._decoded, text)
 
     def parsed(self, text: str | bytes) -> Parsed:
-        """Returns a text as `decode` takes it, which may hold a file of another kind; raises `error` for what is no JSON."""
+        """Return the parsed text of any kind of file for `decode`; raise `error` if not JSON."""
         return self._complaining(lambda text: Parsed(parse_json(text)), text)
 
     def read(self, path: Path) -> bytes:
-        """Returns the bytes of a file; raises `error` where there is no file, or one that is not readable."""
+        """Return the bytes of a file; raise `error` if it is missing or unreadable."""
         name = self._name(path)
         try:
             with open(name, "rb", opener=_open_at_once) as file:
@@ -98,7 +96,7 @@ class Schema(Generic[T]):
                         message, where=shown(name), do="give the path of a regular file"
                     )
                 return file.read(self.largest + 1)
-        # ValueError: a path with a null character, or one that the file system cannot encode.
+        # ValueError: the path has a null character, or the file system cannot encode it.
         except (OSError, ValueError) as error:
             raise self.error(
                 f"the {self.noun} cannot be read: {getattr(error, 'strerror', None) or error}",
@@ -107,7 +105,7 @@ class Schema(Generic[T]):
             ) from error
 
     def load(self, path: Path) -> T:
-        """Returns the value in a file, which may come from anywhere; raises `error` saying what is wrong with it, and where."""
+        """Return the value of a file; raise `error` with problem and position if it is invalid."""
         data = self.read(path)
         try:
             return self.decode(data)
@@ -115,14 +113,14 @@ class Schema(Generic[T]):
             raise self.within(path, error) from None
 
     def resumed(self, path: Path, empty: T, differs: Callable[[T], str | None]) -> T:
-        """Returns what an interrupted run has left at `path`, or `empty` where there is no such file.
+        """Return the value that an interrupted run left at `path`; `empty` without a file.
 
         Args:
-            path: of the file.
-            empty: what a run begins with.
-            differs: says what a file is of that is not of this run; None where it is of this one.
+            path: path of the file.
+            empty: initial value of a run.
+            differs: returns how a file differs from this run; None if it belongs to this run.
 
-        Raises `error` for a file that is none, or one of something else.
+        Raises `error` for an invalid file, or for one of another run.
         """
         if not pathlib.Path(path).exists():
             return empty
@@ -134,14 +132,14 @@ class Schema(Generic[T]):
         return result
 
     def within(self, path: Path, error: QSyncError) -> QSyncError:
-        """Returns an error about the text of a file as one about the file."""
+        """Return an error about a text as an error about the file at `path`."""
         where = ", ".join(filter(None, (shown(str(path)), error.where)))
         return self.error(error.what, where=where, do=error.do)
 
     def write(self, path: Path, text: str) -> None:
-        """Replaces the file at `path` by `text` in one step; on any failure raises `error` and leaves what was there.
+        """Replace the file at `path` atomically; on failure raise `error` and leave it unchanged.
 
-        A link is written through.
+        A link stays, and the file that it points to is replaced.
         """
         name = self._name(path)
         if len(text.encode()) > self.largest:
@@ -154,7 +152,7 @@ class Schema(Generic[T]):
             write_text(pathlib.Path(name), text)
 
     def check_writable(self, path: Path) -> None:
-        """Raises `error` where `write` would whatever the text, before there is one."""
+        """Raise `error` if `write` would fail for any text, before the text is computed."""
         name = self._name(path)
         with self._saving(name):
             check_writable(name)
@@ -176,7 +174,7 @@ class Schema(Generic[T]):
             ) from error
 
     def is_named_in(self, text: Parsed) -> bool:
-        """Whether a text says that it is such a file, right or wrong."""
+        """Return whether a text claims to be such a file, valid or not."""
         tree = text.tree
         return self.name is not None and isinstance(tree, dict) and tree.get("format") == self.name
 
@@ -203,7 +201,7 @@ class Schema(Generic[T]):
         return name
 
     def _complaining(self, read: Callable[[Any], V], text: str | bytes | Parsed) -> V:
-        """Returns what is read of a text; raises `error` for what is wrong with it."""
+        """Return the result of `read`; convert `Malformed` to `error`."""
         try:
             if not isinstance(text, str | bytes | Parsed):
                 raise Malformed(
@@ -260,12 +258,12 @@ class Schema(Generic[T]):
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    # A pipe without a writer would block `open`; that it is no file is found afterwards.
+    # `open` would block on a pipe without a writer; the caller checks the file type.
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 class TomlSchema(Schema[T]):
-    """A kind of file that is TOML; such files are read and never written."""
+    """Kind of TOML file; read only."""
 
     def _decoded(self, text: str | bytes | Parsed) -> T:
         tree = text.tree if isinstance(text, Parsed) else parse(text)
@@ -274,24 +272,24 @@ class TomlSchema(Schema[T]):
 
 
 def parse(text: str | bytes) -> object:
-    """Returns the tree of a text; raises `Malformed` for anything that is not TOML."""
+    """Return the tree of a text; raise `Malformed` if it is not TOML."""
     text = decoded(text)
     try:
-        # Windows ends lines with two characters, which tomllib takes in files but not in text.
+        # Windows ends lines with two characters, which tomllib accepts in files but not in text.
         return _numbers(tomllib.loads(text.replace("\r\n", "\n"), parse_float=Number))
     except tomllib.TOMLDecodeError as error:
         subject, _, where = str(error).rpartition(" (at ")
         raise Malformed(
             f" is not TOML: {subject or error}", where.rstrip(")"), "correct it there"
         ) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise Malformed(f" is not TOML: {error}") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
 
 
 def _numbers(tree: Any) -> Any:
-    """Returns the tree with numbers as written, as that of JSON has them."""
+    """Return the tree with numbers as `Number`, like a JSON tree."""
     match tree:
         case bool():
             return tree

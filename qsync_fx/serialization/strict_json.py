@@ -1,8 +1,8 @@
-"""JSON text that anyone may have written, read to the letter.
+"""Strict parser for untrusted JSON text.
 
-Invariant: whatever the bytes, reading ends within bounded memory and time in a tree of objects, lists, text, numbers, true, false and null,
-or in a `Malformed` that says where the text is wrong. No number is converted, so 10**9999 costs nothing, and an object remembers a key that
-was written twice.
+Invariant: for any bytes, parsing ends within bounded memory and time with a tree of objects, lists,
+text, numbers, true, false and null, or with a `Malformed` that names the position. Numbers are not
+converted, so 10**9999 is inexpensive, and an object records a repeated key.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from qsync_fx.errors import shown
 
 
 class Malformed(ValueError):
-    """What is wrong with a text, or with the tree that it makes.
+    """Error in a text or in its tree.
 
     Attributes:
-        what: what is wrong; where it begins with a space, the name of the file's kind comes before it.
-        where: the place: a line and column, or a path such as `choices[0].problem`; "" for the whole.
-        do: what helps; "" where nothing special does.
+        what: the problem; if it begins with a space, the name of the file's kind precedes it.
+        where: position: line and column, or a path such as `choices[0].problem`; "" for the whole
+            text.
+        do: remedy; "" without a specific one.
     """
 
     def __init__(self, description: str, where: str = "", do: str = "") -> None:
@@ -36,13 +37,13 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as written, NaN and Infinity among them."""
+    """Number as written, including NaN and Infinity."""
 
     text: str
 
 
 class Object(dict[str, object]):
-    """A JSON object that remembers a key that was written twice."""
+    """JSON object that records a repeated key."""
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
@@ -52,17 +53,17 @@ class Object(dict[str, object]):
 
 @dataclass(frozen=True)
 class Parsed:
-    """A text that has been parsed: what kind of file it is can be asked before it is read as one."""
+    """Parsed text, whose kind of file can be tested before it is decoded."""
 
     tree: object
 
 
-# Numbers that occur again share one object: text of "1,1,1" takes no more memory than its list.
+# Equal numbers share one object, so that "1,1,1" needs no more memory than its list.
 _number: Final = functools.lru_cache(maxsize=4096)(Number)
 
 
 def kind(value: object) -> str:
-    """Returns what a value is, in the words of JSON where it has them, for error messages."""
+    """Return a description of a value for error messages, in the terms of JSON."""
     match value:
         case None:
             return "null"
@@ -81,7 +82,7 @@ def kind(value: object) -> str:
 
 
 def parse(text: str | bytes) -> object:
-    """Returns the tree of a text; raises `Malformed` for anything that is not JSON."""
+    """Return the tree of a text; raise `Malformed` if it is not JSON."""
     text = decoded(text)
     try:
         return json.loads(
@@ -103,7 +104,7 @@ def parse(text: str | bytes) -> object:
 
 
 def decoded(text: str | bytes) -> str:
-    """Returns a text; raises `Malformed` for bytes that are none."""
+    """Return the text of UTF-8 bytes; raise `Malformed` for other bytes."""
     if isinstance(text, str):
         return text
     try:
@@ -116,7 +117,7 @@ def decoded(text: str | bytes) -> str:
 
 
 def written_twice(tree: object) -> Malformed | None:
-    """Returns the complaint about the first object with a key that was written twice; None where there is none."""
+    """Return an error for the first object with a repeated key; None if there is none."""
     todo: list[tuple[str, object]] = [("", tree)]
     while todo:
         where, value = todo.pop()
@@ -134,7 +135,7 @@ def written_twice(tree: object) -> Malformed | None:
 
 
 def step(key: str | int) -> str:
-    """Returns how the path to a part goes on from its whole: `.name`, `["a key"]`, `[3]`."""
+    """Return the path element of a key or index: `.name`, `["a key"]`, `[3]`."""
     if isinstance(key, int):
         return f"[{key}]"
     return f".{key}" if key.isidentifier() and len(key) <= 40 else f"[{json.dumps(key[:120])}]"

@@ -1,6 +1,8 @@
-"""What a plan makes of a training step before it runs: when each device computes, sends and waits.
+"""Predicted timeline of a training step: when each device computes, sends and waits.
 
-`timeline` is the value that users get, `replaying` makes it from plans, profiles and clusters.
+`replay_plans.replay` builds a `timeline.Timeline` from plans, profiles and a cluster;
+`device_profiles` loads the profiles, and `codec_costs` compares gradient codecs. Start with
+`replay_plans`.
 
-Invariant: what is printed and written is what `predictor.replay` found; nothing is reckoned here but sums.
+Invariant: printed and saved numbers are those of `predictor.replayer`, or sums of them.
 """

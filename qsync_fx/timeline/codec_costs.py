@@ -1,13 +1,12 @@
-"""Which codec pays: a step with gradients in each, at a bandwidth, and from which bandwidth on it takes longer than without.
+"""Benefit of gradient codecs: step time with each codec, and the bandwidth up to which it pays.
 
-A step is replayed with all buckets in one codec, small tensors in FP32, as `compress` sends them.
+`compression` and `rates` convert the codecs of a plan and the devices of a cluster to the
+replayer's inputs; `paying` replays a step with each codec, with small tensors in FP32 as in
+`compress`.
 
-Invariant: the same functions as `qsync_fx.replay` and `find_plan` have; nothing is reckoned here but sums.
-
-What a plan's codecs make of the buckets of a cluster, and how fast its devices code, from what is known of them.
-
-Invariant: rates that are reckoned say from what. A plan that compresses nothing leaves buckets to DistributedDataParallel; under any other
-all of them go through our exchange, those in FP32 too.
+Invariant: all times are from the replayer, as in `qsync_fx.replay` and `find_plan`. Predicted rates
+name their source. A plan without codecs leaves buckets to DistributedDataParallel; under any other,
+all buckets use our exchange, FP32 ones too.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def compression(
     codecs: Mapping[str, str],
     available: Mapping[str, DeviceInputs],
 ) -> Sequence[CompressedTransfer] | None:
-    """Returns what is done to each bucket where parameters have codecs; None where nothing is compressed.
+    """Return the compressed transfer of each bucket; None if no parameter has a codec.
 
     Raises:
-        ProfileError: the cluster's file says what is done to gradients, too, or a parameter is none of the model.
+        ProfileError: the cluster's file also has [compression], or a parameter is not in the model.
     """
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
@@ -74,7 +73,7 @@ def compression(
 
 
 def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
-    """Returns the rates of the slowest class of devices."""
+    """Return the codec rates of the slowest device class."""
     return slowest(
         [
             slowed(_of_class(fleet, name, available[name]), device.slowdown)
@@ -84,7 +83,7 @@ def rates(fleet: Cluster, available: Mapping[str, DeviceInputs]) -> Rates:
 
 
 def of_catalog(device: Device) -> Rates:
-    """Returns what codecs make of the memory of a device, of which a copy reads and writes each byte."""
+    """Return rates predicted from memory bandwidth; a copy reads and writes each byte."""
     copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
     if host:
         text = f"its memory copies {copy / 1e9:.3g} GB/s, and {host / 1e9:.3g} GB/s go to its host"
@@ -106,25 +105,26 @@ def _of_class(fleet: Cluster, name: str, profile: DeviceInputs) -> Rates:
 
 _LOWEST: Final = 1e4
 _HIGHEST: Final = 1e13
-"""Bytes a second between which it is looked where a codec stops to pay."""
+"""Bounds of the search for the bandwidth at which a codec stops to pay, in bytes/s."""
 _TURNS: Final = 60
 WORTH: Final = 0.02
-"""By how much of a step a codec has to make it shorter for it to pay: about what steps are foreseen to."""
+"""Relative saving of step time from which a codec pays: about the accuracy of predictions."""
 
 
 @dataclass(frozen=True)
 class Paying:
-    """A step with gradients in one codec.
+    """Step with gradients in one codec.
 
     Attributes:
-        codec: its name; what DistributedDataParallel does itself is "none".
-        sent: bytes that a rank sends, or the ranks of a node together to others.
-        seconds: from one step to the next.
-        coding: seconds that a rank codes and decodes in a step.
-        communicating: seconds that the stream of communication is at work, coding included.
-        waiting: of these, what a device waits for.
-        until: bytes a second of a link from which on a codec no longer pays; 0 where it never does, None where it always does.
-        inside: bytes that a rank sends inside its node, where several share one.
+        codec: its name; "none" for DistributedDataParallel's own reduction.
+        sent: bytes that a rank sends, or with nodes, that the ranks of a node send to others.
+        seconds: step time.
+        coding: seconds of encoding and decoding on a rank.
+        communicating: seconds in which the communication stream is busy, coding included.
+        waiting: part of them that a device waits for.
+        until: bandwidth in bytes/s above which the codec does not pay; 0 if it never pays, None if
+            it always does.
+        inside: bytes that a rank sends within its node.
     """
 
     codec: str
@@ -138,7 +138,7 @@ class Paying:
 
     @property
     def hidden(self) -> float:
-        """The share of communication that computing hides."""
+        """Share of communication that overlaps with computation."""
         return 1 - self.waiting / self.communicating if self.communicating else 1.0
 
 
@@ -148,7 +148,10 @@ NONE: Final = "none"
 def paying(
     schedules: Mapping[str, Schedule], fleet: Cluster, codecs: Sequence[str], rates: Rates
 ) -> tuple[Paying, list[Paying]]:
-    """Returns a step without codecs, and one in each; the cluster has a network with a bandwidth, and two ranks or more."""
+    """Return a step without codecs, and one with each codec.
+
+    The cluster needs a network with a bandwidth, and at least two ranks.
+    """
     parameters = next(iter(schedules.values())).parameters
     result = []
     for codec in codecs:
@@ -159,7 +162,7 @@ def paying(
 
 
 def best(without: Paying, result: Sequence[Paying]) -> Paying:
-    """Returns what takes the least seconds; without codecs where none makes a step shorter by what is `WORTH` it."""
+    """Return the fastest step; the one without codecs if no codec saves at least `WORTH`."""
     chosen = min(result, key=lambda item: item.seconds, default=without)
     return chosen if _pays(chosen.seconds, without.seconds) else without
 
@@ -188,7 +191,7 @@ def _paying(codec: str, step: SimulatedStep) -> Paying:
 def _until(
     schedules: Mapping[str, Schedule], fleet: Cluster, settings: Sequence[CompressedTransfer] | None
 ) -> float | None:
-    """Returns the bandwidth from which on a codec does not pay: below it fewer bytes win more than coding costs."""
+    """Return the bandwidth above which a codec does not pay, in bytes/s; see `Paying.until`."""
 
     def wins(bandwidth: float) -> bool:
         existing = _at(fleet, bandwidth)
@@ -214,7 +217,7 @@ def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def _at(fleet: Cluster, bandwidth: float) -> Cluster:
-    """Returns a cluster whose links, or those of its nodes, are all alike."""
+    """Return the cluster with this bandwidth on all links, or on all links between nodes."""
     network = replace(fleet.network or Network(), bandwidth=bandwidth, all_reduce=[])
     devices = {name: replace(device, bandwidth=None) for name, device in fleet.devices.items()}
     return replace(fleet, devices=devices, network=network, nodes=replace(fleet.nodes, across=[]))

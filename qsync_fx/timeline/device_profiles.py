@@ -1,10 +1,8 @@
-"""What is known of the devices of a cluster: a profile of each class, from its file, or reckoned by the catalog.
+"""Profiles of a cluster's devices: given, from files, or predicted from the device catalog.
 
-Invariant: for each class of the cluster there is one, of a model that is known. What is missing is an error that says what.
-
-Whether devices train the samples that a cluster's file says, which is what samples a second are reckoned from.
-
-Invariant: a profile does not hold which size of its model is the batch, so what is found here is a warning and never an error.
+Invariant: each device class has a profile with a known model; a missing one is an error that names
+it. A batch size that contradicts the profile is only a warning, because a profile does not record
+which dimension is the batch.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ from qsync_fx.predictor.times import Times
 from qsync_fx.serialization.schema import Path
 
 _LEADING: Final = 2
-"""Sizes of a tensor among which the batch is: the first, or behind the length of sequences the second."""
+"""Leading dimensions that may be the batch: the first, or the second after a sequence length."""
 _SOME: Final = 8
-"""Of which so many are told."""
+"""Most sizes in the warning."""
 
 
 def tell_of_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> None:
-    """Warns of classes of devices whose profile is of other samples in a step than the cluster says: seconds and memory are the profile's.
+    """Warn about device classes whose profile has another batch size than the cluster's file.
 
     Args:
-        graphs: by class, the model that its profile is of.
+        graphs: model of the profile by device class.
     """
     for name, device in fleet.devices.items():
         leading = _leading_sizes(graphs[name])
@@ -60,28 +58,31 @@ def tell_of_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> N
 
 
 def _leading_sizes(graph: ModelGraph) -> set[str]:
-    """Returns the first sizes of what operators make, of two or more; symbols where they are no numbers."""
+    """Return the leading sizes of operator outputs with two or more dimensions, as text.
+
+    Symbolic sizes are symbols.
+    """
     result = (re.search(r"\[(.+)\]", operator.shape) for operator in graph.operators)
     sizes = (item.group(1).split(", ") for item in result if item is not None)
     return {size for each in sizes if len(each) > 1 for size in each[:_LEADING]}
 
 
 class Profiled(Protocol):
-    """What was measured of a model on a device, or stands in for that."""
+    """Measured profile of a model on a device, or a substitute."""
 
     @property
     def graph(self) -> ModelGraph:
-        """The model."""
+        """Model of the profile."""
 
     def times(self) -> Times:
-        """Returns how long its operators take."""
+        """Return the durations of its operators."""
 
 
 DeviceInputs = Profiled | DeviceTimes
 Given = DeviceInputs | Path
 
 ALONE = "device"
-"""The name of what is given for one device, without a name."""
+"""Name of the only device, if the user gave none."""
 
 
 def load_device_profiles(
@@ -90,16 +91,18 @@ def load_device_profiles(
     plans: int = 1,
     any_machine: bool = True,
 ) -> tuple[Cluster, dict[str, DeviceInputs]]:
-    """Returns the cluster, and what is known of each of its classes.
+    """Return the cluster, and the profile of each device class.
 
     Args:
-        profile: of the device, or of each class by name; files that the cluster names need not be given.
-        cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
-        plans: how many there are.
-        any_machine: whether the one profile of a device without a name may be of another machine. Those of a fleet are expected to be.
+        profile: profile of the device, or of each device class by name; profiles that the cluster's
+            file names may be omitted.
+        cluster: devices and links, or the path of its TOML file; not needed for one device.
+        plans: number of plans.
+        any_machine: whether the file of a single unnamed device may be of another machine. Profiles
+            of a cluster may always be.
 
     Raises:
-        ProfileError: the cluster is none, or a profile is missing or refused.
+        ProfileError: the cluster is invalid, or a profile is missing or rejected.
     """
     fleet = read_cluster(cluster)
     profiles = {name: _read(value) for name, value in by_name(profile).items()}
@@ -115,27 +118,30 @@ def load_device_profiles(
 
 
 def read_cluster(cluster: Cluster | Path | None) -> Cluster | None:
-    """Returns a cluster that may be given as the path of its file."""
+    """Return the cluster, loaded if it is a path."""
     return cluster if isinstance(cluster, Cluster) or cluster is None else Cluster.load(cluster)
 
 
 def by_name(value: Any) -> dict[str, Any]:
-    """Returns what is given for each class, or for one device alone."""
+    """Return the values by device class; a single value gets the name `ALONE`."""
     return dict(value) if isinstance(value, Mapping) else {ALONE: value}
 
 
 def for_all(value: Mapping[str, Any], fleet: Cluster) -> dict[str, Any]:
-    """Returns what was given without a name under the name of each class."""
+    """Return an unnamed value under the name of each device class."""
     if value.keys() == {ALONE} and ALONE not in fleet.devices:
         return dict.fromkeys(fleet.devices, value[ALONE])
     return dict(value)
 
 
 def training_of(profile: DeviceInputs, sends: bool) -> TrainingMemory | None:
-    """Returns what a step holds beside both passes, as a profile says it; None where it does not say what the optimizer takes.
+    """Return the memory outside both passes according to the profile.
 
     Args:
         sends: whether gradients are sent.
+
+    Returns:
+        The memory; None if the profile has no optimizer memory.
     """
     optimizer = getattr(profile, "optimizer_memory", None)
     if optimizer is None:
@@ -144,7 +150,7 @@ def training_of(profile: DeviceInputs, sends: bool) -> TrainingMemory | None:
 
 
 def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
-    """Returns the model that a profile is of."""
+    """Return the model of a profile; raise `ProfileError` for other objects."""
     graph = getattr(profile, "graph", None)
     if graph is None:
         do = "give what qsync_fx.measure returned, the path of its file, or qsync_fx.catalog_profile(...)"
@@ -159,7 +165,7 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
 
 
 def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:
-    """Returns in words, for each class of devices, what was not as by default when its profile was taken, where anything was."""
+    """Return the non-default conditions of each profile's measurement, as text by device class."""
     models = {name: getattr(profile, "model", None) for name, profile in profiles.items()}
     return {
         name: model.conditions
@@ -169,7 +175,7 @@ def conditions(profiles: Mapping[str, DeviceInputs]) -> dict[str, str]:
 
 
 def _read(value: Given) -> DeviceInputs:
-    """Which machine a profile is of is the cluster's matter: it may be looked at anywhere."""
+    """Load a profile of any machine: the cluster defines the device that it is for."""
     from qsync_fx.profiler.profile import Profile
 
     return (
@@ -180,7 +186,7 @@ def _read(value: Given) -> DeviceInputs:
 
 
 def _check_here(path: Path, profile: DeviceInputs) -> None:
-    """Raises `ProfileError` where times of another machine would be taken for those of this one, as those that are reckoned never are."""
+    """Raise `ProfileError` for a profile that was measured on another machine."""
     from qsync_fx.profiler.profile import PROFILE, Profile
 
     if not isinstance(profile, Profile) or profile.machine.reckoned:
@@ -194,7 +200,7 @@ def _check_here(path: Path, profile: DeviceInputs) -> None:
 def _alone(profiles: Mapping[str, DeviceInputs], plans: int) -> Cluster:
     if len(profiles) == 1 and plans == 1:
         ((name, profile),) = profiles.items()
-        # What a model was explained for may be a file of the catalog.
+        # The device of a model may be the path of a catalog file.
         owned = pathlib.PurePath(graph_of(name, profile).device).stem
         return Cluster({owned if name == ALONE else name: ClusterDevice()})
     if not profiles:
@@ -208,13 +214,13 @@ def _alone(profiles: Mapping[str, DeviceInputs], plans: int) -> Cluster:
 
 
 def of_files(fleet: Cluster, value: Mapping[str, DeviceInputs]) -> dict[str, DeviceInputs]:
-    """Returns the profiles that a cluster names and that were not given."""
+    """Return the profiles that the cluster's file names and the caller did not give."""
     named = {name: device.profile for name, device in fleet.devices.items() if name not in value}
     return {name: _read(path) for name, path in named.items() if path is not None}
 
 
 def _with_catalog(fleet: Cluster, profiles: dict[str, DeviceInputs]) -> dict[str, DeviceInputs]:
-    """Returns the profiles, and what the catalog says of devices that have none."""
+    """Return the profiles, with predictions for devices of the catalog that have none."""
     missing = {name: item.device for name, item in fleet.devices.items() if name not in profiles}
     reckoned = {
         name: _reckoned(name, called, profiles)
@@ -225,8 +231,12 @@ def _with_catalog(fleet: Cluster, profiles: dict[str, DeviceInputs]) -> dict[str
 
 
 def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> DeviceInputs:
-    """Returns what is known of a device by its name: the profile that was reckoned for it, so that equal devices take equally long however
-    each is given, or what the catalog makes of the model of another profile."""
+    """Return a predicted profile of a catalog device.
+
+    A profile that was predicted for the same device has priority, so that equal devices get equal
+    times. Otherwise the model of another profile is used, if it runs in the same formats on this
+    device.
+    """
     if not profiles:
         message = f"nothing says which model {shown(name)} trains"
         raise ProfileError(
@@ -252,7 +262,10 @@ def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> D
 
 
 def _is_of(profile: DeviceInputs, device: DeviceOfCatalog) -> bool:
-    """Whether it was reckoned for a device. What a model was explained for tells GPUs apart that are called alike."""
+    """Return whether a profile was predicted for a device.
+
+    `explained_for` distinguishes GPUs of the same name; the caller checks it.
+    """
     if isinstance(profile, DeviceTimes):
         return profile.device is device
     machine = getattr(profile, "machine", None)
@@ -260,7 +273,7 @@ def _is_of(profile: DeviceInputs, device: DeviceOfCatalog) -> bool:
 
 
 def _made(profile: DeviceInputs, device: DeviceOfCatalog) -> DeviceTimes:
-    """Returns the times of a profile's model on a device, with the optimizer and the loss that the profile knows."""
+    """Return predicted times of a profile's model on a device, with the profile's memory data."""
     if isinstance(profile, DeviceTimes):
         return profile.on(device)
     memory = getattr(profile, "optimizer_memory", None)
@@ -276,7 +289,7 @@ def _made(profile: DeviceInputs, device: DeviceOfCatalog) -> DeviceTimes:
 
 
 def _copying(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
-    """Returns the cluster with how fast devices copy gradients, where their profiles say it and it does not."""
+    """Return the cluster with gradient copy times of the profiles, unless it has its own."""
     devices = {
         name: replace(device, copies=_copies(profiles[name])) if device.copies is None else device
         for name, device in fleet.devices.items()
@@ -285,8 +298,11 @@ def _copying(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
 
 
 def _copies(profile: DeviceInputs) -> float | None:
-    """Returns the seconds in which a byte of gradients is copied: as steps took it, else as writing gradients as they are takes it, which
-    are in a cache where that is measured."""
+    """Return the seconds per byte to copy gradients.
+
+    It is measured in training steps, or else the FP32 encode time of codecs, whose benchmark has
+    the gradients in a cache.
+    """
     measured = (
         item.copies for item in getattr(profile, "collectives", ()) if item.copies is not None
     )
@@ -295,7 +311,7 @@ def _copies(profile: DeviceInputs) -> float | None:
 
 
 def _linked(fleet: Cluster, profiles: Mapping[str, DeviceInputs]) -> Cluster:
-    """Returns the cluster with links as a profile holds them, and devices as they are beside others, where it says nothing of its links."""
+    """Return the cluster with measured links and slowdown of a profile, if it defines no links."""
     unknown = fleet.network is None and all(
         device.bandwidth is None for device in fleet.devices.values()
     )

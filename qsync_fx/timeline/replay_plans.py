@@ -1,7 +1,7 @@
-"""`qsync_fx.replay`: from plans and profiles to a timeline.
+"""`qsync_fx.replay`: timeline of a training step from plans and profiles.
 
-Invariant: one device needs a plan and a profile; several need a cluster, and one of each for every class of its devices. What is missing
-is an error that says what, before anything is replayed.
+Invariant: one device needs a plan and a profile; several need a cluster, and a plan and a profile
+for each device class. Missing inputs raise an error that names them before the replay.
 """
 
 from __future__ import annotations
@@ -45,22 +45,26 @@ def replay(
     cluster: Cluster | Path | None = None,
     any_machine: bool = False,
 ) -> Timeline:
-    """Returns what a training step will look like.
+    """Return the predicted timeline of a training step.
 
     Args:
-        plan: of the device, or of each class of devices by name, as find_plan returns it, too, or the path of its file; one plan for
-            several classes is the plan of all. Where a plan for a cluster says in which codecs gradients go, the step is that of a training
-            whose gradients are compressed so.
-        profile: likewise. Those that the cluster's file names need not be given, and devices of the catalog that it names are as a
-            profile reckoned for the same device says, or reckoned with the model of one of a device on which the same formats run: for
-            other devices they are made first, by `qsync_fx.catalog_profile`.
-        cluster: devices and links, or the path of a file of TOML that says them; not needed for one device.
-        any_machine: whether the file of the profile of one device, without a name and a cluster, may be one that was measured on another
-            machine, or with other versions of torch or qsync_fx, as those of a fleet may. What is reckoned by the catalog always may.
+        plan: plan of the device, or of each device class by name: a plan, the result of
+            `find_plan`, or a path. A single plan is for all classes. If a cluster plan has codecs,
+            gradients are compressed with them.
+        profile: profile of the device, or of each device class by name; may also be a path.
+            Profiles that the cluster's file names may be omitted. For a device of the catalog, a
+            profile predicted for the same device is used, or one is predicted from the model of a
+            device that runs the same formats. For other devices, make one with
+            `qsync_fx.catalog_profile`.
+        cluster: devices and links, or the path of its TOML file; not needed for one device.
+        any_machine: whether the file of a single unnamed profile may be measured on another machine
+            or with other versions of torch or qsync_fx. Profiles of a cluster, and predicted ones,
+            always may.
 
     Raises:
-        ProfileError: the cluster is none, a plan or profile is missing, or refused, a time is not known.
-        PlanError: a plan is none, or not one of the model.
+        ProfileError: the cluster is invalid, a plan or profile is missing or rejected, or a
+            duration is unknown.
+        PlanError: a plan is invalid, or of another model.
     """
     plans, codecs = _plans(plan)
     fleet, profiles = load_device_profiles(profile, cluster, len(plans), any_machine)
@@ -84,15 +88,16 @@ def replay_traces(
     *,
     cluster: Cluster | Path | None = None,
 ) -> Timeline:
-    """Returns what the typical step of traced runs looked like, or would look like on a cluster.
+    """Return the timeline of the typical step of traced runs, or of that step on a cluster.
 
     Args:
-        traces: traces of Kineto by name, of each rank; with a cluster, of one rank of each class of devices.
+        traces: Kineto traces of each rank by name; with a cluster, of one rank of each device
+            class.
         execution: execution traces of the same runs, by the same names.
-        cluster: what to replay them on, in place of what was traced.
+        cluster: cluster to replay on; by default the traced one.
 
     Raises:
-        ProfileError: a trace is none, is cut off, or does not go with the others.
+        ProfileError: a trace is invalid, incomplete, or inconsistent with the others.
     """
     fleet = read_cluster(cluster)
     read = {name: read_steps(path, (execution or {}).get(name)) for name, path in traces.items()}
@@ -100,7 +105,7 @@ def replay_traces(
 
 
 def _plans(value: GivenPlan | Mapping[str, GivenPlan]) -> tuple[dict[str, Plan], Mapping[str, str]]:
-    """Returns the plan of each class that was given one, and the codec of each parameter that has one."""
+    """Return the plan of each device class, and the codec of each parameter that has one."""
     plans: dict[str, Plan] = {}
     codecs: dict[str, str] = {}
     for name, item in by_name(value).items():
@@ -134,6 +139,6 @@ def _mapper(name: str, plan: Plan, profile: DeviceInputs) -> CostMapper:
 
 
 def _peak(mapper: CostMapper, profile: DeviceInputs, sends: bool) -> int | None:
-    """Returns the most bytes that a step holds; None where nothing says what the optimizer takes."""
+    """Return the peak memory in bytes; None if the optimizer's memory is unknown."""
     training = training_of(profile, sends)
     return None if training is None else peak_bytes(mapper.states(), training)

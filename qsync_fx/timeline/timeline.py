@@ -1,18 +1,12 @@
-"""A replayed step, as users look at it.
+"""Timeline of a replayed step, its text, and its export for Perfetto and Chrome.
 
-Invariant: of each device, forward and backward pass, casts and the rest, waiting, sending and the optimizer add up to the step, but for
-what the host takes to hand work over and what communication slows down.
+The export (`save`) has the JSON of the Trace Event Format: a process for each device class, with a
+track for computation and one for communication. Waiting is on both tracks. An arrow leads from the
+entry after which a bucket is ready to its transfer.
 
-What `print(timeline)` shows: the step, each class of devices, and the operators that take longest.
-
-Invariant: seconds of a device are of one of its devices, and add up as `timeline` says.
-
-Timelines as JSON of the Trace Event Format, which Perfetto and Chrome show: a process a class of devices, with a track for what it
-computes and one for what it sends.
-
-Waiting is shown on both tracks. An arrow leads from the entry after which a bucket is ready to where it travels.
-
-Invariant: times are microseconds from the begin of the step, and pieces of one track do not overlap.
+Invariant: forward, backward, casts, other, waiting, sending and optimizer of a device add up to the
+step, except for launch overhead of the host and slowdown by communication. Seconds are of one
+device of a class. Pieces of a track do not overlap.
 """
 
 from __future__ import annotations
@@ -40,13 +34,13 @@ from qsync_fx.text_tables import Fitted, plain, table_of
 
 @dataclass(frozen=True)
 class OperatorSeconds:
-    """What an operator takes of a step of one device.
+    """Seconds of an operator in a step of one device.
 
     Attributes:
-        device: the class of devices.
-        operator: its id; "" for what belongs to none.
+        device: device class.
+        operator: its id; "" for time outside operators.
         forward, backward: seconds of the operator itself.
-        casts: seconds of conversions and quantizers in front of it, and of what differentiates them.
+        casts: seconds of the casts and quantizers of its inputs, and of their backward.
         other: seconds of the framework.
     """
 
@@ -59,16 +53,15 @@ class OperatorSeconds:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
         return self.forward + self.backward + self.casts + self.other
 
 
 @dataclass(frozen=True)
 class TimelinePiece:
-    """A stretch of time on a track of a device.
+    """Piece of a device's track.
 
     Attributes:
-        name: what happens.
+        name: its label.
         kind: "forward", "backward", "cast", "outside", "optimizer", "waiting" or "sending".
         begin, end: seconds.
     """
@@ -81,13 +74,16 @@ class TimelinePiece:
 
 @dataclass(frozen=True)
 class Timeline:
-    """
+    """Timeline of one training step.
+
     Attributes:
-        played: what was replayed.
-        peak_bytes: by class of devices, what a step holds at most, as `qsync_fx.predictor.memory` foresees it from the model and the plan
-            alone, uncorrected by what a profile measured (docs/predictor.md says how near); empty while that is not known.
-        conditions: by class of devices, in words, what was not as by default when its profile was taken: options of the backend, and
-            modules in the mode to evaluate. Times hold under these conditions alone.
+        played: replayed step.
+        peak_bytes: peak memory by device class, predicted by `qsync_fx.predictor.memory` from model
+            and plan alone, without measured corrections (docs/predictor.md has the accuracy); empty
+            if unknown.
+        conditions: by device class, non-default conditions of the profile's measurement, in words:
+            backend options, and modules in evaluation mode. Times are valid under these conditions
+            only.
     """
 
     played: SimulatedStep
@@ -96,12 +92,12 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds from one step to the next."""
+        """Step time in seconds."""
         return float(self.played.step.seconds)
 
     @property
     def throughput(self) -> float | None:
-        """Samples a second of the whole cluster; None where the batch of a device is not known."""
+        """Samples/s of the cluster; None if the batch of a device is unknown."""
         devices = self.played.cluster.devices.values()
         batches = [item.batch * item.count for item in devices if item.batch is not None]
         return (
@@ -110,16 +106,16 @@ class Timeline:
 
     @property
     def waiting(self) -> Mapping[str, float]:
-        """Seconds of a step in which a device of each class does nothing because others are not ready to send."""
+        """Idle seconds of each device class while other devices are not ready to send."""
         return self._standing("waiting")
 
     @property
     def sending(self) -> Mapping[str, float]:
-        """Seconds of a step in which a device of each class does nothing because gradients travel."""
+        """Idle seconds of each device class during transfers of gradients."""
         return self._standing("sending")
 
     def by_operator(self) -> tuple[OperatorSeconds, ...]:
-        """Returns what each operator takes on each class of devices, the longest first."""
+        """Return the seconds of each operator on each device class, longest first."""
         result: list[OperatorSeconds] = []
         for device, alone in self.played.devices.items():
             sums: dict[str, dict[Part, float]] = {}
@@ -134,7 +130,7 @@ class Timeline:
 
     @cached_property
     def computing(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
-        """What the stream of computation of each class does, in order, waiting included."""
+        """Pieces of each class's computation track in order, waiting included."""
         return {
             name: tuple(self._computing(index, name))
             for index, name in enumerate(self.played.devices)
@@ -142,19 +138,19 @@ class Timeline:
 
     @cached_property
     def communicating(self) -> Mapping[str, tuple[TimelinePiece, ...]]:
-        """What the stream of communication of each class does, in order, waiting included."""
+        """Pieces of each class's communication track in order, waiting included."""
         return {
             name: tuple(self._communicating(index))
             for index, name in enumerate(self.played.devices)
         }
 
     def save_perfetto(self, path: Path) -> None:
-        """Writes the timeline for ui.perfetto.dev and chrome://tracing; raises `ProfileError` if it cannot."""
+        """Write a trace for ui.perfetto.dev or chrome://tracing; raise `ProfileError` on error."""
 
         save(self, path)
 
     def __repr__(self) -> str:
-        """One line, as notebooks and debuggers show it."""
+        """Return a one-line summary for notebooks and debuggers."""
         from qsync_fx.formatting import duration
 
         devices = ", ".join(
@@ -234,16 +230,16 @@ def _name(bucket: SimulatedBucket) -> str:
 
 
 SHOWN = 15
-"""How many operators a table has where nobody says it."""
+"""Default number of operators in the table."""
 
 
 def timeline_text(timeline: Timeline, width: int | None = None) -> str:
-    """Returns a timeline as plain text, fitted to a width where one is given."""
+    """Return the timeline as plain text, fitted to `width` if given."""
     return plain(timeline_table(timeline), width)
 
 
 def timeline_table(timeline: Timeline, shown: int = SHOWN) -> RenderableType:
-    """Returns a timeline for a rich console, with so many operators."""
+    """Return the timeline for a rich console, with the `shown` longest operators."""
     operators = timeline.by_operator()
     left = len(operators) - shown
     more = [Text(many(left, "more operator"))] if left > 0 else []
@@ -325,11 +321,11 @@ _COLORS = {
     "waiting": "terrible",
     "sending": "thread_state_iowait",
 }
-"""Names that the format reserves; Perfetto colours by name where it does not know them."""
+"""Reserved color names of the format; Perfetto picks a color by slice name for unknown ones."""
 
 
 def save(timeline: Timeline, path: Path) -> None:
-    """Writes a timeline; raises `ProfileError` where that fails."""
+    """Write the timeline as a trace; raise `ProfileError` on failure."""
     try:
         write_text(pathlib.Path(path), json.dumps(trace(timeline), allow_nan=False) + "\n")
     except QSyncError as error:
@@ -339,9 +335,9 @@ def save(timeline: Timeline, path: Path) -> None:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Returns the object of the format."""
+    """Return the timeline as an object of the Trace Event Format; times are microseconds."""
     events: list[dict[str, Any]] = []
-    # Process 0 is the idle one to tools that know Linux.
+    # Tools for Linux treat process 0 as the idle process.
     for index, (name, device) in enumerate(timeline.played.cluster.devices.items(), start=1):
         title = f"{name} ({device.count} devices)" if device.count > 1 else name
         events.append(
@@ -408,7 +404,8 @@ def _arrows(timeline: Timeline, name: str, pid: int) -> list[dict[str, Any]]:
     for number, (ready, sent) in enumerate(
         zip(step.ready[pid - 1].tolist(), step.sent.tolist(), strict=True)
     ):
-        # An arrow belongs to the slice that its time lies within, and a bucket is ready when one ends.
+        # An arrow binds to the slice that encloses its time, but a bucket is ready when a slice
+        # ends.
         made_by = max(
             (piece for piece in pieces if piece.begin < ready),
             key=lambda piece: piece.begin,

@@ -1,6 +1,7 @@
-"""Units to libraries: from the cache where it has them, else compiled by `compiling`.
+"""Libraries of translation units: from the cache, or compiled by `jobs`.
 
-Invariant: a path that is returned is of a library that was compiled from exactly this unit and passed the checks of `sass`.
+Invariant: a returned path is a library that was compiled from exactly this unit and that passed the
+checks of `sass`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qsync_fx.errors import KernelError, RefusedKernelError, ToolchainError
 
 @dataclass(frozen=True)
 class Built:
-    """What became of units: a library, or the reason why there is none."""
+    """Result of a build: the library or the failure of each unit."""
 
     libraries: dict[TranslationUnit, Path]
     failures: dict[TranslationUnit, KernelError]
@@ -34,16 +35,18 @@ def build(
     jobs: int | None = None,
     folder: Path | None = None,
 ) -> dict[TranslationUnit, Path]:
-    """Returns the library of each unit, and compiles those that are not in the cache.
+    """Return the library of each unit; compile those that are not in the cache.
 
     Args:
-        progress: whether to say on standard error what is compiled.
-        jobs: how many compilers may run at once; by default $QSYNC_BUILD_JOBS, or one a core as far as memory goes.
-        folder: keeps libraries, in place of the user's cache; folders of kernels built ahead of time are then not looked at.
+        progress: whether to report progress on standard error.
+        jobs: limit of parallel compilers; see `jobs.jobs`.
+        folder: cache to use instead of the user's; folders of kernels built ahead of time are then
+            ignored.
 
     Raises:
-        ToolchainError: something is to be compiled, and a tool is missing, does not serve or fails.
-        KernelError: the cache cannot be used, or a library did not pass the checks. All other units have been compiled by then.
+        ToolchainError: a unit must be compiled, and a tool is missing, unsuitable or fails.
+        KernelError: the cache cannot be used, or a library failed the checks. All other units have
+            been compiled by then.
     """
     built = attempt(units, progress=progress, jobs=jobs, folder=folder)
     for error in built.failures.values():
@@ -59,9 +62,10 @@ def attempt(
     folder: Path | None = None,
     compiling: bool = True,
 ) -> Built:
-    """Does what `build` does, and returns failures in place of raising them. Both are in the order of `units`.
+    """Build units like `build`, but return failures; both results are in the order of `units`.
 
-    With `compiling` False what would have to be compiled is a failure.
+    Args:
+        compiling: False makes a missing library a failure.
     """
     built = _attempt({unit: content_key(unit) for unit in units}, progress, jobs, folder, compiling)
     return Built(
@@ -115,7 +119,12 @@ def _kept(
     templates: bool,
     place: Path,
 ) -> list[Todo]:
-    """Takes from the cache what the tools that compile for `arch`, or for all but sm_70, have made; returns what they are to make."""
+    """Collect the cached results of one toolchain; return the units that it must compile.
+
+    Args:
+        arch: "sm_70", or None for all other architectures.
+        templates: whether the units need CUTLASS.
+    """
     try:
         tools = toolchain(arch, templates)
     except ToolchainError as error:
@@ -140,7 +149,6 @@ def _kept(
 
 
 def _take(built: Built, unit: TranslationUnit, result: CacheEntry | KernelError) -> None:
-    """Notes what is in the cache for a unit, or the error why there is nothing."""
     if isinstance(result, KernelError):
         built.failures[unit] = result
     elif result.manifest.refused:

@@ -1,20 +1,14 @@
-"""Units that are not in the cache are compiled side by side, each under the lock of its key.
+"""Parallel compilation of translation units, within the cores and memory of the machine.
 
-Invariant: whatever happens, an interrupt too, no compiler goes on running and nothing half-written stays. Of several processes that want
-the same library, one compiles it and the others wait.
+Each compilation runs under the lock of its cache key, so of several processes that need a library
+one compiles it and the others wait. As many compilers run as cores and memory permit, and always at
+least one. A unit of CUTLASS 3 needs 3.3 to 4.4 GB, and swapping or killed compilers cost more time
+than waiting.
 
-How many compilers may run at once: as many as there are cores and memory for.
-
-Invariant: one may always run. Compiling a kernel of CUTLASS 3 takes 3.3 to 4.4 GB; a machine that swaps, or kills processes for lack
-of memory, compiles slower than one that waits.
-
-One run of nvcc, or of what takes its place for sm_70 (`nvrtc`): its command line, its process, and the error when it fails.
-
-Invariant: the command that an error shows is the one that ran, and can be run again: the source and the whole output stay in a folder.
-
-What is said while kernels compile: nothing in the first second, then a bar on a terminal and plain lines elsewhere.
-
-Invariant: it writes to standard error only, and of the processes of a training job only the first one says anything.
+Invariant: on every exit, also by an interrupt, all compilers are ended and no partial output
+remains. The command of a `ToolchainError` is the one that ran and can be repeated: source and
+complete output are saved in a folder. Progress goes to standard error after the first second, only
+from the first process of a training job.
 """
 
 from __future__ import annotations
@@ -53,19 +47,19 @@ if TYPE_CHECKING:
 
 HEAVY: Final = 4_600_000_000
 LIGHT: Final = 1_300_000_000
-"""Bytes that nvcc takes for a unit, heavy or not; measured with nvcc 13.0."""
+"""Peak bytes of nvcc for a heavy or light unit (measured with nvcc 13.0)."""
 
 
 def need(unit: TranslationUnit) -> int:
-    """Returns how many bytes of memory compiling a unit takes."""
+    """Return the bytes of memory that compiling a unit needs."""
     return HEAVY if unit.heavy else LIGHT
 
 
 def jobs(value: int | None = None) -> int:
-    """Returns how many compilers may run as far as cores go: the number given, $QSYNC_BUILD_JOBS, or this process's share of the cores.
+    """Return the limit of parallel compilers: `value`, $QSYNC_BUILD_JOBS, or a share of the cores.
 
     Raises:
-        OptionError: the number is no whole number from 1.
+        OptionError: the number is below 1.
     """
     if value is not None:
         if value < 1:
@@ -82,12 +76,12 @@ def jobs(value: int | None = None) -> int:
 
 
 def processes() -> int:
-    """Returns how many processes of a training job share this machine, as torchrun tells them."""
+    """Return the number of processes of a training job on this machine, as set by torchrun."""
     return environment.launcher_number("LOCAL_WORLD_SIZE") or 1
 
 
 def available_memory() -> int:
-    """Returns how many bytes of memory are free for use, by the machine and by the limits of this process's control group."""
+    """Return the available bytes of memory of the machine and this process's cgroups."""
     free = [_machine(), *(_group(Path("/sys/fs/cgroup", part)) for part in _groups())]
     return min((value for value in free if value is not None), default=HEAVY)
 
@@ -100,7 +94,7 @@ def _machine() -> int | None:
 
 
 def _groups() -> list[str]:
-    """Returns the paths of this process's control group (version 2) and those around it, which limit it too."""
+    """Return the paths of this process's cgroup (version 2) and its parents, which limit it too."""
     result = re.search(r"^0::/(.*)$", _text(Path("/proc/self/cgroup")), flags=re.MULTILINE)
     parts = result[1].split("/") if result and result[1] else []
     return ["/".join(parts[:count]) for count in range(len(parts) + 1)]
@@ -110,7 +104,7 @@ def _group(folder: Path) -> int | None:
     limit, used = (_text(folder / name).strip() for name in ("memory.max", "memory.current"))
     if not (limit.isdigit() and used.isdigit()):
         return None
-    # What the kernel can drop at once is no use of memory: compiling reads many files.
+    # The kernel can reclaim inactive file pages at once: compiling reads many files.
     cached = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), flags=re.MULTILINE)
     return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
 
@@ -130,7 +124,7 @@ FLAGS: Final = (
     "--expt-relaxed-constexpr",
     "-shared",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
-    # What is missing shows now, not when the library is loaded.
+    # Report missing symbols at link time, not when the library is loaded.
     "-Xlinker=-z,defs",
     "-Xptxas=-v",
 )
@@ -138,7 +132,11 @@ _SHOWN_LINES: Final = 15
 
 
 def command(unit: TranslationUnit, tools: Toolchain) -> list[str]:
-    """Returns the command that compiles NAME.cu in the current folder to NAME.so; raises `KernelError` for what NVRTC does not take."""
+    """Return the command that compiles NAME.cu in the current folder to NAME.so.
+
+    Raises:
+        KernelError: NVRTC does not support the unit.
+    """
     if tools.toolkit:
         if unit.interface != "gemm":
             raise KernelError(
@@ -163,19 +161,22 @@ def command(unit: TranslationUnit, tools: Toolchain) -> list[str]:
 
 
 def flags(tools: Toolchain) -> tuple[str, ...]:
-    """Returns the flags of `command`, without paths."""
+    """Return the flags of `command`, without paths."""
     return toolchain.FLAGS if tools.toolkit else (*FLAGS, f"PTX for {', '.join(FORWARD)}")
 
 
 def described(tools: Toolchain) -> str:
-    """Returns what compiles, with versions."""
+    """Return the names and versions of the compilers."""
     name = "NVRTC" if tools.toolkit else "nvcc"
     templates = f", CUTLASS {dotted(tools.cutlass.version)}" if tools.cutlass.folders else ""
     return f"{name} {dotted(tools.nvcc.version)}, host compiler {dotted(tools.host.version)}{templates}"
 
 
 def _runtime(compiler: Path) -> list[str]:
-    """Returns how to link CUDA's runtime, one for all libraries and torch. Pip wheels hold it under its full name only."""
+    """Return the flags that link the CUDA runtime shared with torch.
+
+    Pip wheels contain it only under its full name.
+    """
     folders = library_folders(compiler)
     if not any((folder / "libcudart.so").exists() for folder in folders):
         for library in (
@@ -186,7 +187,11 @@ def _runtime(compiler: Path) -> list[str]:
 
 
 def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Popen[bytes]:
-    """Starts nvcc on a unit in the folder `work`, where its output goes to the file `log`; raises `KernelError` where that fails."""
+    """Start the compiler of a unit in the folder `work`, with its output in the file `log`.
+
+    Raises:
+        KernelError: it cannot start, or the unit's name is no file name.
+    """
     if not re.fullmatch(r"[A-Za-z0-9_]{1,200}", unit.name):
         raise KernelError(
             "this name of a unit makes no file name",
@@ -198,7 +203,8 @@ def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Pop
         (work / f"{unit.name}.cu").write_text(unit.source, encoding="utf-8")
         (work / "tmp").mkdir()
         with open(work / "log", "wb") as log:
-            # A group of its own, so that what nvcc starts can be ended with it; its temporary files go where ours go.
+            # A process group, so that the children of nvcc can be killed with it; its temporary
+            # files stay in the build folder.
             return subprocess.Popen(
                 arguments,
                 cwd=work,
@@ -219,7 +225,10 @@ def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Pop
 def failure(
     unit: TranslationUnit, work: Path, status: int, tools: Toolchain, saved: Path
 ) -> ToolchainError:
-    """Returns the error for a compiler that has ended with `status`; source and output move from `work` to the folder `kept`."""
+    """Return the error for a compiler that ended with `status`.
+
+    Source and output move from `work` to the folder `saved`.
+    """
     report = (work / "log").read_text(encoding="utf-8", errors="replace")
     with contextlib.suppress(OSError):
         saved.mkdir(exist_ok=True)
@@ -248,21 +257,27 @@ def failure(
 
 
 _PATIENCE: Final = 1.0
-"""Seconds without a word."""
+"""Seconds before the first progress report."""
 
 _LONG: Final = 5.0
-"""Seconds that one waits for another process before it is said, and then again twelve times as long."""
+"""Seconds of waiting for another process before the first notice.
+
+Further notices follow at twelve times this interval.
+"""
 
 
 class WaitNotice:
-    """Says that a process waits for what others compile, which looks like one that hangs; all ranks say it, each for itself."""
+    """Notice on standard error that this process waits for compilations by other processes.
+
+    Such a process looks hung, so every rank reports for itself.
+    """
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._next = _LONG
 
     def __call__(self, names: Sequence[str]) -> None:
-        """Takes what others compile while this process compiles nothing; nothing, where it does not wait."""
+        """Update with the units that other processes compile; empty if this one is not waiting."""
         now = time.monotonic()
         if not names:
             self._since, self._next = None, _LONG
@@ -282,15 +297,18 @@ class WaitNotice:
 
 
 class BuildWatcher(Protocol):
-    """What is told how far a build is."""
+    """Receiver of a build's progress."""
 
     def __call__(self, done: int, running: Sequence[str]) -> None:
-        """Takes how many units are done, and the names of those that are being compiled; called several times a second."""
+        """Report the number of finished units and the names of running ones.
+
+        Called several times a second.
+        """
 
 
 @contextlib.contextmanager
 def watch(total: int, wanted: bool) -> Iterator[BuildWatcher]:
-    """Yields what to tell while `total` units are compiled."""
+    """Yield the receiver of the progress of `total` units."""
     if not wanted or environment.launcher_number("RANK"):
         yield lambda done, running: None
     elif sys.stderr.isatty():
@@ -365,7 +383,7 @@ class _Lines:
 
 @dataclass(frozen=True)
 class Todo:
-    """A unit that is not in the cache, its keys, and what compiles it."""
+    """Unit that is not in the cache, its keys, and its toolchain."""
 
     unit: TranslationUnit
     content: str
@@ -375,7 +393,7 @@ class Todo:
 
 @dataclass
 class _Job:
-    """A unit on its way: it waits for the lock of its key, then nvcc runs in `work`."""
+    """Compilation of a unit: it waits for the lock of its key, then nvcc runs in `work`."""
 
     given: Todo
     lock: FileLock
@@ -395,12 +413,12 @@ def compile_units(
     progress: bool,
     ended: Callable[[TranslationUnit, CacheEntry | KernelError], None],
 ) -> None:
-    """Compiles units side by side, as memory allows, the heavy ones first, into the cache at `place`.
+    """Compile units in parallel, as memory permits, heavy ones first, into the cache at `place`.
 
     Args:
-        jobs: how many compilers may run at once.
-        progress: whether to say on standard error what is compiled.
-        ended: is called once for each unit, with its entry in the cache or with the error why there is none.
+        jobs: limit of parallel compilers.
+        progress: whether to report progress on standard error.
+        ended: called once per unit, with its cache entry or its error.
     """
     waiting = [
         _Job(item, kernel_cache.lock(place, item.content, item.key))
@@ -421,7 +439,7 @@ def compile_units(
                     continue
                 waiting.remove(job)
                 running.append(job)
-                # Another process may have built it while this one waited.
+                # Another process may have built it in the meantime.
                 if entry := kernel_cache.find(place, job.given.content, job.given.key):
                     ended(job.unit, entry)
                     _finish(job, running)
@@ -452,7 +470,7 @@ def compile_units(
 
 @contextlib.contextmanager
 def _cleared(running: list[_Job]) -> Iterator[None]:
-    """Ends the compilers that still run when the block is left, by an interrupt or any other error, and removes what they wrote."""
+    """Kill the running compilers and remove their files when the block exits, also by an error."""
     try:
         yield
     finally:
@@ -462,7 +480,7 @@ def _cleared(running: list[_Job]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupted_after() -> Iterator[None]:
-    """Puts an interrupt off until the block is left: inside it, a process may have begun that no job knows of, and nobody would end it."""
+    """Defer an interrupt until the block exits: inside, a new process has no job yet."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -492,7 +510,11 @@ def _acquired(lock: FileLock, place: Path) -> bool:
 
 
 def _stored(job: _Job, place: Path) -> CacheEntry:
-    """Returns the entry of what nvcc has made, after looking at it; raises `ToolchainError` where it failed."""
+    """Return the cache entry of a finished compilation, after verifying it.
+
+    Raises:
+        ToolchainError: the compiler failed.
+    """
     assert job.work is not None and job.process is not None
     tools = job.given.tools
     seconds = time.monotonic() - job.since
@@ -500,7 +522,7 @@ def _stored(job: _Job, place: Path) -> CacheEntry:
     library = job.work / f"{job.unit.name}.so"
     if job.process.returncode or not library.is_file():
         raise failure(job.unit, job.work, job.process.returncode, tools, place / "failed")
-    # NVRTC's machine code lies in the library as bytes, which no tool finds there.
+    # NVRTC's machine code is embedded in the library as data, which disassemblers cannot find.
     code = job.work / f"{job.unit.name}.cubin" if tools.toolkit else library
     refused, opcode = sass.complaint(report), ""
     if job.unit.opcode and not refused and (result := sass.instructions(code)):
@@ -533,7 +555,7 @@ def _stored(job: _Job, place: Path) -> CacheEntry:
 
 
 def _finish(job: _Job, running: list[_Job]) -> None:
-    """Ends a job, whatever its state: its processes, its files, its lock."""
+    """End a job in any state: its processes, files and lock."""
     if job.process is not None and job.process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.process.pid, signal.SIGKILL)

@@ -1,18 +1,16 @@
-"""Compiled libraries on disk, and which of them may be loaded.
+"""Disk cache of compiled libraries, and the keys of its entries.
 
     ROOT/CONTENT/TOOLS/manifest.json, NAME.so, NAME.cu
 
-CONTENT and TOOLS are keys (see `keys`). The user's own cache is searched by both. Folders in QSYNC_KERNELS_PATH hold libraries built ahead
-of time, perhaps elsewhere with other compilers, and are searched first, by content alone; so is the cache where there is no compiler.
+The content key covers the function of a library: source, our headers, target, C interface. The
+tools key covers its compilation: CUTLASS, nvcc, host compiler, flags. Every influence on the
+machine code is in one of them. The user's cache is searched by both keys. Folders in
+QSYNC_KERNELS_PATH, with libraries built ahead of time, are searched first, by content only; so is
+the cache on a machine without a compiler.
 
-Invariant: what `find` returns has a valid manifest of the key asked for and a library with the size and digest that it says. Entries are
-written elsewhere and renamed, so they are whole or absent. A library is code: folders that others can write to are refused.
-
-What a compiled library depends on, as keys.
-
-Two of them, since a machine without a compiler has only the first. The content key is of what a library computes: the source, the
-headers of ours that it includes, the target, the C interface. The tools key is of how it was compiled: CUTLASS, nvcc, the host compiler,
-the flags. Invariant: whatever may change a library's machine code is in one of them.
+Invariant: `find` returns only an entry with a valid manifest for the key and a library of the
+recorded size and digest. Entries are renamed into place, so they are complete or absent. Since a
+library is code, folders that others can write to are refused.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ from qsync_fx.errors import KernelError, QSyncError
 from qsync_fx.serialization.atomic_files import caches, write_text
 
 TEMPLATES: Final = Path(__file__).resolve().parents[1] / "templates"
-"""Headers of ours: cpp/cutlass in a clone."""
+"""Our headers: cpp/cutlass in a clone."""
 
 NVCC_VARIABLES: Final = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
-"""Environment variables that nvcc reads flags from."""
+"""Environment variables from which nvcc reads flags."""
 
 
 def content_key(unit: TranslationUnit) -> str:
-    """Returns 64 hexadecimal digits of everything that decides what a unit's library computes."""
+    """Return the content key of a unit, 64 hexadecimal digits."""
     return _digest(
         {
             "abi": library.VERSION,
@@ -64,7 +62,7 @@ def content_key(unit: TranslationUnit) -> str:
 
 
 def included(source: str) -> dict[str, str]:
-    """Returns the digests of those headers in cpp/cutlass that a source includes, directly or through others, by name."""
+    """Return name -> digest of our headers that a source includes, directly or not."""
     result: dict[str, str] = {}
     todo = [source]
     while todo:
@@ -80,11 +78,12 @@ def included(source: str) -> dict[str, str]:
 
 
 def tools_key(tools: Toolchain, flags: tuple[str, ...], memory: Path | None = None) -> str:
-    """Returns 64 hexadecimal digits of everything that decides how a unit is compiled.
+    """Return the tools key, 64 hexadecimal digits.
 
     Args:
-        flags: those of nvcc, without paths.
-        memory: a folder of this user's that remembers the digest of headers, whose 27 MB take 200 ms to read.
+        flags: nvcc flags, without paths.
+        memory: a private folder that caches the digest of the headers, whose 27 MB take 200 ms to
+            read.
     """
     return _digest(
         {
@@ -99,11 +98,12 @@ def tools_key(tools: Toolchain, flags: tuple[str, ...], memory: Path | None = No
 
 
 def headers_digest(headers: Headers, memory: Path | None = None) -> str:
-    """Returns 64 hexadecimal digits of the names and contents of all files under the folders of headers.
+    """Return 64 hexadecimal digits over the names and contents of all files in the header folders.
 
-    With `memory`, what was computed before is taken while the files have the sizes and times that they had then.
+    With `memory`, a cached digest is valid while sizes and modification times of the files are
+    unchanged.
     """
-    # Strings, since paths as objects take ten times as long, and this is on the way to every kernel.
+    # Strings: path objects are ten times slower, and every kernel lookup passes here.
     files = [
         (path[len(folder) :], path, os.stat(path))
         for folder in map(str, headers.folders)
@@ -125,7 +125,7 @@ def headers_digest(headers: Headers, memory: Path | None = None) -> str:
         try:
             write_text(remembered, digest.hexdigest() + "\n")
         except QSyncError:
-            # A folder that cannot be written only costs time, here; whoever stores a library there says so.
+            # An unwritable folder only costs time here; storing a library there reports the error.
             return digest.hexdigest()
     return digest.hexdigest()
 
@@ -135,12 +135,12 @@ def _digest(value: object) -> str:
 
 
 _STALE: Final = 24 * 3600.0
-"""Seconds after which what a killed process left behind is removed."""
+"""Seconds after which leftovers of killed processes are removed."""
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A library in a folder. `library` is there unless the manifest says why it was refused."""
+    """Library in a folder; the file `library` exists unless the manifest records a refusal."""
 
     folder: Path
     manifest: Manifest
@@ -151,12 +151,16 @@ class CacheEntry:
 
 
 def root() -> Path:
-    """Returns the folder of the user's compiled kernels, which need not exist."""
+    """Return the folder of the user's compiled kernels, which need not exist."""
     return caches() / "kernels"
 
 
 def ahead_of_time() -> list[Path]:
-    """Returns the folders in QSYNC_KERNELS_PATH; raises `KernelError` for one that is not there or that anybody may write to."""
+    """Return the folders in QSYNC_KERNELS_PATH.
+
+    Raises:
+        KernelError: a folder does not exist, or is writable by anybody.
+    """
     folders = [Path(os.path.abspath(path)) for path in environment.paths("QSYNC_KERNELS_PATH")]
     for folder in folders:
         if not folder.is_dir():
@@ -171,7 +175,11 @@ def ahead_of_time() -> list[Path]:
 
 
 def prepare(folder: Path) -> Path:
-    """Makes a folder for libraries, checks that it is the user's alone to write to, and returns it; raises `KernelError`."""
+    """Create a folder for libraries and return it.
+
+    Raises:
+        KernelError: it cannot be written, belongs to another user, or is writable by anybody.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         result = folder.stat()
@@ -203,7 +211,7 @@ def _open_to_others(folder: Path) -> KernelError:
 
 
 def find(folder: Path, content: str, tools: str | None) -> CacheEntry | None:
-    """Returns the entry of this key in a folder; with `tools` None, the newest one that was not refused."""
+    """Return the entry of a key; if `tools` is None, the newest entry that was not refused."""
     if tools is not None:
         return usable(folder / content / tools, content, tools)
     with contextlib.suppress(OSError):
@@ -214,12 +222,12 @@ def find(folder: Path, content: str, tools: str | None) -> CacheEntry | None:
 
 
 def read(folder: Path) -> CacheEntry | None:
-    """Returns the entry in a folder if it is whole."""
+    """Return the entry in a folder if it is complete."""
     return usable(folder, folder.parent.name, folder.name)
 
 
 def usable(folder: Path, content: str, tools: str) -> CacheEntry | None:
-    """Returns the entry in a folder if it is whole and of this key."""
+    """Return the entry in a folder if it is complete and has this key."""
     try:
         entry = CacheEntry(folder, manifests.read(folder / manifests.FILE))
         if (entry.manifest.content, entry.manifest.tools) != (content, tools):
@@ -234,7 +242,7 @@ def usable(folder: Path, content: str, tools: str) -> CacheEntry | None:
 
 
 def fingerprint(library: Path) -> tuple[int, str]:
-    """Returns size and SHA-256 of a regular file; raises `OSError`, also for a link."""
+    """Return size and SHA-256 of a regular file; raise `OSError`, also for a symbolic link."""
     descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -244,21 +252,27 @@ def fingerprint(library: Path) -> tuple[int, str]:
 
 
 def lock(folder: Path, content: str, tools: str) -> FileLock:
-    """Returns the lock that whoever builds an entry holds. Its file stays: were it removed, two could hold it."""
+    """Return the lock for building an entry.
+
+    Its file is never removed: otherwise two processes could own the lock.
+    """
     locks = folder / "locks"
     locks.mkdir(exist_ok=True)
     return FileLock(locks / f"{content[:24]}-{tools[:8]}")
 
 
 def workplace(folder: Path) -> Path:
-    """Makes and returns a new folder, on the disk of the entries, to build one in."""
+    """Create and return a new build folder on the disk of the entries."""
     path = folder / f".build-{uuid.uuid4().hex}"
     path.mkdir()
     return path
 
 
 def store(folder: Path, work: Path, manifest: Manifest) -> CacheEntry:
-    """Makes an entry of what is in the folder `work`, in place of a damaged one if there is. The caller holds the lock."""
+    """Turn the build folder `work` into an entry, replacing a damaged one.
+
+    The caller owns the lock.
+    """
     path = folder / manifest.content / manifest.tools
     try:
         (work / manifests.FILE).write_text(manifest.text(), encoding="utf-8")
@@ -276,7 +290,7 @@ def store(folder: Path, work: Path, manifest: Manifest) -> CacheEntry:
 
 
 def discard(path: Path, folder: Path) -> None:
-    """Removes a folder or file from under the entries of `folder`, at once for all that look."""
+    """Remove a file or folder from a cache folder, atomically for readers."""
     aside = folder / f".build-{uuid.uuid4().hex}"
     os.rename(path, aside)
     if aside.is_dir() and not aside.is_symlink():
@@ -286,7 +300,7 @@ def discard(path: Path, folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed processes have left."""
+    """Remove leftovers of killed processes."""
     for path in folder.glob(".build-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE:
@@ -294,7 +308,7 @@ def sweep(folder: Path) -> None:
 
 
 def entries(folder: Path) -> Iterator[CacheEntry | Path]:
-    """Yields the entries of a folder, oldest key first; for one that `find` would not return, its path."""
+    """Yield the entries of a folder, sorted by key; the path of an entry that `find` rejects."""
     if not folder.is_dir():
         return
     for content in sorted(
@@ -305,7 +319,11 @@ def entries(folder: Path) -> Iterator[CacheEntry | Path]:
 
 
 def clear(folder: Path, older_than: float = 0.0) -> tuple[int, int]:
-    """Removes entries that are older than so many seconds, and damaged ones; returns how many there were, and the bytes of their files."""
+    """Remove damaged entries and entries older than so many seconds.
+
+    Returns:
+        The number of removed entries, and the bytes of their files.
+    """
     count = size = 0
     for item in list(entries(folder)):
         path = item if isinstance(item, Path) else item.folder

@@ -1,7 +1,7 @@
-"""From configurations to libraries that can be called.
+"""Registry of the kernel libraries of this process.
 
-Invariant: a kernel that could not be had once is not asked for again in this process: the same call takes the same way every time, and a
-compiler that fails does so once, not at every step.
+Invariant: a failure is final in this process. The same call therefore always runs the same way, and
+a compiler fails once rather than at every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _prepared = False
 
 
 def unit_of(config: KernelConfig) -> TranslationUnit:
-    """Returns what is compiled for a configuration."""
+    """Return the translation unit of a configuration."""
     return _source(config)
 
 
@@ -40,20 +40,23 @@ def _source(config: KernelConfig) -> TranslationUnit:
 
 @functools.lru_cache(maxsize=64)
 def quantizer(arch: Arch, x: str, fmt: str) -> TranslationUnit:
-    """Returns the quantizer of an architecture that reads values in the format `x` and writes `fmt`."""
+    """Return the quantizer unit of an architecture, from values in the format `x` to `fmt`."""
     from qsync_fx.backend.cuda import codegen
 
     return codegen.quantizer(arch, x, fmt)
 
 
 def copiers(arch: Arch) -> list[TranslationUnit]:
-    """Returns what copies operands on an architecture, if anything does: what compiles for sm_70 takes products alone."""
+    """Return the copy units of an architecture; none for sm_70.
+
+    Its tools may be limited to GEMMs.
+    """
     return [] if arch == "sm_70" else [copier(arch)]
 
 
 @functools.lru_cache(maxsize=64)
 def copier(arch: Arch) -> TranslationUnit:
-    """Returns what copies matrices as they are on an architecture."""
+    """Return the unit that copies matrices without conversion."""
     from qsync_fx.backend.cuda import codegen
 
     return codegen.copier(arch)
@@ -61,28 +64,29 @@ def copier(arch: Arch) -> TranslationUnit:
 
 @functools.lru_cache(maxsize=64)
 def converter(arch: Arch, x: str) -> TranslationUnit:
-    """Returns what converts numbers in the format `x` to floats on an architecture."""
+    """Return the unit that converts numbers in the format `x` to floats."""
     from qsync_fx.backend.cuda import codegen
 
     return codegen.converter(arch, x)
 
 
 def converters(arch: Arch) -> list[TranslationUnit]:
-    """Returns all that converts numbers on an architecture; see `copiers`."""
+    """Return all units that convert numbers on an architecture; see `copiers`."""
     from qsync_fx.backend.cuda.codegen import NUMBERS
 
     return [] if arch == "sm_70" else [converter(arch, x) for x in NUMBERS]
 
 
 def library(unit: TranslationUnit, *, wait: bool = True) -> Library | None:
-    """Returns the library of a unit, and compiles it where it is not in the cache.
+    """Return the library of a unit; compile it if it is not in the cache.
 
     Args:
-        wait: False where nothing may be read or compiled now, as while a CUDA graph is captured; None is returned where that would be
-            needed.
+        wait: False if no file may be read or compiled now, such as during CUDA graph capture; None
+            is returned if that is necessary.
 
     Raises:
-        QSyncError: it cannot be compiled or loaded, now or the first time it was asked for, or was switched off.
+        QSyncError: it cannot be compiled or loaded, now or on the first request, or was switched
+            off.
     """
     result = _had.get(unit)
     if result is None:
@@ -96,12 +100,12 @@ def library(unit: TranslationUnit, *, wait: bool = True) -> Library | None:
 
 
 def loaded(unit: TranslationUnit) -> bool:
-    """Whether a unit's library is loaded and may be used."""
+    """Return whether a unit's library is loaded and usable."""
     return isinstance(_had.get(unit), Library)
 
 
 def stored(unit: TranslationUnit) -> bool:
-    """Whether a unit's library is in the cache or among kernels built ahead of time, so that nothing has to be compiled for it."""
+    """Return whether a unit's library is available without compilation."""
     return loaded(unit) or (unit not in _had and _stored(unit))
 
 
@@ -116,38 +120,45 @@ def _stored(unit: TranslationUnit) -> bool:
 
 
 def failure(unit: TranslationUnit) -> QSyncError | None:
-    """Returns why a unit's library could not be had when it was asked for; None where it could, or nobody has asked."""
+    """Return the error of a unit's failed request; None if it succeeded or there was none."""
     result = _had.get(unit)
     return result if isinstance(result, QSyncError) else None
 
 
 def refused(unit: TranslationUnit) -> bool:
-    """Whether another kernel is to be tried in place of this one: its compiler was refused for it, or it failed to start.
+    """Return whether another kernel should replace this one.
 
-    What was refused stands in the cache under the versions of its compilers, so the next process does not compile it to find out.
+    This is so if its source was refused, or if it could not be launched. The cache records refusals
+    under the compiler versions, so the next process does not compile the unit again.
     """
     return unit in _refused
 
 
 def refusals() -> int:
-    """Returns a number that changes with what is `refused`."""
+    """Return a number that changes with the set of refused units."""
     return len(_refused)
 
 
 def switch_off(unit: TranslationUnit, error: QSyncError) -> None:
-    """Lets a unit's library not be used any more in this process."""
+    """Disable a unit's library in this process, with the reason."""
     with _lock:
         _had[unit] = error
         _refused.add(unit)
 
 
 def compiles_late() -> bool:
-    """Whether a product that was not prepared may be compiled when it is called: not once a graph was, whose steps would stand still."""
+    """Return whether an unprepared GEMM or convolution may be compiled when it is called.
+
+    It may not after a graph was prepared, since its steps would wait for the compiler.
+    """
     return not _prepared
 
 
 def prepare_graph(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
-    """Does what `prepare` does, for a graph that is about to run; from then on no call waits for a product to be compiled."""
+    """Prepare units for a graph that is about to run.
+
+    From now on, no call waits for the compilation of a GEMM or convolution (`compiles_late`).
+    """
     global _prepared
     failed = prepare(units)
     _prepared = True
@@ -155,7 +166,10 @@ def prepare_graph(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
 
 
 def prepare(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
-    """Compiles what is not in the cache, side by side, and loads it all; returns what failed, which torch will compute."""
+    """Compile the missing units in parallel and load all; return the failures.
+
+    torch computes for failed units.
+    """
     from qsync_fx.backend.cuda.kernel_build import compiler
     from qsync_fx.backend.cuda.kernel_build.library import load
 
@@ -178,7 +192,7 @@ def prepare(units: Iterable[TranslationUnit]) -> Sequence[QSyncError]:
 
 
 def _of_this_kernel(had: Library | QSyncError) -> bool:
-    """Whether a failure is one of this kernel, where another one might do, and not one of the machine."""
+    """Return whether a failure is specific to this kernel, so that another kernel might work."""
     return isinstance(had, RefusedKernelError) or (
         isinstance(had, ToolchainError) and had.of_the_source
     )

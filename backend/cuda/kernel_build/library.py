@@ -1,29 +1,11 @@
-"""A compiled library, loaded.
+"""C interface, manifest and loading of compiled kernel libraries.
 
-Invariant: a Library answers for the unit that it was loaded as: it speaks this version of the C interface and tells that unit's name.
-Functions take the argument structure of its interface and nothing else. No symbol of it is visible to other libraries. What is loaded is a
-copy in memory, so its code stays as it is whatever becomes of the file: pages of a mapped file that is truncated or copied over are gone,
-those that the loader has written to as well, and the process dies at the next call or at exit.
+`Library` defines the exported functions; their argument structures contain pointers and numbers, no
+torch objects. `Manifest` describes a library in JSON.
 
-The C interface of compiled kernels: pointers and numbers, no torch.
-
-Invariant: these structures and cpp/cutlass/abi.h say the same; a test compiles the header and compares sizes and offsets. Whoever changes
-one raises `VERSION`, which is part of every library's key and which each library returns when asked.
-
-Every library has the functions
-
-    int qsync_abi(void)                                        VERSION
-    const char *qsync_name(void)                               the name of its Unit
-    int qsync_can_implement(const Arguments *)                 0, or a status
-    int64_t qsync_workspace(const Arguments *)                 bytes
-    int qsync_run(const Arguments *, void *workspace, void *stream)    0, or a status
-    int qsync_shared_memory(void)                              bytes a threadblock
-    const char *qsync_error(int status)
-
-What is known of a compiled library, kept beside it as JSON.
-
-Invariant: a Manifest that was read from a file is valid, field for field. Where the file came from does not matter: a file that does not
-hold exactly this raises `ValueError` with the reason.
+Invariant: the structures match cpp/cutlass/abi.h, whose sizes and offsets a test compares. Every
+change raises `VERSION`, which is part of each library's key and which each library returns. A
+manifest that was read is valid, field for field, wherever the file came from.
 """
 
 from __future__ import annotations
@@ -54,13 +36,13 @@ _P, _I64, _I32, _U32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c
 
 
 class GemmArguments(ctypes.Structure):
-    """`d = a @ b * a_scale * b_scale + bias`; strides in elements, of the dimension that is not contiguous."""
+    """`d = a @ b * a_scale * b_scale + bias`; leading dimensions in elements."""
 
     _fields_ = (
         *((name, _P) for name in ("a", "b", "d", "a_scale", "b_scale", "bias")),
         *((name, _I64) for name in ("lda", "ldb", "ldd")),
         *((name, _I32) for name in ("m", "n", "k")),
-        # 1: a scale for each row (column); 0: one for all. Pointers may be null: scale 1, bias 0.
+        # 1: a scale per row (column); 0: a single scale. Null pointers mean scale 1, bias 0.
         ("a_scale_per_row", _I32),
         ("b_scale_per_column", _I32),
         ("split", _I32),
@@ -70,7 +52,10 @@ class GemmArguments(ctypes.Structure):
 
 
 class ConvArguments(ctypes.Structure):
-    """Packed NHWC tensors: x `[n, h, w, c]`, weight `[k, r, s, c]`, y `[n, p, q, k]`; `a`, `b`, `d` by operation, see ConvProblem."""
+    """Dense NHWC tensors: x `[n, h, w, c]`, weight `[k, r, s, c]`, y `[n, p, q, k]`.
+
+    The operation determines which of them are `a`, `b` and `d`; see `ConvProblem`.
+    """
 
     _fields_ = (
         *((name, _P) for name in ("a", "b", "d", "a_scale", "b_scale", "bias")),
@@ -87,10 +72,11 @@ class ConvArguments(ctypes.Structure):
 
 
 class QuantizeArguments(ctypes.Structure):
-    """Largest magnitude in two steps, then rounding; see `qsync::quantize` for what is computed.
+    """Absolute maximum in two steps, then rounding; see `qsync::quantize` for the semantics.
 
-    `x` is a matrix `[rows, columns]` with the stride `ldx` between rows. `q` and, unless null, its transpose `qt` `[columns, rows]` have no
-    gaps. `group`: 0 one scale, 1 a scale for each row, 2 a scale for each column. `seed` points to one int64 in device memory.
+    `x` is a matrix `[rows, columns]` with row stride `ldx`. `q` and, unless null, its transpose
+    `qt` `[columns, rows]` are dense. `group`: 0 a single scale, 1 a scale per row, 2 a scale per
+    column. `seed` points to one int64 in device memory.
     """
 
     _fields_ = (
@@ -107,11 +93,12 @@ class QuantizeArguments(ctypes.Structure):
 
 
 class ConvertArguments(ctypes.Structure):
-    """Copies of matrices: `y[b, r, c] = x[b, r, c] * scale` or, turned, `x[b, c, r] * scale`, and zeros where `x` has nothing.
+    """Matrix copy: `y[b, r, c] = x[b, r, c] * scale`, or `x[b, c, r] * scale` if transposed.
 
-    `x` is `batches` matrices `[rows, columns]`, with the stride `ldx` between rows and `batch_stride` between matrices. `y` is `y_batches`
-    matrices `[y_rows, y_columns]` without gaps. `scale` points to one FP32 number in device memory; null: 1. Types are the numbers of
-    `convert_source.ELEMENTS`.
+    `x` is `batches` matrices `[rows, columns]` with row stride `ldx` and `batch_stride`, in
+    elements. `y` is `y_batches` dense matrices `[y_rows, y_columns]`, zero beyond the elements of
+    `x`. `scale` points to one FP32 number in device memory; null means 1. Types are the numbers of
+    `codegen.CONVERT_TYPES`.
     """
 
     _fields_ = (
@@ -150,7 +137,13 @@ _PATTERNS: Final = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What a unit's kernels use, the largest of each: registers a thread; bytes of shared memory a threadblock, of stack, of spills."""
+    """Largest resource usage among a unit's kernels.
+
+    Attributes:
+        registers: per thread.
+        shared_memory: bytes per threadblock.
+        stack, spills: bytes per thread.
+    """
 
     registers: int
     shared_memory: int
@@ -160,14 +153,16 @@ class Resources:
 
 @dataclass(frozen=True)
 class Manifest:
-    """
+    """Description of a compiled library.
+
     Attributes:
-        content, tools: keys, see `keys`.
+        content, tools: keys, see `kernel_cache`.
         name, arch: of the unit.
-        sha256, size: of the library; "" and 0 where there is none because it was refused.
-        refused: why the library must not be used, such as spills; "" where it may.
-        opcode: the instruction that was found in the machine code; "" where none was asked for, or nothing could look.
-        seconds: that compiling took.
+        sha256, size: of the library; "" and 0 if it was refused and does not exist.
+        refused: why the library must not be used, such as spills; "" if it may.
+        opcode: the required instruction as found in the machine code; "" if none is required or no
+            disassembler is available.
+        seconds: compile time.
         created: seconds since 1970.
         compilers: versions and flags, for people.
     """
@@ -186,18 +181,18 @@ class Manifest:
     compilers: str
 
     def text(self) -> str:
-        """Returns the manifest as its file holds it."""
+        """Return the manifest as JSON text."""
         return MANIFEST.encode(self)
 
 
 def read(path: Path) -> Manifest:
-    """Returns the manifest in a file; raises `OSError` where it cannot be read, `ValueError` for anything that it should not say."""
+    """Return the manifest in a file; raise `OSError` or, for invalid content, `ValueError`."""
     with open(path, "rb") as file:
         return parse(file.read(MANIFEST.largest + 1))
 
 
 def parse(text: str | bytes) -> Manifest:
-    """Returns the manifest that a text holds; raises `ValueError` for anything else."""
+    """Return the manifest in a JSON text; raise `ValueError` if it is invalid."""
     try:
         return MANIFEST.decode(text)
     except KernelError as error:
@@ -251,33 +246,48 @@ _STRUCTURES: Final[dict[str, type[ctypes.Structure]]] = {
 
 @dataclass(frozen=True)
 class Library:
-    """The functions of one library, see `abi`. Loading the same file twice gives equal code twice; `load` remembers."""
+    """Loaded library; its ABI version and the name of its unit have been verified.
+
+    A library exports
+
+        int qsync_abi(void)                                        VERSION
+        const char *qsync_name(void)                               the name of its unit
+        int qsync_can_implement(const Arguments *)                 0, or a status
+        int64_t qsync_workspace(const Arguments *)                 bytes
+        int qsync_run(const Arguments *, void *workspace, void *stream)    0, or a status
+        int qsync_shared_memory(void)                              bytes per threadblock
+        const char *qsync_error(int status)
+
+    The code is a private copy in memory: a truncated or overwritten mapped file would crash the
+    process at the next call or at exit. Its symbols are not visible to other libraries.
+    """
 
     unit: TranslationUnit
     path: Path
     _handle: ctypes.CDLL
 
     def can_implement(self, arguments: Arguments) -> str | None:
-        """Returns None where the kernel can compute this, else why not, in CUTLASS's words."""
+        """Return None if the kernel supports the arguments, else the reason in CUTLASS's words."""
         status: int = self._handle.qsync_can_implement(ctypes.byref(arguments))
         return None if status == 0 else self.error(status)
 
     def workspace(self, arguments: Arguments) -> int:
-        """Returns how many bytes of device memory `run` needs."""
+        """Return the bytes of device memory that `run` needs."""
         size: int = self._handle.qsync_workspace(ctypes.byref(arguments))
         if size < 0:
             raise KernelError(f"the kernel tells a workspace of {size} bytes", where=self.unit.name)
         return size
 
     def run(self, arguments: Arguments, workspace: int, stream: int) -> None:
-        """Queues the kernel.
+        """Queue the kernel.
 
         Args:
-            workspace: address in device memory, aligned to 16 bytes; 0 where none is needed.
-            stream: of CUDA, as `torch.cuda.Stream.cuda_stream` tells it.
+            workspace: address in device memory, aligned to 16 bytes; 0 if none is needed.
+            stream: CUDA stream handle, as in `torch.cuda.Stream.cuda_stream`.
 
         Raises:
-            LaunchError: it could not be queued. What fails later, on the device, CUDA tells at the next call.
+            LaunchError: it could not be queued. CUDA reports later failures on the device at the
+                next call.
         """
         status = self._handle.qsync_run(ctypes.byref(arguments), workspace, stream)
         if status:
@@ -288,22 +298,22 @@ class Library:
             )
 
     def shared_memory(self) -> int:
-        """Returns how many bytes of shared memory a threadblock takes."""
+        """Return the bytes of shared memory per threadblock."""
         size: int = self._handle.qsync_shared_memory()
         return size
 
     def error(self, status: int) -> str:
-        """Returns what a status means."""
+        """Return the message of a status."""
         text: bytes | None = self._handle.qsync_error(status)
         return text.decode("utf-8", errors="replace") if text else f"status {status}"
 
 
 @functools.cache
 def load(path: Path, unit: TranslationUnit) -> Library:
-    """Returns the library at `path`, as `compiler.build` made it for `unit`.
+    """Return the library at `path`, which `compiler.build` compiled for `unit`.
 
     Raises:
-        KernelError: it cannot be loaded, or is not of this unit.
+        KernelError: it cannot be loaded, or belongs to another unit.
     """
     handle = _opened(path)
     _declare(handle, path, _STRUCTURES[unit.interface])
@@ -317,16 +327,17 @@ def load(path: Path, unit: TranslationUnit) -> Library:
 
 
 def shared_memory(path: Path) -> int:
-    """Returns how many bytes of shared memory a threadblock of the kernel at `path` takes, which its machine code does not say.
+    """Return the shared memory bytes per threadblock, which the machine code does not contain.
 
-    A process of its own loads it for that. Unloading a library from a process that uses CUDA leaves that process's runtime with addresses
-    of kernels that are gone: the next copy lies at the same place, and is started as the old one is (seen on an H200: it dies or hangs).
+    A separate process loads the library. Unloading it from a process that uses CUDA leaves the CUDA
+    runtime with stale kernel addresses: the next library is mapped at the same address and launched
+    as the old one (seen on an H200: crash or hang).
 
     Raises:
-        KernelError: the library cannot be loaded, or has not the functions that it should have.
+        KernelError: the library cannot be loaded, or lacks functions.
     """
     folders = map(str, _runtime_folders())
-    # -I: what a user's environment puts in front of Python's own modules is not run.
+    # -I ignores the user's environment, which might shadow Python's own modules.
     command = [sys.executable, "-I", "-c", _ASKED, str(path), *folders]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode or not done.stdout.strip().isdecimal():
@@ -352,7 +363,7 @@ except OSError as error:
     library = ctypes.CDLL(path)
 print(library.qsync_shared_memory())
 """
-"""What that process runs. Its arguments: the library, and folders in which CUDA's runtime may lie."""
+"""Program of the child process. Its arguments: the library, and folders of CUDA's runtime."""
 
 
 def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure]) -> None:
@@ -375,7 +386,7 @@ def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure])
 
 
 def _opened(path: Path) -> ctypes.CDLL:
-    """Opens a library; where it wants a CUDA runtime that is not loaded, that one first."""
+    """Open a library, after the CUDA runtime that it needs if that is not yet loaded."""
     try:
         return _private(path)
     except OSError as error:
@@ -384,7 +395,7 @@ def _opened(path: Path) -> ctypes.CDLL:
             raise _foreign(path, f"the system cannot load it: {error}") from error
         for candidate in _runtimes(missing[1]):
             with contextlib.suppress(OSError):
-                # Libraries that are opened later find it by its name among those that are loaded.
+                # Libraries opened later resolve it by its name among the loaded libraries.
                 ctypes.CDLL(str(candidate), mode=ctypes.RTLD_GLOBAL)
                 return _private(path)
     raise KernelError(
@@ -395,14 +406,15 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 def _private(path: Path) -> ctypes.CDLL:
-    """Opens a copy of a library that no file on disk stands behind; raises `OSError`."""
-    # Called here, as a Python that was built against an old C library has no os.memfd_create.
+    """Open an in-memory copy of a library, independent of its file; raise `OSError`."""
+    # Through libc: a Python built against an old C library has no os.memfd_create.
     system = ctypes.CDLL(None, use_errno=True)
     descriptor: int = system.memfd_create(path.name.encode(), 0)
     if descriptor < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), f"a copy of {path.name} in memory")
-    # The loader takes equal names for one library, and descriptors are numbered anew: each copy gets a name of its own.
+    # The loader identifies libraries by name, and descriptor numbers are reused, so each copy needs
+    # a unique name.
     with (
         open(descriptor, "wb") as copy,
         open(path, "rb") as file,
@@ -416,7 +428,6 @@ def _private(path: Path) -> ctypes.CDLL:
 
 
 def _runtimes(name: str) -> Iterator[Path]:
-    """Yields where a CUDA runtime may lie: beside torch, in pip wheels, with nvcc."""
     return (folder / name for folder in _runtime_folders() if (folder / name).is_file())
 
 

@@ -1,14 +1,13 @@
-"""What came out of the compiler: resources from ptxas's report, instructions from the machine code.
+"""Verification of compiled code: resources from the ptxas report, instructions from SASS.
 
-Invariant: a library passes only if it runs as it was meant to: no spilled registers, no serialized matrix products, and the tensor core's
-instruction in it. A kernel that fails this is correct and slow, which nobody would notice.
+Invariant: a library passes only without spilled registers, without serialized matrix products, and
+with the tensor core instruction. Kernels that fail are correct but slow, which would otherwise go
+unnoticed.
 
-The instructions of machine code for sm_70 that kernels are checked for, read without a disassembler.
-
-Why: disassemblers of CUDA 13 do not know sm_70, and CUDA 12 has none on the package index. An instruction has 128 bits, and its lowest 12
-say which it is; those of the three that multiply are here, as nvdisasm 12.8 names them. sm_75 has two of them too, so a test compares.
-
-Invariant: what is no whole ELF file of 64 bits raises; nothing is guessed from its name.
+`volta_instructions` reads sm_70 code without a disassembler: CUDA 13 has none for sm_70,
+and the package index has none of CUDA 12. An instruction has 128 bits; the lowest 12 identify it.
+`OPCODES` has the three multiplications, with the names of nvdisasm 12.8. sm_75 shares two of them,
+so a test compares both readers.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from qsync_fx.backend.cuda.kernel_build.library import Resources
 from qsync_fx.errors import KernelError
 
 OPCODES: Final = {0x236: "HMMA.884", 0x226: "IDP.4A", 0x223: "FFMA"}
-"""Of operands in registers."""
+"""Opcodes for register operands."""
 
 _WIDTH: Final = 16  # bytes
 
 
 def volta_instructions(path: Path) -> Counter[str]:
-    """Returns how often each of `OPCODES` stands in a file that NVRTC wrote; raises `KernelError` for another one."""
+    """Return the count of each of `OPCODES` in a cubin; raise `KernelError` if it is invalid."""
     data = path.read_bytes()
     try:
         return Counter(name for code in _sections(data, ".text.") for name in _named(code))
@@ -49,7 +48,7 @@ def _named(code: bytes) -> list[str]:
 
 
 def _sections(data: bytes, prefix: str) -> list[bytes]:
-    """Returns the contents of the sections whose names start so (System V ABI, object files)."""
+    """Return the contents of the sections with a name prefix (System V ABI, object files)."""
     if data[:5] != b"\x7fELF\x02":
         raise ValueError("no ELF file of 64 bits")
     (offset,) = struct.unpack_from("<Q", data, 0x28)
@@ -72,7 +71,7 @@ def _content(data: bytes, header: tuple[int, ...]) -> bytes:
 
 
 def resources(report: str) -> Resources:
-    """Returns what `ptxas -v` reports, the largest of all kernels in it."""
+    """Return the resources reported by `ptxas -v`, the maximum over all kernels."""
 
     def largest(pattern: str) -> int:
         return max(map(int, re.findall(pattern, report)), default=0)
@@ -86,7 +85,7 @@ def resources(report: str) -> Resources:
 
 
 def complaint(report: str) -> str:
-    """Returns why kernels with this report of `ptxas -v` must not be used, or ""."""
+    """Return why kernels with this `ptxas -v` report must not be used; "" if they may."""
     if "Potential Performance Loss" in report or "instructions are serialized" in report:
         (line, *_) = [
             line
@@ -106,16 +105,16 @@ def complaint(report: str) -> str:
 
 
 def disassembler() -> Path | None:
-    """Returns cuobjdump, if nvdisasm, which it calls, is there too."""
+    """Return cuobjdump, if nvdisasm, which it calls, exists too."""
     result = toolchain.tool("cuobjdump")
     return result if result and toolchain.tool("nvdisasm", result.parent) else None
 
 
 def instructions(library: Path) -> Counter[str]:
-    """Returns how often each instruction stands in the machine code of a library, with its modifiers ("IMMA.16832.S8.S8.SAT").
+    """Return the count of each SASS instruction, with modifiers ("IMMA.16832.S8.S8.SAT").
 
-    Empty where nothing can look: toolkits from pip wheels have no disassembler, and an older one may not know the target. Of machine code
-    by itself, which is that of sm_70, those that `volta_code` knows.
+    Empty without a suitable disassembler: pip wheels of the toolkit have none, and an older one may
+    not support the target. For a bare cubin, which is sm_70 code, only `OPCODES` are counted.
     """
     if library.suffix == ".cubin":
         return volta_instructions(library)
@@ -123,7 +122,7 @@ def instructions(library: Path) -> Counter[str]:
 
 
 def listing(code: Path) -> str:
-    """Returns the machine code in a library or an object file as text, function by function; "" where nothing can look."""
+    """Return the disassembly of a library or object file; "" without a suitable disassembler."""
     program = disassembler()
     if program is None:
         return ""
@@ -139,7 +138,7 @@ def listing(code: Path) -> str:
 
 
 def named(listed: str) -> Counter[str]:
-    """Returns how often each instruction stands in what `listing` gave, or in a part of it."""
+    """Return the count of each instruction in the text of `listing`, or in a part of it."""
     return Counter(_INSTRUCTION.findall(listed))
 
 

@@ -1,7 +1,8 @@
-"""What is to be computed: `problem` (formats, layouts, sizes), from tensors by `operands`.
+"""Problems: the product to compute, as formats, layouts and sizes.
 
-`padding` says how it may be computed as another problem, and `fallback` is what torch computes: on the CPU, what it
-means.
+`problem` defines `GemmProblem` and `ConvProblem`, and `problem_from_tensors` derives them from
+operands. `padding` lists equivalent problems with padded sizes or other layouts. `reference_result`
+computes a problem with torch; its CPU results define the semantics. Start reading at `GemmProblem`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Problems that kernels take in another shape: sizes filled up with zeros, operands laid out anew.
+"""Padding and layout change of problems, so that kernels can compute them.
 
-Tensor cores are fed 16 bytes at a time, so sizes along memory are multiples of that, and integer and FP8 ones want both operands
-contiguous along k. An operand that is not so can be copied; whether that pays is a question of bytes, since a copy does nothing but move
-them: what the kernel's way moves must not be more than what torch's way moves, and zeros must not double the work.
+Tensor cores load 16 bytes at a time, so contiguous sizes must be multiples of 16 bytes. INT8 and
+FP8 tensor cores also require operands contiguous along k. Other operands are copied. Copies cost
+bandwidth, so the kernel must not move more bytes than torch's own product, and padding must not
+more than double the work.
 
-Invariant: a padded problem has the values of the original one where the original one has values. Zeros add nothing to a sum over k, and
-rows and columns beyond m and n are cut off again.
+Invariant: a padded problem has the values of the original in the original's region. Zeros do
+not change a sum over k; rows beyond m and columns beyond n are cut off.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Majo
 from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
 
 VECTOR: Final = 16
-"""Bytes that are loaded at a time."""
+"""Bytes per load."""
 
 MOST_WORK: Final = 2.0
-"""How much larger the padded product may be: narrow formats are about twice as fast as BF16, so beyond that nothing can be gained."""
+"""Largest ratio of padded to original work.
+
+Narrow formats are about twice as fast as BF16, so more padding cannot gain.
+"""
 
 
 def alternatives(problem: Problem) -> list[Problem]:
-    """Returns the problem as kernels may take it: as it is, filled up, contiguous along k, and both; each once."""
+    """Return the distinct forms of a problem: itself, padded, K-major, and padded K-major."""
     if isinstance(problem, ConvProblem):
         return list(dict.fromkeys([problem, filled(problem)]))
     along_k = replace(problem, a_major="row", b_major="column")
@@ -36,9 +40,9 @@ def alternatives(problem: Problem) -> list[Problem]:
 
 
 def filled(problem: Problem) -> Problem:
-    """Returns the problem with its sizes along memory at multiples of 16 bytes, those of `d` included."""
+    """Return the problem with all contiguous sizes, also in `d`, padded to 16 bytes."""
     if isinstance(problem, ConvProblem):
-        # Both kinds of channels lie last in two of the three tensors.
+        # c and k are each the innermost dimension of some of the three tensors.
         step = VECTOR // min(type_of(fmt).itemsize for fmt in (problem.a, problem.b, problem.out))
         return replace(problem, c=_up(problem.c, step), k=_up(problem.k, step))
     inner_a, inner_b = (
@@ -61,7 +65,10 @@ def _up(size: int, step: int) -> int:
 
 
 def pays(problem: Problem, used: Problem) -> bool:
-    """Whether a kernel may take `problem` as `taken`: it moves no more bytes than torch would, for at most twice the work."""
+    """Return whether running `problem` as `used` pays.
+
+    It must move no more bytes than torch, for at most `MOST_WORK` times the work.
+    """
     if problem == used:
         return True
     return (
@@ -70,9 +77,10 @@ def pays(problem: Problem, used: Problem) -> bool:
 
 
 def moved(problem: Problem, used: Problem) -> int:
-    """Returns the bytes that are read and written when a kernel takes `problem` as `taken`, copies included.
+    """Return the bytes read and written by a kernel that runs `problem` as `used`, copies included.
 
-    A copy reads what there is and writes what is taken, zeros too, in one pass, turned or not (see `converting`).
+    A copy reads the original and writes the padded operand in one pass, transposed or not (see
+    `layout_convert`).
     """
     total = 0
     for before, after, copy in zip(
@@ -84,7 +92,7 @@ def moved(problem: Problem, used: Problem) -> int:
 
 
 def copied(problem: Problem, used: Problem) -> tuple[bool, bool]:
-    """Whether `a` and `b` have to be copied for a kernel that takes `problem` as `taken`."""
+    """Return whether `a` and `b` must be copied for a kernel that runs `problem` as `used`."""
     if isinstance(problem, GemmProblem) and isinstance(used, GemmProblem):
         a = (problem.m, problem.k, problem.a_major) != (used.m, used.k, used.a_major)
         return a, (problem.k, problem.n, problem.b_major) != (used.k, used.n, used.b_major)
@@ -95,11 +103,14 @@ def copied(problem: Problem, used: Problem) -> tuple[bool, bool]:
 
 
 def moved_by_torch(problem: Problem) -> int:
-    """Returns the bytes that torch's own product moves: conversions to BF16 where it has no unit, or copies, and an epilogue of its own."""
+    """Return the bytes that torch's own product moves.
+
+    They include casts to BF16 for formats without a unit, copies, and a separate epilogue.
+    """
     size, out = _output(problem), type_of(problem.out).itemsize
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
     bare = not (scaled or problem.bias or problem.out != problem.a)
-    # The FP32 product is written, and read again by what applies scales and bias.
+    # The FP32 product is written, and read again by the epilogue with scales and bias.
     total = size if bare else size // out * 8 + size
     layout = _along_k(problem)
     for bytes_, fmt, along_k in zip(
@@ -108,10 +119,10 @@ def moved_by_torch(problem: Problem) -> int:
         if type_of(fmt).itemsize > 1:
             total += bytes_
         elif not _has_unit(problem):
-            # One byte is read, two are written and read again.
+            # The cast reads one byte and writes two, which the product reads.
             total += 5 * bytes_
         else:
-            # Integers that do not lie along k are copied for torch as for a kernel.
+            # INT8 operands that are not contiguous along k are copied for torch as for a kernel.
             total += bytes_ if along_k else 3 * bytes_
     return total
 
@@ -123,7 +134,7 @@ def _along_k(problem: Problem) -> tuple[bool, bool]:
 
 
 def _has_unit(problem: Problem) -> bool:
-    """Whether torch multiplies operands of one byte as they are."""
+    """Return whether torch multiplies one-byte operands without a cast."""
     if isinstance(problem, ConvProblem):
         return False
     if problem.a == "int8":
@@ -132,7 +143,6 @@ def _has_unit(problem: Problem) -> bool:
 
 
 def _operands(problem: Problem) -> tuple[int, int]:
-    """Returns the bytes of `a` and `b`."""
     if isinstance(problem, GemmProblem):
         sizes = problem.m * problem.k, problem.k * problem.n
     else:
@@ -142,7 +152,6 @@ def _operands(problem: Problem) -> tuple[int, int]:
 
 
 def _output(problem: Problem) -> int:
-    """Returns the bytes of `d`."""
     if isinstance(problem, GemmProblem):
         size = problem.m * problem.n
     else:
@@ -156,7 +165,11 @@ def _elements(p: ConvProblem) -> tuple[int, int, int]:
 
 
 def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
-    """Returns a copy of a matrix, filled up with zeros to `rows` x `columns`, that lies by rows or columns and starts at 16 bytes."""
+    """Return a 16-byte aligned copy of a matrix, zero-padded to [rows, columns].
+
+    Args:
+        method: layout of the copy.
+    """
     shape = (rows, columns) if method == "row" else (columns, rows)
     full = tuple(matrix.shape) == (rows, columns)
     made = matrix.new_empty(shape) if full else _zeros(matrix, shape)
@@ -166,7 +179,7 @@ def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
 
 
 def channels_last(t: Tensor, first: int, second: int) -> Tensor:
-    """Returns a copy of `[d0, d1, h, w]` with zeros up to `first` in d0 and `second` in d1, d1 last in memory."""
+    """Return a channels-last copy of `[d0, d1, h, w]`, zero-padded to [`first`, `second`, h, w]."""
     shape = (first, int(t.shape[2]), int(t.shape[3]), second)
     full = tuple(t.shape[:2]) == (first, second)
     made = t.new_empty(shape) if full else _zeros(t, shape)
@@ -176,14 +189,14 @@ def channels_last(t: Tensor, first: int, second: int) -> Tensor:
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    # All formats here have zero as all bits zero; not every torch fills FP8.
+    # Zero has all bits zero in every format here, and not every torch fills FP8.
     return torch.zeros(
         shape[0], *shape[1:-1], shape[-1] * like.itemsize, dtype=torch.uint8, device=like.device
     ).view(like.dtype)
 
 
 def filled_vector(t: Tensor, size: int) -> Tensor:
-    """Returns a vector of FP32 values with zeros up to `size`, without gaps; single values as they are."""
+    """Return a contiguous FP32 vector, zero-padded to `size`; a single number (0-d) unchanged."""
     if t.dim() == 0:
         return t
     flat = t.reshape(-1).to(torch.float32)

@@ -1,7 +1,7 @@
-"""What a kernel is to compute: formats, layouts, sizes.
+"""Definition of GEMM and convolution problems: formats, layouts, sizes.
 
-Invariant: a problem is a value, without tensors or pointers. Two calls with equal problems may run the same kernel, and problems of one
-bucket are tuned together.
+Invariant: a problem is a value without tensors or pointers. Calls with equal problems may run the
+same kernel, and problems of one bucket share a tuning result.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ class GemmProblem:
 
     Attributes:
         m, n, k: sizes; at least 1.
-        a, b: formats (names in `qsync_fx.formats`) of the operands.
+        a, b: formats of the operands (names in `qsync_fx.formats`).
         out: format of `d`: "fp32", "fp16" or "bf16". `d` is row-major.
-        a_major, b_major: how `a` `[m, k]` and `b` `[k, n]` lie in memory: by rows or by columns. A linear layer's weight `[n, k]` is
-            a `b` that lies by columns: both operands are then contiguous along k ("K-major"), which integer tensor cores want.
-        a_scale: no scale, one, or one a row of `a`, FP32.
-        b_scale: no scale, one, or one a column of `b`, FP32.
-        bias: whether there is one, FP32 `[n]`.
+        a_major, b_major: layouts of `a` `[m, k]` and `b` `[k, n]`, row- or column-major. The weight
+            `[n, k]` of a linear layer is a column-major `b`: both operands are then contiguous
+            along k ("K-major"), as integer tensor cores require.
+        a_scale: no scale, one per tensor, or one per row of `a`, FP32.
+        b_scale: no scale, one per tensor, or one per column of `b`, FP32.
+        bias: whether there is a bias, FP32 `[n]`.
     """
 
     kind: ClassVar = "gemm"
@@ -48,21 +49,22 @@ class GemmProblem:
         return 2 * self.m * self.n * self.k
 
     def bucket(self) -> GemmProblem:
-        """Returns the problem that stands for this one in tuning: each size at the next of `steps` a power of two."""
+        """Return the problem that represents this one in tuning: each size is `bucketed`."""
         return replace(self, m=bucketed(self.m), n=bucketed(self.n), k=bucketed(self.k))
 
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """A two-dimensional convolution's output, input gradient or weight gradient; channels last in memory.
+    """A 2-D convolution, or its input or weight gradient; channels-last.
 
-    Activations `x` are `[n, h, w, c]`, weights `[k, r, s, c]`, outputs `y` `[n, p, q, k]`. "fprop" computes y from (x, weight), "dgrad"
-    the gradient of x from (gradient of y, weight), "wgrad" the gradient of the weight from (gradient of y, x); `a` and `b` are the
-    formats of that pair in that order. The accumulator is multiplied by the scales, and a bias is added (fprop only).
+    Activations `x` are `[n, h, w, c]`, weights `[k, r, s, c]`, outputs `y` `[n, p, q, k]`. "fprop"
+    computes y from (x, weight), "dgrad" the gradient of x from (gradient of y, weight), "wgrad" the
+    gradient of the weight from (gradient of y, x); `a` and `b` are the formats of this pair in this
+    order. The accumulator is multiplied by the scales; fprop may add a bias.
 
     Attributes:
         padding, stride, dilation: for height and width.
-        b_scale: "channel" for fprop only: one scale an output channel.
+        b_scale: "channel", one scale per output channel, only for fprop.
     """
 
     kind: ClassVar = "conv"
@@ -102,7 +104,10 @@ class ConvProblem:
         return 2 * self.n * self.p * self.q * self.k * self.r * self.s * self.c
 
     def bucket(self) -> ConvProblem:
-        """Returns the problem that stands for this one in tuning. Only the batch is rounded: images come in few sizes, batches in many."""
+        """Return the problem that represents this one in tuning.
+
+        Only the batch size is rounded: models use few image sizes but many batch sizes.
+        """
         return replace(self, n=bucketed(self.n))
 
 
@@ -110,7 +115,10 @@ Problem = GemmProblem | ConvProblem
 
 
 def bucketed(size: int, steps: int = 4) -> int:
-    """Returns `size` rounded up to one of `steps` values between powers of two: with four, 64, 80, 96, 112, 128, 160 and so on."""
+    """Return `size` rounded up to one of `steps` values per power of two.
+
+    With four steps: 64, 80, 96, 112, 128, 160 and so on.
+    """
     if size <= 2 * steps:
         return size
     unit = 1 << ((size - 1).bit_length() - 1 - (steps - 1).bit_length())

@@ -1,7 +1,8 @@
-"""From tensors to a problem: formats, layouts and sizes, and what memory says beyond them.
+"""Problems from tensors: formats, layouts and sizes, and the alignment of operands.
 
-Invariant: nothing here reads a value or touches a device, so fake and meta tensors do. What a problem does not hold (strides between rows,
-where a pointer starts) is a fact of one call and decides whether an operand has to be copied, never which problem it is.
+Invariant: only metadata is read, so fake and meta tensors work. Row strides and pointer alignment
+are not part of a problem: they decide whether an operand of a call is copied, not which problem it
+is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OUTPUTS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Outline:
-    """What a problem takes of a tensor: type, shape and strides, as numbers. It stands for tensors that are not made yet."""
+    """Dtype, shape and strides of a tensor, which need not exist yet."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,9 +52,10 @@ class Outline:
 
 
 def outline(t: Tensor, dtype: torch.dtype | None = None) -> Outline | None:
-    """Returns the outline of a tensor, as `dtype` if given; with symbolic sizes, that of the example that is traced with.
+    """Return the outline of a tensor, as `dtype` if given; symbolic sizes use their hints.
 
-    None where a size depends on values. No guard is made: what is decided by it holds for any size, and is best for this one.
+    Return None if a size depends on data. No guard is installed: a decision based on the hint is
+    valid for every size, and best for the hint.
     """
     shape, strides = [_number(size) for size in t.shape], [_number(stride) for stride in t.stride()]
     if None in shape or None in strides:
@@ -69,12 +71,12 @@ def _number(size: int | torch.SymInt) -> int | None:
 
 
 def format_name(dtype: torch.dtype, tf32: bool = False) -> str | None:
-    """Returns the format of operands of a type, which for FP32 may be "tf32"; None for types that products do not take."""
+    """Return the operand format of a dtype, "tf32" for FP32 if `tf32`; None if unsupported."""
     return "tf32" if tf32 and dtype == torch.float32 else _FORMATS.get(dtype)
 
 
 def type_of(fmt: str) -> torch.dtype:
-    """Returns the type that operands in a format are kept in."""
+    """Return the storage dtype of a format."""
     return FORMATS[fmt].dtype
 
 
@@ -87,9 +89,10 @@ def gemm_problem(
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> GemmProblem:
-    """Returns the problem of `qsync::gemm` with these operands, which are valid, have sizes that are numbers, and at least one value.
+    """Return the problem of `qsync::gemm` for valid, non-empty operands with concrete sizes.
 
-    An operand that lies neither by rows nor by columns is given as one that is contiguous along k, which a copy of it will be.
+    An operand that is neither row- nor column-major counts as contiguous along k, the layout of its
+    future copy.
     """
     return GemmProblem(
         m=int(a.shape[0]),
@@ -108,7 +111,7 @@ def gemm_problem(
 
 @dataclass(frozen=True)
 class ConvWindow:
-    """How a convolution's kernel moves, for height and width; see ConvProblem."""
+    """Stride, padding and dilation of a convolution, for height and width; see `ConvProblem`."""
 
     stride: tuple[int, int]
     padding: tuple[int, int]
@@ -127,7 +130,7 @@ def conv_problem(
     out_dtype: torch.dtype,
     tf32: bool,
 ) -> ConvProblem:
-    """Returns the problem of `qsync::conv2d_product` with these operands; see `gemm_problem`."""
+    """Return the problem of `qsync::conv2d_product` with these operands; see `gemm_problem`."""
     first, second = [int(s) for s in a.shape], [int(s) for s in b.shape]
     match operation:
         case "fprop":  # x [n, c, h, w], weight [k, c, r, s]
@@ -150,20 +153,21 @@ def _format(t: Tensor | Outline, tf32: bool) -> str:
 
 
 def scale_kind(scale: Tensor | Outline | None) -> Scale:
-    """Returns how many scales there are, as problems say it."""
+    """Return the granularity of a scale tensor."""
     return "none" if scale is None else "tensor" if scale.dim() == 0 else "channel"
 
 
 def major(t: Tensor | Outline, preferred: Major = "row") -> Major | None:
-    """Returns how a matrix lies in memory, `preferred` where both are so; None where it lies neither way."""
+    """Return the layout of a matrix, `preferred` if both apply; None if neither does."""
     methods: tuple[Major, Major] = ("row", "column") if preferred == "row" else ("column", "row")
     return next((method for method in methods if leading(t, method) is not None), None)
 
 
 def leading(t: Tensor | Outline, method: Major) -> int | None:
-    """Returns the stride in elements between rows (columns) of a matrix that lies by rows (columns); None if it does not.
+    """Return the leading dimension of a row-major (column-major) matrix; None for another layout.
 
-    Of a single row any stride is right, so it is given the one that its length implies.
+    It is the stride between rows (columns) in elements. For a single row (column), whose stride is
+    arbitrary, it is the length.
     """
     outer, inner = (0, 1) if method == "row" else (1, 0)
     length = int(t.shape[inner])
@@ -172,16 +176,21 @@ def leading(t: Tensor | Outline, method: Major) -> int | None:
     if t.shape[outer] <= 1:
         return length
     stride = int(t.stride(outer))
-    # Rows that overlap (a broadcast) are no matrix to a kernel.
+    # Kernels do not accept overlapping rows, such as a broadcast.
     return stride if stride >= length else None
 
 
 def aligned(t: Tensor, methods: Major, alignment: int) -> bool:
-    """Whether a matrix that lies so starts at a multiple of 16 bytes, and its rows (columns) at multiples of `alignment` elements."""
+    """Return whether a matrix of this layout is aligned: start to 16 bytes, rows to `alignment`.
+
+    Args:
+        methods: the layout.
+        alignment: in elements; the leading dimension must be a multiple of it.
+    """
     stride = leading(t, methods)
     return t.data_ptr() % 16 == 0 and stride is not None and stride % alignment == 0
 
 
 def too_large(*sizes: int) -> bool:
-    """Whether a size, or a product of sizes that a kernel counts in INT32, is beyond INT32."""
+    """Return whether a size, or a product of sizes that a kernel counts in INT32, exceeds INT32."""
     return any(size > LARGEST_SIZE for size in sizes)

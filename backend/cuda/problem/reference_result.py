@@ -1,10 +1,11 @@
-"""What torch computes where no kernel does; on the CPU, what the operators mean.
+"""Reference products by torch: the fallback on CUDA, and the definition of the operators on CPU.
 
-Why both in one file: the CPU's results are what kernels are compared with, and the epilogue is the same lines of code on every device.
+CPU and CUDA share one epilogue, because CPU results are the reference for kernels.
 
-Invariant: the sum over k is exact for INT8 (on the CPU always, on CUDA while it stays below 2**24 where cuBLAS's integers do not take the
-sizes), and FP32 otherwise: products of two values of 16 bits or less, or of TF32, are exact in FP32. Then FP32: `sum * a_scale *
-b_scale + bias`, one rounding to the output's type.
+Invariant: sums over k are exact for INT8; on CUDA, if cuBLAS does not accept the sizes as integers,
+only while they stay below 2**24. All other sums are FP32, in which products of two values of at
+most 16 bits, or of TF32, are exact. The epilogue computes `sum * a_scale * b_scale + bias` in FP32
+and rounds once to the output dtype.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ def gemm(
     *,
     integers: bool = True,
 ) -> Tensor:
-    """Computes `qsync::gemm` with torch's own products.
+    """Compute `qsync::gemm` with torch's own products.
 
     Args:
-        integers: whether INT8 operands are multiplied as integers on CUDA where cuBLAS can. Without, in BF16, where they are exact.
+        integers: whether CUDA multiplies INT8 operands as integers if cuBLAS can. Otherwise they
+            are cast to BF16, which represents them exactly.
+
+    Returns:
+        [M, N], `out_dtype`.
     """
     bare = a_scale is None and b_scale is None and bias is None
     if bare and a.dtype == b.dtype == out_dtype and a.device.type == "cuda" and a.shape[1]:
@@ -55,7 +60,10 @@ def epilogue(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `total * a_scale * b_scale + bias`, computed in FP32, as `out_dtype`. Everything broadcasts against `total`."""
+    """Return `total * a_scale * b_scale + bias`, computed in FP32, as `out_dtype`.
+
+    All operands broadcast against `total`.
+    """
     value = total.to(torch.float32)
     for scale in (a_scale, b_scale):
         if scale is not None:
@@ -73,7 +81,7 @@ def _zeros(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum(a: Tensor, b: Tensor, scales: _Scales, integers: bool) -> tuple[Tensor, _Scales]:
-    """Returns the sum over k, and the scales that it does not hold yet."""
+    """Return the sum over k, and the scales that are not yet applied to it."""
     if a.device.type != "cuda":
         wide = torch.float64 if a.dtype == _INT8 else torch.float32
         return a.to(wide) @ b.to(wide), scales
@@ -89,22 +97,22 @@ def _sum(a: Tensor, b: Tensor, scales: _Scales, integers: bool) -> tuple[Tensor,
 
 
 def integer_product(a: Tensor, bt: Tensor) -> Tensor:
-    """Returns `a @ bt.T` of INT8 matrices in INT32, by cuBLAS.
+    """Return `a @ bt.T` of INT8 matrices [M, K] and [N, K] in INT32, by cuBLAS.
 
-    Both contiguous along k, copied if need be: cuBLAS's kernels for integer tensor cores read nothing else ("only the TN format is
-    supported", cuBLAS documentation, cublasLtMatmul).
+    Both are made contiguous along k: cuBLAS has integer tensor core kernels only for this layout
+    ("only the TN format is supported", cuBLAS documentation, cublasLtMatmul).
     """
     return torch._int_mm(a.contiguous(), bt.contiguous().t())
 
 
 def _narrow_sum(a: Tensor, b: Tensor) -> Tensor:
-    """The FP32 sum itself: an output in the operands' type would be rounded before the scales."""
+    """Return the product in FP32; the operands' dtype would round it before the scales."""
     result: Tensor = torch.ops.aten.mm.dtype(a, b, torch.float32)
     return result
 
 
 def takes_integers(m: int, n: int, k: int) -> bool:
-    """Whether cuBLAS multiplies INT8 matrices of these sizes (`torch._int_mm`), and INT32 holds every sum."""
+    """Return whether `torch._int_mm` accepts INT8 matrices with these sizes without overflow."""
     return (
         m > 16
         and n % 8 == 0
@@ -116,7 +124,10 @@ def takes_integers(m: int, n: int, k: int) -> bool:
 
 
 def takes_fp8(a: Tensor, b: Tensor) -> bool:
-    """Whether cuBLAS multiplies these FP8 matrices: contiguous along k, sizes in 16s, and not both E5M2."""
+    """Return whether cuBLAS multiplies these FP8 matrices.
+
+    It requires contiguity along k, sizes in multiples of 16, and not E5M2 for both.
+    """
     return (
         (a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) >= (8, 9))
         and not a.dtype == b.dtype == torch.float8_e5m2
@@ -132,7 +143,8 @@ def takes_fp8(a: Tensor, b: Tensor) -> bool:
 
 def _fp8_sum(a: Tensor, b: Tensor, scales: _Scales) -> tuple[Tensor, _Scales]:
     item = torch.ones((), dtype=torch.float32, device=a.device)
-    # Scales for each row or column take other cuBLAS kernels with limits of their own; those are applied afterwards.
+    # Per-row and per-column scales need other cuBLAS kernels with their own limits, so the epilogue
+    # applies them.
     now = [scale if scale is not None and scale.dim() == 0 else item for scale in scales]
     later = [scale if scale is not None and scale.dim() else None for scale in scales]
     return torch._scaled_mm(a, b, now[0], now[1], out_dtype=torch.float32), (later[0], later[1])
@@ -151,13 +163,14 @@ def conv2d_product(
     operation: ConvOperation,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Computes `qsync::conv2d_product` with torch's own convolutions.
+    """Compute `qsync::conv2d_product` with torch's own convolutions.
 
-    On CUDA in the carrier, whose rounding the sum gets; an output in FP32 is convolved in FP32.
+    CUDA convolves in the compute dtype, which rounds the sum; FP32 if fprop has an FP32 output. The
+    result is channels-last.
     """
     dtype = _conv_type(a, b, out_dtype if operation == "fprop" else None)
     total = convolve(a.to(dtype), b.to(dtype), size, (stride, padding, dilation), operation)
-    # Scales for each channel are `[1, K, 1, 1]` already, the bias is a vector.
+    # Per-channel scales are already `[1, K, 1, 1]`; the bias is a vector.
     added = None if bias is None else bias.reshape(1, -1, 1, 1)
     value = epilogue(total, a_scale, b_scale, added, out_dtype)
     if value.is_contiguous(memory_format=torch.channels_last) and value.stride(1) == 1:
@@ -179,7 +192,12 @@ def convolve(
     geometry: tuple[Sequence[int], ...],
     operation: ConvOperation,
 ) -> Tensor:
-    """Returns the product alone, in the operands' type; `geometry` is stride, padding and dilation."""
+    """Return the product without epilogue, in the operands' dtype.
+
+    Args:
+        size: image size for dgrad, filter size for wgrad.
+        geometry: stride, padding and dilation.
+    """
     settings = (*map(list, geometry), False, [0, 0], 1)
     if operation == "fprop":
         result: Tensor = torch.ops.aten.convolution.default(a, b, None, *settings)
@@ -195,5 +213,5 @@ def convolve(
 
 
 def _image(of: Tensor, *shape: int) -> Tensor:
-    """Returns a tensor without values, its channels last in memory. It is made so, for a copy would count as the product's time."""
+    """Return an uninitialized channels-last tensor, since a layout copy would count in timings."""
     return torch.empty(shape, dtype=of.dtype, device=of.device, memory_format=torch.channels_last)

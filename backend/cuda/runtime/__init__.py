@@ -1,5 +1,7 @@
-"""From tensors to a running kernel: checks, padding, arguments (`launch`; `quantizing` and `converting` for the other two kinds).
+"""Launch of kernels on tensors: argument checks, layout conversion, padding and the launch itself.
 
-`device` is what is known of a device, `calls` what every call needs, and `reasons` keeps why torch computed instead. `event_timer` measures
-kernels against `peers`.
+`launch` computes GEMMs and convolutions, `quantize_launch` quantizes, and `layout_convert` copies
+and converts operands. `call_cache` stores prepared calls, `device_state` describes a device and
+chooses its kernels, and `launch_utils` queues launches and records why torch computed instead of a
+kernel. `event_timer` measures kernels against torch. Start reading at `launch.gemm`.
 """

@@ -1,15 +1,12 @@
-"""Call sites: what is the same for all calls of a product with operands that lie alike, so that it is found out once.
+"""Cache of prepared kernel calls, per layout of the operands.
 
-A training step calls hundreds of kernels, and each microsecond in Python is one in which a small GPU may have nothing to do. So which
-kernel computes, whether it takes the operands, how much memory it needs and all its arguments but pointers are kept here.
+A training step calls hundreds of kernels, and Python overhead per call can leave a small GPU idle.
+A call site therefore stores the chosen kernel, its acceptance of the operands, its workspace size
+and all arguments except pointers.
 
-Invariant: a site is for the key that it is kept under, which holds all that it was made from: types, shapes, strides, where memory starts
-within 16 bytes, and how often a kernel was refused. Calls of several threads may share one: each fills in a copy. `Sites` keeps them,
-those of quantizers too (`quantizer_sites`).
-
-Call sites of quantizers: what is the same for all calls with tensors that lie alike, found out once, as `sites` has it for products.
-
-Invariant: as of `sites`.
+Invariant: the key of a site determines it: dtypes, shapes, strides, addresses modulo 16 bytes, and
+the number of refused kernels. Threads may share a site: each call fills in its own copy of the
+arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from qsync_fx.formats import Precision, encoding
 from qsync_fx.rounding import Rounding
 
 MOST: Final = 4096
-"""Sites that are kept: shapes may be without end."""
+"""Capacity of a cache, since the number of shapes is unbounded."""
 
 Key = tuple[object, ...]
 Copy = Callable[[Tensor], Tensor]
@@ -53,14 +50,17 @@ Kept = TypeVar("Kept")
 
 
 class Sites(dict[Key, Kept]):
-    """What calls look themselves up in. It is empty again when it is full, and when what is known of devices is forgotten."""
+    """Cache of call sites by key.
+
+    It is cleared when it is full, and when cached device decisions become invalid.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         WHEN_FORGOTTEN.append(self.clear)
 
     def keep(self, key: Key, site: Kept) -> Kept:
-        """Keeps a site and returns it."""
+        """Store a site and return it."""
         if len(self) >= MOST:
             self.clear()
         self[key] = site
@@ -69,30 +69,33 @@ class Sites(dict[Key, Kept]):
 
 @dataclass(frozen=True)
 class ByTorch:
-    """A product that torch computes. `integers`: see `Decision`."""
+    """Call site of a product that torch computes. `integers`: see `KernelDecision`."""
 
     integers: bool = True
 
 
 class _KernelSite:
-    """A kernel for operands that lie alike, and what a call does with them; `GemmSite` and `ConvSite` say how they lie and what it is told.
+    """Call site of a kernel for operands of one layout; subclasses set layouts and arguments.
 
     Attributes:
-        library, problem: the kernel, and what it computes.
+        library: library of the kernel.
+        problem: the problem that it computes.
+        _whole, _steps: shape and strides of the tensor that the kernel writes, padding included.
+        _rows: length of `a_scale` if it is not a single number.
+        _columns: length of `b_scale` if it is not a single number, and of the bias.
+        _first, _second: copy of `a`, `b` into the kernel's layout; None if it reads them directly.
+        _part: function that removes the padding of the result; None without padding.
+        _fresh: function that returns a copy of all arguments except pointers.
     """
 
-    _whole: tuple[int, ...]  # the shape of what the kernel writes
-    _steps: tuple[int, ...]  # its strides
-    _rows: int  # values of a scale of the first operand that is no single number; of columns, those of the second one's and of the bias
+    _whole: tuple[int, ...]
+    _steps: tuple[int, ...]
+    _rows: int
     _columns: int
-    _first: (
-        Copy | None
-    )  # makes of the first operand what the kernel reads; None where it does as it lies
+    _first: Copy | None
     _second: Copy | None
-    _part: Copy | None  # what is returned of what the kernel writes; None for all, as it lies
-    _fresh: Callable[
-        [], GemmArguments | ConvArguments
-    ]  # gives a copy of all arguments but pointers
+    _part: Copy | None
+    _fresh: Callable[[], GemmArguments | ConvArguments]
 
     def __init__(self, library: Library, problem: Problem, out: str, a: Tensor) -> None:
         self.library, self.problem, self._device, self._type = (
@@ -111,7 +114,7 @@ class _KernelSite:
         b_scale: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """Computes the product; raises `KernelError` where the kernel does not take the operands, or cannot be started."""
+        """Compute the product; raise `KernelError` if the kernel rejects the operands or fails."""
         if launch_utils.elsewhere(self._device):
             with torch.cuda.device(self._device):
                 return self._queued(a, b, a_scale, b_scale, bias)
@@ -132,7 +135,7 @@ class _KernelSite:
         d = torch.empty_strided(self._whole, self._steps, dtype=self._type, device=self._device)
         x = self._fresh()
         x.a, x.b, x.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
-        # Copies keep their names, so that they live until the kernel is queued.
+        # The names keep the copies alive until the kernel is queued.
         if a_scale is not None:
             if a_scale.dim():
                 a_scale = _vector(a_scale, self._rows)
@@ -151,7 +154,7 @@ class _KernelSite:
 
 
 class GemmSite(_KernelSite):
-    """A kernel for matrices that lie alike."""
+    """Call site of a GEMM kernel."""
 
     def __init__(
         self,
@@ -162,11 +165,12 @@ class GemmSite(_KernelSite):
         a: Tensor,
         b: Tensor,
     ) -> None:
-        """
+        """Prepare a call.
+
         Args:
-            problem: what is computed.
-            taken: how the kernel takes it.
-            a, b: operands as every call has them, but for values.
+            problem: the requested problem.
+            used: the padded or re-laid-out problem that the kernel runs.
+            a, b: example operands; all calls share their metadata, not their values.
         """
         super().__init__(library, problem, used.out, a)
         m, n, k = used.m, used.n, used.k
@@ -192,7 +196,7 @@ class GemmSite(_KernelSite):
 
 
 class ConvSite(_KernelSite):
-    """A kernel for images and filters that lie alike; as `GemmSite`."""
+    """Call site of a convolution kernel; see `GemmSite`."""
 
     def __init__(
         self,
@@ -222,7 +226,7 @@ class ConvSite(_KernelSite):
             if _lies_last(b, *second)
             else lambda image: layout_convert.channels_last(image, *second)
         )
-        # The first operand has one scale, whatever its rows.
+        # The first operand of a convolution has at most one scale.
         self._rows, self._columns = 1, t.k
         n, h, w, c = full
         self._whole, self._steps = (n, c, h, w), (h * w * c, 1, w * c, c)
@@ -242,7 +246,7 @@ class ConvSite(_KernelSite):
 
 Site = GemmSite | ConvSite | ByTorch
 cached_call: Final[Sites[Site]] = Sites()
-"""Those of products."""
+"""Call sites of GEMMs and convolutions."""
 
 
 def _leading(t: Tensor, shape: tuple[int, int], method: Major, copied: bool) -> int | None:
@@ -250,19 +254,19 @@ def _leading(t: Tensor, shape: tuple[int, int], method: Major, copied: bool) -> 
 
 
 def _vector(t: Tensor, size: int) -> Tensor:
-    """Returns a vector of FP32 values as `padding.filled_vector` does, and as it is where that is one."""
+    """Return a vector padded as `padding.filled_vector` does; `t` itself if it fits already."""
     if t.dtype is torch.float32 and t.numel() == size and t.is_contiguous():
         return t
     return padding.filled_vector(t, size)
 
 
 def _cut(d: Tensor, first: int, second: int) -> Tensor:
-    """Returns a copy of the first images and channels, channels last."""
+    """Return a channels-last copy of the first `first` images and `second` channels."""
     return d.permute(0, 2, 3, 1)[:first, :, :, :second].contiguous().permute(0, 3, 1, 2)
 
 
 def _lies_last(t: Tensor, first: int, second: int) -> bool:
-    """Whether a tensor has these sizes, and its channels last, without gaps."""
+    """Return whether a tensor has these sizes and is channels-last, dense and 16-byte aligned."""
     n, c, h, w = t.shape
     packed = (h * w * c, 1, w * c, c)
     lies = all(
@@ -273,12 +277,12 @@ def _lies_last(t: Tensor, first: int, second: int) -> bool:
 
 
 TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-"""What kernels read; all else is converted to FP32 first."""
+"""Input dtypes of quantizer kernels; other dtypes are cast to FP32 first."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Memory as a matrix. `group`: 0 one scale for all, 1 one for each row, 2 one for each column."""
+    """Memory as a matrix. `group`: 0 a single scale, 1 a scale per row, 2 a scale per column."""
 
     rows: int
     columns: int
@@ -286,12 +290,16 @@ class Groups:
 
 
 class QuantizerSite:
-    """A kernel that quantizes tensors that lie alike, and what a call does with them."""
+    """Call site of a quantizer kernel for tensors of one layout.
 
-    _size: int | None  # bytes of its workspace, once it was asked
-    _read: (
-        torch.dtype | None
-    )  # what is copied to first, as the result lies; None where the kernel reads it as it lies
+    Attributes:
+        _size: workspace bytes; None before the first call.
+        _read: dtype of the copy of the input in the result's layout; None if the kernel reads the
+            input directly.
+    """
+
+    _size: int | None
+    _read: torch.dtype | None
 
     def __init__(
         self,
@@ -303,10 +311,12 @@ class QuantizerSite:
         keep: Sequence[int],
         groups: Groups,
     ) -> None:
-        """
+        """Prepare a call.
+
         Args:
-            x, q: what is read and what is written, as every call has them, but for values.
-            groups: the memory of `q`.
+            x, q: example input and output; all calls share their metadata, not their values.
+            keep: dimensions that have a scale per index.
+            groups: scale groups in the memory of `q`.
         """
         self.library, self._device, self._size = library, x.device, None
         self._q = tuple(map(int, q.shape)), tuple(map(int, q.stride())), q.dtype
@@ -325,7 +335,11 @@ class QuantizerSite:
     def __call__(
         self, x: Tensor, seed: Tensor, stream: int, transposed: bool
     ) -> tuple[Tensor, ...]:
-        """Returns `(q, scale)`, or `(q, transpose, scale)`; raises `KernelError` where the kernel refuses or cannot be started."""
+        """Return `(q, scale)`, or `(q, transpose, scale)`.
+
+        Raises:
+            KernelError: the kernel rejects the arguments or cannot be launched.
+        """
         q = self._empty()
         if not transposed:
             return q, self.fill(x, q, None, seed, stream)
@@ -339,7 +353,11 @@ class QuantizerSite:
     def fill(
         self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int
     ) -> Tensor:
-        """Fills `q`, and `turned` with its transpose if given, and returns the scales; raises as a call does."""
+        """Fill `q`, and its transpose if given, and return the scales (FP32).
+
+        Raises:
+            KernelError: the kernel rejects the arguments or cannot be launched.
+        """
         if launch_utils.elsewhere(self._device):
             with torch.cuda.device(self._device):
                 return self._filled(x, q, transposed, seed, stream)
@@ -348,7 +366,7 @@ class QuantizerSite:
     def _filled(
         self, x: Tensor, q: Tensor, transposed: Tensor | None, seed: Tensor, stream: int
     ) -> Tensor:
-        # Copies keep their names, so that they live until the kernel is queued.
+        # The names keep the copies alive until the kernel is queued.
         if self._read is not None:
             shape, strides, _ = self._q
             x = torch.empty_strided(shape, strides, dtype=self._read, device=self._device).copy_(x)
@@ -371,7 +389,7 @@ class QuantizerSite:
 
 
 def _stride(x: Tensor, q: Tensor, groups: Groups) -> int | None:
-    """Returns the stride between rows of `x` where its values are in the order of `q`'s memory, and None where they have to be copied."""
+    """Return the row stride of `x` in the memory order of `q`; None if it differs."""
     if x.dtype not in TYPES:
         return None
     if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), q.stride(), strict=True)):
@@ -381,4 +399,4 @@ def _stride(x: Tensor, q: Tensor, groups: Groups) -> int | None:
 
 
 cached_quantizer_call: Final[Sites[QuantizerSite]] = Sites()
-"""Those of quantizers."""
+"""Call sites of quantizers."""

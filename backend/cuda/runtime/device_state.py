@@ -1,7 +1,8 @@
-"""What is known of a device that kernels may run on: its architecture, whether kernels can be had for it, and what was tuned there.
+"""State of a device as far as kernels need it: architecture, available kernels, tuning table.
 
-Invariant: an answer holds for the life of the process, so that what is decided while a graph is traced is what happens when it runs.
-`assumed` gives answers for a device that is not there, for reports and tests.
+Invariant: the state of a device is constant for the life of the process, so a decision made while a
+graph is traced is valid when the graph runs. `assumed` sets the state of a device that is not
+present, for reports and tests.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from qsync_fx.serialization.atomic_files import caches
 
 @dataclass(frozen=True)
 class DeviceState:
-    """
+    """State of one device.
+
     Attributes:
-        arch: what kernels are compiled for; None where there can be none.
-        reason: why there are none; "" where there are.
-        table: what was tuned.
-        compiles: whether quantizers and copies can be compiled here; otherwise there are only those that have been.
-        lacks: why products cannot be compiled here, so that there are only those that have been; None where they can.
-        multiprocessors: how many the device has; None where it is not there to be asked.
-        mend: what to do about `reason` or `lacks`; None where nothing is to be done.
+        arch: compile target of the kernels; None if there are no kernels for the device.
+        reason: why there are no kernels; "" if there are.
+        table: tuning table of the device.
+        compiles: whether this machine can compile quantizers and copy kernels; otherwise only
+            compiled ones are available.
+        lacks: why this machine cannot compile GEMMs and convolutions, so that only compiled ones
+            are available; None if it can.
+        multiprocessors: number of multiprocessors; None if the device is not present.
+        mend: remedy for `reason` or `lacks`; None if there is none.
     """
 
     arch: Arch | None
@@ -63,7 +67,7 @@ _assumed: ContextVar[tuple[str, DeviceState] | None] = ContextVar(
 def assumed(
     arch: Arch | None, table: TuningTable | None = None, on: str = "cuda"
 ) -> Iterator[None]:
-    """Lets all devices of type `on` count as ones of `arch`, which kernels can be had for; with None, as ones that have none."""
+    """Treat all devices of type `on` as devices of `arch` with kernels; without kernels if None."""
     reason = "" if arch is not None else "no kernels are assumed"
     token = _assumed.set((on, DeviceState(arch, reason, table)))
     devices.forget()
@@ -75,28 +79,28 @@ def assumed(
 
 
 def known_of(device: torch.device) -> DeviceState:
-    """Returns what is known of a device; one that is no CUDA device has no kernels."""
+    """Return the state of a device; devices other than CUDA have no kernels."""
     assumption = _assumed.get()
     if assumption is not None and assumption[0] == device.type:
         return assumption[1]
     target = devices.target_of(device)
     if target is not None:
-        # What was tuned on a device is known there; here the first kernel that serves stands for all.
+        # A target device's tuning table exists only there, so the first suitable kernel is used.
         arch = kernel_config.target(target)
         return DeviceState(arch, "" if arch else _no_kernels(target), None)
     if device.type != "cuda":
         return DeviceState(None, f"{device.type} has no kernels", None)
-    # Tensors know their index.
+    # A device without an index means cuda:0: the device of a tensor always has an index.
     return _known(0 if device.index is None else device.index)
 
 
 def decision(problem: Problem, device: torch.device) -> KernelDecision:
-    """Returns which kernel computes a problem on a device, or that torch does, and why."""
+    """Return the kernel for a problem on a device, or the decision for torch, with the reason."""
     return _decided(problem, device, kernel_registry.refusals())
 
 
 def loaded_decision(problem: Problem, device: torch.device) -> KernelDecision:
-    """Returns what computes a problem of the kernels that are loaded by now."""
+    """Return the decision for a problem among the kernels that are already loaded."""
     result = known_of(device)
     if result.arch is None:
         return KernelDecision(None, problem, result.reason)
@@ -104,7 +108,7 @@ def loaded_decision(problem: Problem, device: torch.device) -> KernelDecision:
 
 
 def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
-    """Returns the candidates that serve a problem and are loaded."""
+    """Return the candidates that serve a problem and are loaded."""
     return tuple(
         config
         for config in known(problem, arch)
@@ -129,7 +133,7 @@ def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDec
         )
         return made if made.config is not None or why is None else replace(made, reason=why.what)
     made = decide(problem, result.arch, result.table, stored)
-    # With a compiler there might be a kernel.
+    # A kernel might exist if there were a compiler: report the missing tool.
     return (
         replace(made, reason=result.lacks)
         if made.config is None and not stored(problem, result.arch)
@@ -138,9 +142,10 @@ def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDec
 
 
 def usable(multiprocessors: int | None) -> Candidates:
-    """Returns what gives the candidates that serve a problem on a device: those that were refused give way to the next ones.
+    """Return a function that lists the candidates of a problem on a device without refused kernels.
 
-    None is left after `MOST_REFUSED` of them: who has compiled so many in vain has waited for minutes.
+    It returns no candidate after `MOST_REFUSED` refusals, which bounds the minutes spent on failed
+    compilations.
     """
 
     def result(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
@@ -157,7 +162,7 @@ def usable(multiprocessors: int | None) -> Candidates:
 
 MOST_REFUSED: Final = 3
 WHEN_FORGOTTEN: Final[list[Callable[[], object]]] = []
-"""Called where decisions do not hold any longer."""
+"""Callbacks that run when cached decisions become invalid."""
 
 
 def _forget_decisions() -> None:
@@ -166,7 +171,7 @@ def _forget_decisions() -> None:
 
 
 def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
-    """Returns the candidates that serve a problem and have been compiled, here or ahead of time."""
+    """Return the candidates that serve a problem and are compiled, locally or ahead of time."""
     return tuple(
         config
         for config in known(problem, arch)
@@ -175,7 +180,7 @@ def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
 
 
 def forget() -> None:
-    """Drops what is known, so that tables that were written since are read."""
+    """Drop the cached states of devices, so that new tuning tables are read."""
     _known.cache_clear()
     _forget_decisions()
 
@@ -207,7 +212,7 @@ def _no_kernels(capability: tuple[int, int]) -> str:
 
 
 def _missing(arch: Arch, templates: bool = True) -> ToolchainError | None:
-    """Returns why nothing, or nothing of CUTLASS's templates, can be compiled for an architecture; None where it can."""
+    """Return why kernels of an architecture cannot be compiled, `templates` ones or plain CUDA."""
     try:
         toolchain.toolchain(arch, templates)
     except ToolchainError as error:
@@ -216,13 +221,13 @@ def _missing(arch: Arch, templates: bool = True) -> ToolchainError | None:
 
 
 def unobtainable(arch: Arch) -> str:
-    """Returns why products for an architecture can neither be compiled nor be found compiled on this machine; "" where they can."""
+    """Return why GEMMs for `arch` can be neither compiled nor found compiled; "" if they can."""
     missing = _missing(arch)
     return "" if missing is None or _kept(arch) else missing.what
 
 
 def _kept(arch: Arch) -> bool:
-    """Whether kernels for an architecture have been compiled, here or ahead of time."""
+    """Return whether compiled kernels for an architecture exist, local or built ahead of time."""
     with contextlib.suppress(QSyncError):
         return any(
             _holds(folder, arch) for folder in [*kernel_cache.ahead_of_time(), kernel_cache.root()]
@@ -240,7 +245,7 @@ def _holds(folder: Path, arch: Arch) -> bool:
 
 
 def folder() -> Path:
-    """Returns where tuning tables are kept: beside the cache of kernels."""
+    """Return the folder of tuning tables, next to the kernel cache."""
     return caches() / "tuning"
 
 
@@ -249,12 +254,12 @@ def _table(index: int) -> TuningTable | None:
         current = environment(torch.device("cuda", index))
         return load_table(path_in(folder(), current), current)
     except TuningError:
-        # A table that somebody damaged must not stop a training run; `qsync tune` says what is wrong with it.
+        # A damaged table must not stop a training run; `qsync tune` reports the damage.
         return None
 
 
 def environment(device: torch.device) -> Environment:
-    """Returns what timings on a CUDA device depend on."""
+    """Return the versions and the GPU name that timings on a CUDA device depend on."""
     version = toolchain.dotted(_cutlass())
     name = torch.cuda.get_device_name(device)
     return Environment(
@@ -274,7 +279,7 @@ def _driver() -> str:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
         if result := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text):
             return result[1]
-    # Its own name for this is internal.
+    # torch has only an internal name for the driver version.
     version = getattr(torch._C, "_cuda_getDriverVersion", None)
     return f"CUDA {version()}" if version else ""
 
@@ -293,7 +298,7 @@ def _kernels(device: torch.device) -> Kernels:
 
 @functools.cache
 def _multiplied(arch: Arch) -> frozenset[str]:
-    """Returns the formats that there are kernels for on an architecture."""
+    """Return the formats that have GEMM kernels on an architecture."""
     size = 4096
     tried = {
         name: GemmProblem(size, size, size, name, name, "fp32")

@@ -1,14 +1,12 @@
-"""What kernels are measured against: the same product by torch, as fast as torch computes it, and random operands for both.
+"""GPU timing of kernels and of the equivalent torch product by CUDA events.
 
-Invariant: a peer does no more than a compiled graph without kernels does: one product in the best format that torch has for the operands,
-and at most one pass over the result, since a compiler fuses scales, bias and rounding into one.
+A measurement is a sequence of back-to-back launches. The GPU is busy with a wait kernel until all
+launches are queued, so launch latency in Python does not count. The launches cycle through copies
+of the operands that exceed the L2 cache together, as the operands of a training step do.
 
-Timings on a GPU, by CUDA events.
-
-What is measured is a row of launches without gaps: the GPU is kept busy with something else until they are all queued, so that the time to
-launch from Python is not part of it, and operands take turns among copies that do not fit its cache together, as a training step's do not.
-
-Invariant: a kernel is timed only after its result was right. It must not win by computing something else.
+Invariant: a kernel is timed only after its result has been verified. The torch product does no more
+than a compiled graph without kernels: one product in the best format that torch supports for the
+operands, and at most one pass over the result, since a compiler fuses scales, bias and rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class TimedOperands:
-    """Tensors of one problem, as `qsync::gemm` and `qsync::conv2d_product` take them."""
+    """Operands of one problem, as `qsync::gemm` and `qsync::conv2d_product` accept them."""
 
     a: Tensor
     b: Tensor
@@ -46,7 +44,10 @@ class TimedOperands:
 def operands(
     problem: Problem, device: torch.device, generator: torch.Generator | None = None
 ) -> TimedOperands:
-    """Returns random operands of a problem. Never zeros: a GPU that multiplies zeros draws less power and clocks higher."""
+    """Return random operands of a problem.
+
+    They are never zero: a GPU that multiplies zeros draws less power and clocks higher.
+    """
 
     def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if dtype == torch.int8:
@@ -78,7 +79,11 @@ def operands(
 
 
 def peer(problem: Problem, value: TimedOperands) -> Callable[[], Tensor]:
-    """Returns torch's product of operands, to be called; its result is in the problem's output format, its scales are."""
+    """Return a function that computes torch's product of the operands.
+
+    Its result is in the problem's output format. One elementwise pass represents the epilogue; its
+    factor need not equal the scales.
+    """
     product = _gemm(problem, value) if isinstance(problem, GemmProblem) else _conv(problem, value)
     out = type_of(problem.out)
     bare = value.a_scale is None and value.b_scale is None and value.bias is None
@@ -87,7 +92,7 @@ def peer(problem: Problem, value: TimedOperands) -> Callable[[], Tensor]:
         total = product()
         if bare and total.dtype == out:
             return total
-        # One pass: what it multiplies by does not matter for its time.
+        # One elementwise pass: the value of the factor does not affect the time.
         return torch.mul(total, factor, out=torch.empty_like(total, dtype=out))
 
     scale = value.a_scale if value.a_scale is not None else value.b_scale
@@ -116,7 +121,7 @@ def _conv(problem: ConvProblem, value: TimedOperands) -> Callable[[], Tensor]:
     geometry = problem.stride, problem.padding, problem.dilation
 
     def run() -> Tensor:
-        # Conversions are part of it: there are no convolutions of one byte.
+        # The casts count: torch has no convolutions of one-byte operands.
         return reference_result.convolve(
             value.a.to(narrow), value.b.to(narrow), size, geometry, problem.operation
         )
@@ -125,7 +130,7 @@ def _conv(problem: ConvProblem, value: TimedOperands) -> Callable[[], Tensor]:
 
 
 def differs(problem: Problem, result: Tensor, value: TimedOperands) -> str:
-    """Returns how a result differs from what the problem means beyond roundings; "" where it does not."""
+    """Return how a result differs from the reference beyond rounding; "" if it does not."""
     o = value
     if isinstance(problem, GemmProblem):
         want = reference_result.gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, torch.float32)
@@ -136,34 +141,41 @@ def differs(problem: Problem, result: Tensor, value: TimedOperands) -> str:
         want = reference_result.conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *settings)
     largest = want.abs().amax()
     error = (result.float() - want).abs().amax()
-    # The reference itself may have been rounded to BF16 on the way.
+    # The reference itself may have been rounded to BF16.
     if bool(error <= 0.02 * largest):
         return ""
     return f"it is off by {float(error / largest):.2g} of the largest value"
 
 
 COPIES_BYTES: Final = 256 * 2**20
-"""Operands of this many bytes together are more than the largest cache (50 MB on an H100, 96 MB on an L40) holds."""
+"""Bytes of operand copies: more than the largest L2 cache (50 MB on an H100, 96 MB on an L40)."""
 
 MOST_COPIES: Final = 8
 BUSY_CYCLES: Final = 4_000_000
-"""What the GPU waits before the first launch: some two milliseconds, in which Python queues a hundred launches."""
+"""GPU cycles of the wait before the first launch.
+
+This is about 2 ms, in which Python queues about 100 launches.
+"""
 
 SECONDS: Final = 0.005
-"""How long one measurement should take."""
+"""Target duration of one measurement, in seconds."""
 
 MOST_LAUNCHES: Final = 50
 
 
 class EventTimer:
-    """Measures candidates for one problem on one device."""
+    """Timer of the candidates of one problem on one device."""
 
     def __init__(self, problem: Problem, used: Problem, device: torch.device) -> None:
-        """
+        """Create the operands and their copies.
+
         Args:
-            problem: what is computed.
-            taken: how kernels take it (`select.way`).
+            problem: the problem to measure.
+            used: the padded or re-laid-out problem that kernels run (`select.way`).
             device: a CUDA device.
+
+        Raises:
+            TuningError: the device has too little memory.
         """
         self._problem, self._taken, self._device = problem, used, device
         self._runs: dict[str, list[Callable[[], Tensor]]] = {}
@@ -177,7 +189,7 @@ class EventTimer:
             raise _no_memory(error) from error
 
     def measure(self, candidate: Candidate) -> list[float]:
-        """Returns the seconds of one launch, the mean of a row of them."""
+        """Return the mean seconds per launch of one sequence, as a list of one value."""
         name = name_of(candidate)
         try:
             if name not in self._runs:
@@ -189,7 +201,7 @@ class EventTimer:
             raise KernelError(f"it failed: {str(error).splitlines()[0]}", where=name) from error
 
     def _prepare(self, candidate: Candidate) -> None:
-        """Compiles, checks and warms up a candidate, and finds how many launches make a row."""
+        """Compile, verify and warm up a candidate, and choose its launches per sequence."""
         runs = [self._runner(candidate, value) for value in self._copies]
         if not isinstance(candidate, str):
             wrong = differs(self._problem, runs[0](), self._copies[0])
@@ -220,10 +232,12 @@ class EventTimer:
 def call_of(
     config: KernelConfig, problem: Problem, used: Problem, value: TimedOperands
 ) -> Callable[[], Tensor]:
-    """Returns a call of a kernel on some operands, without what decides and checks; its library is compiled here.
+    """Return a function that runs a kernel on operands; compile its library.
+
+    The call makes neither the dispatch decision nor its checks.
 
     Args:
-        problem, taken: as in `EventTimer`.
+        problem, used: as in `EventTimer`.
     """
     library = kernel_registry.library(kernel_registry.unit_of(config))
     assert library is not None

@@ -1,13 +1,14 @@
-"""From tensors to a running kernel: what LP-PyTorch (section VI) calls the front-end security wrapper.
+"""Dispatch of GEMMs and convolutions on tensors: to a kernel, or to torch as the fallback.
 
-A kernel believes what it is told. Here stands what has to be true before it is told anything: types and layouts of the problem it was
-compiled for, pointers at multiples of 16 bytes, sizes in INT32, memory on the device that the stream belongs to. Operands that do not
-suit are copied, by `converting`; what does not suit then is computed by torch, and `reasons` says why.
+This is the "front-end security wrapper" of LP-PyTorch (section VI). A kernel trusts its arguments,
+so this module guarantees the types and layouts that the kernel was compiled for, 16-byte aligned
+pointers, sizes in INT32, and memory on the device of the stream. `layout_convert` copies unsuitable
+operands. torch computes the remaining cases, and `launch_utils.note` records the reason.
 
-All of that is decided once for operands that lie alike, and kept as a site (`sites`): a call fills in where its operands start. Whether an
-operator takes its operands at all is asked then, too: the key of a site holds whatever that depends on.
+Decision and operand check are cached per operand layout (`call_cache`): a repeated call only fills
+in pointers.
 
-Invariant: the result is that of `fallback`, up to the order of FP32 sums, whichever way is taken.
+Invariant: kernels and torch (`reference_result`) agree up to the order of FP32 sums.
 """
 
 from __future__ import annotations
@@ -47,7 +48,15 @@ def gemm(
     *,
     check: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Computes `qsync::gemm` on a CUDA device. `check`, given the operands and what follows, raises where there is no such product."""
+    """Compute `qsync::gemm` on a CUDA device.
+
+    Args:
+        a, b, a_scale, b_scale, bias, out_dtype, tf32: arguments of `qsync::gemm`.
+        check: receives the same arguments on a cache miss and raises if they are invalid.
+
+    Returns:
+        [M, N], `out_dtype`, row-major.
+    """
     key = (
         kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(),
         a.data_ptr() & 15, b.data_ptr() & 15,
@@ -113,7 +122,7 @@ def conv2d_product(
     *,
     check: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Computes `qsync::conv2d_product` on a CUDA device; `check` as of `gemm`."""
+    """Compute `qsync::conv2d_product` on a CUDA device; `check` as in `gemm`."""
     key = (
         kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(),
         a.data_ptr() & 15, b.data_ptr() & 15,
@@ -184,17 +193,17 @@ def _conv_site(
 
 
 def _conv_too_large(p: ConvProblem) -> bool:
-    # Convolution kernels count elements of a tensor in INT32.
+    # Convolution kernels count the elements of a tensor in INT32.
     return too_large(p.n * p.h * p.w * p.c, p.n * p.p * p.q * p.k, p.k * p.r * p.s * p.c)
 
 
 def _chosen(
     problem: GemmProblem | ConvProblem, device: torch.device
 ) -> tuple[Library | None, KernelDecision]:
-    """Returns what computes a problem that is called now, and its library; none, with a reason kept, where torch is to compute.
+    """Return the library and the decision for a problem; None and a noted reason for torch.
 
-    Sizes and layouts may be others than those that a graph was compiled with. What was decided for these then has no library yet, and
-    another kernel that serves them may have one.
+    Sizes and layouts may differ from those that the graph was compiled with. The library of their
+    decision may then be missing, while another loaded kernel serves the problem.
     """
     result = decision(problem, device)
     if result.config is None:
@@ -218,10 +227,12 @@ def run_gemm(
     b_scale: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Runs a kernel on operands of `qsync::gemm`, which it takes as the problem `taken`; the operands' sizes decide the result's.
+    """Run a kernel as the problem `used` on operands of `qsync::gemm`.
+
+    The operands' own sizes determine the result's shape.
 
     Raises:
-        KernelError: the kernel does not take these arguments, or cannot be started.
+        KernelError: the kernel does not accept these arguments or cannot be launched.
     """
     return GemmSite(library, config, used, used, a, b)(a, b, a_scale, b_scale, bias)
 
@@ -237,5 +248,5 @@ def run_conv(
     b_scale: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Runs a kernel on operands of `qsync::conv2d_product`, as `run_gemm` does."""
+    """Run a kernel on operands of `qsync::conv2d_product`; see `run_gemm`."""
     return ConvSite(library, config, problem, used, a, b)(a, b, a_scale, b_scale, bias)

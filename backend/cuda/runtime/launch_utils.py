@@ -1,11 +1,11 @@
-"""What every call of a kernel needs: the library or the reason why there is none, the device and its stream, memory to work in.
+"""Common parts of every launch: library lookup, device guard, workspace, queueing, fallback log.
 
-Invariant: nothing waits for the device, and while a CUDA graph is captured nothing is compiled: a kernel that is not loaded by then is
-torch's to compute. Nor is a product compiled in the middle of a training step: what a graph needs was compiled with it.
+Invariant: no function waits for the device on the normal path. No kernel is compiled while a CUDA
+graph is captured; torch computes for a kernel that is not loaded by then. GEMMs and convolutions
+are not compiled during a training step either: they are compiled with the graph.
 
-Why torch computed what a kernel might have: kept while a process runs, for who wonders where the speed went.
-
-Invariant: one sentence a problem and reason, and a bounded number of them: shapes may be without end.
+The fallback log (`note`, `reasons`) stores the latest reason per problem, for a bounded number of
+problems, since the number of shapes is unbounded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _kept: Final[OrderedDict[str, str]] = OrderedDict()
 
 
 def note(problem: str, reason: str) -> None:
-    """Keeps why torch computes a problem; the latest reason counts."""
+    """Record why torch computes a problem; replace an earlier reason."""
     with _lock:
         _kept[problem] = reason
         _kept.move_to_end(problem)
@@ -40,19 +40,19 @@ def note(problem: str, reason: str) -> None:
 
 
 def reasons() -> dict[str, str]:
-    """Returns problem -> reason for what torch has computed in this process, the latest last."""
+    """Return problem -> reason for all problems that torch computed, latest last."""
     with _lock:
         return dict(_kept)
 
 
 def forget() -> None:
-    """Drops all reasons."""
+    """Drop all reasons."""
     with _lock:
         _kept.clear()
 
 
 def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library | None:
-    """Returns the library of a unit; None, with a reason kept for what is `shown`, where torch is to compute."""
+    """Return the library of a unit; None, with a reason noted for `shown`, for torch."""
     captures = capturing(device)
     may_read = not captures and (
         not unit.templates or kernel_registry.compiles_late() or kernel_registry.stored(unit)
@@ -73,17 +73,17 @@ def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library 
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
+    """Return whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def address(t: Tensor | None) -> int | None:
-    """Returns where a tensor's values start; None, which kernels see as a null pointer, where there is none."""
+    """Return the data pointer of a tensor; None, a null pointer for kernels, without a tensor."""
     return None if t is None else t.data_ptr()
 
 
 def asked(library: Library, arguments: Arguments) -> int:
-    """Returns how many bytes of memory a kernel needs for arguments; raises `KernelError` where it does not take them."""
+    """Return the workspace bytes of a kernel; raise `KernelError` if it rejects the arguments."""
     why = library.can_implement(arguments)
     if why is not None:
         raise KernelError(
@@ -93,12 +93,19 @@ def asked(library: Library, arguments: Arguments) -> int:
 
 
 def queue(library: Library, arguments: Arguments, size: int, device: torch.device) -> None:
-    """Gives a kernel that takes arguments its memory and queues it on the current stream of a device, which is the current one.
+    """Allocate the workspace and queue a kernel on the current stream.
+
+    Args:
+        arguments: arguments that the kernel accepts.
+        size: bytes of the workspace.
+        device: the current device.
 
     Raises:
-        LaunchError: it cannot be started. What failed before it, and shows only now, is raised as what it is.
+        LaunchError: the kernel cannot be launched. A pending asynchronous error of earlier work is
+            raised as torch's own error.
     """
-    # torch's allocator gives memory back to the same stream only, so it may be dropped as soon as the kernel is queued.
+    # The caching allocator reuses the memory only on the same stream, so the reference may be
+    # dropped once the kernel is queued.
     memory = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     place, stream = address(memory) or 0, stream_of(device)
     try:
@@ -107,19 +114,22 @@ def queue(library: Library, arguments: Arguments, size: int, device: torch.devic
         if capturing(device):
             raise
         if device.type == "cuda":
-            # What ran before and has failed shows here, as an error of torch.
+            # Surface an asynchronous error of earlier work as torch's own error.
             torch.cuda.synchronize(device)
-        # An error that nobody had read was told with the first try, and is gone with it.
+        # The first attempt reported and cleared a stale error, so try once more.
         library.run(arguments, place, stream)
 
 
 def run(library: Library, arguments: Arguments, device: torch.device) -> None:
-    """Asks a kernel whether it takes arguments, gives it memory and queues it on the current stream; raises `KernelError`."""
+    """Check arguments, allocate a workspace and queue a kernel; raise `KernelError` on failure."""
     queue(library, arguments, asked(library, arguments), device)
 
 
 def failed(library: Library, shown: str, error: KernelError) -> None:
-    """Notes that a kernel could not be used for what is `shown`; one that cannot be started is switched off, which is said once."""
+    """Record a kernel failure for the problem `shown`.
+
+    A kernel that cannot be launched is switched off for this process, with one warning.
+    """
     note(shown, error.what)
     if not isinstance(error, LaunchError) or kernel_registry.failure(library.unit) is not None:
         return
@@ -133,12 +143,12 @@ def failed(library: Library, shown: str, error: KernelError) -> None:
 
 
 def elsewhere(device: torch.device) -> bool:
-    """Whether a device has to be made the current one for launches and allocations."""
+    """Return whether a device must be made current for launches and allocations."""
     return device.type == "cuda" and device.index not in (None, torch._C._cuda_getDevice())
 
 
 def guarded(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a device the current one, for launches and allocations."""
+    """Return a context manager that makes a device current for launches and allocations."""
     return torch.cuda.device(device) if elsewhere(device) else _AS_IT_IS
 
 
@@ -146,7 +156,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def stream_of(device: torch.device) -> int:
-    """Returns the address of a device's current stream."""
+    """Return the handle of a device's current stream; 0 for devices other than CUDA."""
     if device.type != "cuda":
         return 0
     index = torch._C._cuda_getDevice() if device.index is None else device.index
@@ -154,7 +164,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def place(device: torch.device) -> dict[str, int]:
-    """Returns what kernels are told of the device."""
+    """Return the arguments that describe the device to a kernel."""
     if device.type != "cuda":
         return {"device": 0, "multiprocessors": 1}
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,10 +1,12 @@
-"""From a tensor to the kernel that copies matrices: which matrices lie in its memory, and torch where they are none.
+"""Layout conversion of operands by a copy kernel, with torch as the fallback.
 
-Why a kernel: operands of one byte are multiplied only along k, so what was saved for the backward pass is turned by a copy, and sizes are
-filled up by another. torch moves bytes one by one where strides differ, and fills memory before it copies into it; the kernel reads once
-and writes once, 16 bytes at a time.
+One-byte operands are multiplied only along k, so operands that are saved for backward need a
+transposing copy, and unaligned sizes need a padding copy. torch copies byte by byte if strides
+differ, and zeroes memory before it copies into it. The kernel reads once and writes once, 16 bytes
+at a time.
 
-Invariant: the bits of torch's own copy, whichever of the two makes it. NaN stays NaN where numbers are converted, but for its payload.
+Invariant: the kernel and torch produce the same bits. A numeric conversion preserves NaN, but not
+its payload.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ NEITHER = "its values lie neither by rows nor by columns"
 
 @dataclass(frozen=True)
 class StridedLines:
-    """Matrices in memory, `[batches, rows, columns]`: strides between rows and between matrices, in elements.
+    """Matrices `[batches, rows, columns]` in memory, with strides in elements.
 
     Attributes:
-        turned: whether a copy has `[columns, rows]` instead.
+        stride: between rows.
+        batch_stride: between matrices.
+        turned: whether a copy is transposed, `[columns, rows]`.
     """
 
     batches: int
@@ -44,7 +48,7 @@ class StridedLines:
 
 
 def lines_of(matrix: Tensor) -> StridedLines | None:
-    """Returns how a matrix lies in memory, of which a copy by rows is wanted; None where it lies neither by rows nor by columns."""
+    """Return the layout of a matrix for a copy by rows; None if it is not row- or column-major."""
     rows, columns = (int(size) for size in matrix.shape)
     if (stride := leading(matrix, "row")) is not None:
         return StridedLines(1, rows, columns, stride, 0, turned=False)
@@ -54,9 +58,9 @@ def lines_of(matrix: Tensor) -> StridedLines | None:
 
 
 def lines_of_images(t: Tensor) -> StridedLines | None:
-    """Returns how images `[n, c, h, w]` lie in memory, of which a copy with channels last is wanted; None where there is no such matrix."""
+    """Return the layout of images `[n, c, h, w]` for a channels-last copy, or None."""
     n, c, h, w = (int(size) for size in t.shape)
-    # Pixels of an image as one dimension, if their strides allow.
+    # Flatten h and w into one pixel dimension if their strides allow it.
     by = [int(t.stride(dim)) for dim, size in ((2, h), (3, w)) if size > 1]
     if len(by) == 2 and by[0] != w * by[1]:
         return None
@@ -70,7 +74,7 @@ def lines_of_images(t: Tensor) -> StridedLines | None:
 
 
 def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
-    """Returns a copy of a matrix; see `padding.laid_out`."""
+    """Return a copy of a matrix; see `padding.laid_out`."""
     straight, shape = (
         (matrix, (rows, columns)) if method == "row" else (matrix.t(), (columns, rows))
     )
@@ -81,7 +85,7 @@ def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
 
 
 def channels_last(t: Tensor, first: int, second: int) -> Tensor:
-    """Returns a copy of images; see `padding.channels_last`."""
+    """Return a copy of images; see `padding.channels_last`."""
     h, w = (int(size) for size in t.shape[2:])
     result = _copied(t, lines_of_images(t), (first, h * w, second))
     if result is None:
@@ -92,7 +96,7 @@ def channels_last(t: Tensor, first: int, second: int) -> Tensor:
 def convert(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, transposed: bool, shape: tuple[int, int]
 ) -> Tensor | None:
-    """Returns `qsync::convert` by a kernel; None, with a reason kept, where torch is to compute."""
+    """Return `qsync::convert` by a kernel; None, with a noted reason, for the torch fallback."""
     straight = x.t() if transposed else x
     result = _copied(straight, lines_of(straight), (1, *shape), dtype, scale)
     return None if result is None else result[0]
@@ -105,7 +109,7 @@ def _copied(
     dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Returns `[batches, rows, columns]` that a kernel has filled; None, with a reason kept, where it does not."""
+    """Return a contiguous `[batches, rows, columns]` copy by a kernel; None for a noted reason."""
     dtype = dtype or t.dtype
     kinds, shown = kinds_of(t.dtype, dtype, scale is not None), _shown(t, dtype)
     arch = known_of(t.device).arch
@@ -138,7 +142,10 @@ def _why_not(
 
 
 def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str, str] | None:
-    """Returns what elements of two types are to a kernel, by names of `ELEMENTS`; None where there is none for them."""
+    """Return the element kinds of a copy, keys of `CONVERT_TYPES`; None if no kernel supports them.
+
+    A copy without change of dtype moves raw bits; otherwise a number is converted to a float.
+    """
     if source == dtype and not scaled:
         kind = f"bits{8 * source.itemsize}"
         return (kind, kind) if kind in CONVERT_TYPES and not source.is_complex else None
@@ -147,7 +154,7 @@ def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str
 
 
 def unit_of(arch: Arch, kinds: tuple[str, str]) -> TranslationUnit:
-    """Returns what is compiled to make one kind of elements into the other."""
+    """Return the translation unit that converts between two element kinds."""
     return (
         kernel_registry.copier(arch)
         if kinds[0].startswith("bits")
@@ -164,10 +171,10 @@ def run(
     dtype: torch.dtype,
     scale: Tensor | None,
 ) -> Tensor:
-    """Returns `[batches, rows, columns]` without gaps, filled by a kernel from the memory of `t`.
+    """Return a contiguous `[batches, rows, columns]` tensor that a kernel fills from `t`.
 
     Raises:
-        KernelError: the kernel does not take these arguments, or cannot be started.
+        KernelError: the kernel does not accept these arguments or cannot be launched.
     """
     with launch_utils.guarded(t.device):
         y = t.new_empty(shape, dtype=dtype)

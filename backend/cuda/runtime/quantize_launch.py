@@ -1,11 +1,13 @@
-"""From a tensor to the quantizer's kernel: which matrix it is, where its groups lie, and torch where the kernel does not fit.
+"""Launch of the quantizer kernel, and the warning about missing kernels of a device.
 
-Invariant: the bits of `reference.quantize` on a CUDA device, whose random numbers belong to places in memory: the kernel is shown the
-memory of the result, in its order, as a matrix whose rows or columns are the groups.
+The kernel sees the memory of the result as a matrix whose rows or columns are the scale groups.
+`reference.quantize` computes if the kernel does not fit.
 
-What a CUDA device lacks to run kernels of ours, told once a process: what is missing, what that costs, and what mends it.
+Invariant: the result has the bits of `reference.quantize` on a CUDA device, whose random numbers
+are indexed by position in memory.
 
-Invariant: nothing here decides; `device` does, and this is what it has found. What a user has switched off is not missing.
+`tell` warns about missing kernels, their cost and the remedy. It only reports the findings of
+`device_state`; kernels that the user switched off do not count as missing.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from qsync_fx.formats import FORMATS, Precision
 from qsync_fx.rounding import Rounding
 
 _FLOATS_OF_A_BYTE: Final = (8, 9)
-"""The first compute capability that Triton converts to floats of one byte for."""
+"""Lowest compute capability for which Triton converts to one-byte floats."""
 
 
 def quantize(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding, keep: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Returns `(q, scale)` with `q * scale` near `x`, on a CUDA device; see `qsync::quantize`."""
+    """Return `(q, scale)` with `q * scale` near `x`, on a CUDA device; see `qsync::quantize`."""
     result = _by_kernel(x, seed, stream, row, rounding, keep, transposed=False)
     if result is None:
         return reference.quantize(x, seed, stream, row, rounding, keep)
@@ -49,7 +51,7 @@ def quantize(
 def quantize_transposed(
     x: Tensor, seed: Tensor, stream: int, row: Precision, rounding: Rounding
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `(q, transpose, scale)` of a matrix; see `qsync::quantize_transposed`."""
+    """Return `(q, transpose, scale)` of a matrix; see `qsync::quantize_transposed`."""
     result = _by_kernel(x, seed, stream, row, rounding, (), transposed=True)
     if result is not None:
         q, transpose, scale = result
@@ -67,7 +69,7 @@ def again(
     keep: Sequence[int] = (),
     transposed: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Returns what the kernel gives that has quantized tensors that lie like `x` so before; None where none has, or it fails now."""
+    """Quantize by the cached call site for the layout of `x`; None if there is none or it fails."""
     key = _key(x, fmt, rounding, keep, transposed)
     site = call_cache.cached_quantizer_call.get(key)
     if site is None:
@@ -106,7 +108,7 @@ def _by_kernel(
     keep: Sequence[int],
     transposed: bool,
 ) -> tuple[Tensor, ...] | None:
-    """Returns what a kernel gives; None, with a reason kept, where none computes it."""
+    """Return the result of a kernel; None, with a noted reason, if there is no suitable kernel."""
     result = again(x, seed, stream, row.name, rounding, keep, transposed)
     if result is not None:
         return result
@@ -141,7 +143,7 @@ def _library(x: Tensor, row: Precision) -> Library | None:
 
 
 def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
-    """Returns what is compiled to quantize `x` to a format, or why nothing is."""
+    """Return the translation unit that quantizes `x` to a format, or why there is none."""
     result = known_of(x.device)
     source = format_name(x.dtype if x.dtype in TYPES else torch.float32)
     if result.arch is None or source is None:
@@ -155,9 +157,10 @@ def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
 
 
 def fused(x: Tensor, row: Precision) -> bool:
-    """Whether a compiled graph is to have operators that a compiler fuses in place of a kernel that quantizes `x` to a format.
+    """Return whether a compiled graph should quantize `x` by fused operators instead of a kernel.
 
-    So it is where no kernel can be had, as far as is known before it is asked for, the compiler knows the format, and there are values.
+    This requires a non-empty `x`, a format that the compiler converts to, and that no kernel is
+    available, as far as is known without compiling one.
     """
     if isinstance(x.numel(), int) and x.numel() == 0:
         return False
@@ -170,7 +173,10 @@ def fused(x: Tensor, row: Precision) -> bool:
 
 
 def compiles(row: Precision, device: torch.device) -> bool:
-    """Whether the compiler converts to a scaled format on a device; else, where no kernel can be had, each operator is a launch."""
+    """Return whether the compiler converts to a scaled format on a device.
+
+    Otherwise, without a kernel, each operator of the quantization is a launch of its own.
+    """
     return not row.dtype.is_floating_point or capability(device) >= _FLOATS_OF_A_BYTE
 
 
@@ -179,7 +185,11 @@ def _shown(x: Tensor) -> str:
 
 
 def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
-    """Returns how the groups of a tensor without gaps lie in its memory; None where they are neither rows nor columns of it."""
+    """Return the scale groups of a dense tensor as rows or columns of its memory; None otherwise.
+
+    Args:
+        keep: dimensions that have a scale per index.
+    """
     saved = (
         [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
         if q.dim()
@@ -190,7 +200,7 @@ def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
     if not total:
         return None
     if not saved:
-        # One row, unless its length would not fit: then those of the outermost dimension.
+        # One row if its length fits INT32, else one row per index of the outermost dimension.
         rows = 1 if total <= LARGEST_SIZE else int(q.shape[order[0]])
         return Groups(rows, total // rows, 0)
     if order[: len(saved)] == saved:
@@ -210,10 +220,10 @@ def run(
     groups: Groups,
     transposed: Tensor | None = None,
 ) -> Tensor:
-    """Fills `q`, and `turned` with its transpose if given, and returns the scales.
+    """Fill `q`, and its transpose if given, and return the scales.
 
     Raises:
-        KernelError: the kernel does not take these arguments, or cannot be started.
+        KernelError: the kernel does not accept these arguments or cannot be launched.
     """
     return QuantizerSite(library, x, q, row, rounding, keep, groups).fill(
         x, q, transposed, seed, stream
@@ -231,7 +241,7 @@ _told: set[str] = set()
 
 
 def tell(device: torch.device) -> None:
-    """Warns once a process of each thing that a device's kernels lack."""
+    """Warn about the missing kernels of a device, once per process and message."""
     text = told(device)
     if text and text not in _told:
         _told.add(text)
@@ -239,7 +249,7 @@ def tell(device: torch.device) -> None:
 
 
 def told(device: torch.device) -> str:
-    """Returns what `tell` says of a device; "" where nothing is missing."""
+    """Return the warning of `tell` for a device; "" if no kernels are missing."""
     result = known_of(device)
     if result.mend is None or result.lacks is None:
         return ""
@@ -248,7 +258,7 @@ def told(device: torch.device) -> str:
 
 
 def costs(result: DeviceState, device: torch.device) -> str:
-    """Returns what it costs that something is missing, a sentence without its full stop."""
+    """Return the cost of the missing kernels as a sentence without a full stop."""
     carriers = {
         str(row_on(device, row).carrier) for row in FORMATS.values() if row.kind == "integer"
     }
@@ -264,7 +274,7 @@ def costs(result: DeviceState, device: torch.device) -> str:
 
 
 def _quantizing(device: torch.device) -> str:
-    """Returns how values are quantized where no kernel of ours does it: a clause."""
+    """Return a clause that describes quantization without kernels."""
     if all(compiles(row, device) for row in FORMATS.values() if row.scaled):
         return QUANTIZING
     index = ".".join(map(str, capability(device)))

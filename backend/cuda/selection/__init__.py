@@ -1,5 +1,7 @@
-"""Which kernel computes a problem, or that torch does, and why (`select`).
+"""Kernel selection: valid configurations, candidates, and the decision for a kernel or torch.
 
-`rules` say which configurations are kernels, `serving` which problems those serve, `candidates` which are tried, and `ahead` which to
-compile before they are needed.
+`select.decide` chooses for a problem; start reading there. `candidates` lists the configurations
+for a problem, built in (`candidates_gemm`, `candidates_conv`) or added by users, and the kernels to
+compile ahead of time. `constraints_shared`, `constraints_gemm` and `constraints_conv` define the
+valid configurations.
 """

@@ -1,19 +1,14 @@
-"""The kernels that are tried: ours by tables, and those that users add.
+"""Candidate kernels of a problem: built-in tables, and configurations that users add.
 
     from qsync_fx.backend.cuda.selection import candidates
     candidates.add(dataclasses.replace(candidates.candidates(problem, "sm_80")[0], stages=5))
 
-Invariant: every configuration returned here is valid (`rules.problems`) and serves the problem it is returned for; equal questions have
-equal answers, in the same order, until a user adds one.
+`of_all` and `of_problems` list the kernels to compile ahead of time for machines without a
+compiler; the latter covers every kernel that the problems of a planned model require.
 
-Which configurations are kernels: the rules of a configuration's operation. Which problems those serve is in `serving`.
-
-Invariant: nothing here looks at a device.
-
-Which kernels to compile before they are needed, for machines that have no compiler.
-
-Invariant: for a model, these are the kernels that the device will ask for when it runs the model with this plan, so that nothing has to be
-compiled there.
+Invariant: every returned configuration is valid (`problems`) and serves its problem. Equal calls
+return equal results in the same order until a user adds a configuration. No function queries a
+device.
 """
 
 from __future__ import annotations
@@ -33,22 +28,22 @@ from qsync_fx.errors import OptionError, nearest
 
 
 def problems(config: KernelConfig) -> list[str]:
-    """Returns the sentences of the rules that a configuration breaks; none if it is valid."""
+    """Return the sentences of the rules that a configuration breaks; none if it is valid."""
     table = constraints_conv if config.operation in get_args(ConvOperation) else constraints_gemm
     return [rule.sentence for rule in table.broken(config)]
 
 
 _ADDED: Final[dict[str, KernelConfig]] = {}
-"""What users added, by name. Kernels are of the process, as operators are: every model that is compiled in it may use them."""
+"""Configurations added by users, by name, for all models of the process."""
 
 
 def candidates(
     problem: Problem, arch: Arch, multiprocessors: int | None = None
 ) -> tuple[KernelConfig, ...]:
-    """Returns the kernels for a problem, the best general one first, those of users last; none where nothing serves it.
+    """Return the kernels for a problem: the best general one first, kernels of users last.
 
     Args:
-        multiprocessors: how many the device has, if it is known; by default those of the usual one of an architecture.
+        multiprocessors: of the device; by default the number of a typical device.
 
     Raises:
         OptionError: no such architecture.
@@ -68,7 +63,7 @@ def candidates(
 
 
 def all_configs(arch: Arch) -> tuple[KernelConfig, ...]:
-    """Returns every configuration that is compiled ahead or checked for an architecture; each once.
+    """Return every configuration that is compiled ahead or checked for an architecture, each once.
 
     Raises:
         OptionError: no such architecture.
@@ -79,7 +74,7 @@ def all_configs(arch: Arch) -> tuple[KernelConfig, ...]:
 
 
 def add(config: KernelConfig) -> KernelConfig:
-    """Makes a kernel a candidate for every problem that it serves, from now on and in this process. Adding it again changes nothing.
+    """Add a kernel as a candidate for every problem that it serves, in this process; idempotent.
 
     Raises:
         OptionError: it breaks rules; all of them are listed.
@@ -95,7 +90,7 @@ def add(config: KernelConfig) -> KernelConfig:
 
 
 def remove(config: KernelConfig) -> None:
-    """Takes back what `add` did; does nothing for configurations that were not added."""
+    """Undo `add`; ignore configurations that were not added."""
     _ADDED.pop(config.name, None)
 
 
@@ -108,7 +103,7 @@ def _known(arch: str) -> None:
 
 
 def of_all(arch: Arch) -> list[TranslationUnit]:
-    """Returns the first candidate for each product, pair of formats and layout, all quantizers, and all that copies and converts."""
+    """Return one kernel per operation, formats and layout, and all quantizers and converters."""
     first: dict[tuple[object, ...], KernelConfig] = {}
     for config in all_configs(arch):
         first.setdefault(
@@ -127,14 +122,15 @@ def of_all(arch: Arch) -> list[TranslationUnit]:
 def of_problems(
     problems: Iterable[Problem], arch: Arch, every_candidate: bool
 ) -> list[TranslationUnit]:
-    """Returns what computes these problems, the quantizers of their formats, and what copies operands that lie otherwise.
+    """Return the units for these problems: kernels, quantizers of their formats, copy kernels.
 
     Args:
-        every_candidate: all kernels that the tuner may choose from; otherwise those that run where nothing was tuned.
+        every_candidate: whether to include all kernels that the tuner may choose, or only the
+            kernels that run without tuning.
     """
     configs: dict[KernelConfig, None] = {}
     formats: dict[str, None] = {}
-    # Weights are FP32; activations and gradients are that, or what another product gives out.
+    # Weights are FP32; activations and gradients are FP32 or the output format of another product.
     read = {"fp32": None}
     for problem in problems:
         formats |= dict.fromkeys((problem.a, problem.b))
@@ -144,13 +140,13 @@ def of_problems(
             configs |= dict.fromkeys(() if isinstance(result, str) else result.configs)
         elif (config := decide(problem, arch).config) is not None:
             configs[config] = None
-    # Whether an operand has to be copied may depend on where its memory starts, which no problem says.
+    # A copy may depend on pointer alignment, which is not part of a problem.
     copiers = kernel_registry.copiers(arch) if configs else []
     return [*map(kernel_registry.unit_of, configs), *_quantizers(arch, read, formats), *copiers]
 
 
 def _quantizers(arch: Arch, read: Iterable[str], formats: Iterable[str]) -> list[TranslationUnit]:
-    # What compiles for it takes products alone.
+    # The tools for sm_70 may be limited to GEMMs.
     if arch == "sm_70":
         return []
     return [

@@ -1,9 +1,11 @@
-"""The kernels that are tried for a convolution; see `candidates_gemm` for why these tiles.
+"""Candidate kernels of a convolution; see `candidates_gemm` for the choice of tiles.
 
-At sm_90a convolutions by wgmma have one schedule, in which one group of warps has a tile of at most 128 x 128; strided input gradients, and
-weight gradients whose sum over pixels is cut into parts, are computed by kernels of CUTLASS 2.x there too, which are tried beside them.
+On sm_90a, wgmma convolutions have a single schedule, in which one warp group has a tile of at most
+128 x 128. CUTLASS 2.x kernels compute strided input gradients there, and weight gradients with
+split-K; they are candidates next to the wgmma kernels.
 
-Invariant: eight or more for each architecture, format and operation that has kernels, the same for equal problems, in the same order.
+Invariant: eight or more candidates per supported architecture, format and operation; equal problems
+have equal candidates in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from qsync_fx.formats import FORMATS
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile of CUTLASS 2.x; `depth` is its k in bytes, `stages` those of sm_80."""
+    """Tile of CUTLASS 2.x; `depth` is its k in bytes, `stages` the pipeline depth for sm_80."""
 
     m: int
     n: int
@@ -64,7 +66,10 @@ _STRIDED: Final = (
     _Tile(64, 64, 64, 6, (32, 32)),
     _Tile(64, 64, 128, 5, (32, 32)),
 )
-"""Of strided input gradients, whose threads have room for half the sums, and whose swizzle is never 2."""
+"""Tiles of strided input gradients.
+
+Their threads have registers for half the accumulators, and their swizzle is never 2.
+"""
 
 _PARTS: Final = (
     _Tile(128, 128, 64, 4, (64, 64), split=True),
@@ -83,7 +88,10 @@ _SIMT: Final = (
     _Tile(128, 32, 32, 5, (32, 32)),
     _Tile(32, 128, 32, 5, (32, 32)),
 )
-"""Of strided input gradients too: larger ones, and more than 32 x 32 a warp in the second, spill there."""
+"""Tiles of CUDA cores, also for strided input gradients.
+
+Larger tiles, and more than 32 x 32 per warp in the second, spill there.
+"""
 
 _HOPPER: Final[tuple[tuple[int, int, Shape], ...]] = (
     (128, 128, (2, 1, 1)),
@@ -97,11 +105,14 @@ _HOPPER: Final[tuple[tuple[int, int, Shape], ...]] = (
 )
 
 _BESIDE_HOPPER: Final[dict[ConvOperation, int]] = {"fprop": 4, "dgrad": 4, "wgrad": 1}
-"""So many of the tiles of CUTLASS 2.x are tried where there are kernels for wgmma: of weight gradients, others spill at sm_90a."""
+"""Number of CUTLASS 2.x tiles that are candidates where wgmma kernels exist.
+
+For weight gradients, other tiles spill on sm_90a.
+"""
 
 
 def conv_candidates(problem: ConvProblem, arch: Arch) -> list[KernelConfig]:
-    """Returns the kernels for a problem, the best general one first. All serve it."""
+    """Return the kernels that serve a problem, the best general one first."""
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
     strided = problem.stride != (1, 1)
     result = _configs(problem.operation, problem.a, problem.out, arch, scaled, strided)
@@ -109,7 +120,7 @@ def conv_candidates(problem: ConvProblem, arch: Arch) -> list[KernelConfig]:
 
 
 def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
-    """Every kernel for each format, operation and usual output; other outputs with the first tile alone."""
+    """Yield all kernels for each format, operation and usual output; one for other outputs."""
     for (a, b), since in OPERANDS.items():
         if a != b or a.startswith("fp8") or not _has(arch, since):
             continue
@@ -133,7 +144,6 @@ def _has(arch: Arch, since: Arch) -> bool:
 def _configs(
     operation: ConvOperation, fmt: str, out: str, arch: Arch, scaled: bool, strided: bool
 ) -> list[KernelConfig]:
-    """Returns the valid kernels of the tables for one product."""
     wgmma = (
         arch == "sm_90a"
         and fmt != "fp32"
@@ -149,7 +159,7 @@ def _configs(
     else:
         tiles = _TENSOR[: _BESIDE_HOPPER[operation]] if wgmma else _TENSOR
     if operation == "wgrad" and out == "fp32":
-        # First, as most weight gradients have fewer tiles than a device has multiprocessors.
+        # Split-K first: most weight gradients have fewer tiles than a device has multiprocessors.
         tiles = (*_parts(fmt), *tiles)
     owned = [_of_tile(tile, fmt, out, arch) for tile in tiles]
     shapes = owned + tables if operation == "wgrad" else tables + owned
@@ -163,7 +173,7 @@ def _configs(
             b=fmt,
             out=out,
             bias=fprop,
-            # Only input gradients are compiled for one kind of stride or the other.
+            # Only dgrad kernels are specialized for the kind of stride.
             strided=strided if operation == "dgrad" else True,
             **{**shape, **scales},  # type: ignore[arg-type]
         )
@@ -200,7 +210,7 @@ def _of_tile(tile: _Tile, fmt: str, out: str, arch: Arch) -> dict[str, object]:
 
 
 def _stages(tile: _Tile, arch: Arch) -> int:
-    """As many as the table says, or as the smaller shared memory of sm_86 and sm_89 holds."""
+    """Return the stages of the table, limited by the smaller shared memory of sm_86 and sm_89."""
     return max(3, min(tile.stages, SHARED_MEMORY[arch] // ((tile.m + tile.n) * tile.depth)))
 
 

@@ -1,11 +1,11 @@
-"""The kernels that are tried for a matrix product.
+"""Candidate kernels of a GEMM.
 
-Tiles are what CUTLASS's profiler generates and what wins there: large ones for large products, since each value that is loaded is used
-the more often; small ones where large ones would leave multiprocessors idle; stream-K where the last wave of tiles would; widths of the
-swizzle for reuse in the L2 cache. None of them was measured on a GPU when this was written: the tuner decides, and what stands first in
-a table is what runs until it has.
+Tiles follow CUTLASS's profiler: large tiles reuse loaded values more often; small tiles, and
+stream-K for the last wave, avoid idle multiprocessors; the swizzle width improves reuse in the L2
+cache. The order of a table was not measured: its first entry runs until the tuner decides.
 
-Invariant: eight to twelve for each architecture and pair of formats, the same for equal problems, in the same order.
+Invariant: eight to twelve candidates per architecture and pair of formats; equal problems have
+equal candidates in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qsync_fx.formats import FORMATS
 
 @dataclass(frozen=True)
 class _Tile2:
-    """A tile of CUTLASS 2.x; `depth` is its k in bytes."""
+    """Tile of CUTLASS 2.x; `depth` is its k in bytes."""
 
     m: int
     n: int
@@ -46,7 +46,7 @@ class _Tile2:
 
 @dataclass(frozen=True)
 class _Tile3:
-    """A tile of CUTLASS 3.x, of 128 bytes along k."""
+    """Tile of CUTLASS 3.x, with 128 bytes along k."""
 
     m: int
     n: int
@@ -71,7 +71,8 @@ _AMPERE: Final = (
 )
 
 _ADA_FP8: Final = (
-    # Sums that are moved to a second set of registers: half the warp tile of other formats.
+    # Accumulators move to a second set of registers, so the warp tile is half as large as for
+    # other formats.
     _Tile2(128, 128, 64, 4, (64, 32), swizzle=4),
     _Tile2(128, 128, 64, 4, (32, 64), swizzle=4),
     _Tile2(256, 64, 64, 4, (64, 32), swizzle=4),
@@ -94,7 +95,8 @@ _TURING: Final = (
     _Tile2(64, 64, 64, 2, (32, 32), "stream_k"),
 )
 
-# Sizes that no 16 bytes divide: slower loads, no copies. 4 bytes are the least that is copied asynchronously.
+# For sizes that are not multiples of 16 bytes: slower loads, but no padding copies. Asynchronous
+# copies are at least 4 bytes.
 _LOOSE: Final = _Tile2(128, 128, 64, 4, (64, 64), loose=True)
 
 _SIMT: Final = (
@@ -108,7 +110,7 @@ _SIMT: Final = (
     _Tile2(64, 64, 32, 5, (32, 32), "stream_k"),
 )
 
-# The widest tile spills there, where operands are not contiguous along k.
+# On sm_70 the widest tile spills for operands that are not contiguous along k.
 _SIMT_VOLTA: Final = (
     *(tile for tile in _SIMT if tile.n != 256),
     _Tile2(128, 128, 32, 2, (64, 32), swizzle=4),
@@ -129,7 +131,7 @@ _HOPPER: Final = (
     _Tile3(64, 64, "pingpong", (1, 1, 1)),
 )
 
-# Half as many sums a thread, which accurate FP8 has twice.
+# Half as many accumulators per thread, because accurate FP8 has two sets.
 _HOPPER_FP8: Final = (
     _Tile3(128, 128, "cooperative", swizzle=4),
     _Tile3(128, 128, "cooperative", (1, 2, 1), swizzle=4),
@@ -144,7 +146,10 @@ _HOPPER_FP8: Final = (
 
 
 def gemm_candidates(problem: GemmProblem, arch: Arch, multiprocessors: int) -> list[KernelConfig]:
-    """Returns the kernels for a problem, the best general one first; those whose tiles suit its size badly last. All serve it."""
+    """Return the kernels that serve a problem, the best general one first.
+
+    Kernels whose tiles fit the sizes badly come last.
+    """
     result = [
         config for config in _configs(problem, arch) if select.serves(config, problem) is None
     ]
@@ -152,9 +157,9 @@ def gemm_candidates(problem: GemmProblem, arch: Arch, multiprocessors: int) -> l
 
 
 def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
-    """Every kernel for each pair of formats and each layout; other outputs with the first tile alone.
+    """Yield every kernel for each pair of formats and layout; one tile for other outputs.
 
-    The whole product of choices is not compiled ahead: outputs do not change which registers a main loop takes.
+    The output does not affect the registers of the main loop, so the full product is not compiled.
     """
     layouts: tuple[tuple[Major, Major], ...] = (
         ("row", "column"),
@@ -196,7 +201,7 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
         b_major=problem.b_major,
         a_scale="channel" if scaled else "none",
         b_scale="channel" if scaled else "none",
-        # The products of a backward pass have none, and are the ones in other layouts.
+        # Products of a backward pass have no bias; they are the ones with other layouts.
         bias=problem.bias or k_major,
     )
     made = [
@@ -253,7 +258,7 @@ def _config3(kind: KernelConfig, tile: _Tile3) -> KernelConfig:
 
 
 def _misfit(config: KernelConfig, problem: GemmProblem, multiprocessors: int) -> int:
-    """Powers of two by which a tile makes the product larger, and leaves multiprocessors idle; stream-K leaves none."""
+    """Return the log2 of a tile's padding overhead and idle multiprocessors (none for stream-K)."""
     across, down = -(-problem.n // config.tile[1]), -(-problem.m // config.tile[0])
     larger = down * config.tile[0] * across * config.tile[1] / (problem.m * problem.n)
     idle = 1.0 if config.order == "stream_k" else max(1.0, multiprocessors / (down * across))

@@ -1,10 +1,10 @@
-"""What makes a configuration of a convolution a kernel: beside the rules that products have too, those of implicit GEMMs.
+"""Rules of convolution configurations (implicit GEMMs), in addition to `constraints_shared`.
 
-Of an output the rows are pixels, the columns output channels, and each sum goes over the filter and the input channels; of the input
-gradient the columns are input channels; of the weight gradient the rows are output channels, the columns filter and input channels, and
-sums go over pixels.
+For fprop, rows are pixels, columns are output channels, and sums run over the filter and the input
+channels. For dgrad, columns are input channels. For wgrad, rows are output channels, columns are
+filter and input channels, and sums run over pixels.
 
-Invariant: as of `rules_shared`, whose tables come first.
+Invariant: as in `constraints_shared`, whose tables come first.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from qsync_fx.backend.cuda.selection.constraints_shared import (
     shared_memory,
 )
 
-_EPILOGUE: Final = 32 * 1024  # of shared memory at sm_90a, for stores
+_EPILOGUE: Final = 32 * 1024  # bytes of shared memory for stores on sm_90a
 _BESIDE_PIXELS: Final = 176
-"""Registers left of 255 beside the addresses and masks of pixels: 168 fit on sm_75, 192 spill (measured)."""
+"""Registers of 255 that remain next to the addresses and masks of pixels.
+
+Measured: 168 fit on sm_75, 192 spill.
+"""
 
 _FEW_SUMS: Final = 64
-"""Of a thread, where little room is left beside them: 64 take up to 224 registers, 128 all of them and more (measured)."""
+"""Accumulators per thread if few registers remain for them.
+
+Measured: 64 use up to 224 registers, 128 exceed the limit.
+"""
 
 
 def _sums(c: KernelConfig) -> int:
-    """Accumulators a thread; at sm_90a one group of four warps has the whole tile."""
+    """Return the accumulators per thread; on sm_90a one group of four warps has the whole tile."""
     m, n = (c.tile[0], c.tile[1]) if conv_on_hopper(c) or c.warp is None else (c.warp[0], c.warp[1])
     return m * n // (4 * WARP if conv_on_hopper(c) else WARP)
 
@@ -60,7 +66,7 @@ _PLAIN: Final = (
         "the schedule of a convolution is multistage, pipelined or warp_specialized",
     ),
 )
-"""What the other rules take for granted."""
+"""Preconditions of the other rules."""
 
 _BOTH: Final = (
     *shared.BOTH,
@@ -189,7 +195,10 @@ TABLES: Final = (_PLAIN, _BOTH, _CUTLASS_2, _CUTLASS_3)
 
 
 def broken(config: KernelConfig) -> list[ConfigRule]:
-    """Returns the rules that a convolution's configuration breaks. Where plain ones are, the others are not asked."""
+    """Return the rules that a convolution's configuration breaks.
+
+    If it breaks plain rules, only these are returned.
+    """
     plain = [rule for rule in _PLAIN if rule.broken(config)]
     return plain or [
         rule

@@ -1,6 +1,6 @@
-"""What makes a configuration of a GEMM a kernel: beside the rules that convolutions have too, those of products.
+"""Rules of GEMM configurations, in addition to `constraints_shared`.
 
-Invariant: as of `rules_shared`, whose tables come first.
+Invariant: as in `constraints_shared`, whose tables come first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _FP8: Final = ("fp8", "fp8_e5m2")
 
 
 def _sums(c: KernelConfig) -> int:
-    """Accumulators a thread. FP8 ones are moved to a second set every few instructions, unless the unit's own accuracy is enough."""
+    """Return the accumulators per thread.
+
+    FP8 accumulators move to a second set every few instructions, except in "_fast" schedules.
+    """
     sets = 2 if c.a in _FP8 and not c.schedule.endswith("_fast") else 1
     if gemm_on_hopper(c):
         return (
@@ -33,7 +36,10 @@ def _sums(c: KernelConfig) -> int:
 
 
 def _epilogue_bytes(c: KernelConfig) -> int:
-    """What is left of shared memory at sm_90a for stores: four buffers of 32 columns, and the vectors of scales and bias."""
+    """Return the shared memory bytes of the sm_90a epilogue.
+
+    It has four buffers of 32 columns, and the vectors of scales and bias.
+    """
     return min(c.tile[0], 128) * 32 * size_of(c.out) * 4 + 8 * c.tile[1] + 1024
 
 
@@ -78,7 +84,7 @@ _PLAIN: Final = (
         "the schedule is multistage, pipelined, cooperative or pingpong",
     ),
 )
-"""What the other rules take for granted."""
+"""Preconditions of the other rules."""
 
 _BOTH: Final = (
     *shared.BOTH,
@@ -174,7 +180,10 @@ TABLES: Final = (_PLAIN, _BOTH, _CUTLASS_2, _CUTLASS_3)
 
 
 def broken(config: KernelConfig) -> list[ConfigRule]:
-    """Returns the rules that a GEMM's configuration breaks. Where plain ones are, the others are not asked."""
+    """Return the rules that a GEMM's configuration breaks.
+
+    If it breaks plain rules, only these are returned.
+    """
     plain = [rule for rule in _PLAIN if rule.broken(config)]
     return plain or [
         rule

@@ -1,9 +1,11 @@
-"""What the rules of products and of convolutions have in common: what a rule is, what it measures, and the rules that are the same.
+"""Rules of kernel configurations that GEMMs and convolutions share, and their building blocks.
 
-Why before compiling: CUTLASS refuses most invalid configurations by a static assertion after ten seconds, and some not at all (a spill, a
-pipeline that does not fit) until the kernel runs. The report on the compiled library (`sass`) stays the judge.
+Rules reject configurations before compilation: CUTLASS detects most invalid ones only by a static
+assertion after ten seconds, and some (a spill, a pipeline that does not fit) only when the kernel
+runs. The check of the compiled library (`sass`) is final.
 
-Invariant: a predicate of `PLAIN` takes any configuration; the others may rely on those. Nothing here looks at a device.
+Invariant: a predicate of `PLAIN` accepts any configuration; other predicates rely on `PLAIN`. No
+rule queries a device.
 """
 
 from __future__ import annotations
@@ -25,19 +27,18 @@ from qsync_fx.backend.cuda.kernel_config import (
 
 WARP: Final = 32
 _REGISTERS: Final = 65536
-_ADDRESSES: Final = (
-    96  # registers that addresses, masks, operands and scales take beside the sums, measured
-)
+# Registers for addresses, masks, operands and scales, besides the accumulators (measured).
+_ADDRESSES: Final = 96
 
 
 @dataclass(frozen=True)
 class ConfigRule:
-    """What every configuration of a kind keeps to.
+    """Constraint on every configuration of a kind.
 
     Attributes:
         name: for tests and messages.
         broken: whether a configuration breaks it.
-        sentence: what it asks for.
+        sentence: the requirement.
     """
 
     name: str
@@ -56,7 +57,7 @@ def _warps(c: KernelConfig) -> int:
 
 
 def _divides(c: KernelConfig) -> bool:
-    """Later rules divide by what this one grants: it is false for shapes that do not fit into each other."""
+    """Return whether the warp tile divides the tile; later rules divide by the warp tile."""
     return (
         c.warp is not None
         and c.tile[0] % c.warp[0] == c.tile[1] % c.warp[1] == 0
@@ -65,18 +66,25 @@ def _divides(c: KernelConfig) -> bool:
 
 
 def _stage_bytes(c: KernelConfig) -> int:
-    """Shared memory of one stage: a tile of each operand."""
+    """Return the shared memory bytes of one stage: a tile of each operand."""
     m, n, k = c.tile
     return k * (m * size_of(c.a) + n * size_of(c.b))
 
 
 def in_flight(c: KernelConfig) -> int:
-    """Registers a thread that hold one stage on its way to shared memory; 0 where no warp tile is named, or one that does not divide."""
+    """Return the registers per thread for one stage in flight to shared memory.
+
+    0 if the warp tile is missing or does not divide the tile.
+    """
     return _stage_bytes(c) // (4 * WARP * _warps(c)) if _divides(c) else 0
 
 
 def registers(sums: Callable[[KernelConfig], int]) -> ConfigRule:
-    """Returns the rule of kernels below wgmma whose threads have so many accumulators; it asks `sums` of those that name a warp tile."""
+    """Return the register limit of kernels below wgmma.
+
+    Args:
+        sums: returns the accumulators per thread; called only if the warp tile divides the tile.
+    """
     return ConfigRule(
         "registers",
         lambda c: _divides(c) and sums(c) + _ADDRESSES > min(256, _REGISTERS // (WARP * _warps(c))),
@@ -85,7 +93,11 @@ def registers(sums: Callable[[KernelConfig], int]) -> ConfigRule:
 
 
 def shared_memory(epilogue: Callable[[KernelConfig], int]) -> ConfigRule:
-    """Returns the rule of kernels for wgmma whose stores take so many bytes of shared memory."""
+    """Return the shared memory limit of wgmma kernels.
+
+    Args:
+        epilogue: returns the bytes of shared memory for stores.
+    """
     return ConfigRule(
         "shared memory",
         lambda c: _stage_bytes(c) * max(c.stages, 2) + epilogue(c) > SHARED_MEMORY[c.arch],
@@ -124,7 +136,7 @@ PLAIN: Final = (
         "there are up to 16 stages",
     ),
 )
-"""What the other rules take for granted."""
+"""Preconditions of the other rules."""
 
 BOTH: Final = (
     ConfigRule(
@@ -143,7 +155,7 @@ BOTH: Final = (
         "one access has at most 16 bytes",
     ),
 )
-"""Of kernels of either CUTLASS."""
+"""Rules of kernels of CUTLASS 2.x and 3.x."""
 
 CUTLASS_2: Final = (
     ConfigRule(

@@ -1,14 +1,13 @@
-"""Which problems a kernel serves; what is against it is a clause that reports show as it is.
+"""Kernel decision for a problem, and the problems that a kernel serves.
 
-Invariant: asked of valid configurations (`rules.problems`) alone. Nothing here looks at a device.
+`decide` uses the tuning table of the device if it has the problem. Otherwise it chooses torch for
+formats in which torch is assumed to be as fast, and a kernel if no other unit supports the format
+or if the product is large enough for narrow operands to pay. torch computes problems without a
+kernel. `serves` explains as a clause for reports why a valid configuration does not fit.
 
-Which kernel computes a problem, or that torch does, and why.
-
-Three answers, in this order: what was tuned on this device; what is known without: torch for formats that it is as fast in, kernels where
-nothing else has the unit, or the product is large enough for narrow operands to pay; torch where no kernel takes the problem.
-
-Invariant: a function of the problem, the architecture, the candidates and the table. No tensor and no GPU is needed, so a report can
-say what a device would do, and the same problem is always computed by the same kernel.
+Invariant: the decision is a function of the problem, the architecture, the candidates and the
+table. It needs no tensor and no GPU, so a report can predict it for a device, and a problem always
+runs the same kernel.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Prob
 from qsync_fx.backend.cuda.tuning import NARROW, TunedChoice, TuningTable, work
 
 _LARGEST: Final = (1 << 31) - 1
-_ACROSS: Final = (1 << 16) - 1  # threadblocks that a grid has in its second dimension
-_BYTES: Final = 2**31  # a tensor of a convolution has fewer: offsets are of 32 bits
-_CORNER: Final = (
-    127  # TMA tells how far a filter reaches beyond an image in eight bits, with a sign
-)
-_FILTER: Final = 32  # CUTLASS 2.x keeps a bit for each row and column of the filter
+_ACROSS: Final = (1 << 16) - 1  # limit of the grid's second dimension, in threadblocks
+_BYTES: Final = 2**31  # limit of a convolution's tensors: offsets are 32-bit
+# TMA encodes the reach of a filter beyond the image as a signed byte.
+_CORNER: Final = 127
+_FILTER: Final = 32  # CUTLASS 2.x has one mask bit per row and column of the filter
 
 
 def serves(config: KernelConfig, problem: Problem) -> str | None:
-    """Returns why a valid configuration does not serve a problem: a clause; None if it does."""
+    """Return why a valid configuration does not serve a problem, as a clause; None if it does."""
     if isinstance(problem, ConvProblem):
         if config.operation != problem.operation:
             return f"it computes {config.operation}, not {problem.operation}"
@@ -132,7 +130,7 @@ def _conv_misaligned(config: KernelConfig, problem: ConvProblem) -> str | None:
     a, b, d = {"fprop": (x, weight, y), "dgrad": (y, weight, x), "wgrad": (y, x, weight)}[
         problem.operation
     ]
-    # Sums of convolutions with 16-bit results are staged as FP32, and CUTLASS counts the result as such.
+    # Sums of convolutions with 16-bit results are staged as FP32, and CUTLASS checks that size.
     if max(a * size_of(config.a), b * size_of(config.b), 4 * d) >= _BYTES:
         return "a tensor has 2 GiB or more (of a result, counted as FP32)"
     columns = {"fprop": problem.k, "dgrad": problem.c, "wgrad": problem.r * problem.s * problem.c}[
@@ -144,23 +142,28 @@ def _conv_misaligned(config: KernelConfig, problem: ConvProblem) -> str | None:
 
 
 ENOUGH_WORK: Final = 2048**3
-"""Multiplications from which products in narrow formats are taken to be faster than BF16's where nothing was measured: launch and
-conversions cost the same for small ones."""
+"""Multiply-adds from which an unmeasured product in a narrow format counts as faster than BF16.
+
+Launches and casts are a fixed cost that dominates small products.
+"""
 
 NARROWEST: Final = 512
-"""No size of such a product may be smaller: it would wait for memory, not for the unit."""
+"""Smallest size of such a product; with a smaller one it would be bandwidth-bound."""
 
 Candidates = Callable[[Problem, Arch], Sequence[KernelConfig]]
 
 
 @dataclass(frozen=True)
 class KernelDecision:
-    """
+    """Decision for one problem.
+
     Attributes:
-        config: the kernel; None where torch computes.
-        taken: the problem as the kernel takes it, filled up or laid out anew; the problem itself where nothing is to be done.
+        config: the kernel; None for torch.
+        taken: the problem that the kernel runs, padded or re-laid-out; equal to the original if
+            that is not necessary.
         reason: one clause, for reports.
-        integers: where torch computes, whether INT8 stays INT8; else BF16 carries it, in which its values are exact.
+        integers: whether torch multiplies INT8 as integers; otherwise in BF16, which represents the
+            values exactly.
     """
 
     config: KernelConfig | None
@@ -171,7 +174,7 @@ class KernelDecision:
 
 @dataclass(frozen=True)
 class DispatchPath:
-    """A way to compute a problem by kernels: how they take it, and those that do."""
+    """Form of a problem that kernels accept, and the kernels that serve it."""
 
     taken: Problem
     configs: tuple[KernelConfig, ...]
@@ -183,12 +186,12 @@ def decide(
     table: TuningTable | None = None,
     candidates: Candidates | None = None,
 ) -> KernelDecision:
-    """Decides for one problem.
+    """Decide for one problem.
 
     Args:
         arch: of the device.
-        table: what was tuned there; None where nothing was.
-        candidates: the kernels to choose from; those of `qsync_fx.backend.cuda.selection.candidates` by default.
+        table: its tuning table; None if there is none.
+        candidates: kernels to choose from; by default `selection.candidates.candidates`.
     """
     result = way(problem, arch, candidates or known)
     if isinstance(result, str):
@@ -200,7 +203,10 @@ def decide(
 
 
 def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | str:
-    """Returns how kernels compute a problem, copying as little as possible, or the reason why they do not."""
+    """Return the form of a problem that has kernels, or the reason why there is none.
+
+    Forms with fewer copies come first.
+    """
     dear = False
     for used in padding.alternatives(problem):
         configs = tuple(candidates(used, arch))
@@ -217,7 +223,7 @@ def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | 
 
 
 def known(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
-    """Returns the candidates that serve a problem."""
+    """Return the candidates that serve a problem."""
     from qsync_fx.backend.cuda.selection.candidates import candidates
 
     return candidates(problem, arch)
@@ -249,7 +255,7 @@ def _tuned(
     for config in result.configs:
         if config.name == choice.name:
             return _kernel(problem, result, config, "tuned")
-    # The one that was chosen is gone, or does not take this very size: the next best of those that are there.
+    # The chosen kernel is gone, or does not serve this exact size: use the next best candidate.
     left = sorted(
         (config for config in result.configs if config.name in choice.seconds),
         key=lambda c: choice.seconds[c.name],

@@ -1,18 +1,16 @@
-"""Products of INT8 matrices by the native module: which it computes for layers, and the call.
+"""INT8 matrix products and convolutions by the native module: eligibility, profitability, calls.
 
-Why not torch's unit for integers, which multiplies faster: it gives out sums in INT32, twice to four times what is kept of them, for
-another kernel to scale, and it copies what does not lie as it wants. Here scales and bias are applied to sums in registers, and operands
-may lie anyhow, so that one kernel serves all three products of a layer.
+torch's integer unit multiplies faster, but it outputs INT32 sums, two to four times the bytes of
+the result, for another kernel to scale, and it copies operands in other layouts. The native kernel
+applies scales and bias to sums in registers and accepts any strides, which serves all three
+products of a layer.
 
-Invariant: the result is that of `fallback.gemm`, to the last bit, on every path of the native module.
+A convolution is the product of its weight with windows that the kernel gathers into its caches
+block by block. The weight gradient uses transposed windows; for stride 1 the input gradient is a
+convolution of the output gradient with the flipped weight.
 
-Products of INT8 convolutions by the native module: which it computes, and the call.
-
-A convolution is the product of its weight with its windows, which the kernel gathers block by block on the way into its caches; they are
-never in memory. So is the weight gradient, with windows turned; the input gradient is a convolution of the output's gradient with the
-weight turned around, as long as windows move by one.
-
-Invariant: the result is that of `fallback.conv2d_product`, to the last bit: sums are exact.
+Invariant: the bits of `reference_result` (`gemm`, `conv2d_product`) on every ISA variant; sums are
+exact.
 """
 
 from __future__ import annotations
@@ -35,27 +33,33 @@ from qsync_fx.devices.format_support import default_precision
 from qsync_fx.formats import FP32, Precision, encoding
 
 LONGEST: Final = 131_071
-"""Up to here INT32 holds every sum over products of two INT8 numbers."""
+"""Largest K for which INT32 represents every sum of products of two INT8 numbers."""
 
 ENOUGH_WORK: Final = {8: 2**25, 16: 3 * 2**20}
-"""Multiplications of a layer's output from which on its three products are faster in a format than in the next wider one, what is
-quantized or converted for them counted, by the format's bits. With half as many INT8 took 1.1 to 1.2 times as long as BF16, with twice
-as many 0.75 to 0.9 (`benchmarks/kernels/cpu_kernels.py`). With 2**20 BF16 took 1.24 times as long as FP32 (the median of layers; that of
-convolutions is 0.97), with 2**21 0.93 (1.10), with 2**22 0.76 (0.76) and with 2**23 0.65 (0.66) (`benchmarks/kernels/bf16_pays.py`). One
-core, AVX512-VNNI and AVX512-BF16."""
+"""Multiplications of a layer's output from which on a narrower format pays, by its bits.
+
+The comparison is with the next wider format, over all three products with quantization or casts.
+INT8 took 1.1 to 1.2 times as long as BF16 at half the limit, 0.75 to 0.9 at twice the limit
+(`benchmarks/kernels/cpu_kernels.py`). BF16 took 1.24 times as long as FP32 at 2**20 (median of
+layers; 0.97 of convolutions), 0.93 (1.10) at 2**21, 0.76 (0.76) at 2**22
+(`benchmarks/kernels/bf16_pays.py`). One core, AVX512-VNNI and AVX512-BF16.
+"""
 
 LARGE_WEIGHT: Final = 2**23
 FEW_ROWS: Final = 32
-"""Rows below which a layer with more values of a weight than that is as fast in FP32 as in BF16. What is converted, the weight and its
-gradient, is as much memory as FP32's gradient alone, and of sizes that the allocator asks the system for anew in each step. Layers of
-3072 x 3072 and 4096 x 4096 took 1.0 to 1.6 of FP32's time with 2 to 16 rows, 0.9 and 1.0 with 32 and 0.8 with 64. Memory of smaller weights
-mostly stays with the process, and BF16 pays from two rows on: 0.7 to 0.8 (`benchmarks/kernels/bf16_pays.py`)."""
+"""Rows below which a layer with a weight above `LARGE_WEIGHT` values is as fast in FP32 as in BF16.
+
+The casts of weight and weight gradient use as much memory as FP32's gradient alone, in sizes that
+the allocator requests from the system in each step. Layers of 3072 x 3072 and 4096 x 4096 took 1.0
+to 1.6 of FP32's time with 2 to 16 rows, 0.9 to 1.0 with 32, 0.8 with 64. Smaller weights took 0.7
+to 0.8 from two rows on (`benchmarks/kernels/bf16_pays.py`).
+"""
 
 _TYPES: Final[dict[torch.dtype, Any]] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Epilogue(NamedTuple):
-    """What becomes of sums, as in `qsync::gemm`."""
+    """Epilogue of a product, as in `qsync::gemm`."""
 
     a_scale: Tensor | None
     b_scale: Tensor | None
@@ -64,15 +68,16 @@ class Epilogue(NamedTuple):
 
 
 def multiplies(a: Tensor, b: Tensor) -> bool:
-    """Whether the native module multiplies two matrices; sizes that are symbolic become guards."""
+    """Return whether the native module multiplies two matrices; symbolic sizes become guards."""
     return a.is_cpu and a.dtype == b.dtype == torch.int8 and a.dim() == 2 and a.shape[1] <= LONGEST
 
 
 def without_unit(device: torch.device) -> str | None:
-    """Returns why BF16 is as fast for a layer in INT8 of any size; None where the native module has a unit, or BF16 has none.
+    """Return why BF16 is as fast as INT8 for a layer of any size on this device.
 
-    oneDNN may still have one: it gives out sums in INT32, for others to scale, and took 0.7 to 1.4 of BF16's time with all that is
-    quantized (a perceptron of 768 and 3072 wide, by the path that quantizes), and a quarter of FP32's.
+    None if the active ISA variant of the native module has an integer unit, or if BF16 has none.
+    oneDNN may still have an integer unit, but quantization and the scaling of INT32 sums use up the
+    gain: 0.7 to 1.4 of BF16's time.
     """
     wider = default_precision(device)
     if native_integer_unit() or wider is FP32:
@@ -81,9 +86,10 @@ def without_unit(device: torch.device) -> str | None:
 
 
 def gemm_too_small(m: int, n: int, k: int, fmt: Precision) -> str | None:
-    """Returns why a wider format is as fast for a layer of `m` rows, `n` channels and sums of `k` products; None where it is not."""
+    """Return why a wider format is as fast for `m` rows, `n` channels and `k` inputs, or None."""
     if fmt.bits == 16 and m == 1:
-        # Converting the weight and its gradient goes over as much memory as the products: 1.7 to 2.5 times FP32's time, at all sizes.
+        # Casts of weight and weight gradient move as much memory as the products: 1.7 to 2.5 times
+        # as slow as FP32.
         return f"{m} x {n} x {k} is one row, for which {encoding(fmt)} does not pay"
     if fmt.bits == 16 and m < FEW_ROWS and n * k > LARGE_WEIGHT:
         return f"{m} x {n} x {k} is few rows for a weight that large: converting it takes longer than {encoding(fmt)} saves"
@@ -103,7 +109,8 @@ def gemm(
 ) -> Tensor:
     """Compute `qsync::gemm` of matrices that `multiplies` accepts.
 
-    Written out rather than through `finished`: a small product takes a few microseconds, as much as the calls in between would.
+    It does not call `finished`: for small products the extra calls take as long as the kernel, a
+    few microseconds.
     """
     rows, inner = a.shape
     if transposed:
@@ -112,7 +119,7 @@ def gemm(
         columns, b_strides = b.shape[1], b.stride()
     dtype = _TYPES.get(out_dtype)
     result = empty_on_cpu((rows, columns), (columns or 1, 1), out_dtype if dtype else torch.float32)
-    # The converted tensors have to live until the call is over.
+    # The converted tensors must live until the call returns.
     a_scale, b_scale, bias = _vector(a_scale), _vector(b_scale), _vector(bias)
     _C.gemm(
         a.data_ptr(),
@@ -135,16 +142,17 @@ def gemm(
 
 
 def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[..., None]) -> Tensor:
-    """Returns a product with its epilogue.
+    """Return a product with its epilogue.
 
     Args:
         shape: of the result.
-        epilogue: what the native module does to sums, but for types that it does not write.
-        multiply: calls the native module with where to write to, and with what each of its products takes of an epilogue.
+        epilogue: applied by the native module, except a final cast to dtypes that it does not
+            write.
+        multiply: calls the native module with the output address and the arguments of the epilogue.
     """
     native = epilogue.out_dtype in _TYPES
     result = torch.empty(shape, dtype=epilogue.out_dtype if native else torch.float32, device="cpu")
-    # They live until the call is over.
+    # These tensors must live until the call returns.
     a_scale, b_scale, bias = map(_vector, (epilogue.a_scale, epilogue.b_scale, epilogue.bias))
     multiply(
         result.data_ptr(),
@@ -159,7 +167,7 @@ def finished(shape: tuple[int, int], epilogue: Epilogue, multiply: Callable[...,
 
 
 def _vector(t: Tensor | None) -> Tensor | None:
-    """Returns scales or a bias as the native module reads them."""
+    """Return scales or a bias as the native module reads them: FP32, contiguous."""
     if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
         return t
     return t.to(torch.float32).contiguous()
@@ -170,7 +178,7 @@ def _address(t: Tensor | None) -> int:
 
 
 CHANNELS: Final = 64
-"""Below it oneDNN is faster: it took 0.4 to 0.9 times as long at 16 and 32 channels (one core, AVX512-VNNI)."""
+"""Fewest channels of native INT8 convolutions: oneDNN is faster with 16 and 32 (AVX512-VNNI)."""
 
 
 _laid_out_later: ContextVar[bool] = ContextVar("qsync_laid_out_later", default=False)
@@ -178,7 +186,7 @@ _laid_out_later: ContextVar[bool] = ContextVar("qsync_laid_out_later", default=F
 
 @contextmanager
 def laid_out_later() -> Iterator[None]:
-    """While a graph is traced for a compiler that puts channels last by itself: in the graph, they lie as the model's do."""
+    """Assume that the compiler makes images channels-last, although the traced graph does not."""
     token = _laid_out_later.set(True)
     try:
         yield
@@ -187,7 +195,7 @@ def laid_out_later() -> Iterator[None]:
 
 
 def length(a: Tensor, b: Tensor, operation: ConvOperation) -> int:
-    """Returns how many products a sum of `qsync::conv2d_product` has."""
+    """Return the number of products per sum of `qsync::conv2d_product`."""
     if operation == "fprop":
         return math.prod(b.shape[1:])
     return (
@@ -198,7 +206,7 @@ def length(a: Tensor, b: Tensor, operation: ConvOperation) -> int:
 
 
 def multiplies_conv(a: Tensor, b: Tensor, stride: Sequence[int], operation: ConvOperation) -> bool:
-    """Whether the native module computes a product; sizes that are symbolic become guards."""
+    """Return whether the native module computes a product; symbolic sizes become guards."""
     if a.device.type != "cpu" or not a.dtype == b.dtype == torch.int8:
         return False
     return (operation != "dgrad" or list(stride) == [1, 1]) and length(a, b, operation) <= LONGEST
@@ -207,10 +215,12 @@ def multiplies_conv(a: Tensor, b: Tensor, stride: Sequence[int], operation: Conv
 def pays(
     a: Tensor, b: Tensor, like: Tensor, stride: Sequence[int], operation: ConvOperation
 ) -> bool:
-    """Whether it does so faster than oneDNN in BF16 (docs/kernels.md, "On the CPU"): what it gathers is used for many channels.
+    """Return whether the native module is faster than oneDNN in BF16.
+
+    Gathered windows must be used for many channels (docs/kernels.md, "On the CPU").
 
     Args:
-        like: a tensor of the spatial sizes that `conv2d_product` is told.
+        like: a tensor with the spatial sizes that `conv2d_product` receives.
     """
     lies = a.is_contiguous(memory_format=torch.channels_last) or _laid_out_later.get()
     if not (multiplies_conv(a, b, stride, operation) and lies):
@@ -223,7 +233,7 @@ def pays(
 
 
 def conv_too_small(weight: Sequence[int], stride: Sequence[int]) -> str | None:
-    """Returns why oneDNN in BF16 is as fast as a product of a convolution whose weight has this shape; None where it is not."""
+    """Return why BF16 in oneDNN is as fast for a convolution with this weight shape, or None."""
     outputs, inputs, *size = weight
     if min(outputs, inputs) < CHANNELS:
         return f"{min(outputs, inputs)} channels are too few for int8 to pay, from {CHANNELS} on it does"
@@ -247,7 +257,7 @@ def conv2d_product(
     operation: ConvOperation,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Computes `qsync::conv2d_product` of operands that `multiplies` takes and that hold values."""
+    """Compute `qsync::conv2d_product` of non-empty operands that `multiplies_conv` accepts."""
     settings: dict[str, Any] = {
         "kernel": tuple(size),
         "stride": tuple(stride),
@@ -256,7 +266,8 @@ def conv2d_product(
     settings |= {"dilation": tuple(dilation), "out": tuple(a.shape[2:])}
     epilogue = Epilogue(a_scale, b_scale, bias, out_dtype)
     if operation == "wgrad":
-        # Rows of the result are taps, its columns the channels of the output, which a weight has first.
+        # Rows of the result are taps, columns are output channels, which are the first dimension of
+        # a weight.
         result = _multiplied(b, _pixels(a), epilogue, settings, taps=True)
         return (
             _turned(result, 1, *result.shape)
@@ -278,7 +289,7 @@ def conv2d_product(
 
 
 def _channels_last(weight: Tensor) -> Tensor:
-    """Returns a weight with its channels last in memory, as the rows of windows lie."""
+    """Return a weight in channels-last layout, like the rows of windows."""
     if weight.is_contiguous(memory_format=torch.channels_last) or not weight.is_contiguous():
         return weight.contiguous(memory_format=torch.channels_last)
     (outputs, inputs), size = weight.shape[:2], weight.shape[2:]
@@ -290,7 +301,7 @@ def _channels_last(weight: Tensor) -> Tensor:
 
 
 def _turned(t: Tensor, count: int, rows: int, columns: int) -> Tensor:
-    """Returns `count` matrices that lie one behind the other, each turned: torch's copy takes three times as long."""
+    """Return the transposes of `count` consecutive matrices, three times faster than torch."""
     result = torch.empty((count, columns, rows), dtype=t.dtype, device="cpu")
     _C.turn(
         t.data_ptr(),
@@ -305,14 +316,14 @@ def _turned(t: Tensor, count: int, rows: int, columns: int) -> Tensor:
 
 
 def _pixels(t: Tensor) -> Tensor:
-    """Returns images as a matrix with a row for each pixel."""
+    """Return images as a matrix with one row per pixel."""
     return t.permute(0, 2, 3, 1).reshape(-1, t.shape[1])
 
 
 def _multiplied(
     images: Tensor, b: Tensor, epilogue: Epilogue, settings: dict[str, Any], taps: bool
 ) -> Tensor:
-    """Returns the product of the windows of images, or of their transpose, with a matrix."""
+    """Return the product of the windows of images, transposed if `taps`, with a matrix."""
     count, channels = images.shape[:2]
     rows = math.prod(settings["kernel"]) * channels if taps else count * math.prod(settings["out"])
     last = images.contiguous(memory_format=torch.channels_last)

@@ -1,13 +1,13 @@
-"""Whether a layer's products are kernels of ours or torch's, and the calls of those that are.
+"""Choice between our kernels and torch for each product of a layer, and the kernel calls.
 
-Why it is decided while a graph is traced: torch's own products are seen by the compiler, which fuses scales and bias with what surrounds
-them; a kernel is one opaque call with its epilogue inside. Of the two the one is written into the graph that is faster for the shapes at
-hand. Other shapes of the same graph (symbolic sizes) are computed right by either.
+The choice is made while a graph is traced: the compiler fuses scales and bias around torch's
+products, while a kernel is an opaque call with its own epilogue. The graph gets the faster one for
+the traced shapes; both are correct for other shapes of symbolic sizes. On CUDA tuning results
+decide. On the CPU the native module computes every INT8 matrix product if the processor has an
+integer unit: it scales sums as it writes them, torch in another pass (docs/kernels.md).
 
-On CUDA a kernel's shape decides, by what was tuned. On the CPU there is one kernel for products of INT8, the native module's, and it is
-taken wherever the processor has a unit for integers: it scales sums as it gives them out, torch in a pass of its own (docs/kernels.md).
-
-Invariant: without kernels for the device nothing changes; every function returns None then, and the layer computes as it always has.
+Invariant: without kernels for the device every function returns None, and the layer computes as
+usual.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _asked: ContextVar[list[Problem] | None] = ContextVar("qsync_asked_problems", de
 
 @contextmanager
 def collected() -> Iterator[list[Problem]]:
-    """Yields a list that the problems of all products computed within are put into; torch computes them, which meta tensors may be for."""
+    """Yield a list that collects the problems of all enclosed products; torch computes them.
+
+    Tensors may be on the meta device.
+    """
     result: list[Problem] = []
     token = _asked.set(result)
     try:
@@ -55,12 +58,12 @@ def collected() -> Iterator[list[Problem]]:
 
 
 def silent(device: torch.device) -> bool:
-    """Whether nobody asks for kernels of CUDA: the device has none, and no problems are collected. Then nothing may be done for them."""
+    """Return whether the device has no CUDA kernels and no problems are being collected."""
     return _asked.get() is None and known_of(device).arch is None
 
 
 def partner(gradient: Tensor) -> torch.dtype | None:
-    """Returns what a saved operand is converted to for a product with a rounded gradient; None where FP8 meets FP8 as it is."""
+    """Return the dtype to cast saved operands to; None for one-byte gradients (no cast)."""
     return None if gradient.dtype.itemsize == 1 else gradient.dtype
 
 
@@ -75,12 +78,14 @@ def product(
     b_dtype: torch.dtype | None = None,
     transposed: bool = False,
 ) -> Tensor | None:
-    """Returns `a @ b * a_scale * b_scale + bias` by a kernel, or None where torch computes; arguments are those of `qsync::gemm`.
+    """Return `a @ b * a_scale * b_scale + bias` by a kernel, or None if torch computes it.
+
+    Arguments are as in `qsync::gemm`.
 
     Args:
         row: the format of the layer; for TF32 the operands are on its grid.
-        b_dtype: what `b` is converted to first, if given.
-        turned: whether `b` is given as its transpose.
+        b_dtype: dtype to which `b` is cast first, if any.
+        transposed: whether `b` is passed as its transpose.
     """
     if silent(a.device):
         if not (cpu_kernels.multiplies(a, b) and native_integer_unit()):
@@ -106,7 +111,7 @@ def integers_pay(
     row: Precision,
     transposed: bool = False,
 ) -> bool:
-    """Whether torch, where it computes this product, is to multiply integers as such and not in the carrier, as far as is known."""
+    """Return whether torch's product should multiply integers as such, not in the carrier."""
     if silent(a.device) or _asked.get() is not None:
         return True
     problem = _problem(
@@ -118,7 +123,9 @@ def integers_pay(
 def wants_turned(
     gradient: Tensor, xq: Tensor, x_scale: Tensor | None, out_dtype: torch.dtype, row: Precision
 ) -> bool:
-    """Whether the weight gradient is a kernel's that reads the rounded gradient by columns, which the quantizer may write beside it.
+    """Return whether a kernel for the weight gradient reads the rounded gradient by columns.
+
+    The quantizer then writes the transpose too.
 
     Args:
         gradient: `[M, N]`, not rounded yet.
@@ -137,7 +144,7 @@ def wants_turned(
 
 
 def _second(b: Tensor, transposed: bool) -> Tensor:
-    """Returns the second matrix as it is multiplied; stacks, which no kernel takes, stay."""
+    """Return the second operand as it is multiplied; stacks, which no kernel accepts, unchanged."""
     return b.t() if transposed and b.dim() == 2 else b
 
 
@@ -150,7 +157,7 @@ def _problem(
     out_dtype: torch.dtype,
     row: Precision,
 ) -> GemmProblem | None:
-    """Returns the problem of a product; None where nothing but torch computes it, whatever the device."""
+    """Return the problem of a product; None if torch computes it on every device."""
     if (
         a is None
         or b is None
@@ -176,11 +183,15 @@ def convolved(
     row: Precision,
     b_dtype: torch.dtype | None = None,
 ) -> Tensor | None:
-    """Returns one product of a 1-D or 2-D convolution by a kernel, or None; see `product` and `qsync::conv2d_product`.
+    """Return a product of a 1-D or 2-D convolution by a kernel, or None.
+
+    Arguments are as in `product` and `qsync::conv2d_product`.
 
     Args:
-        like: a tensor with the spatial sizes that `conv2d_product` is told: of the input for dgrad, else of the weight.
-        geometry: arguments of `aten::convolution`: stride, padding, dilation, transposed, output_padding, groups.
+        like: a tensor with the spatial sizes that `conv2d_product` receives: the input for dgrad,
+            else the weight.
+        geometry: stride, padding, dilation, transposed, output_padding, groups of
+            `aten::convolution`.
     """
     stride, padding, dilation, transposed, _, groups = geometry
     if (
@@ -201,7 +212,7 @@ def convolved(
         return conv2d_product(a, b, a_scale, b_scale, bias, *on).to(out_dtype)
     flat = a.dim() == 3
     if flat:
-        # One-dimensional: images of height 1.
+        # 1-D convolutions are images of height 1.
         a, b, like = a.unsqueeze(2), b.unsqueeze(2), like.unsqueeze(2)
         stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
         b_scale = b_scale if b_scale is None or b_scale.dim() == 0 else b_scale.unsqueeze(2)
@@ -232,13 +243,13 @@ def convolved(
 
 
 def outline_pair(values: Sequence[int]) -> tuple[int, int] | None:
-    """Returns two numbers; None where they are symbolic."""
+    """Return two numbers; None if they are symbolic."""
     first, second = values
     return (first, second) if isinstance(first, int) and isinstance(second, int) else None
 
 
 def _gridded(row: Precision) -> bool:
-    """Whether operands lie on the grid of a format that only a unit has, TF32."""
+    """Return whether operands are on the grid of a format without a dtype, TF32."""
     return not row.scaled and not row.plain
 
 

@@ -1,9 +1,10 @@
 """`qsync::gemm`: one matrix product with scales and bias in its epilogue.
 
-Why opaque: on CUDA it is one kernel, chosen for its shape when it runs; what would be fused around a product of torch's is inside it.
+The operator is opaque: on CUDA it is one kernel, selected by shape at run time, with the epilogue
+inside. It has no gradient of its own; a layer's operator calls it for each of its three products.
+On the CPU it is the native module for INT8, and otherwise the torch reference of every kernel.
 
-Invariant: not differentiable by itself. The operator of a layer calls it for each of its three products, with operands that are saved as
-they are. On the CPU it is plain torch, which says what every kernel computes, and for INT8 the native module, to the same bits.
+Invariant: for INT8 the native module returns the bits of the reference.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ def gemm(
     tf32: bool = False,
     transposed: bool = False,
 ) -> Tensor:
-    """Computes `d[m, n] = sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n]`.
+    """Compute `d[m, n] = sum_k a[m, k] * b[k, n] * a_scale[m] * b_scale[n] + bias[n]`.
 
-    The sum is exact for INT8 and FP32 for all else; scales and bias are FP32, and one rounding to `out_dtype` follows.
+    The sum is exact for INT8, FP32 otherwise; scales and bias are FP32, followed by one rounding to
+    `out_dtype`.
 
     Args:
-        a: `[M, K]`: INT8, FP8 (E4M3 or E5M2), FP16, BF16 or FP32; any strides.
-        b: `[K, N]`, likewise: of the type of `a`, but for FP8, which may be mixed.
+        a: `[M, K]`, INT8, FP8 (E4M3 or E5M2), FP16, BF16 or FP32, any strides.
+        b: `[K, N]`, any strides, dtype of `a`; FP8 types may be mixed.
         a_scale: FP32, `[]` or `[M, 1]`, or None.
         b_scale: FP32, `[]` or `[1, N]`, or None.
         bias: floating point, `[N]`, or None.
         out_dtype: FP32, FP16 or BF16.
-        tf32: whether FP32 operands are on the grid of TF32, whose tensor cores may then multiply them.
-        turned: whether `b` is given as its transpose, `[N, K]`. A transpose outside would be a node of its own: a view, in the eyes of a
-            partitioner of joint graphs fused into what reads it, so that an INT8 weight seemed dear to keep, and half of all layers, by
-            how sizes round, kept a copy in BF16 in its place.
+        tf32: whether FP32 operands are on the TF32 grid, so that TF32 tensor cores may multiply
+            them.
+        transposed: whether `b` is passed as its transpose, `[N, K]`. A transpose outside would be a
+            view that a joint-graph partitioner regards as fused into its reader, so that saving an
+            INT8 weight seemed expensive, and half of all layers saved a BF16 copy instead.
 
     Returns:
-        `[M, N]`, contiguous. With K = 0 the sum is 0.
+        `[M, N]`, contiguous. For K = 0 the sum is 0.
 
     Raises:
-        PrecisionError: types that no product takes.
+        PrecisionError: unsupported dtypes.
     """
     result: Tensor = torch.ops.qsync.gemm.default(
         a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed
@@ -62,13 +65,13 @@ def gemm(
 
 @functools.cache
 def multiplies(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether operands of these types have a product: formats that products take, and the same, but for floats of one byte."""
+    """Return whether products accept these operand types: equal ones, or two 8-bit floats."""
     bytes_of_floats = a.is_floating_point and b.is_floating_point and a.itemsize == b.itemsize == 1
     return format_name(a) is not None and format_name(b) is not None and (a == b or bytes_of_floats)
 
 
 def check_types(a: Tensor, b: Tensor, out_dtype: torch.dtype, where: str) -> None:
-    """Raises `PrecisionError` unless products take operands and output of these types."""
+    """Raise `PrecisionError` unless products accept these types of operands and output."""
     if not multiplies(a.dtype, b.dtype):
         raise PrecisionError(
             f"{a.dtype} and {b.dtype} cannot be multiplied",
@@ -84,7 +87,7 @@ def check_types(a: Tensor, b: Tensor, out_dtype: torch.dtype, where: str) -> Non
 
 
 def check_scale(scale: Tensor | None, shape: tuple[object, ...], name: str, where: str) -> None:
-    """Raises unless a scale is None, one FP32 number, or FP32 of this shape."""
+    """Raise unless a scale is None, one FP32 number, or FP32 of this shape."""
     if scale is None:
         return
     if scale.dtype != torch.float32:
@@ -108,9 +111,9 @@ def _check(
     tf32: bool,
     transposed: bool = False,
 ) -> None:
-    """Raise where the operator cannot compute a product.
+    """Raise if the operator cannot compute a product.
 
-    Every call of a kernel runs this, so texts are made only where a condition is not plainly true.
+    Every kernel call runs this, so messages are built only if a condition may be false.
     """
     where = "qsync::gemm"
     check_types(a, b, out_dtype, where)
@@ -130,7 +133,7 @@ def _check(
 
 
 def _fake(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-    # The schema's order: scales, bias, dtype of the output, tf32, turned.
+    # The order of the schema: scales, bias, dtype of the output, tf32, transposed.
     *_, out_dtype, _, transposed = others if len(others) == 6 else (*others, False)
     _check(a, b, *others)
     return a.new_empty((a.shape[0], b.shape[0 if transposed else 1]), dtype=out_dtype)

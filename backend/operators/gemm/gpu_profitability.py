@@ -1,10 +1,11 @@
-"""Whether a GPU would compute a layer's narrow products in a wider format anyhow: asked before anything is quantized for them.
+"""Layers whose narrow products a GPU would compute in a wider format.
 
-Which kernel computes a product follows from its problem, and problems are what a lowered layer asks for (`collect`). So the layer is
-lowered on trial, in a graph of its own.
+The check runs before their operands are quantized. A kernel is selected by problem, and a lowered
+layer determines its problems, so the layer is lowered on trial in a separate graph. The final
+output dtype is not known yet; a layer counts as wide only if it is with both candidates.
 
-Invariant: the graph that the layer stands in does not change, and what `select.decide` says of its products here it says later: which type
-their readers choose for an output is not known yet, so a layer counts as wide only if it is with both.
+Invariant: the layer's own graph does not change, and `select.decide` returns the same decisions
+later.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ def _seed() -> Tensor:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether a device is a GPU, or counts as one."""
+    """Return whether a device is a GPU, or represents one."""
     return device.type != "cpu" or capability(device) != ANY
 
 
 def because(
     node: fx.Node, row: OperatorRow, fmt: Precision, context: Context, emit: Emit, keep: Dimensions
 ) -> str | None:
-    """Returns why no product of a layer would be one of a narrow unit on a GPU; None where one would, or where that is not known.
+    """Return why no product of a layer would use a narrow unit; None if one would, or if unknown.
 
     Args:
         node, row: the layer as torch's operator, and its row.
-        fmt: the format that it would be lowered to.
-        emit, keep: how it is lowered, and which dimensions have scales of their own, as in `Lowering`.
+        fmt: the format to which it would be lowered.
+        emit, keep: as in `Lowering`.
     """
     if not fmt.scaled:
         return None
@@ -65,7 +66,8 @@ def because(
         return None
     narrow = [p for p in requested if p.a in NARROW or p.b in NARROW]
     if not narrow:
-        # Torch has no convolution of narrow operands. What it does with stacks of matrices depends on more than their problem.
+        # torch has no narrow convolution. For stacks of matrices its choice depends on more than
+        # the problem.
         return NONE_LIKE_IT if row.contracts is None else None
     result = [decision(problem, context.device) for problem in narrow]
     if any(
@@ -77,7 +79,7 @@ def because(
 
 
 def _by_cublas(problem: Problem) -> bool:
-    """Whether torch, too, has a product of such operands; it carries all others in a wider format."""
+    """Return whether torch has a product of such operands, without casts to a wider format."""
     return (
         isinstance(problem, GemmProblem)
         and FORMATS[problem.a].kind == FORMATS[problem.b].kind == "integer"
@@ -87,11 +89,11 @@ def _by_cublas(problem: Problem) -> bool:
 def _asked(
     node: fx.Node, row: OperatorRow, fmt: Precision, context: Context, emit: Emit, keep: Dimensions
 ) -> list[Problem] | None:
-    """Returns the problems of a layer as it would be lowered, with either type of output; None where a size is not known."""
+    """Return the problems of a lowered layer for both output dtypes; None if a size is unknown."""
     trial = fx.Graph()
     stand_ins: dict[fx.Node, fx.Node] = {}
     for used in node.all_input_nodes:
-        # Whether gradients are asked for depends on what kind of node an operand is.
+        # The kind of node that an operand is decides whether it requires a gradient.
         stand_ins[used] = trial.create_node(used.op, used.target, name=used.name)
         stand_ins[used].meta["val"] = used.meta.get("val")
     layer = trial.node_copy(node, lambda used: stand_ins[used])

@@ -1,17 +1,16 @@
-"""`qsync::conv2d_product`: one of the three products of a 2-D convolution, with scales and bias in its epilogue.
+"""2-D convolution products as implicit matrix products, with or without an epilogue.
 
-Convolutions as implicit matrix products: kernels gather their operands from channels-last memory as they go, nothing is unfolded. On the
-CPU the native module does so for INT8, to the bits of plain torch, which all else is there.
+`qsync::conv2d_product` is one of the three products of a convolution with scales and bias in its
+epilogue; they share all but the contraction. Kernels gather windows from channels-last memory
+without unfolding them. On the CPU the native module does so for INT8, with the bits of the torch
+reference, which computes the other types.
 
-Invariant: as of `qsync::gemm`. One operator for the three products, because they share everything but what is contracted.
+`qsync::integer_convolution` returns the exact INT32 sums of an INT8 convolution by the CPU's
+integer matrix unit. torch's quantized convolutions require prepacked weights; packing them in each
+step costs more than the unit gains. Windows are copied in chunks at one byte per value, which costs
+less than a cast to float.
 
-`qsync::integer_convolution`: the sums of a convolution of INT8 values, by the CPU's unit for matrix products of integers.
-
-Why not torch's quantized convolutions: they take weights packed ahead, and packing them anew each step costs more than the unit gains.
-A window's values side by side make a convolution a matrix product, whose operands lie as they are; windows are copied at one byte a
-value, a few at a time, which costs less than the conversion to a float does.
-
-Invariant: sums are exact; its results have their channels last in memory, as the products of `qsync::conv2d_product`.
+Invariant: results are channels-last.
 """
 
 from __future__ import annotations
@@ -51,24 +50,24 @@ def conv2d_product(
     out_dtype: torch.dtype = torch.float32,
     tf32: bool = False,
 ) -> Tensor:
-    """Computes a convolution's output ("fprop"), input gradient ("dgrad") or weight gradient ("wgrad"), groups = 1.
+    """Compute one product of an ungrouped convolution.
 
-    `d = product(a, b) * a_scale * b_scale + bias` with sums as in `qsync::gemm`.
+    `d = product(a, b) * a_scale * b_scale + bias`, with sums as in `qsync::gemm`.
 
     Args:
-        a: fprop: x `[N, C, H, W]`; dgrad and wgrad: the gradient of y, `[N, K, P, Q]`. Types as in `qsync::gemm`, any strides; kernels
-            want channels last.
-        b: fprop and dgrad: the weight `[K, C, R, S]`; wgrad: x.
+        a: fprop: x, `[N, C, H, W]`; dgrad, wgrad: the gradient of y, `[N, K, P, Q]`. Dtypes as in
+            `qsync::gemm`, any strides; kernels prefer channels-last.
+        b: fprop, dgrad: the weight, `[K, C, R, S]`; wgrad: x.
         a_scale: FP32, `[]`, or None.
         b_scale: FP32, `[]`, for fprop also `[1, K, 1, 1]`, or None.
-        bias: floating point, `[K]`, for fprop; else None.
-        size: dgrad: `[H, W]`; wgrad: `[R, S]`, which the shapes of the operands do not say; fprop: `[R, S]`.
+        bias: floating point, `[K]`, for fprop only, or None.
+        size: dgrad: `[H, W]`; fprop, wgrad: `[R, S]`.
         stride, padding, dilation: of the convolution, for height and width.
-        operation: which product.
+        operation: "fprop" (output), "dgrad" (input gradient) or "wgrad" (weight gradient).
         out_dtype, tf32: as in `qsync::gemm`.
 
     Returns:
-        y, the gradient of x, or that of the weight; its channels lie last in memory.
+        y, or the gradient of x or of the weight; channels-last.
     """
     settings = (list(size), list(stride), list(padding), list(dilation), operation, out_dtype, tf32)
     result: Tensor = torch.ops.qsync.conv2d_product.default(a, b, a_scale, b_scale, bias, *settings)
@@ -76,7 +75,7 @@ def conv2d_product(
 
 
 class _Conv2dArguments(NamedTuple):
-    """What the operator is given, in the order of its schema."""
+    """Arguments of the operator, in the order of its schema."""
 
     a: Tensor
     b: Tensor
@@ -109,7 +108,7 @@ def _shape(
     dilation: Sequence[int],
     operation: ConvOperation,
 ) -> tuple[int, ...]:
-    """Returns the shape of the result; raises where those of the operands do not belong together."""
+    """Return the shape of the result; raise if the operands' shapes are inconsistent."""
     if operation == "dgrad":
         inputs, weight, outputs = (a.shape[0], b.shape[1], *size), tuple(b.shape), tuple(a.shape)
     elif operation == "wgrad":
@@ -137,7 +136,7 @@ def _shape(
 
 
 def _checked(x: _Conv2dArguments) -> tuple[ConvOperation, tuple[int, ...]]:
-    """Returns the operation and the shape of the result; raises where the operator cannot compute this."""
+    """Return the operation and the shape of the result; raise if the arguments are invalid."""
     if x.operation not in get_args(ConvOperation):
         available = get_args(ConvOperation)
         raise OptionError(
@@ -190,7 +189,7 @@ def _on_cpu(*value: Any) -> Tensor:
 
 
 def _kernel(*value: Any) -> Tensor:
-    # The order is the schema's. Whether there is such a product is asked once for operands that lie alike.
+    # `launch` caches the check for operands of equal types, shapes and strides.
     return launch.conv2d_product(*value, check=_check_given)
 
 
@@ -208,11 +207,15 @@ define(
 
 
 _WINDOWS: Final = 2**20
-"""Bytes of windows that are copied at a time, so that they are still in a cache when they are multiplied."""
+"""Bytes of windows per chunk, small enough to stay in a cache until they are multiplied."""
 
 
 def sums(xq: Tensor, wq: Tensor, geometry: Geometry, row: Precision) -> Tensor | None:
-    """Returns the convolution of a batch `[N, C, *size]` with `[O, C, *kernel]` in INT32, each sum exact; None without a unit for it."""
+    """Return the exact INT32 sums of a convolution; None without an integer unit.
+
+    Args:
+        xq: `[N, C, *size]`, int8.
+        wq: `[O, C, *kernel]`, int8."""
     stride, padding, dilation, transposed, _, groups = geometry
     inner = math.prod(wq.shape[1:])
     if (
@@ -250,7 +253,7 @@ def _compute(
         last = F.pad(last, [0, 0, *(p for p in reversed(padding) for _ in range(2))])
     last = last.contiguous()
     steps = last.stride()
-    # [N, *size, *kernel, C], of which nothing is copied yet.
+    # [N, *size, *kernel, C], a view.
     windows = last.as_strided(
         (x.shape[0], *size, *weight.shape[2:], x.shape[1]),
         (
@@ -269,7 +272,7 @@ def _compute(
 
 
 def _parts(windows: Tensor, result: Tensor, inner: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields windows and their results: samples, or rows of one."""
+    """Yield windows and their results in chunks: several samples, or rows of one sample."""
     item = math.prod(result.shape[1:-1]) * inner
     if item <= _WINDOWS:
         yield from _split(windows, result, item)

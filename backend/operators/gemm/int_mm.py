@@ -1,21 +1,15 @@
-"""Products of INT8 matrices, and of stacks of them, by the integer unit of torch: oneDNN's on the CPU, cuBLAS's on CUDA.
+"""INT8 matrix products by torch's integer unit: oneDNN on the CPU, cuBLAS on CUDA.
 
-Invariant: sums are exact. Where INT32 does not hold every sum, or the unit saturates or does not take the sizes, there is no product.
+`qsync::integer_products` multiplies two INT8 matrices or two stacks on the CPU. It is opaque: torch
+multiplies stacks without the unit, and overflows; separate products would each be a graph node. The
+second operand is passed transposed for the reason in `gemm`.
 
-`qsync::integer_products`: the product of two INT8 matrices, or the products of two stacks of them, by the CPU's unit for them.
+`qsync::grouped_products` multiplies each group of rows by its own matrix (mixture of experts). It
+is opaque because group sizes are known at run time only. Empty groups are skipped; rows beyond the
+last group give zeros.
 
-Why opaque: torch multiplies a stack of INT8 matrices without the unit, and overflows; one by one, each would be a node of the graph. Of a
-single product the transpose of the weight would be one: a view, in the eyes of a partitioner of joint graphs fused into what reads it, so
-that the weight seemed dear to keep, and half of all layers, by how sizes round, kept a copy in BF16 in its place, twice as large.
-
-Invariant: sums are exact, as those of `qsync_fx.backend.operators.gemm.int_mm`, which says when there are any.
-
-`qsync::grouped_products`: the products of groups of rows, each with a matrix of its own, as the experts of a model are computed.
-
-Why opaque: how many rows a group has only a run knows, and each group is a product of torch's.
-
-Invariant: a group without rows costs nothing, and rows beyond the last group give zeros. Integers are summed exactly where torch has a unit
-for it and INT32 holds every sum; all else is multiplied in the type that is asked for.
+Invariant: integer sums are exact. If INT32 cannot represent every sum, or the unit saturates or
+rejects the sizes, `product` returns None.
 """
 
 from __future__ import annotations
@@ -32,11 +26,11 @@ from qsync_fx.formats import Precision, precision
 
 
 def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tensor | None:
-    """Returns `a @ bt.T` in INT32, each sum exact; None where torch has no such product.
+    """Return `a @ bt.T` in INT32, each sum exact; None if torch has no such product.
 
     Args:
-        a: `[M, K]`, any strides, or a stack `[E, M, K]`, which CUDA has no product for.
-        bt: `[N, K]`, any strides, or a stack likewise.
+        a: `[M, K]`, any strides, or on the CPU a stack `[E, M, K]`.
+        bt: `[N, K]` or `[E, N, K]`, any strides.
         formats: of `a` and `bt`.
     """
     if not summed_exactly(a.device, a.shape[-1], formats):
@@ -53,19 +47,20 @@ def product(a: Tensor, bt: Tensor, formats: tuple[Precision, Precision]) -> Tens
 
 
 def summed_exactly(device: torch.device, inner: int, formats: tuple[Precision, Precision]) -> bool:
-    """Whether an integer unit sums `inner` products of values of these formats, and INT32 holds every such sum."""
+    """Return whether an integer unit sums `inner` products of two formats exactly in INT32."""
     if any(row.kind != "integer" or row.dtype != torch.int8 for row in formats):
         return False
     if inner * formats[0].max * formats[1].max >= 2**31:
         return False
-    # oneDNN returns memory that nothing has written for a single one (seen in torch 2.13).
+    # With K = 1 oneDNN returns uninitialized memory (torch 2.13).
     return device.type != "cpu" or (inner != 1 and cpu_multiplies_integers())
 
 
 def strided(t: Tensor) -> Tensor:
-    """Returns a matrix that lies by columns, or by rows with the strides that its shape implies, as the CPU's unit takes it; else a copy.
+    """Return a matrix, copied unless column-major or row-major and dense, for the CPU's unit.
 
-    With one row any stride between rows is right, as of a transposed column; oneDNN takes it for the length of a row and reads beyond.
+    oneDNN uses the row stride as the row length even with a single row, where any stride is valid,
+    and reads beyond the end.
     """
     if t.is_contiguous():
         return t if t.stride(0) == t.shape[1] else t.flatten().view(t.shape)
@@ -126,7 +121,8 @@ def _grouped_fake(
 
 
 define(
-    # `[S, K]` by `[E, K, N]` gives `[S, N]`; `[M, S]` by `[S, N]` gives `[E, M, N]`. `offs` has the end of each group in S.
+    # `[S, K]` by `[E, K, N]` gives `[S, N]`; `[M, S]` by `[S, N]` gives `[E, M, N]`. `offs` is the
+    # end of each group in S.
     "grouped_products(Tensor a, Tensor b, Tensor offs, str a_format, str b_format, ScalarType dtype) -> Tensor",
     {"CPU": _grouped_compute},
     _grouped_fake,

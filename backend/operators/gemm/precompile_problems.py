@@ -1,7 +1,7 @@
-"""Which problems a model's layers are on a device with kernels, before it runs there.
+"""Kernel problems of a graph's layers, found and compiled before the model runs.
 
-Invariant: they are asked of the layers themselves. Each lowered operator is called, forward and backward, on tensors without values, and
-what it asks for a kernel for is what it will ask for when it trains. Symbolic sizes count as those of the example.
+Each lowered operator runs forward and backward on meta tensors, and so requests the same kernels as
+in training. Symbolic sizes have the sizes of the example.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class LayerProduct:
     """One product of a layer on a device with kernels, and its kernel.
 
     Attributes:
-        name: "output", "input gradient" or "weight gradient"; "product" if its layouts do not determine which.
+        name: "output", "input gradient" or "weight gradient"; "product" if its layouts do not
+            determine which.
         problem: the key by which kernels are selected.
         decision: the kernel, or the reason why torch computes the product.
     """
@@ -54,12 +55,13 @@ class LayerProduct:
 class LayerKernels:
     """The kernels of a layer's products, selected once, when the layer is lowered.
 
-    `qsync_fx.graph.node_metadata.OperatorInfo.computed` holds it; its text is part of the operator's reason.
+    `qsync_fx.graph.node_metadata.OperatorInfo.computed` stores it; its text is
+    part of the operator's reason.
 
     Attributes:
         arch: the architecture of the kernels; "" if there are none.
-        products: in the order output, input gradient, weight gradient; empty if no kernel fits such layers.
-        because: the reason why torch computes all of them.
+        products: in the order output, input gradient, weight gradient; empty if no kernel fits.
+        because: the reason why torch computes all products.
     """
 
     arch: str = ""
@@ -106,7 +108,7 @@ def _asked(operator: Operator) -> list[Problem]:
 
 
 def _layers(graph: PrecisionGraph) -> list[Operator]:
-    """The operators whose lowering asks for kernels: they were given a stream to round their gradients from."""
+    """Return the operators whose lowering uses kernels: their gradients have a rounding stream."""
     ours = [
         operator
         for operator in graph.operators()
@@ -125,9 +127,10 @@ def _asks(operator: Operator) -> bool:
 
 
 def problems_of_layer(node: fx.Node) -> list[Problem]:
-    """Returns the problems of a call of a layer: output, input gradient, weight gradient.
+    """Return the problems of a layer's call: output, input gradient, weight gradient.
 
-    Those of an input that needs no gradient are left out; so is the whole layer where a size depends on values.
+    Products for gradients that are not needed are omitted; the list is empty if a size depends on
+    values.
     """
     from qsync_fx.backend.operators.gemm.dispatch import collected
 
@@ -136,7 +139,7 @@ def problems_of_layer(node: fx.Node) -> list[Problem]:
         return []
     wanted = [index for index in (0, 1) if _trained(node.args[index])]
     leaves = [arguments[index].requires_grad_() for index in wanted]
-    # Whatever is tracing or faking at the moment has nothing to do with these.
+    # Active tracing and fake-tensor modes must not see these tensors.
     with (
         _disable_current_modes(),
         disable_proxy_modes_tracing(),
@@ -154,7 +157,10 @@ _UNKNOWN = object()
 
 
 def valueless(argument: Any) -> Any:
-    """Returns an argument of a node with numbers for symbolic sizes and meta tensors for tensors; neither where a size is not known."""
+    """Return a node's argument with numbers for symbolic sizes and meta tensors for tensors.
+
+    The result is `_UNKNOWN` if a size is not known.
+    """
     if isinstance(argument, (list, tuple)):
         result = [valueless(item) for item in argument]
         return _UNKNOWN if any(item is _UNKNOWN for item in result) else result
@@ -176,7 +182,7 @@ def valueless(argument: Any) -> Any:
 
 
 def _trained(argument: Any) -> bool:
-    """Whether a gradient may be asked of an operand: not of a model's own input that needs none."""
+    """Return whether an operand may require a gradient: not a graph input that requires none."""
     value = argument.meta.get("val", argument.meta.get("example_value"))
     return not (
         argument.op == "placeholder" and isinstance(value, Tensor) and not value.requires_grad
@@ -184,7 +190,7 @@ def _trained(argument: Any) -> bool:
 
 
 def computed(node: fx.Node, device: torch.device) -> LayerKernels | None:
-    """Returns what computes a layer on a device: its kernels, or torch and why; None for devices that never have kernels."""
+    """Return the kernels of a layer, or why torch computes it; None for devices without kernels."""
     result = known_of(device)
     if result.arch is None:
         return LayerKernels(because=result.reason) if device.type == "cuda" else None
@@ -199,10 +205,10 @@ def computed(node: fx.Node, device: torch.device) -> LayerKernels | None:
 
 
 def _products(node: fx.Node, problems: Sequence[Problem]) -> list[str]:
-    """Returns which of a layer's products its problems are.
+    """Return the names of a layer's products, in the order of its problems.
 
-    Where all are there they are in order; only the layouts tell otherwise, which are the same for both gradients where the rounded one
-    was written by columns too.
+    A complete list is in a fixed order. Otherwise the layouts decide, which are equal for both
+    gradients if the rounded one was also written transposed.
     """
     gradients = ("input gradient", "weight gradient")
     names = [
@@ -226,10 +232,10 @@ def _product(problem: Problem) -> str:
 
 
 def prepare(graph: PrecisionGraph) -> str:
-    """Compiles the kernels of a lowered graph, side by side, and returns a text that tells what computes it; "" on other devices.
+    """Compile the kernels of a lowered graph in parallel; return a digest of its decisions, or "".
 
-    Two graphs of equal operators are compiled to the same code only if these texts are equal too. What cannot be compiled is torch's to
-    compute, which `reasons` then tells.
+    Graphs of equal operators compile to the same code only if their digests are equal too. torch
+    computes the problems of kernels that fail to compile; `launch_utils.reasons` lists them.
     """
     device = graph.context.device
     if device.type == "cuda" and _layers(graph):
@@ -239,7 +245,7 @@ def prepare(graph: PrecisionGraph) -> str:
         return "no kernels" if device.type == "cuda" else ""
     refused, decided = -1, {}
     while refused != kernel_registry.refusals():
-        # What a compiler was refused for gives way to the next candidate.
+        # If the compiler rejects a kernel, selection falls back to the next candidate.
         refused, decided = kernel_registry.refusals(), _decided(graph, device)
         configs = dict.fromkeys(item.config for item in decided.values() if item.config is not None)
         copiers = kernel_registry.copiers(arch) if configs else []
@@ -256,13 +262,13 @@ def prepare(graph: PrecisionGraph) -> str:
         f"{problem} {item.config.name if item.config in usable and item.config else item.integers}"
         for problem, item in decided.items()
     ]
-    # Those are written in operators in the compiled graph.
+    # Without a kernel quantizers are decomposed in the compiled graph.
     lines += [f"no {unit.name}" for unit in quantizers if kernel_registry.failure(unit) is not None]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] if lines else ""
 
 
 def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, KernelDecision]:
-    """Returns what computes each problem of a graph now, and notes it on its layers."""
+    """Return the current decision of each problem of a graph, and record it on the layers."""
     result: dict[Problem, KernelDecision] = {}
     for operator in _layers(graph):
         if isinstance(before := operator.note.computed, LayerKernels):
@@ -275,7 +281,7 @@ def _decided(graph: PrecisionGraph, device: torch.device) -> dict[Problem, Kerne
 
 
 def _quantizers(graph: PrecisionGraph, arch: Arch) -> list[TranslationUnit]:
-    """Returns the quantizers of the graph's casts, and of the gradients that its layers round."""
+    """Return the quantizers of the graph's casts and of its layers' gradients."""
     from qsync_fx.backend.cuda.codegen import X_TYPES, written
 
     pairs: dict[tuple[str | None, str | None], None] = {}

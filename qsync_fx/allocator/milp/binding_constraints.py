@@ -1,6 +1,6 @@
-"""Why there is no plan within the limits: which of them, by how much, and what would do.
+"""Diagnosis of infeasible problems: violated limits, their excess, and a remedy.
 
-Invariant: what is named as possible is what the judge says of a plan that was found.
+Invariant: values that are named as possible come from evaluated plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def why_not(search: MilpSearch) -> PlanError:
-    """Returns the error that says why a search found no plan."""
+    """Return the error that explains why a search found no plan."""
     problem, free = search.problem, Constraints()
     for name in problem.open:
         limit = problem.classes[name].memory
@@ -75,7 +75,7 @@ def why_not(search: MilpSearch) -> PlanError:
 def _judged(
     search: MilpSearch, limits: Constraints, least: str, name: str | None = None
 ) -> Evaluation:
-    """Returns what the judge says of the plans that have least of something, others as they are."""
+    """Return the evaluation of the plans that minimize `least`; other classes do not change."""
     names = [name] if name is not None else list(search.problem.open)
     result = find(
         search.problem,
@@ -93,12 +93,12 @@ def _judged(
 
 
 def _kept(search: MilpSearch) -> list[str]:
-    """Returns the classes that are not open to choice."""
+    """Return the classes with a fixed plan."""
     return [name for name, part in search.problem.classes.items() if part.kept is not None]
 
 
 def _alone(search: MilpSearch, name: str) -> float:
-    """Returns the seconds of a step if all other classes were as quick as can be."""
+    """Return the seconds of a step if all other classes were infinitely fast."""
     played, transfer = search.judge.timeline.played, search.judge.transfer
     device, rest = played.devices[name], sum(transfer)
     arrived = [0.0]

@@ -1,14 +1,11 @@
-"""One program of one or several classes of devices, within limits: built, solved, and read as plans.
+"""MILP of one or several device classes within limits: construction, solution, plans.
 
-Of thousands of operators the relaxed program is solved first: `linear.relaxing`.
+Large programs are solved by `LagrangianRelaxation` first. `CommunicationTerms` models the codec
+choice per gradient bucket. If any bucket is coded, all buckets go through the all-reduce of
+qsync_fx, in which FP32 buckets cost a copy; one binary variable states this.
 
-Invariant: no plan of the program is below the bound.
-
-How long buckets of gradients travel in a program, where their codecs are chosen with the formats of operators.
-
-A bucket has one codec. Where one of them is coded all go through our exchange, which costs those in FP32 a copy: one variable says whether.
-
-Invariant: with codecs given, seconds and variance are those of `coding.Options`.
+Invariant: no plan of the program is below the bound. With fixed codecs, seconds and variance equal
+the values in `CodecOptions`.
 """
 
 from __future__ import annotations
@@ -39,13 +36,14 @@ from qsync_fx.communication.codecs import PLAIN
 
 @dataclass(frozen=True)
 class CommunicationTerms:
-    """
+    """Expressions of the transfer of gradient buckets.
+
     Attributes:
-        travel: by bucket, seconds in thousandths of the unit.
-        beside: the same of what devices, as fast as their profiles say, compute later for it.
-        variance: that codecs add to that of the mean gradient.
-        choices: by bucket, the variable of each codec; empty where there is nothing to choose.
-        coded: the variable that says whether any bucket is coded; None where there is nothing to choose.
+        travel: transfer time by bucket, in thousandths of the unit.
+        beside: delay of computation by bucket without slowdown, in thousandths of the unit.
+        variance: variance that codecs add to the mean gradient.
+        choices: variable of each codec, by bucket; empty if there is no choice.
+        coded: variable that is 1 if any bucket is coded; None if there is no choice.
     """
 
     travel: Sequence[Expression]
@@ -55,7 +53,7 @@ class CommunicationTerms:
     coded: int | None = None
 
     def start(self, codecs: Codecs) -> dict[int, float]:
-        """Returns values of whole variables under a choice."""
+        """Return the values of the integer variables for a codec choice."""
         result = {
             variable: float(name == codec)
             for by, codec in zip(self.choices, codecs, strict=True)
@@ -66,12 +64,12 @@ class CommunicationTerms:
         return result
 
     def chosen(self, values: Sequence[float]) -> Codecs:
-        """Returns the codec of each bucket in a solution."""
+        """Return the codec of each bucket in a solution."""
         return tuple(max(by, key=lambda name: values[by[name]]) for by in self.choices)
 
 
 def sending(program: LinearProgram, options: CodecOptions, unit: float) -> CommunicationTerms:
-    """Adds what there is to choose of codecs to a program."""
+    """Add the codec choice to a program."""
     scale = THOUSANDTHS / unit
     if not options.open:
         available = [
@@ -112,7 +110,7 @@ def sending(program: LinearProgram, options: CodecOptions, unit: float) -> Commu
 def kept(
     problem: Problem, judge: PlanEvaluator, result: CommunicationTerms, unit: float
 ) -> Iterator[Expression]:
-    """Yields what steps take by each bucket of the classes that are not open to choice, in thousandths of the unit."""
+    """Yield step times by bucket of the classes with a fixed plan, in thousandths of the unit."""
     scale = THOUSANDTHS / unit
     for name, part in problem.classes.items():
         if part.kept is None:
@@ -120,7 +118,7 @@ def kept(
         fleet = judge.timeline.played
         device = fleet.devices[name]
         slowdown = problem.cluster.devices[name].slowdown
-        # What the device does beside buckets that travel follows their codecs; all else is the same under all of them.
+        # Only the delay by transfers depends on the codecs; all other times are constant.
         available = slowdown * np.cumsum([0.0, *judge.computed_later])
         ends = np.append(device.ready, device.computed) - available + fleet.after(name)
         for index, end in enumerate(ends.tolist()):
@@ -133,18 +131,18 @@ def kept(
 
 
 LARGE: Final = 4000
-"""Choices from which on the relaxed program is solved first."""
+"""Number of integer variables from which the relaxed program is solved first."""
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a program is held to, as the judge's limits are in its terms.
+    """Limits of a program.
 
     Attributes:
-        seconds: of a step; None for any.
-        memory: by class, bytes that a step may hold.
-        variance: of the mean gradient; None for any.
-        without: by class, plans that it is known not to have room for, though a program may not tell.
+        seconds: limit of a step; None for no limit.
+        memory: limit of live bytes, by class.
+        variance: limit of the variance of the mean gradient; None for no limit.
+        without: plans excluded by class: they exceed memory although the program admits them.
     """
 
     seconds: float | None = None
@@ -155,14 +153,15 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Solution:
-    """
+    """Plans of some classes that solve a program.
+
     Attributes:
-        plans: of the classes; None where there are none.
-        codecs: of buckets, where they were chosen too.
-        value: what was to be small, of these.
-        bound: that what was to be small is not below.
-        infeasible: whether no plan keeps the limits.
-        stopped: whether time ran out.
+        plans: plans by class; None if none were found.
+        value: value of the objective.
+        bound: lower bound of the objective.
+        infeasible: whether no plan meets the limits.
+        stopped: whether the time limit was reached.
+        codecs: codec of each bucket, if chosen in the program.
     """
 
     plans: Plans | None
@@ -185,12 +184,19 @@ def find(
     gap: float,
     seconds: float,
 ) -> Solution:
-    """Returns the plans of some classes for which something is least: "variance", "seconds", or the "memory" of the one class.
+    """Return the plans of some classes that minimize an objective within limits.
 
     Args:
-        start: plans that the search starts from where they keep the limits, with the codecs that the judge has.
-        gap: that may be left, of what is least.
-        seconds: after which the search is given up.
+        problem: the planning problem.
+        judge: evaluator; its codecs are part of the warm start.
+        prices: times of operator states, by class.
+        live: memory terms, by class.
+        limits: limits of the program.
+        least: objective: "variance", "seconds", or "memory" for a single class.
+        names: classes to choose plans for.
+        start: plans for a warm start.
+        gap: allowed relative gap.
+        seconds: time limit.
     """
     unit = max(judge.seconds, 1e-12)
     program = LinearProgram()
@@ -252,7 +258,7 @@ def find(
 def _coupling(
     devices: Sequence[DeviceProgram], limits: Constraints, unit: float
 ) -> Iterator[Coupling]:
-    """Yields the limits of seconds and memory as rows of all that they couple."""
+    """Yield the limits of seconds and memory as coupling rows."""
     for device in devices:
         if limits.seconds is not None:
             most = _most_seconds(limits.seconds, unit) - device.after
@@ -294,7 +300,7 @@ def _limited(
 
 
 def _excluded(program: LinearProgram, device: DeviceProgram, requested: Asked) -> None:
-    """Rules one plan out: not all of its choices may be made at once."""
+    """Exclude one plan: not all of its choices can be made together."""
     choices = [
         {entry[requested[operator]]: 1.0} for operator, entry in device.formats.choices.items()
     ]
@@ -313,7 +319,7 @@ def _minimised(
     least: str,
     unit: float,
 ) -> float:
-    """Says what is least; returns what the objective is in its own unit."""
+    """Set the objective; return its scale."""
     if least == "seconds":
         step = program.variable(1.0, INFINITY)
         for device in devices:
@@ -347,7 +353,7 @@ def _chosen(device: DeviceProgram, requested: Asked) -> dict[int, float]:
 
 
 def together(result: Sequence[Solution], more: float) -> Solution:
-    """Returns what programs that nothing couples say as one; `more` is beside them."""
+    """Return the combined result of independent programs, plus a constant `more`."""
     plans: dict[str, Asked] | None = {}
     for item in result:
         plans = None if item.plans is None or plans is None else {**plans, **item.plans}

@@ -1,11 +1,13 @@
-"""What conversions and quantizers take, as linear expressions: one for all that read a value in one format, as the mapper has them.
+"""Casts and quantizers as linear expressions, one cast per value and format for all readers.
 
-Most values are read in most formats by one operator alone. What its casts take follows from two choices, its own and that of the value's
-format: `_edge`. Where several read a value in one format, whose the cast is, the first of them, decides in which stretch of the backward
-pass it is differentiated, and may decide what it takes. So these are gone through in order, in groups that are alike in that, and it counts
-for each group whether it or one before needs the cast: `_first`.
+Most values have one reader per format. Their cost depends on the format of the value and the format
+that is read (`_edge`). If several operators read a value in one format, the first reader owns the
+cast: it determines the segment of the backward pass, and can determine the cost. `_first` processes
+readers in order, in groups of equal segment and cost, with an indicator that this group or an
+earlier one needs the cast.
 
-Invariant: at whole choices the casts are those of `mapper.states`, with the same owners but for those that take the same.
+Invariant: with integer choices, the casts are the casts of `plan_states.states`, with the same
+owners or owners of equal cost.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ ZERO = Seconds(0.0, 0.0)
 
 @dataclass(frozen=True)
 class _Want:
-    """A reader that wants a value in a format; `reader` is its place among those of the value."""
+    """Reader of a value in a format; `reader` is its index among the readers of the value."""
 
     reader: int
     owner: int
@@ -43,12 +45,13 @@ class _Want:
 
 
 class Casting:
-    """
+    """Casts of a device class.
+
     Args:
-        program: what gets variables and rows.
-        formats: of the operators.
-        times: of the device.
-        stretch: of the backward pass that each operator is in.
+        program: program that receives variables and rows.
+        formats: formats of the operators.
+        times: times of the device.
+        stretch: segment of the backward pass, by operator.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Casting:
         self.tables = formats.part.tables
 
     def charges(self) -> Iterator[CostTerm]:
-        """Yields what all casts take."""
+        """Yield the times of all casts."""
         for point in self.tables.points:
             if isinstance(point, IndexedChange):
                 yield from self._change(point)
@@ -126,7 +129,7 @@ class Casting:
             )
             yield from self._edge(owner, point.value, before, edge, full)
         for (fmt, plain), readers in saved.items():
-            # Backward the last of the readers comes first, and there the conversion is.
+            # In the backward pass the last reader runs first and performs the cast.
             selected = {
                 want.owner: self._taken(want.owner, point.value, NAMES[fmt], NAMES[plain], False)
                 for want in readers
@@ -137,7 +140,7 @@ class Casting:
     def _may_convert(
         self, live: IndexedFormat, before: Spread, reader: IndexedReader, name: Name
     ) -> bool:
-        """Whether a reader that computes in a format may find the value in one that has to be converted."""
+        """Return whether the value can have a format that the reader must convert."""
         after = reader.wanted[NUMBERS[name]]
         sources = [
             source for source in before if source is not None and NEEDED[NUMBERS[source]][after]
@@ -148,22 +151,26 @@ class Casting:
             and live.operator in decided.operators
             and followed(decided, name) == name
         ):
-            # What follows the value is as wide as it is.
+            # An operator that depends on the value is at least as wide as the value.
             return any(widest(source, name) == name for source in sources)
         return bool(sources)
 
     def _edge(
         self, owner: int, value: int, before: Spread, wants: Mapping[int, Expression], full: bool
     ) -> Iterator[CostTerm]:
-        """Yields what the casts of one reader take that share nothing with others.
+        """Yield the times of the casts of one reader that shares none of them.
 
-        Of two sources of the value the one takes longer than the other by what follows from the format that is read. In the order of these
-        differences it counts where the value has the one source and is read in a format from a place in the order on: as exact as if there
-        were a variable for each pair of formats.
+        The costs of two source formats differ by an amount that depends on the format that is read.
+        The read formats are sorted by this difference. One indicator per position states that the
+        value has the source format and is read in a format from this position on. This is as tight
+        as a variable for each pair of formats.
 
         Args:
-            wants: by format, where the reader wants the value in it.
-            whole: whether it always wants one of these.
+            owner: index of the operator that owns the casts.
+            value: index of the value.
+            before: indicators of the format of the value.
+            wants: indicators of the format that the reader reads.
+            full: whether the reader always reads a format in `wants`.
         """
         sources = [name for name in before if name is not None]
         costs = {
@@ -251,7 +258,7 @@ class Casting:
     def _first(
         self, readers: Sequence[_Want], costs: dict[int, Seconds], unless: Expression | None
     ) -> Iterator[CostTerm]:
-        """Yields what a cast takes that the first of its readers pays for."""
+        """Yield the times of a cast that its first reader owns."""
         available = constant(unless) if unless is not None else 0.0
         if available == 1:
             return
@@ -275,7 +282,7 @@ class Casting:
     def _no_more_than(
         self, result: Expression, wants: Sequence[Expression], unless: Expression | None
     ) -> None:
-        """What is not wanted is not there, where its being there could win time later."""
+        """Bound an indicator from above, as a too large value could reduce later times."""
         self.program.row(total((1.0, result), *((-1.0, want) for want in wants)), most=0.0)
         if unless is not None:
             self.program.row(total((1.0, result), (1.0, unless)), most=1.0)
@@ -287,7 +294,7 @@ class Casting:
         return [list(group) for _, group in groupby(readers, key=equal)]
 
     def _both(self, first: Expression, second: Expression) -> Expression | None:
-        """Returns what is 1 where both are; None for nowhere."""
+        """Return the AND of two indicators; None if it is always 0."""
         item, other = constant(first), constant(second)
         if 0 in (item, other):
             return None
@@ -300,7 +307,7 @@ class Casting:
         )
 
     def _held(self, live: IndexedFormat) -> Spread:
-        """The formats of a value: what its operator gives out, or its own."""
+        """Return the indicators of a value's format: its operator's output, or its own."""
         owned = NAMES[live.own]
         if live.operator < 0:
             return {owned: ONE}

@@ -1,11 +1,11 @@
-"""The program of one class of devices: choices, what they take until each bucket can be sent, and what is held.
+"""Program of one device class: format choices, time per segment, live memory.
 
-The backward pass is cut into stretches, one until each bucket is ready and one behind the last. A bucket is ready after all stretches until
-then: a step of T seconds is a bound on that and the bucket's and all later ones' travelling. That is the closed form of the replayer. In
-rows that are sparse what a bucket leads to is a variable, the one before it, its stretch, and less of travelling by the bucket before:
-`ready`.
+The backward pass is divided into segments, one up to the readiness of each gradient bucket and one
+after the last. A step is at least as long as all segments up to a bucket plus the transfer of this
+and all later buckets; this is the closed form of the replayer. Each segment expression subtracts
+the transfer of the previous bucket, so that `DeviceProgram.ready` needs only sparse rows.
 
-Invariant: seconds in rows are in thousandths of `unit`, so that tolerances are relative to a step.
+Times in rows are in thousandths of `unit`, so that tolerances are relative to a step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ THOUSANDTHS = 1000.0
 
 @dataclass(frozen=True)
 class Stretches:
-    """How a class of devices sends.
+    """Communication schedule of a device class, equal under all plans.
 
     Attributes:
-        of: by operator, the stretch of the backward pass that it is in.
-        after: seconds from when all is computed and has arrived to the end of the step.
-        slowdown: what everything on the device takes longer than its profile says.
-        extra: by stretch, seconds that the device spends to send.
+        of: segment of the backward pass, by operator index.
+        after: seconds from the end of computation and communication to the end of the step.
+        slowdown: factor on all times of the device.
+        extra: seconds that the device spends to send, by segment.
     """
 
     of: Sequence[int]
@@ -45,7 +45,7 @@ class Stretches:
 
 
 def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
-    """Returns how a class sends; it is the same under all plans."""
+    """Return the communication schedule of a class."""
     schedule, graph = judge.schedules()[name], problem.classes[name].graph
     device, settings = problem.cluster.devices[name], problem.cluster.compression
     paths = [parameter.path for parameter in schedule.parameters]
@@ -59,7 +59,7 @@ def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
         ]
         first = min([first, *(graph.places[schedule.backward[place].operator] for place in index)])
         ends.append(first)
-    # The operators from the end of a bucket's stretch on are through when it is ready.
+    # When a bucket is ready, the backward pass has completed all operators from its end on.
     of = (
         len(ends) - np.searchsorted(ends[::-1], np.arange(len(graph.operators)), side="right")
     ).tolist()
@@ -77,15 +77,16 @@ def stretches(problem: Problem, judge: PlanEvaluator, name: str) -> Stretches:
 
 @dataclass(frozen=True)
 class DeviceProgram:
-    """
+    """Variables and expressions of one device class.
+
     Attributes:
-        name: of the class.
-        formats: what its operators compute in, as expressions.
-        variance: as an expression, weighed as the mean gradient weighs it.
-        stretches: of which the sum until one is what a step takes by what is done until then, and travels from then on; the forward pass
-            is in the first; as expressions, in thousandths of the unit.
-        after: what of the step follows in any case, in the same.
-        held: bytes that a step holds at each moment at which it may hold most; none where memory does not matter.
+        name: name of the class.
+        formats: formats of its operators, as expressions.
+        variance: expression of the variance, weighted as in the mean gradient.
+        stretches: segment times in thousandths of the unit; the first includes the forward pass and
+            all transfers. Each sum up to a segment, plus `after`, is a lower bound on the step.
+        after: constant time at the end of the step, in thousandths of the unit.
+        held: live bytes at each candidate peak; empty if memory does not matter.
     """
 
     name: str
@@ -96,7 +97,7 @@ class DeviceProgram:
     held: tuple[Expression, ...]
 
     def ready(self, program: LinearProgram) -> list[int]:
-        """Adds a variable for the sum until each stretch, and returns them."""
+        """Add a variable for the sum up to each segment, and return them."""
         result: list[int] = []
         for stretch in self.stretches:
             before: Expression = {result[-1]: 1.0} if result else {}
@@ -116,8 +117,19 @@ def device_program(
     travel: Sequence[Expression],
     later: Sequence[Expression],
 ) -> DeviceProgram:
-    """Adds a class of devices to a program; `travel` says how long each bucket travels, in thousandths of the unit, and `later` how much
-    later a device as fast as its profile says computes for it."""
+    """Add a device class to a program and return its expressions.
+
+    Args:
+        program: the program to extend.
+        problem: the planning problem.
+        judge: evaluator of the problem.
+        name: name of the class.
+        prices: times of operator states.
+        unit: seconds that correspond to 1000 units of time in rows.
+        live: memory terms; None if memory does not matter.
+        travel: transfer time by bucket, in thousandths of the unit.
+        later: delay of computation by bucket without slowdown, in thousandths of the unit.
+    """
     part, sends = problem.classes[name], stretches(problem, judge, name)
     formats = Formats(program, part, problem.tied)
     forward: dict[int, float] = {}

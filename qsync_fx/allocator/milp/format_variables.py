@@ -1,23 +1,11 @@
-"""What operators compute in and give out, as linear expressions of what is chosen.
+"""Format choices as binary variables, and operator states as linear expressions.
 
-For each operator and each format that it can have there is an expression that is 1 where it has it and 0 elsewhere. Of an adjustable
-operator they are its choices, of one that follows a single operator those of that one. Where several decide, the format is at most f where
-all of theirs are: an AND a format of the lattice that promotion makes of formats, BF16 and FP16 side by side included. A scaled operator
-gives out what is wide where all of its readers compute wide: another AND.
+`Formats` builds an indicator expression for each operator and format. `CostTerm` is a time that is
+charged where an expression is 1. `StateCosts` gives each state one time, since a linear program
+does not model neighbours; `neighbour_terms` does, for lower bounds.
 
-Invariant: at whole choices these are the formats that `mapper.states` finds.
-
-`Charge`: what something takes, and where.
-
-Invariant: at whole choices the expression is 0 or 1.
-
-What each state of each operator takes, as one number: a linear program has no neighbours.
-
-A time may depend on the states of an operator's neighbours. Taken is that with neighbours as they are under the uniform plan that has the
-operator in the state. Of plans that were judged, what their states took there is known better, and counts from then on. What no plan is
-below is reckoned with what operators take beside their neighbours: `beside`.
-
-Invariant: at the plan that was learned last, the prices are the judge's.
+Invariant: with integer choices, the formats equal the result of `plan_states.states`, and each
+indicator is 0 or 1.
 """
 
 from __future__ import annotations
@@ -57,11 +45,11 @@ from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 @dataclass(frozen=True)
 class CostTerm:
-    """Time that is taken where an expression is 1.
+    """Time that is charged where an expression is 1.
 
     Attributes:
-        owner: the place of the operator in whose stretch of the backward pass it is.
-        where: the expression.
+        owner: index of the operator that determines the segment of the backward pass.
+        where: indicator expression.
         forward, backward: seconds.
     """
 
@@ -76,21 +64,28 @@ class CostTerm:
 
 
 Spread = Mapping[Name, Expression]
-"""By format, where something has it."""
+"""Indicator expression by format."""
 
 
 class Formats:
-    """
+    """Indicator expressions of the formats of all operators.
+
+    An adjustable operator has its choice variables, and an operator that depends on a single one
+    shares its indicators. If several operators decide, the format is at most f if all of their
+    formats are: one AND per format of the promotion lattice, in which BF16 and FP16 are
+    incomparable. A scaled operator has a wide output if all of its readers compute wide: another
+    AND.
+
     Args:
-        program: what gets the variables and rows.
-        part: the class of devices.
-        tied: groups of operators that get one format.
+        program: program that receives variables and rows.
+        part: the device class.
+        tied: groups of operators that share one format.
 
     Attributes:
-        choices: by adjustable operator's id, the variable of each format that may be asked for.
-        precisions: by operator, what it computes in.
-        outputs: by operator, what it gives out.
-        states: by operator, both at once.
+        choices: variable of each requested format, by id of the adjustable operator.
+        precisions: indicators of the compute format, by operator.
+        outputs: indicators of the output format, by operator.
+        states: indicators of pairs of compute and output format, by operator.
     """
 
     def __init__(
@@ -121,14 +116,14 @@ class Formats:
             self.states.append(self._states(index, operator))
 
     def asked(self, values: Sequence[float]) -> dict[str, str]:
-        """Returns the plan that values of the variables make."""
+        """Return the plan for values of the variables."""
         return {
             operator: max(entry, key=lambda fmt: values[entry[fmt]])
             for operator, entry in self.choices.items()
         }
 
     def _chosen(self, operator: ModelOperator, like: str) -> Spread:
-        """Gives an operator its choices: those of the one that it is tied to, where it can take the same."""
+        """Return an operator's choices, shared with the tied one if formats are equal."""
         available = self.part.choices[operator.id]
         if like not in self.choices or set(self.choices[like]) != set(available):
             self.choices[operator.id] = {fmt: self.program.variable(full=True) for fmt in available}
@@ -141,7 +136,7 @@ class Formats:
         }
 
     def _promoted(self, inputs: Iterable[Spread]) -> Spread:
-        """Returns the promotion of several formats."""
+        """Return the promotion of several formats."""
         floor: Name = None
         several: dict[int, Spread] = {}
         for spread in inputs:
@@ -163,12 +158,12 @@ class Formats:
             joined = self._joined(
                 [renamed(s, {name: widest(name, floor) for name in s}) for s in above]
             )
-            # Held with what it is of: the place of one that were gone would be another's, and so its number.
+            # Keys contain id(), so keep the keyed objects alive: a freed id could be reused.
             self._distinct[key] = joined, above
         return self._distinct[key][0]
 
     def _joined(self, inputs: Sequence[Spread]) -> Spread:
-        """Returns the promotion of several that are free."""
+        """Return the promotion of several formats that are not constant."""
         names: set[Name] = set(inputs[0])
         for spread in inputs[1:]:
             names = {widest(first, second) for first in names for second in spread}
@@ -222,7 +217,7 @@ class Formats:
         return result
 
     def _wide(self, index: int, decided: Choices, chosen: Expression) -> Expression | None:
-        """Returns where a scaled operator gives out what is wide; None for nowhere."""
+        """Return the indicator of a wide output of a scaled operator; None if it is never wide."""
         if decided.wide is None:
             return None
         owned = {
@@ -248,7 +243,7 @@ class Formats:
 
 
 def renamed(spread: Spread, names: Mapping[Name, Name]) -> Spread:
-    """Returns a spread under other names, the same where none is another."""
+    """Return indicators under other format names; formats with equal new names are merged."""
     if all(before == after for before, after in names.items()):
         return spread
     result: dict[Name, Expression] = {}
@@ -266,31 +261,35 @@ def _within(narrow: Name, wide: Name) -> bool:
 
 
 def _rank(name: Name) -> tuple[int, str]:
-    """Narrow ones first, in an order that is the same in each run."""
+    """Return a deterministic sort key, narrowest first."""
     return (FORMATS[name].bits, name) if name is not None else (0, "")
 
 
 class Priced(Protocol):
-    """What a program takes states to take.
+    """Operator times as charged by a program.
 
     Attributes:
-        times: what casts are asked of.
+        times: times for casts.
     """
 
     @property
     def times(self) -> Times: ...
 
     def charges(self, program: LinearProgram, formats: Formats) -> Iterable[CostTerm]:
-        """Returns what operators take, without their casts; may give the program variables and rows."""
+        """Return the times of operators without their casts; may add variables and rows."""
 
 
 class StateCosts:
-    """
+    """One time per operator state, learned from evaluated plans.
+
+    Initially the neighbours are in their states under the uniform plan that puts the operator into
+    the state. For the plan learned last, the times equal the evaluator's times.
+
     Args:
-        part: the class of devices.
+        part: the device class.
 
     Attributes:
-        differ: whether a state may take other times beside other neighbours.
+        differ: whether the time of any state can depend on neighbours.
     """
 
     def __init__(self, part: DeviceClass) -> None:
@@ -305,16 +304,16 @@ class StateCosts:
         return self.part.times
 
     def charges(self, program: LinearProgram, formats: Formats) -> Iterator[CostTerm]:
-        """Yields what operators take in each state, whatever their neighbours."""
+        """Yield the times of operators in each state, independent of neighbours."""
         for index, spread in enumerate(formats.states):
             for state, where in spread.items():
                 yield CostTerm.of(index, where, self.operator(index, state))
 
     def operator(self, index: int, state: StateNames) -> Seconds:
-        """Returns the time of an operator in a state."""
+        """Return the time of an operator in a state."""
         key = index, state
         if key not in self._learned:
-            # A state that no uniform plan has is like those that compute the same.
+            # If no uniform plan has the state, use a plan with the same compute format.
             best = max(
                 self._references,
                 key=lambda names: (names[index] == state, names[index][0] == state[0]),
@@ -323,7 +322,7 @@ class StateCosts:
         return self._learned[key]
 
     def learn(self, names: Sequence[StateNames]) -> bool:
-        """Takes from a plan what its states take there; returns whether anything is new."""
+        """Learn the times of the states of a plan; return whether any are new."""
         result = {
             (index, state): self._ask(index, state, names) for index, state in enumerate(names)
         }
@@ -332,7 +331,7 @@ class StateCosts:
         return new
 
     def _told_apart(self) -> bool:
-        """Whether times of any operator follow its neighbours."""
+        """Return whether the time of any operator depends on its neighbours."""
         graph = self.part.graph
         return any(
             entry is None or len(entry) > 0
@@ -349,7 +348,7 @@ class StateCosts:
         return self.times.operator(self.part.graph.operators[index].id, self._state(state), around)
 
     def _state(self, names: StateNames) -> OperandState:
-        """Returns a state by its names: there are few, of thousands of operators."""
+        """Return a cached state; thousands of operators share few states."""
         if names not in self._named:
             self._named[names] = state_named(names)
         return self._named[names]

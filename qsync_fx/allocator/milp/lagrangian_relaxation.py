@@ -1,30 +1,11 @@
-"""The relaxed program of many operators, and whole choices that are near to it.
+"""Solvers for large programs: Lagrangian relaxation, and reduced-cost fixing.
 
-What couples operators that are far from one another are limits: of seconds until each bucket is sent, and of what is held. Without them a
-program falls into small parts, and a solver is through it in a moment. So a limit enters it first as a price of what it limits, which is
-raised and lowered until the limit is just kept; then as a row, to which the solver comes from there in a few steps; and only once it is
-missed. Which limit counts, and about at what price, is known of the choices alone (`alone`): the first program that is solved is nearly the
-last. Of the relaxed solution few choices are between formats. These, and those that nearly are, are chosen anew by a program in which all
-others are given.
+`LagrangianRelaxation` solves programs with thousands of operators: it prices the coupling limits,
+solves the relaxation, and makes the remaining fractional choices in a small integer program.
+`IndependentChoices` estimates the prices before any program is solved. `solve` fixes variables by
+reduced cost and suits smaller programs.
 
-Invariant: no solution of the whole program is below the bound.
-
-Choices by what each costs and takes itself: what a limit's price is about, before any program is solved.
-
-At a price of what a limit limits, each choice alone is made by a comparison. What is left out is what else follows from choices, such as
-conversions between them: so a price that is found so is one to begin at, and nothing is concluded from it.
-
-Invariant: by what choices cost and take themselves, `TradeoffCurve.won` at a price is what `IndependentChoices.values` win at it.
-
-A program with whole choices is solved where its relaxation leaves a choice.
-
-The relaxed program is solved in a moment, and few of its choices are between formats. What it costs at least to make another one whole that
-the relaxation has made is its reduced cost: a solution that does is no better than the relaxed one by that much more. So those are made as
-the relaxation made them that cost more than all others, what is left is solved, and what that finds says which of the rest cannot be better
-either: G. Dantzig, R. Fulkerson and S. Johnson, "Solution of a Large-Scale Traveling-Salesman Problem", 1954. Where that leaves most
-choices open, the program is solved as it is, from the best that was found.
-
-Invariant: no solution of the program is below the bound.
+Invariant: no solution of the integer program is below the bound.
 """
 
 from __future__ import annotations
@@ -50,39 +31,42 @@ from qsync_fx.predictor.replayer.device_timeline import Array
 
 @dataclass(frozen=True)
 class TradeoffCurve:
-    """What choices win of a limit at a price, were there nothing but choices.
+    """Reduction of a limited quantity by independent choices, as a function of its price.
 
     Attributes:
-        prices: from which on each step is worth it, from the least on.
-        wins: by all steps up to each.
+        prices: ascending prices from which each step is worthwhile.
+        wins: cumulative reduction up to each step.
     """
 
     prices: Array
     wins: Array
 
     def won(self, price: float) -> float:
-        """Returns what is won at a price."""
+        """Return the reduction at a price."""
         steps = int(np.searchsorted(self.prices, price, side="right"))
         return float(self.wins[steps - 1]) if steps else 0.0
 
     def price(self, won: float) -> float:
-        """Returns the price at which so much is won, or as much as can be."""
+        """Return the price at which the reduction is reached, or the highest price."""
         if not len(self.prices):
             return 0.0
         return float(self.prices[min(int(np.searchsorted(self.wins, won)), len(self.prices) - 1)])
 
 
 class IndependentChoices:
-    """Choices by what they cost and take themselves, whatever else follows from them.
+    """Choices by their own costs and resource use, without effects such as casts.
+
+    At a given price of a limit, each choice is a comparison. The resulting prices are initial
+    values only; no bound depends on them.
 
     Args:
-        groups: the variables of each choice.
-        costs: of all variables.
+        groups: variables of each choice.
+        costs: costs of all variables.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], costs: Array) -> None:
         most = max(map(len, groups), default=1)
-        # What is not there is what is there already, once more.
+        # Pad short groups with their first variable.
         self._groups = np.array(
             [[*group, *[group[0]] * (most - len(group))] for group in groups], np.int64
         ).reshape(-1, most)
@@ -90,14 +74,14 @@ class IndependentChoices:
         self._each = np.arange(len(self._groups))
 
     def values(self, count: int, more: Array | None = None) -> Array:
-        """Returns values of all variables at which each choice costs least, with something more on each variable."""
+        """Return values of all variables that minimize each choice, with extra costs `more`."""
         costs = self._costs if more is None else self._costs + more[self._groups]
         result: Array = np.zeros(count)
         result[self._groups[self._each, costs.argmin(axis=1)]] = 1.0
         return result
 
     def curve(self, factors: Array) -> TradeoffCurve:
-        """Returns what choices win of a row: the steps along the lower hull of what each costs and takes."""
+        """Return the trade-off curve of a row: steps along the lower convex hull of each choice."""
         weights = factors[self._groups]
         index = self._costs.argmin(axis=1)
         prices, wins = [np.zeros(0)], [np.zeros(0)]
@@ -117,25 +101,25 @@ class IndependentChoices:
 
 
 _NEAR: Final = 1e-3
-"""How near to one another two prices of a limit are, of them, before it becomes a row."""
+"""Relative distance of two prices of a limit below which the limit becomes a row."""
 _CLOSE: Final = 1e-4
-"""By how much, of it, the bound may still rise with the price when a limit becomes a row."""
+"""Relative potential increase of the bound below which the limit becomes a row."""
 _BEYOND: Final = 1.25
-"""How far a price goes beyond the one that choices alone would have, as powers."""
+"""Factor on the logarithm of the price change that independent choices predict."""
 _FARTHEST: Final = math.log(16)
-"""As how many times as much, or as little, a price is tried next."""
+"""Maximum logarithm of the price change in one step."""
 _LEAST: Final = 1e-9
-"""A price below which a limit costs nothing; beyond its inverse nothing keeps it."""
+"""Price below which a limit has no cost; above its inverse no price enforces it."""
 _SWITCHES: Final = 6
-"""Limits that a price is sought for, one at a time."""
+"""Maximum number of limits that are priced, one after another."""
 _FREE: Final = 256
-"""Choices that are made anew at first."""
+"""Number of choices that the first integer program leaves open."""
 _MISSED: Final = 1e-6
-"""By how much a row may be missed, of thousandths."""
+"""Feasibility tolerance of rows, in thousandths."""
 
 
 class Coupling:
-    """Rows that couple what is far apart: of each of `parts`, or, where they are `running`, of all parts up to it."""
+    """Limits that couple distant operators: on each part, or if `running` on each partial sum."""
 
     def __init__(self, parts: Sequence[Expression], most: Sequence[float], running: bool) -> None:
         self.running, self.most = running, np.array(most)
@@ -156,13 +140,13 @@ class Coupling:
         return len(self.most)
 
     def beyond(self, values: Array) -> Array:
-        """Returns by how much each is exceeded."""
+        """Return the excess over each limit."""
         parts = np.bincount(self._rows, self.factors * values[self.variables], len(self))
         result: Array = self._summed(parts) + self.constants - self.most
         return result
 
     def row(self, index: int, count: int) -> tuple[Array, float]:
-        """Returns the factors of all variables in a row, and what it is at most."""
+        """Return the factors of all variables in a row, and its upper limit."""
         those = self._rows <= index if self.running else self._rows == index
         factors: Array = np.bincount(self.variables[those], self.factors[those], count)
         return factors, float(self.most[index] - self.constants[index])
@@ -174,11 +158,11 @@ class Coupling:
 
 @dataclass
 class _Active:
-    """A limit that the solver knows.
+    """Limit that is part of the solver's program.
 
     Attributes:
-        column: of what is left of it.
-        factors, most: the row.
+        column: index of its slack variable.
+        factors, most: the row and its upper limit.
     """
 
     column: int
@@ -188,7 +172,7 @@ class _Active:
 
 @dataclass(frozen=True)
 class _Line:
-    """A solution as prices of a limit see it: at another price it costs `cost` and that price times `over`."""
+    """Lagrangian of a solution as a function of the price: `cost + price * over`."""
 
     price: float
     cost: float
@@ -196,12 +180,20 @@ class _Line:
 
 
 class LagrangianRelaxation:
-    """
+    """Lagrangian relaxation of coupling limits, followed by small integer programs.
+
+    Without limits that couple distant operators (time until each bucket is sent, live memory), a
+    program decomposes into small parts and solves quickly. A limit therefore enters only once it is
+    violated, first with a price that is adjusted until the limit is just met, then as a row.
+    `IndependentChoices` predicts the binding limit and its price. Few choices of the relaxed
+    solution are fractional; these and the nearly fractional ones are decided by an integer program
+    in which all other choices are fixed.
+
     Args:
-        program: without limits.
-        limits: of it.
-        groups: for each choice, the variables of which one is to be 1.
-        seconds: after which it is given up.
+        program: the program without limits.
+        limits: limits of the program.
+        groups: variables of each choice; exactly one of a group is 1.
+        seconds: time limit.
     """
 
     def __init__(
@@ -221,7 +213,7 @@ class LagrangianRelaxation:
         self._active: dict[tuple[int, int], _Active] = {}
 
     def solved(self, gap: float) -> LpSolution | None:
-        """Returns whole choices that are as near to the bound as the gap says, else the nearest; None where none were found."""
+        """Return integer choices within the gap, else the best found; None if there are none."""
         values = self._relaxed()
         if values is None:
             return None
@@ -241,7 +233,7 @@ class LagrangianRelaxation:
         return time.monotonic() > self._until
 
     def _relaxed(self) -> Array | None:
-        """Returns the relaxed solution; None where there is none, or no time."""
+        """Return the relaxed solution; None if there is none or time is up."""
         values: Array | None = None
         tried: set[tuple[int, int]] = set()
         limit, price = self._guessed()
@@ -257,7 +249,7 @@ class LagrangianRelaxation:
             if met:
                 break
             limit = self._worst(values)
-        # From prices to rows: what is left of a limit that has a price is nothing.
+        # Replace prices by rows: first fix the slack of each priced limit to 0.
         for active in self._active.values():
             self._highs.changeColBounds(active.column, 0.0, 0.0)
         if self._active and (values := self._run()) is None:
@@ -277,7 +269,10 @@ class LagrangianRelaxation:
     def _priced(
         self, limit: tuple[int, int], price: float, tried: set[tuple[int, int]]
     ) -> tuple[Array | None, float, bool]:
-        """Finds the price at which a limit is just kept; returns the solution, the price, and whether no other limit comes first."""
+        """Find the price at which a limit is just met.
+
+        Returns the solution, the price, and false if another limit is violated instead.
+        """
         active = self._activate(limit, free=True)
         curve = self._alone.curve(active.factors)
         low: _Line | None = None
@@ -295,19 +290,19 @@ class LagrangianRelaxation:
                 high = line
                 worst = self._worst(values)
                 if worst is not None and worst not in tried:
-                    # It is the other one that counts.
+                    # The other limit is binding.
                     self._highs.changeColCost(active.column, 0.0)
                     del self._active[limit]
                     return values, price, False
             if low is not None and high is not None:
-                # Where the lines of both solutions meet, the bound can be highest: it is no higher than they are there.
+                # The bound is at most the value at the intersection of both lines.
                 meet = (high.cost - low.cost) / (low.over - high.over)
                 inside = low.price * (1 + _NEAR) < meet < high.price * (1 - _NEAR)
                 near = low.cost + meet * low.over - self.bound <= _CLOSE * abs(self.bound)
                 near = near or high.price - low.price <= _NEAR * high.price
                 price = meet if inside else (low.price * high.price) ** 0.5
             else:
-                # As much further as the choices alone would have it, and somewhat more, so that it lies between two prices then.
+                # Move somewhat farther than independent choices predict, to bracket the price.
                 ratio = max(curve.price(curve.won(price) + line.over), _LEAST) / price
                 step = _BEYOND * abs(math.log(ratio)) if (ratio > 1) == (line.over > 0) else 0.0
                 step, reach, near = min(max(step, reach), _FARTHEST), 2 * reach, False
@@ -321,7 +316,7 @@ class LagrangianRelaxation:
         )
 
     def _guessed(self) -> tuple[tuple[int, int] | None, float]:
-        """Returns the limit that counts, and about its price, were there nothing but choices; None where all limits are kept."""
+        """Return the binding limit and price for independent choices; None if all are met."""
         price, result = 0.0, self._worst(self._alone.values(self.count))
         tried: set[tuple[int, int]] = set()
         worst = result
@@ -362,7 +357,7 @@ class LagrangianRelaxation:
         return np.array(self._highs.getSolution().col_value)[: self.count]
 
     def _worst(self, values: Array) -> tuple[int, int] | None:
-        """Returns the limit that is missed most; None where none is."""
+        """Return the limit with the largest violation; None if all limits are met."""
         result, most = None, _MISSED
         for number, limits in enumerate(self.limits):
             if len(limits) and (beyond := limits.beyond(values)).max() > most:
@@ -370,7 +365,7 @@ class LagrangianRelaxation:
         return result
 
     def _margins(self, values: Array) -> list[tuple[float, int]]:
-        """Returns choices by what another would cost, those that are not made first."""
+        """Return the choices, fractional first, then by the cost of their best alternative."""
         reduced = np.abs(np.array(self._highs.getSolution().col_dual))
         result = []
         for number, group in enumerate(self.groups):
@@ -384,7 +379,7 @@ class LagrangianRelaxation:
     def _whole(
         self, values: Array, margins: Sequence[tuple[float, int]], free: int, gap: float
     ) -> Array | None:
-        """Returns a solution with some choices made anew, and all others as they are."""
+        """Return an integer solution with the first `free` choices open and all others fixed."""
         fixed = np.full(self.count, -1.0)
         for _, number in margins[free:]:
             group = self.groups[number]
@@ -409,7 +404,7 @@ class LagrangianRelaxation:
                 return None
             result = np.array(highs.getSolution().col_value)
             if free >= len(self.groups):
-                # All choices are made anew, and all rows are some of those that have to be kept.
+                # All choices are open, and the rows are a subset of the required rows.
                 self.bound = max(self.bound, float(highs.getInfo().mip_dual_bound))
             if (worst := self._worst(result)) is None:
                 return result
@@ -420,17 +415,25 @@ class LagrangianRelaxation:
 
 
 _OPEN: Final = 40
-"""Whole variables that are left open at first; all of the same reduced cost are."""
+"""Integer variables left open at first, and all others with the same reduced cost."""
 _MOST: Final = 0.75
-"""The share of them beyond which nothing is gained."""
+"""Share of open variables above which fixing does not pay."""
 _SLACK: Final = 1e-6
-"""By how much, of it, the relaxed objective is taken to be off."""
+"""Relative error assumed for the relaxed objective."""
 
 
 def solve(
     program: LinearProgram, gap: float, seconds: float, start: Mapping[int, float]
 ) -> LpSolution:
-    """Solves a program; see `Program.solve`."""
+    """Solve a program with reduced-cost fixing; see `LinearProgram.solve`.
+
+    The relaxed program solves quickly and leaves few variables fractional. The reduced cost of a
+    variable bounds the increase of the objective if it leaves its relaxed value. Variables with
+    high reduced cost are fixed, the rest is solved, and its objective shows which further variables
+    cannot improve it (Dantzig, Fulkerson and Johnson, "Solution of a Large-Scale Traveling-Salesman
+    Problem", 1954). If most variables stay open, the full program is solved with the best solution
+    as start.
+    """
     until = time.monotonic() + seconds
     full = program.choices
     relaxed = program.solve(gap, seconds, relaxed=True) if len(full) > _OPEN else None
@@ -454,7 +457,7 @@ def solve(
         bound = max(bound, min(result.bound, floor + float(costs[inputs].min(initial=INFINITY))))
         if best.objective - bound <= gap * abs(best.objective):
             return replace(best, bound=min(bound, best.objective), stopped=False)
-        # What costs more than this is not better than what was found by more than half of the gap.
+        # A higher reduced cost cannot improve on the best solution by more than half of the gap.
         margin = max(best.objective - floor - gap / 2 * abs(best.objective), 0.0)
     if best.values is not None:
         start = dict(zip(full.tolist(), best.values[full].tolist(), strict=True))

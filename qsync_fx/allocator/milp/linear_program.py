@@ -1,13 +1,10 @@
-"""A linear program as it is built: variables from 0 to 1 or above, and rows that are sparse.
+"""Linear programs: sparse builder, logical expressions and the HiGHS solver.
 
-Invariant: what is built in one order is solved to one solution: HiGHS runs on one thread, and stops for a gap before it stops for time.
+An `Expression` maps variables to factors. `LinearProgram` collects variables in [0, upper] and
+sparse rows; `any_of`, `all_of`, `at_least` and `at_most` add rows for logical terms.
 
-Python's search for cycles rests while plans are searched for.
-
-A search makes hundreds of thousands of objects that live until it ends, and hardly a cycle. Each few thousand of them have Python look for
-cycles, now and then through all that the process holds: of one that has a model and torch that takes as long as a search, or longer.
-
-Invariant: whether cycles are searched for is afterwards what it was before.
+Invariant: equal programs have equal solutions. HiGHS runs on one thread, and the gap is meant to
+end a run before the time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +23,12 @@ from qsync_fx.predictor.replayer.device_timeline import Array
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Lets no cycles be searched for meanwhile; what no cycle holds goes as ever."""
+    """Disable the cyclic garbage collector; reference counting still frees objects.
+
+    A search creates hundreds of thousands of long-lived objects and hardly a cycle. Collections
+    traverse all objects of the process, including the model and torch, and can take longer than the
+    search.
+    """
     before = gc.isenabled()
     gc.disable()
     try:
@@ -37,27 +39,28 @@ def uncollected() -> Iterator[None]:
 
 
 CONSTANT: Final = -1
-"""In the place of a variable: what an expression has beside its variables."""
+"""Key of the constant term of an expression."""
 INFINITY: Final = float(highspy.kHighsInf)
 _BETWEEN: Final = 1e-6
-"""How far from a whole number a value is not one."""
+"""Tolerance of integrality."""
 
 Expression = Mapping[int, float]
-"""A sum: the factor of each variable, and the constant."""
+"""Sum of variables with factors, and a constant."""
 
 ONE: Final[Expression] = {CONSTANT: 1.0}
 
 
 @dataclass(frozen=True)
 class LpSolution:
-    """
+    """Solution of a program.
+
     Attributes:
-        values: of the variables; None where there is no solution.
-        objective: of it.
-        bound: that no solution is below; the objective of an LP.
-        infeasible: whether it is known that there is no solution.
-        stopped: whether time ran out.
-        reduced: of an LP, what it costs at least to move each variable off the end that it is at.
+        values: values of the variables; None if there is no solution.
+        objective: value of the objective.
+        bound: lower bound of the objective; equal to the objective for an LP.
+        infeasible: whether the program is known to be infeasible.
+        stopped: whether the time limit was reached.
+        reduced: absolute reduced cost of each variable, of an LP.
     """
 
     values: Array | None
@@ -68,7 +71,7 @@ class LpSolution:
     reduced: Array | None = None
 
     def between(self, variables: Array) -> Array:
-        """Returns of each of some variables whether it is not whole in it."""
+        """Return whether each of some variables is fractional."""
         assert self.values is not None
         values = self.values[variables]
         result: Array = np.abs(values - np.round(values)) > _BETWEEN
@@ -76,7 +79,7 @@ class LpSolution:
 
 
 class LinearProgram:
-    """What is to be minimised, within what."""
+    """Minimization problem over continuous and integer variables, with sparse rows."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -93,21 +96,21 @@ class LinearProgram:
 
     @property
     def choices(self) -> Array:
-        """The places of whole variables."""
+        """Indices of the integer variables."""
         return np.flatnonzero(self.whole)
 
     def variable(self, cost: float = 0.0, upper: float = 1.0, full: bool = False) -> int:
-        """Returns a new variable, from 0."""
+        """Return a new variable with lower bound 0; `full` makes it an integer variable."""
         self.costs.append(cost)
         self.upper.append(upper)
         self.whole.append(full)
         return len(self.costs) - 1
 
     def row(self, terms: Expression, least: float = -INFINITY, most: float = INFINITY) -> int:
-        """Keeps an expression between two numbers; returns the row's place.
+        """Add a row that bounds an expression, and return its index.
 
         Raises:
-            ValueError: a number is NaN, of which HiGHS makes now one thing and now another.
+            ValueError: a bound is NaN, for which HiGHS is not deterministic.
         """
         constant = terms.get(CONSTANT, 0.0)
         if not (least - constant <= INFINITY and most - constant >= -INFINITY):
@@ -122,7 +125,10 @@ class LinearProgram:
         return len(self._most) - 1
 
     def any_of(self, wants: Iterable[Expression], unless: Expression | None = None) -> Expression:
-        """Returns what is 1 where one of `wants`, each 0 or 1, is and `unless` is not; it may be more where that wins nothing."""
+        """Return an upper bound of the OR of `wants` and not `unless`, for 0/1 expressions.
+
+        The result is exact if a larger value does not improve the objective.
+        """
         distinct = {tuple(sorted(want.items())): want for want in wants if any(want.values())}
         if any(constant(want) == 1 for want in distinct.values()):
             return ONE if not unless else total((1.0, ONE), (-1.0, unless))
@@ -137,7 +143,10 @@ class LinearProgram:
         return self._any[key]
 
     def at_least(self, expression: Expression) -> Expression:
-        """Returns what is no less than an expression that is 1 at most, nor than nothing; it may be more where that wins nothing."""
+        """Return an upper bound of max(0, expression), for an expression of at most 1.
+
+        The result is exact if a larger value does not improve the objective.
+        """
         available = constant(expression)
         if available is not None:
             return {CONSTANT: max(0.0, available)}
@@ -149,7 +158,10 @@ class LinearProgram:
         return self._any[key]
 
     def at_most(self, bounds: Iterable[Expression]) -> Expression:
-        """Returns what is no more than any of several bounds, nor than 1; it may be less where that wins nothing."""
+        """Return a lower bound of the minimum of several expressions and 1.
+
+        The result is exact if a smaller value does not improve the objective.
+        """
         distinct: dict[tuple[tuple[int, float], ...], Expression] = {}
         for bound in bounds:
             available = constant(bound)
@@ -169,14 +181,14 @@ class LinearProgram:
         return self._least_of[key]
 
     def most(self, expression: Expression) -> float:
-        """Returns what an expression is at most."""
+        """Return the maximum of an expression over the bounds of its variables."""
         return sum(
             factor if variable == CONSTANT else max(0.0, factor) * self.upper[variable]
             for variable, factor in expression.items()
         )
 
     def all_of(self, wants: Iterable[Expression]) -> Expression:
-        """Returns what is 1 where all of `wants`, each 0 or 1, are, and 0 elsewhere, whatever wins."""
+        """Return the AND of 0/1 expressions, exact for any objective."""
         distinct = {tuple(sorted(want.items())): want for want in wants if constant(want) != 1}
         if any(constant(want) == 0 for want in distinct.values()):
             return {}
@@ -195,7 +207,7 @@ class LinearProgram:
         return self._all[key]
 
     def change_limit(self, row: int, most: float) -> None:
-        """Gives a row another upper limit."""
+        """Change the upper limit of a row."""
         self._most[row] = most
 
     def solve(
@@ -206,14 +218,14 @@ class LinearProgram:
         relaxed: bool = False,
         fixed: Mapping[int, float] | None = None,
     ) -> LpSolution:
-        """Solves it.
+        """Solve the program.
 
         Args:
-            gap: that the objective may be above the bound, of what it is.
-            seconds: after which it is given up.
-            start: values of whole variables to start from.
-            relaxed: whether whole variables may be anything between.
-            fixed: variables that are given.
+            gap: relative gap between objective and bound at which the solver stops.
+            seconds: time limit.
+            start: values of integer variables for a warm start.
+            relaxed: whether to solve the LP relaxation.
+            fixed: variables with fixed values.
         """
         highs = self.highs(relaxed, fixed)
         highs.setOptionValue("mip_rel_gap", gap)
@@ -228,7 +240,7 @@ class LinearProgram:
         status, info = highs.getModelStatus(), highs.getInfo()
         states = highspy.HighsModelStatus
         infeasible = status in (states.kInfeasible, states.kUnboundedOrInfeasible)
-        # The objective of an LP is a bound once it is optimal, and not before.
+        # The objective of an LP is a bound only once it is optimal.
         unfinished = relaxed and status != states.kOptimal
         if (
             infeasible
@@ -250,7 +262,7 @@ class LinearProgram:
         )
 
     def highs(self, relaxed: bool, fixed: Mapping[int, float] | None = None) -> highspy.Highs:
-        """Returns the solver, with the program; see `solve`."""
+        """Return a HiGHS instance with the program; see `solve`."""
         highs: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("threads", 1)
@@ -277,11 +289,11 @@ class LinearProgram:
 
 
 TOLERANCE: Final = 1e-8
-"""By how much a solution may miss a row or a whole number; rows of time are in thousandths of a step."""
+"""Feasibility and integrality tolerance; rows of time are in thousandths of a step."""
 
 
 def total(*terms: tuple[float, Expression]) -> dict[int, float]:
-    """Returns a sum of expressions with factors."""
+    """Return the weighted sum of expressions."""
     result: dict[int, float] = {}
     for factor, expression in terms:
         for variable, value in expression.items():
@@ -290,7 +302,7 @@ def total(*terms: tuple[float, Expression]) -> dict[int, float]:
 
 
 def constant(expression: Expression) -> float | None:
-    """Returns what an expression without variables is; None for one with some."""
+    """Return the value of an expression without variables; None if it has variables."""
     for variable, factor in expression.items():
         if factor and variable != CONSTANT:
             return None
@@ -298,7 +310,7 @@ def constant(expression: Expression) -> float | None:
 
 
 def value(expression: Expression, values: Array) -> float:
-    """Returns what an expression is where variables have values."""
+    """Return the value of an expression at given values of the variables."""
     return sum(
         factor * (1.0 if index == CONSTANT else float(values[index]))
         for index, factor in expression.items()

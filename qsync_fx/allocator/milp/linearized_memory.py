@@ -1,9 +1,10 @@
-"""What a step holds at the moments at which it may hold most, as linear expressions of states.
+"""Memory estimate at candidate peaks, as linear expressions of operator states.
 
-Of plans that were looked at it is known what every operator wrote of what is held at each moment. Of another plan each operator is taken to
-hold what it did in the plans that had it in the same state. Moments are those of the peaks of these plans.
+Evaluated plans give the bytes that each operator contributes to the live set at each moment. For
+other plans, each operator is assumed to contribute as in the evaluated plans with the most similar
+state. The moments are the peaks of the evaluated plans.
 
-Invariant: of the plan that was learned last, the expressions give what the judge says that is held.
+Invariant: for the plan learned last, the expressions equal the evaluator's live bytes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from qsync_fx.predictor.memory.peak_memory import step_tasks
 from qsync_fx.predictor.model.model_graph import ModelGraph, StateNames
 
 Moment = int
-"""Where a step is: at the operators of the forward pass in order, then at those of the backward pass from the last to the first."""
+"""Position in a step: forward pass in program order, then backward pass in reverse order."""
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """A plan that was looked at.
+    """Live bytes of an evaluated plan.
 
     Attributes:
-        names: the state of each operator.
-        held: by moment, the bytes that each operator wrote of what is held; what none wrote counts for the place -1.
+        names: state of each operator.
+        held: live bytes by moment and operator that wrote them; index -1 for all others.
     """
 
     names: tuple[StateNames, ...]
@@ -36,7 +37,7 @@ class _Reference:
     _known: dict[Moment, Mapping[int, int]] = field(default_factory=dict)
 
     def at(self, moment: Moment) -> Mapping[int, int]:
-        """Returns what is held at a moment: by the kernel that the operator is part of, which ends at it or behind it."""
+        """Return the live bytes at a moment, or at the end of the fused kernel that contains it."""
         if moment not in self._known:
             self._known[moment] = self.held[
                 min((m for m in self.held if m >= moment), default=max(self.held))
@@ -49,10 +50,10 @@ class _Reference:
 
 
 class LinearizedMemory:
-    """What is held at peaks, learned from plans.
+    """Live bytes at peaks, learned from evaluated plans.
 
     Attributes:
-        moments: those of the peaks of all plans that were learned.
+        moments: moments of the peaks of all learned plans.
     """
 
     def __init__(self) -> None:
@@ -61,11 +62,12 @@ class LinearizedMemory:
         self._more: dict[Moment, float] = {}
 
     def learn(self, states: States, passes: float, tasks: Sequence[Task] | None = None) -> float:
-        """Learns a plan; returns how far off the expressions were, of the most that is held.
+        """Learn a plan; return the relative error of the previous estimate of its peak.
 
         Args:
-            passes: the most that the judge says both passes hold.
-            tasks: of its step, where they are known.
+            states: operator states of the plan.
+            passes: peak of both passes by the evaluator, in bytes.
+            tasks: tasks of the step, if known.
         """
         reference = _Reference(
             states.names, _held(states, step_tasks(states) if tasks is None else tasks)
@@ -84,12 +86,12 @@ class LinearizedMemory:
         return abs(before - passes) / max(passes, 1.0)
 
     def places(self, graph: ModelGraph) -> Iterator[int]:
-        """Yields the places of the operators at whose gradients the moments are."""
+        """Yield the indices of operators whose backward pass is at one of the moments."""
         count = len(graph.operators)
         yield from (2 * count - moment for moment in self.moments if moment > count)
 
     def expressions(self, formats: Formats) -> Iterator[Expression]:
-        """Yields what is held at each of the moments, in bytes."""
+        """Yield the live bytes at each of the moments."""
         for moment in self.moments:
             result: dict[int, float] = {CONSTANT: self._more[moment]}
             for index, states in enumerate(formats.states):
@@ -105,7 +107,7 @@ class LinearizedMemory:
         )
 
     def _wrote(self, moment: Moment, index: int, state: StateNames) -> float:
-        """Returns what an operator in a state wrote of what is held, a mean over the plans that are most alike in that."""
+        """Return an operator's live bytes, averaged over plans with the most similar state."""
         likeness = [_alike(reference.names[index], state) for reference in self._references]
         best = max(likeness)
         sizes = [

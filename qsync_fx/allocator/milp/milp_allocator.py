@@ -1,8 +1,8 @@
-"""Plans that are looked at without a program: all of them where they are few, the paper's, and neighbours of the best one.
+"""Exact allocator `MilpAllocator`, with plans that are evaluated without a program.
 
-Invariant: a search knows a plan that is no worse afterwards.
-
-The exact allocator: `MilpAllocator`.
+For approximate programs, the allocator also evaluates all plans if they are few (`every`), the plan
+of precision recovery (`begin_elsewhere`), and single changes of the best plan (`widen`). These
+steps never make the best plan worse.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.errors import PlanError
 
 FEW: Final = 300
-"""Plans, of which each is looked at where a program would be less sure."""
+"""Maximum number of plans to enumerate if the program is approximate."""
 _LOOKS: Final = 500
-"""Operators that are looked at in all when single ones are widened."""
+"""Budget of `widen`: maximum number of operators times evaluations."""
 _CHEAP: Final = 3
-"""How many times as many are tried where most are ruled out by what is certain to be held."""
+"""Ratio of attempts to evaluations in `widen`: the memory bound excludes most attempts."""
 _ASKED: Final = 32
-"""Choices up to which the paper's allocator is asked, too: it has the judge look at each step that it takes."""
+"""Number of adjustable operators up to which precision recovery runs: it evaluates each step."""
 
 
 def widen(search: MilpSearch) -> None:
-    """Gives single operators of the best plan wider formats where the judge allows what the program did not know to be allowed."""
+    """Widen single operators of the best plan if the evaluator accepts more than the program."""
     problem, judge = search.problem, search.judge
     if search.best is None or not search.approximate or problem.tied or problem.least != "variance":
         return
@@ -53,7 +53,7 @@ def widen(search: MilpSearch) -> None:
         for wider in part.choices[operator]
     ]
     tries = _LOOKS // max(1, sum(len(plans[name]) for name in problem.open))
-    # What would win more than there is to win does not fit.
+    # A gain larger than the distance to the bound is infeasible.
     most = search.best[1].variance * (1 + TOLERANCE) - (search.proved or 0.0)
     first = sorted((win for win in wins if 0 < win[0] <= most), key=lambda win: -win[0])
     for _, name, operator, wider in first[: _CHEAP * tries]:
@@ -70,7 +70,7 @@ def widen(search: MilpSearch) -> None:
 
 
 def every(search: MilpSearch) -> bool:
-    """Looks at all plans where they are few and the program only takes after the judge; returns whether it did."""
+    """Evaluate all plans if they are few and the program is approximate; return whether it did."""
     choices = {
         (name, operator): entry
         for name in search.problem.open
@@ -91,12 +91,12 @@ def every(search: MilpSearch) -> bool:
 
 
 def few(search: MilpSearch) -> bool:
-    """Whether so few operators are open to choice that the judge can be asked at every step."""
+    """Return whether there are few enough adjustable operators to evaluate every step."""
     return sum(len(part.choices) for part in search.problem.classes.values()) <= _ASKED
 
 
 def begin_elsewhere(search: MilpSearch) -> None:
-    """Looks at the plan of the paper's allocator, which asks the judge at every step: what was learned here may hide its like."""
+    """Evaluate the plan of precision recovery; learned costs can hide similar plans."""
     if not few(search):
         return
     with contextlib.suppress(PlanError):
@@ -110,11 +110,12 @@ SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class MilpAllocator:
-    """
+    """Allocator with a proved bound: mixed-integer linear programs and exact evaluation.
+
     Attributes:
-        gap: that may be left between the plan and the bound, of what is least.
-        rounds: how often the judge is learned from, at most.
-        seconds: after which a program is given up, with the best plan found so far.
+        gap: allowed gap between plan and bound, relative to the objective.
+        rounds: maximum number of rounds that learn from the evaluator.
+        seconds: time limit of each program; the best plan so far is used after it.
     """
 
     gap: float = GAP
@@ -126,7 +127,7 @@ class MilpAllocator:
         return "milp"
 
     def allocate(self, problem: Problem) -> PlanResult:
-        """Returns the plan that is best; see `Allocator`."""
+        """Return the best plan; see `Allocator`."""
         with uncollected():
             return self._allocated(problem)
 
@@ -135,7 +136,7 @@ class MilpAllocator:
         search = MilpSearch(problem, self.gap, self.seconds)
         if search.approximate:
             search.bounded()
-        # Where little is chosen, looking twice takes little.
+        # With few operators a second search is inexpensive.
         if not search.near and (not search.lean(self.rounds) or few(search)):
             search.run(self.rounds)
         if search.approximate:

@@ -1,13 +1,13 @@
-"""What operators take beside their neighbours, as linear expressions.
+"""Operator times that depend on neighbour states, as linear expressions.
 
-Of an operator's state and those of its nearest neighbours together there is a variable for each combination: what those with one state sum
-up to is whether the operator, or the neighbour, is in it. So at whole choices one of them is 1, and what it takes is charged. Neighbours
-that are further away make a difference where nearer ones leave runs of a profile equally alike: such a combination is split by them where
-there is room for that, and takes the least beside any elsewhere.
+Each combination of the states of an operator and its nearest neighbours has a variable. The
+variables with one state of the operator, or of a neighbour, sum to the state's indicator, so that
+with integer choices one combination is charged. Farther neighbours matter if nearer ones leave
+several runs of a profile equally similar: the combination is split by them if the program is small
+enough, else charged the minimum over them. States that times do not distinguish are merged.
 
-States of neighbours that times do not tell apart count as one, and where no neighbour makes a difference there are no variables.
-
-Invariant: at whole choices the charges are never above what the judge says; where all are split, they are that.
+Invariant: with integer choices, charges never exceed the evaluator's times; they are equal if all
+combinations are split.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from qsync_fx.predictor.model.model_graph import StateNames, state_named
 from qsync_fx.predictor.times import NEIGHBOURS, Seconds, Times
 
 COLUMNS: Final = 20_000
-"""Combinations with the nearest neighbours from which on all neighbours count as any: the program would take too long."""
+"""Limit of combinations with the nearest neighbours; above it times are minimal over all states."""
 SPLITS: Final = 60_000
-"""Combinations with all neighbours up to which those with the nearest are split."""
+"""Limit of combinations with all neighbours; above it combinations are not split."""
 _NEAR: Final = 2
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """States of a neighbour that an operator's times do not tell apart.
+    """Equivalent states of a neighbour: an operator's times do not distinguish them.
 
     Attributes:
-        state: one of them; None where there is no neighbour.
-        where: 1 where the neighbour is in one of them.
+        state: a representative; None if there is no neighbour.
+        where: indicator that the neighbour is in one of the states.
     """
 
     state: OperandState | None
@@ -46,9 +46,10 @@ class _Kind:
 
 
 class NeighbourTerms:
-    """
+    """Lower bounds on operator times, with neighbours.
+
     Args:
-        part: the class of devices.
+        part: the device class.
     """
 
     def __init__(self, part: DeviceClass) -> None:
@@ -60,7 +61,7 @@ class NeighbourTerms:
         return self.part.times
 
     def charges(self, program: LinearProgram, formats: Formats) -> Iterator[CostTerm]:
-        """Yields what all operators take, without their casts."""
+        """Yield the times of all operators, without their casts."""
         around = [self._around(index, formats) for index in range(len(formats.states))]
         methods = list(zip(formats.states, around, strict=True))
         near = (
@@ -79,7 +80,7 @@ class NeighbourTerms:
                     )
 
     def _around(self, index: int, formats: Formats) -> list[list[_Kind]]:
-        """Returns the kinds of states of each neighbour."""
+        """Return the equivalence classes of the states of each neighbour."""
         name = self.graph.operators[index].id
         reported = [
             self.times.told_apart(name, state_named(state)) for state in formats.states[index]
@@ -113,10 +114,11 @@ class NeighbourTerms:
         kinds: Sequence[Sequence[_Kind]],
         split: bool,
     ) -> Iterator[CostTerm]:
-        """Yields what an operator takes in each state beside its neighbours, those that are further away where it is to be split."""
+        """Yield an operator's times by neighbour states; `split` includes far neighbours."""
         near, far = kinds[:_NEAR], kinds[_NEAR:]
         split = split or _combinations(far) == 1
-        # The operator's own states, those of its nearest neighbours, and those of the others: what their combinations sum up to.
+        # Partitions by the operator's states, its nearest neighbours' states, and farther
+        # neighbours' states.
         owned, neighbours, further = _Sums(), _Sums(), _Sums()
         for state, existing in states.items():
             for picked in itertools.product(*near):
@@ -144,7 +146,7 @@ class NeighbourTerms:
         owned.close(program)
         if _combinations(near) > 1:
             neighbours.close(program)
-        # Combinations that are not split have a share in these, too.
+        # Combinations that are not split have a share in these sums, too.
         further.close(program, full=False)
 
     def _parts(
@@ -154,7 +156,7 @@ class NeighbourTerms:
         neighbours: Mapping[int, OperandState | None],
         far: Sequence[Sequence[_Kind]],
     ) -> list[tuple[tuple[_Kind, ...], Seconds]]:
-        """Returns what an operator takes beside each combination of the neighbours that are further away."""
+        """Return the time of an operator for each combination of far neighbours."""
         result: list[tuple[tuple[_Kind, ...], Seconds]] = []
         for picked in itertools.product(*far):
             around = {
@@ -170,29 +172,29 @@ class NeighbourTerms:
 
 
 class _Sums:
-    """Expressions, and what parts of them sum up to them."""
+    """Expressions, each with the parts that sum to it."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Expression, dict[int, float]]] = {}
 
     def part(self, program: LinearProgram, full: Expression) -> Expression:
-        """Returns a new variable that is a part of an expression."""
+        """Return a new variable that is a part of an expression."""
         result = {program.variable(): 1.0}
         self._add(result, full)
         return result
 
     def add(self, part: Expression, kinds: Iterable[_Kind]) -> None:
-        """Takes what is known for a part of where neighbours are of some kinds."""
+        """Add a part to the indicators of neighbour states."""
         for kind in kinds:
             self._add(part, kind.where)
 
     def close(self, program: LinearProgram, full: bool = True) -> None:
-        """Lets parts sum up to no more than what they are of; `whole`, to no less."""
+        """Add rows: parts sum to at most their expression, and if `full` to exactly it."""
         for where, parts in self._found.values():
             program.row(total((1.0, parts), (-1.0, where)), 0.0 if full else -INFINITY, 0.0)
 
     def _add(self, part: Expression, full: Expression) -> None:
-        # An expression is known by its place: it is held here, so that none gets another one's.
+        # Keys are ids, so keep each expression alive: a freed id could be reused.
         _, parts = self._found.setdefault(id(full), (full, {}))
         for variable, factor in part.items():
             parts[variable] = parts.get(variable, 0.0) + factor

@@ -1,15 +1,13 @@
-"""Programs that are solved and judged in turns.
+"""MILP search: solve a program, evaluate its plan, learn from the evaluation, repeat.
 
-A program knows one time for each state, and what each operator in it holds. What the judge says of its plan is learned, and the program
-solved again, until there is nothing to learn: then the plan is as near to the best as the gap says. Where times do not depend on neighbours
-and memory is not limited, there is nothing to learn from the start.
+A program contains one time per state and a memory estimate per operator state. `PlanEvaluator`
+evaluates the resulting plan, and the next program uses its times and memory, until the evaluation
+reveals no new costs. Programs are exact from the start if times do not depend on neighbours and
+memory is not limited.
 
-Invariant: the best plan keeps all limits by the judge. The bound is that of the program that was solved last, of whose prices and memory
-the last plan is exact: where the program only takes after the judge, other plans may be below it.
-
-What is known of plans that were looked at: the best, what their states took, and what they held.
-
-Invariant: the best plan keeps all limits by the judge; prices and memory are exact of the plan that was learned last.
+Invariant: the best plan meets all limits by `PlanEvaluator`. `MilpSearch.bound` is the bound of the
+last program only: if the program is approximate, other plans can be below it. `SearchState.proved`
+is a bound over all plans.
 """
 
 from __future__ import annotations
@@ -29,22 +27,26 @@ from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, SolverIterati
 from qsync_fx.allocator.problem import Plans, Problem, uniforms
 
 NEAR: Final = 2e-3
-"""How far off, of it, memory may be reckoned before that is worth another round."""
+"""Relative error of the memory estimate above which another round is worthwhile."""
 
 
 class SearchState:
-    """
+    """Results of evaluated plans: the best plan, state costs and memory.
+
+    State costs and memory are exact for the plan that was learned last.
+
     Attributes:
-        problem: what is asked.
-        judge: of the plans that were looked at last.
-        prices, held: what states of each open class take and hold.
-        best: the best plans that keep all limits, None where none were found.
-        smallest: by class, the least that a step was seen to hold at most.
-        proved: what no plan is below; None where that is not known.
+        problem: the planning problem, with cached times.
+        judge: evaluator with the plans evaluated last.
+        prices: time of each state, by open class.
+        held: memory estimate of each state, by open class with a memory limit.
+        best: the best plans that meet all limits; None if none were found.
+        smallest: smallest evaluated peak memory in bytes, by class.
+        proved: lower bound of the objective over all plans; None if unknown.
     """
 
     def __init__(self, problem: Problem) -> None:
-        # What a step holds takes long to know, and matters where it is limited.
+        # Peak memory is expensive to evaluate and needed only if it is limited.
         self.problem = replace(
             problem,
             classes={
@@ -74,12 +76,15 @@ class SearchState:
 
     @property
     def approximate(self) -> bool:
-        """Whether the program only takes after the judge: where memory is limited, or times depend on neighbours."""
+        """Whether programs are approximate: limited memory, or times that depend on neighbours."""
         limited = any(self.problem.classes[name].memory is not None for name in self.problem.open)
         return limited or any(prices.differ for prices in self.prices.values())
 
     def look(self, plans: Plans, codecs: Codecs | None = None) -> Evaluation:
-        """Has plans judged, and keeps them if none better are known; with the codecs of buckets as they are where none are given."""
+        """Evaluate plans, record them if they are the best so far, and return the evaluation.
+
+        If `codecs` is None, the codecs of the buckets do not change.
+        """
         judged = self.judge.become(plans, codecs)
         for name, figures in judged.classes.items():
             if figures.peak_bytes is not None:
@@ -93,7 +98,7 @@ class SearchState:
         return judged
 
     def learn(self) -> bool:
-        """Takes prices and memory from the plans that were judged last; returns whether anything is new."""
+        """Learn state costs and memory from the current plans; return whether any are new."""
         new = False
         for name in self.problem.open:
             states = self.judge.states(name)
@@ -106,21 +111,21 @@ class SearchState:
         return new
 
     def begin(self) -> None:
-        """Looks at uniform plans, and learns from them; at last at the best that keeps all limits, else the narrowest."""
+        """Learn from all uniform plans; end at the best feasible plan, else the narrowest."""
         for plans in uniforms(self.problem).values():
             self.look(plans)
             self.learn()
         self.look(self.best[0] if self.best is not None else self.problem.uniform())
 
     def _better(self, item: Evaluation, other: Evaluation) -> bool:
-        """Whether what is least is less, or something else where that is the same."""
+        """Return whether the objective is less, or the other metrics at an equal objective."""
         first, second = item.value(self.problem), other.value(self.problem)
         if abs(first - second) > TOLERANCE * max(first, second):
             return first < second
         return (item.variance, item.seconds) < (other.variance, other.seconds)
 
     def _passes(self, name: str) -> float:
-        """Returns what the judge says that both passes hold at most: what the optimizer takes follows no plan."""
+        """Return the peak of both passes in bytes; optimizer memory does not depend on the plan."""
         memory = self.judge.memory(name)
         assert memory is not None
         passes = max(moment.bytes for moment in memory.worst.moments if moment.place != "optimizer")
@@ -128,29 +133,30 @@ class SearchState:
 
 
 _MOMENTS: Final = 8
-"""How often at most what is certain is reckoned at more moments, as plans are found that hold too much at them."""
+"""Maximum rounds that add moments to the memory bound after a plan exceeds it at them."""
 _EXCLUDED: Final = 24
-"""How many plans at most are ruled out one by one, which hold too much though that is not certain of all that are like them."""
+"""Maximum rounds that exclude single plans with a high peak but an admissible memory bound."""
 _CLOSE: Final = 0.02
-"""The gap from which down plans are: of a wider one too many are between the best and the bound."""
+"""Gap up to which single plans are excluded; above it too many plans are left."""
 _OWN: Final = 3
-"""Up to how many times the gap that may be left a program's own may be what lacks."""
+"""Ratio of gaps up to which the solver's own gap may be all that is missing."""
 _BEYOND: Final = 0.05
-"""By how much, of a limit, memory is let go beyond it once."""
+"""Relative relaxation of the memory limits in one additional solve."""
 
 
 class MilpSearch(SearchState):
-    """
+    """Alternating solver: programs of all open classes, evaluation of their plans.
+
     Args:
-        problem: what is asked.
-        gap: that may be left between the best plan and what is proved.
-        seconds: after which a program is given up.
+        problem: the planning problem.
+        gap: allowed relative gap between the best plan and the proved bound.
+        seconds: time limit of each program.
 
     Attributes:
-        limits: that the next program is held to.
-        bound: of the last program.
-        rounds: what was solved.
-        notes: what else to know.
+        limits: constraints of the next program.
+        bound: bound of the last program.
+        rounds: solved iterations.
+        notes: remarks for the result.
     """
 
     def __init__(self, problem: Problem, gap: float, seconds: float) -> None:
@@ -166,14 +172,15 @@ class MilpSearch(SearchState):
         self.limits = self._asked = Constraints(problem.seconds, memory, problem.variance)
 
     def run(self, rounds: int) -> None:
-        """Solves and judges until there is nothing to learn, so many times at most."""
+        """Solve and evaluate at most `rounds` times, until no new costs are learned."""
         self._settle(rounds)
         if self.best is None and not self.limits.memory:
             self.begin()
             self.learn()
             self._settle(rounds)
         if self.limits.memory and self.best is not None and not self.near:
-            # Plans that are reckoned to hold a little too much may not: they are looked at before they are ruled out.
+            # The memory estimate can be too high: evaluate plans slightly above the limit before
+            # they are excluded.
             within = self.limits
             self.limits = replace(
                 within, memory={name: most * (1 + _BEYOND) for name, most in within.memory.items()}
@@ -195,10 +202,10 @@ class MilpSearch(SearchState):
             visited.append(result)
 
     def _solve(self) -> tuple[tuple[Plans, Codecs], dict[str, float], bool] | None:
-        """Solves once; returns the plans and codecs, what of the limits they exceed, and whether anything was learned."""
+        """Solve once; return plans and codecs, excess over limits, and whether costs are new."""
         result = self._found(self.best[0] if self.best else self.judge.plans)
         if result.infeasible and self.best is not None:
-            # What was learned of other plans may hide one that is known to keep the limits.
+            # Costs learned from other plans can hide a plan that meets the limits.
             self.look(self.best[0], self.best[1].codecs)
             self.learn()
             result = self._found(self.best[0])
@@ -214,8 +221,10 @@ class MilpSearch(SearchState):
         return (plans, judged.codecs), excess, new
 
     def bounded(self) -> float | None:
-        """Returns what no plan is below, where any is known: reckoned with what is certain to be held, and what operators take beside
-        their neighbours."""
+        """Return the best proved lower bound of the objective over all plans; None if unknown.
+
+        Its programs use lower bounds on memory and operator times with neighbours.
+        """
         prices = self._least_prices
         new = self.proved is None
         for name, live in self.held.items():
@@ -244,7 +253,7 @@ class MilpSearch(SearchState):
         return self.proved
 
     def sharpen(self) -> None:
-        """Proves more where that may be all that lacks: a program that is solved to a gap leaves as much between its plan and its bound."""
+        """Tighten the bound with a smaller solver gap, if that can close the remaining gap."""
         if self.best is None or self.proved is None or self.near:
             return
         value = self.best[1].value(self.problem)
@@ -257,7 +266,7 @@ class MilpSearch(SearchState):
 
     @property
     def _least_prices(self) -> dict[str, Priced]:
-        """What operators take at least, beside any neighbours."""
+        """Operator times for bounds: `NeighbourTerms` if times depend on neighbours."""
         result = self.prices.items()
         return {
             name: NeighbourTerms(self.problem.classes[name]) if entry.differ else entry
@@ -265,7 +274,10 @@ class MilpSearch(SearchState):
         }
 
     def _above(self) -> bool:
-        """Adds moments at which the judge's plans certainly hold more than they may; returns whether there are any."""
+        """Add moments at which the memory bound of the current plans exceeds a limit.
+
+        Returns whether any were added.
+        """
         result = []
         for name, certain in self._certain.items():
             memory = self.judge.memory(name)
@@ -278,7 +290,7 @@ class MilpSearch(SearchState):
         return any(result)
 
     def _exclude(self, excess: Mapping[str, float]) -> bool:
-        """Rules out the judge's plans of classes that hold too much under them; returns whether there are any."""
+        """Exclude the current plans of classes that exceed memory; return whether any are new."""
         before, plans = self._asked.without, self.judge.plans
         new = {
             name: [*before.get(name, ()), plans[name]]
@@ -289,10 +301,11 @@ class MilpSearch(SearchState):
         return bool(new)
 
     def lean(self, rounds: int) -> bool:
-        """Solves with what is certain to be held, and holds back what the judge says of the last plan beyond that; so many times at most.
+        """Solve with memory bounds plus the last excess over them, at most `rounds` times.
 
-        What is beyond follows plans little, so that this leads to good ones in few rounds. Where a plan that holds too much and one that
-        does not lead to one another, what is between them is halved. Returns whether one of them keeps all limits.
+        The excess of the peak over the lower bound depends little on the plan, so that few rounds
+        lead to good plans. If a feasible and an infeasible limit alternate, the limit is bisected.
+        Returns whether any plan met all limits.
         """
         visited: list[tuple[Plans, Codecs]] = []
         solved: list[dict[str, float]] = []
@@ -326,19 +339,19 @@ class MilpSearch(SearchState):
         return inside is not None
 
     def _alike(self, item: Mapping[str, float], other: Mapping[str, float]) -> bool:
-        """Whether limits of memory are so near one another that halving what is between them finds little."""
+        """Return whether memory limits are so close that further bisection is pointless."""
         return all(
             abs(item[name] - other[name]) <= NEAR / 4 * limit
             for name, limit in self._asked.memory.items()
         )
 
     def _beyond(self, name: str) -> float:
-        """Returns what the judge says that the last plan holds beyond what is certain."""
+        """Return the difference between peak memory and its lower bound for the last plan."""
         return (self.judge.peak(name) or 0) - self._certain[name].of(self.judge.states(name).names)
 
     @property
     def excluded(self) -> bool:
-        """Whether what is certain to be held under the judge's plans is beyond a limit, which is quicker to know than what is held."""
+        """Whether the memory bound of the current plans exceeds a limit."""
         available = (
             (limit, self._certain.get(name), name) for name, limit in self._asked.memory.items()
         )
@@ -350,11 +363,11 @@ class MilpSearch(SearchState):
 
     @property
     def near(self) -> bool:
-        """Whether the best plan is proved to be as near to the best as was asked for."""
+        """Whether the best plan is proved to be within the requested gap."""
         return self._within(self.gap)
 
     def _within(self, gap: float) -> bool:
-        """Whether the best plan is proved to be so near to the best."""
+        """Return whether the best plan is proved to be within a relative gap."""
         if self.best is None or self.proved is None:
             return False
         value = self.best[1].value(self.problem)
@@ -367,7 +380,7 @@ class MilpSearch(SearchState):
         live: Mapping[str, LowerBoundTerm] | None = None,
         limits: Constraints | None = None,
     ) -> Solution:
-        """Solves the program of all classes, or one a class where nothing couples them."""
+        """Solve one program for all classes, or one per class if they are independent."""
         problem, limits = self.problem, limits or self.limits
 
         def solved(limits: Constraints, least: str, names: Sequence[str], start: Plans) -> Solution:
@@ -377,10 +390,10 @@ class MilpSearch(SearchState):
             )
 
         names = list(problem.open)
-        # Codecs are the same on all classes.
+        # All classes share the codecs.
         apart = [names] if self.judge.options.open else [[name] for name in names]
         if problem.least == "seconds":
-            # The least seconds, and then the least variance that these allow.
+            # First minimize seconds, then the variance at these seconds.
             fastest = solved(limits, "seconds", names, start)
             if fastest.plans is None:
                 return fastest
@@ -400,7 +413,7 @@ class MilpSearch(SearchState):
         return together([solved(limits, "variance", names, start) for names in apart], fixed)
 
     def _tighten(self, excess: dict[str, float]) -> None:
-        """Holds programs to less, by what their plans exceeded limits by though nothing of them was unknown."""
+        """Tighten the limits by the excess of a plan whose costs were all known."""
         limits = self.limits
         if limits.seconds is not None and "seconds" in excess:
             limits = replace(limits, seconds=limits.seconds - excess["seconds"])

@@ -1,1 +1,1 @@
-"""AQGB (X. Liu et al., 2022): as many bits as the link takes away while gradients come."""
+"""AQGB (X. Liu et al., 2022): adaptive bit widths that follow the link bandwidth during a step."""

@@ -1,11 +1,11 @@
-"""AQGB's way of a bucket: every rank sends all of it to all others, in levels that it chooses segment by segment, and all sum what came.
+"""AQGB's reduction of a bucket: an all-gather in segments, each with its own bit levels.
 
-How long a message is its sender alone knows, so a head goes before it, written twice, as nothing else says whether its length is right.
-When all heads are here all ranks are, and the time from then on is that of the link, whoever came late. The head of a segment goes before
-the message of the one before it, so that a message is awaited when that one has come, and the link need not wait: for the heads, nor for
-codecs, which work while messages are under way.
+Only the sender knows the length of a message, so it sends a header first, twice, because no other
+value verifies the length. Once all headers have arrived, all ranks take part, and the time from
+then on measures the link even if a rank was late. The header of a segment precedes the message of
+the segment before, so that the link waits neither for headers nor for codecs.
 
-Invariant: all ranks end with the same bits: each takes of its own values what it has sent, and sums are taken in the order of ranks.
+Invariant: all ranks end with the same bits: each decodes its own bytes too, and sums in rank order.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from qsync_fx.communication.point_to_point import HEADER, MessageHeader, Pending
 
 _HEADS = 2 * HEADER
 _SEGMENTS = 2**12
-"""More than a bucket has: the head of a message says which bucket's it is, and which segment's."""
+"""Upper bound of segments in a bucket; headers combine bucket and segment in one number."""
 
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Values that go in one level.
+    """Consecutive values with the same level.
 
     Attributes:
-        begin, end: their places in the bucket.
+        begin, end: positions in the bucket.
         bits: the level.
-        residual: what was left of them; None where that is not sent.
+        residual: error feedback of the values; None without.
     """
 
     begin: int
@@ -50,15 +50,15 @@ class ByteRun:
 
 @dataclass
 class _Segment:
-    """Values of a bucket whose levels are chosen at once.
+    """Segment of a bucket, whose levels are chosen together.
 
     Attributes:
-        number: which it is.
-        begin, end: their places in the bucket.
-        heads: bytes that say what messages there are, by rank.
-        runs: how they go from here.
-        messages: the bytes that they go in, by rank.
-        sent: when its message was sent.
+        number: index in the bucket.
+        begin, end: positions in the bucket.
+        heads: both copies of the header, by rank.
+        runs: levels of this rank's values.
+        messages: coded bytes by rank.
+        sent: time when this rank's message was sent, in seconds of the controller's clock.
     """
 
     number: int
@@ -71,18 +71,18 @@ class _Segment:
 
     @property
     def tags(self) -> tuple[int, int]:
-        """What tells its head and its message from others."""
+        """Tags of the header and the message."""
         return 2 * self.number, 2 * self.number + 1
 
 
 @dataclass
 class Gatherer:
-    """Reduces buckets as a `Reducer` does.
+    """Reducer of buckets for AQGB, with the interface of `Reducer`.
 
     Attributes:
-        codec: what levels are chosen for.
-        reducer: whose group, state and sums it shares.
-        controller: says what ratio is wanted.
+        codec: codec whose levels are chosen.
+        reducer: provides process group, state and statistics.
+        controller: provides the ratio of bytes to FP32 bytes.
     """
 
     codec: Adaptive
@@ -92,7 +92,7 @@ class Gatherer:
     _arrived: float = 0.0
 
     def reduce(self, bucket: Bucket) -> None:
-        """Puts the mean over ranks in the place of a bucket's values.
+        """Replace the values of a bucket by their mean over ranks.
 
         Raises:
             RankError: a rank is gone.
@@ -123,7 +123,7 @@ class Gatherer:
         return [peer for peer in range(self.reducer.state.world) if peer != self.reducer.state.rank]
 
     def _segments(self, flight: PendingTransfers, size: int) -> list[_Segment]:
-        """Returns the segments of a bucket, whose heads are received from now on."""
+        """Return the segments of a bucket, and post the receives of their headers."""
         step = max(self.codec.segment // 4, -(-size // _SEGMENTS))
         cuts = range(0, size, step)
         heads = {
@@ -139,12 +139,12 @@ class Gatherer:
         return result
 
     def _announce(self, flight: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
-        """Chooses levels, encodes, and sends a head, which says how long the message will be."""
+        """Choose levels, encode, and send the header with the length of the message."""
         reducer, values = self.reducer, bucket.values[segment.begin : segment.end]
         started = time.perf_counter()
         segment.runs = self._runs(bucket, segment.begin, segment.end)
         inputs = _given(values, segment.runs, segment.begin) if bucket.measured else None
-        # One is taken, one is under way, and this one.
+        # Three buffers: one message is decoded, one is in flight, and this one is encoded.
         memory = self._bytes(
             f"message {segment.number % 3}", _most(values.numel(), len(bucket.pieces))
         )
@@ -162,7 +162,7 @@ class Gatherer:
         reducer.tally.wire += (head.numel() + message.numel()) * len(self._others)
 
     def _send(self, flight: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
-        """Sends a message once the heads of all others are here, and receives theirs."""
+        """Send the message once the headers of all other ranks are here; post their receives."""
         reducer, most = self.reducer, _most(segment.end - segment.begin, len(bucket.pieces))
         for peer in self._others:
             flight.arrived(peer, segment.tags[0])
@@ -173,7 +173,7 @@ class Gatherer:
                 fault = f"its length is {length}, and can be {most}"
             if fault is not None:
                 reducer.fault(bucket, peer, fault)
-            # Of a message whose length is not known as much is taken as comes.
+            # Receive as many bytes as arrive if the length is unknown.
             memory = self._bytes(f"from {peer}, {segment.number % 2}", most)
             segment.messages[peer] = memory[: most if fault is not None else length]
             flight.expect(peer, segment.messages[peer], segment.tags[1])
@@ -182,12 +182,12 @@ class Gatherer:
             flight.send(peer, segment.messages[reducer.state.rank], segment.tags[1])
 
     def _take(self, flight: PendingTransfers, bucket: Bucket, segment: _Segment) -> None:
-        """Sums the messages of a segment when they are here."""
+        """Decode and sum the messages of a segment once they have arrived."""
         reducer = self.reducer
         for peer in self._others:
             flight.arrived(peer, segment.tags[1])
             flight.gone(peer, segment.tags[1])
-        # From when it had nothing before it on the link, which was in use for the longer of both ways.
+        # Measure from the time the link was free; its use follows the direction with more bytes.
         now, received = (
             self.controller.clock(),
             [segment.messages[peer].numel() for peer in self._others],
@@ -207,7 +207,7 @@ class Gatherer:
         )
 
     def _runs(self, bucket: Bucket, begin: int, end: int) -> list[ByteRun]:
-        """Returns in which level which values go, in their order."""
+        """Return the levels of the values between `begin` and `end`, in order."""
         shares = mixed(self.controller.ratio)
         above = max(shares)
         cut = begin + (round(shares[above] * (end - begin)) if len(shares) > 1 else 0)
@@ -244,7 +244,7 @@ class Gatherer:
         return message[:index]
 
     def _decode(self, bucket: Bucket, received: Mapping[int, Tensor], values: Tensor) -> None:
-        """Sums messages in the order of ranks into these values."""
+        """Write the sum of all messages, in rank order, into `values`."""
         begin = time.perf_counter()
         for sender in range(self.reducer.state.world):
             try:
@@ -256,7 +256,7 @@ class Gatherer:
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:
-        """Returns bytes that stay: new memory costs more than it takes to fill it."""
+        """Return a host buffer that is reused; allocation costs more than a copy."""
         result = self._memory.get(name)
         if result is None or result.numel() < nbytes:
             result = self._memory[name] = torch.zeros(nbytes, dtype=torch.uint8)
@@ -264,13 +264,13 @@ class Gatherer:
 
 
 def _placed(bucket: Bucket) -> Iterator[tuple[ParameterSlice, int]]:
-    """Yields the parameters of a bucket and where they begin in it, in the order in which they lie there."""
+    """Yield the parameters of a bucket and their positions in it, in memory order."""
     places = [int(g.storage_offset() - bucket.values.storage_offset()) for g in bucket.gradients]
     yield from sorted(zip(bucket.pieces, places, strict=True), key=lambda placed: placed[1])
 
 
 def _given(values: Tensor, runs: Sequence[ByteRun], begin: int) -> Tensor:
-    """Returns what is to be sent: values, and what was left of them before."""
+    """Return the values to send: gradients plus error feedback."""
     inputs = values.clone()
     for run in runs:
         if run.residual is not None:
@@ -279,5 +279,5 @@ def _given(values: Tensor, runs: Sequence[ByteRun], begin: int) -> Tensor:
 
 
 def _most(values: int, pieces: int) -> int:
-    """Returns more bytes than so many values of so many parameters take, whatever the levels and wherever a rank cuts them."""
+    """Return an upper bound of the bytes for this many values and parameters, at any levels."""
     return Truncated(LEVELS[-1]).nbytes(values) + 16 * (pieces + 1)

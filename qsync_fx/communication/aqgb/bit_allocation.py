@@ -1,11 +1,12 @@
-"""AQGB's control of how many bits a gradient is sent in (X. Liu et al., 2022): as many as the link takes away while gradients come.
+"""AQGB's bit allocation (X. Liu et al., 2022): as few bits as the link needs to hide the transfer.
 
-Gradients come in blocks, and each should be delivered before the next one comes, the last before a deadline. When a block comes, what is
-undelivered over the time until the next one is the rate at which gradients are made (b1), and what was sent so far over the time
-since the first block the rate at which the link takes them (b2). Their ratio is that of bytes to FP32 which is wanted, and two neighbouring
-levels are mixed to meet it.
+Each block of gradients should be delivered before the next one is ready, and the last before a
+deadline. When a block is ready, b1 = undelivered bytes / time until the next block is the rate of
+new gradients, and b2 = bytes sent / time since the first block the rate of the link. b2 / b1 is the
+target ratio of sent bytes to FP32 bytes; a mix of two adjacent levels meets it.
 
-Invariant: pure functions; bytes sent are those on the wire. What is undelivered may have come before: it is sent by the newest ratio.
+Invariant: pure functions. Bytes sent are bytes on the wire. The newest ratio also applies to
+undelivered bytes of earlier blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LEAST: Final = LEVELS[0] / _FULL
 
 @dataclass(frozen=True)
 class Block:
-    """Gradients that come at once: so many bytes of FP32, so many seconds after the step began."""
+    """Block of gradients: FP32 bytes, and seconds after the start of the step when it is ready."""
 
     size: float
     ready: float
@@ -30,13 +31,13 @@ class Block:
 
 @dataclass(frozen=True)
 class BitDecision:
-    """What is decided when a block comes.
+    """Decision for a block.
 
     Attributes:
-        time: when.
-        undelivered: bytes of FP32.
-        made, drained: b1 and b2, in bytes a second.
-        ratio: of bytes sent to bytes of FP32, from 0.375 to 1.
+        time: seconds, when the block was ready.
+        undelivered: FP32 bytes.
+        made, drained: b1 and b2, in bytes/s.
+        ratio: sent bytes to FP32 bytes, from 0.375 to 1.
     """
 
     time: float
@@ -47,17 +48,17 @@ class BitDecision:
 
     @property
     def wanted(self) -> float:
-        """The ratio before it is cut to what levels there are."""
+        """The ratio before it is clamped to the range of levels."""
         return self.drained / self.made
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What became of the blocks of a step.
+    """Simulated transmission of the blocks of a step.
 
     Attributes:
-        decisions: one a block.
-        busy: from when to when the link was used.
+        decisions: one for each block.
+        busy: begin and end of each interval in which the link was used, in seconds.
         sent: bytes.
     """
 
@@ -70,20 +71,30 @@ class Broadcast:
         return self.busy[-1][1]
 
     def overlap(self, until: float) -> float:
-        """Returns the share of the time on the link that lies before `until`."""
+        """Return the share of link time before `until`."""
         return sum(max(0.0, min(end, until) - begin) for begin, end in self.busy) / sum(
             end - begin for begin, end in self.busy
         )
 
 
 def decide(time: float, undelivered: float, gap: float, drained: float) -> BitDecision:
-    """Returns the decision for a block; `gap` is the time from it to the next one, `drained` the rate of the link so far."""
+    """Return the decision for a block.
+
+    Args:
+        time: now, in seconds.
+        undelivered: FP32 bytes.
+        gap: seconds until the next block.
+        drained: link rate so far, in bytes/s.
+    """
     made = undelivered / gap
     return BitDecision(time, undelivered, made, drained, min(1.0, max(LEAST, drained / made)))
 
 
 def mixed(ratio: float) -> dict[int, float]:
-    """Returns the share of values that goes in each level, so that all of them take `ratio` of FP32's bytes: two neighbours, or one."""
+    """Return the share of values for each level so that their bytes are `ratio` of FP32.
+
+    The result has one level or two adjacent ones.
+    """
     bits = ratio * _FULL
     below = max(level for level in LEVELS if level <= max(bits, LEVELS[0]))
     above = min(level for level in LEVELS if level >= min(bits, LEVELS[-1]))
@@ -100,14 +111,14 @@ def broadcast(
     changes: Sequence[float] = (),
     adaptive: bool = True,
 ) -> Broadcast:
-    """Returns what becomes of the blocks of a step on a link.
+    """Simulate the transmission of a step's blocks on a link.
 
     Args:
-        blocks: in the order in which they come.
-        deadline: when the last of them should be delivered.
-        rate: bytes a second that the link takes, at a time.
-        changes: the times at which that changes.
-        adaptive: whether the controller decides; if not, all goes in FP32.
+        blocks: in order of readiness.
+        deadline: time when the last block should be delivered.
+        rate: link bandwidth in bytes/s at a time.
+        changes: times when the bandwidth changes.
+        adaptive: whether decisions apply; if not, all bytes are FP32.
     """
     first = blocks[0].ready
     comings = [block.ready for block in blocks]

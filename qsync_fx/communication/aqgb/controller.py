@@ -1,10 +1,10 @@
-"""AQGB's controller at work: it sees when gradients come and what the link takes of them, and says what is sent of them by now.
+"""AQGB's controller: measures gradients and link, and sets the ratio of sent bytes to FP32 bytes.
 
-When a block comes, the time until the next one, or after the last one until the backward pass is over, is foreseen from the steps before:
-the median of the last few in which the same blocks came.
+The time from a block to the next one, or from the last one to the end of the backward pass, is
+predicted as the median of recent steps with the same blocks.
 
-Invariant: what it decides follows from bytes and from times that its clock gave, and from nothing else. Until a step has been seen and
-something has been sent, all goes in FP32. A rank decides for what it sends itself.
+Invariant: decisions depend only on bytes and on times of its clock. Everything is FP32 until a step
+is complete and a transfer is measured. Each rank decides for its own messages.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any, Final
 from qsync_fx.communication.aqgb.bit_allocation import BitDecision, decide
 
 _STEPS: Final = 5
-"""How many steps the next one is foreseen from."""
+"""Number of past steps for the prediction."""
 _LOG: Final = 10_000
 _SHORTEST: Final = 1e-6
-"""Seconds: blocks that come at once have a rate, too."""
+"""Shortest time in seconds, so that simultaneous blocks have a finite rate."""
 
 
 @dataclass(frozen=True)
 class AqgbEntry:
-    """One block in the log.
+    """Log entry of a block.
 
     Attributes:
-        step: of the training.
-        block: its place in the step.
-        size: bytes of FP32 that came.
-        gap: seconds foreseen until the next block; None where no step before had these blocks.
-        decision: what was decided, its time counted from the step's first block; None where something it takes is not known yet, and
-            FP32 is sent.
+        step: step of the training.
+        block: index in the step.
+        size: FP32 bytes of the block.
+        gap: predicted seconds until the next block; None without a past step with these blocks.
+        decision: decision, with time relative to the first block; None if an input is unknown,
+            which means FP32.
     """
 
     step: int
@@ -52,12 +52,12 @@ class AqgbEntry:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a controller has done so far.
+    """Summary of a controller's decisions so far.
 
     Attributes:
-        decisions: how many.
-        levels: of all values sent, the share of each number of bits.
-        rate: bytes a second that the link took in the last step that sent any; None before.
+        decisions: their number.
+        levels: share of all sent values by number of bits.
+        rate: link bandwidth in bytes/s in the last step with transfers; None before.
     """
 
     decisions: int
@@ -87,9 +87,15 @@ class _Step:
 
 
 class Controller:
-    """Attributes:
-    ratio: of bytes sent to bytes of FP32, by the newest decision.
-    log: the newest blocks.
+    """Controller of one rank.
+
+    Args:
+        grace: seconds after the backward pass until the deadline of the last block.
+        elapsed: whether the link rate includes idle time, as in the paper.
+
+    Attributes:
+        ratio: sent bytes to FP32 bytes, by the newest decision.
+        log: the newest blocks.
     """
 
     def __init__(
@@ -111,7 +117,7 @@ class Controller:
         self._decisions = 0
 
     def came(self, step: int, size: int) -> None:
-        """Sees a block of so many bytes of FP32, and decides."""
+        """Record a block of `size` FP32 bytes that is ready, and decide its ratio."""
         with self._lock:
             now = self.clock()
             if step != self._now.number:
@@ -131,7 +137,14 @@ class Controller:
     def carried(
         self, delivered: int, wire: float, seconds: float, levels: Mapping[int, int]
     ) -> None:
-        """Sees that so many bytes of FP32 are delivered, in so many on the wire and so many seconds, by how many values of which level."""
+        """Record a transfer.
+
+        Args:
+            delivered: FP32 bytes.
+            wire: bytes on the wire.
+            seconds: duration.
+            levels: number of values by bits.
+        """
         with self._lock:
             self._undelivered -= delivered
             self._now.wire += wire
@@ -139,20 +152,19 @@ class Controller:
             self._levels.update(levels)
 
     def needed(self) -> None:
-        """Sees that the backward pass is over: from now on all blocks are waited for."""
+        """Record the end of the backward pass, which now waits for all blocks."""
         with self._lock:
             if self._now.needed is None:
                 self._now.needed = self.clock()
 
     def adapted(self) -> Adapted:
-        """Returns what was done so far."""
         with self._lock:
             values = sum(self._levels.values())
             levels = {bits: count / values for bits, count in self._levels.items()}
             return Adapted(self._decisions, levels, self._last_rate())
 
     def saved(self) -> dict[str, Any]:
-        """Returns what the next step is foreseen from."""
+        """Return the link rate and block times of past steps."""
         with self._lock:
             self._end()
             return {
@@ -161,7 +173,6 @@ class Controller:
             }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from what `saved` returned."""
         with self._lock:
             self._rate = saved.get("rate")
             self._past = deque(
@@ -170,7 +181,6 @@ class Controller:
             self._now = _Step(-1)
 
     def _end(self) -> None:
-        """Remembers the step that is over."""
         ended, self._now = self._now, _Step(-1)
         self._rate = ended.wire / ended.busy if ended.busy > 0 else self._rate
         if ended.needed is not None and ended.times:
@@ -179,13 +189,13 @@ class Controller:
             self._past.append((ended.sizes, gaps))
 
     def _foreseen(self) -> float | None:
-        """Returns the seconds from the block that has just come to the next one."""
+        """Return the predicted seconds from the newest block to the next one."""
         sizes, place = self._now.sizes, len(self._now.sizes) - 1
         gaps = [gaps[place] for past, gaps in self._past if _begins(past, sizes)]
         return max(statistics.median(gaps), _SHORTEST) if gaps else None
 
     def _drained(self, now: float) -> float | None:
-        """Returns the bytes a second that the link has taken since the step's first block; those of the step before if it has had none."""
+        """Return the link rate of this step in bytes/s; before a transfer, of the last step."""
         step = self._now
         if self._elapsed and step.wire > 0:
             return step.wire / max(now - step.times[0], _SHORTEST)

@@ -1,18 +1,8 @@
-"""Which codec is called what.
+"""Codecs of gradients, by name: `codec_named` returns one, `NAMES` lists them.
 
-Codecs of gradients: what is sent in place of FP32.
-
-    codec       what a codec is
-    qsgd        stochastic rounding between levels, 2 to 16 bits
-    onebit      signs with a residual: 1bitSGD, and 1bitSGD* over consecutive values
-    truncation  the highest bits of each number, as in AQGB
-    casting     torch's own narrower formats, and FP32
-    memory      what their kernels take, and where bytes lie
-    operators   the same in torch operators, for GPUs
-    fusing      these compiled, for any number of units
-    names       which codec is called what
-
-The kernels are those of cpp/codecs/kernels.cpp, for AVX-512, AVX2 and any processor, with the same bits.
+`Codec` (codec.py) is the interface; implementations are QSGD (qsgd.py), 1bitSGD (onebit.py), and
+AQGB's truncation and casts (truncation.py). The kernels are in cpp/codecs/kernels.cpp, with equal
+bits on AVX-512, AVX2 and any other processor; torch_kernels.py has the same codecs for GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +20,7 @@ __all__ = ["NAMES", "PLAIN", "Codec", "Draw", "codec_named"]
 
 
 PLAIN: Final = CastCodec(FORMATS["fp32"])
-"""FP32 as it is: for tensors that are too small to be worth a codec."""
+"""FP32 without coding: for tensors too small to benefit from a codec."""
 
 _CODECS: Final[tuple[Codec, ...]] = (
     PLAIN,
@@ -45,10 +35,12 @@ NAMES: Final = tuple(codec.name for codec in _CODECS)
 
 
 def codec_named(name: str) -> Codec:
-    """Returns the codec of this name, with the units that the study of low-precision communication uses.
+    """Return the codec of this name.
+
+    Unit sizes are from the study of low-precision communication (see `qsgd`).
 
     Raises:
-        OptionError: there is none.
+        OptionError: the name is unknown.
     """
     for codec in _CODECS:
         if codec.name == name:

@@ -1,7 +1,7 @@
-"""Where codecs read and write: for kernels addresses of memory that is long enough, and as many threads as torch has; for other devices
-memory beside their values, and on the host for what ranks send each other.
+"""Buffers of codecs: checked addresses for native kernels, host buffers, and copies to devices.
 
-Invariant: nothing reaches a kernel that it could read or write beyond. Values and the bytes that are made of them lie on one device.
+Invariant: a kernel gets only contiguous memory of sufficient length. Values and their coded bytes
+are on the same device.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from qsync_fx.errors import QSyncError
 
 
 def kernels() -> Any:
-    """Returns the native module.
+    """Return the native module.
 
     Raises:
-        QSyncError: it is older than its Python, as after an update without another build.
+        QSyncError: the module is older than the Python code, as after an update without a build.
     """
     from qsync_fx import _C
 
@@ -32,33 +32,32 @@ def kernels() -> Any:
 
 
 def native(values: Tensor) -> bool:
-    """Whether our kernels can take values; on other devices than the CPU torch operators do the same (`operators`)."""
+    """Return whether native kernels support the device; others use `torch_kernels`."""
     return values.device.type == "cpu"
 
 
 def host(nbytes: int, device: torch.device) -> Tensor:
-    """Returns bytes on the host, sent and received, of values on a device: pinned, so that it copies them at the speed of its bus."""
+    """Return a host buffer for messages of a device: pinned for CUDA, for faster copies."""
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def beside(wire: Tensor, values: Tensor) -> Tensor:
-    """Returns memory for these bytes of the host where values lie: the bytes themselves on the CPU, else new memory, not filled."""
+    """Return `wire` itself for values on the CPU, else an uninitialized buffer on their device."""
     return wire if native(values) else torch.empty_like(wire, device=values.device)
 
 
 def taken_to(wire: Tensor, values: Tensor) -> Tensor:
-    """Returns bytes of the host where values lie; what is queued on their device from here on finds them there."""
+    """Return host bytes on the device of `values`, valid for work queued from now on."""
     return wire if native(values) else wire.to(values.device, non_blocking=True, copy=True)
 
 
 def finished(values: Tensor) -> None:
-    """Returns when what was queued on a device is done: bytes of the host that it reads may be written to."""
+    """Wait for the current stream, so that host bytes in use by copies may be overwritten."""
     if values.device.type == "cuda":
         torch.cuda.current_stream(values.device).synchronize()
 
 
 def put(result: Tensor, values: Tensor, add: bool) -> None:
-    """Writes what operators have decoded, or adds it to what is there."""
     if add:
         values += result
     else:
@@ -66,7 +65,7 @@ def put(result: Tensor, values: Tensor, add: bool) -> None:
 
 
 def floats(values: Tensor) -> int:
-    """Returns the address of FP32 values on the CPU that lie side by side."""
+    """Return the address of contiguous FP32 values on the CPU."""
     if values.dtype != torch.float32 or values.device.type != "cpu" or not values.is_contiguous():
         raise QSyncError(
             f"codecs take contiguous FP32 values on the CPU, not {values.dtype} on {values.device}"
@@ -75,7 +74,7 @@ def floats(values: Tensor) -> int:
 
 
 def bytes_of(wire: Tensor, least: int) -> int:
-    """Returns the address of so many bytes on the CPU at the least."""
+    """Return the address of at least `least` contiguous bytes on the CPU."""
     if (
         wire.dtype != torch.uint8
         or wire.device.type != "cpu"
@@ -89,7 +88,7 @@ def bytes_of(wire: Tensor, least: int) -> int:
 
 
 def long_enough(wire: Tensor, least: int) -> None:
-    """Raises `QSyncError` where there are fewer bytes than these, on whichever device."""
+    """Raise `QSyncError` if a buffer has fewer than `least` contiguous bytes, on any device."""
     if wire.dtype != torch.uint8 or not wire.is_contiguous() or wire.numel() < least:
         raise QSyncError(
             f"{least} contiguous bytes are asked for, not {wire.numel()} of {wire.dtype}"
@@ -97,7 +96,7 @@ def long_enough(wire: Tensor, least: int) -> None:
 
 
 def same_size(values: Tensor, residual: Tensor | None) -> int:
-    """Returns the address of the residual of values; 0 where there is none."""
+    """Return the address of the error feedback; 0 for None."""
     if residual is None:
         return 0
     if residual.numel() != values.numel():
@@ -106,5 +105,4 @@ def same_size(values: Tensor, residual: Tensor | None) -> int:
 
 
 def threads() -> int:
-    """Returns as many threads as torch has."""
     return torch.get_num_threads()

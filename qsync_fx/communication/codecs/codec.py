@@ -1,12 +1,12 @@
-"""What a codec of gradients is.
+"""Interface of gradient codecs.
 
-A codec turns n values into bytes and back. Values are coded in units, a scale or two means for each, and a tensor may be cut between units:
-the parts make the same bytes as the whole.
+A codec converts n values to bytes and back. It codes units of values, each with a scale or two
+means. A tensor may be cut between units: the parts have the same bytes as the whole.
 
-Invariant: a codec has no state. What is random is drawn by seed, stream and the index of the value; what is left of a value that cannot be
-sent goes into a residual that the caller keeps. A NaN or an infinity stays one, or becomes NaN with the unit it is in, and leaves the
-residual as it was: such a gradient is not used.
-Values, what is left of them and bytes lie on one device: those of the CPU are coded by kernels, those of others by torch operators.
+Invariant: a codec has no state. Random numbers follow from seed, stream and value index; the caller
+stores the error feedback. NaN and infinity stay non-finite, or make their unit NaN, and leave the
+error feedback unchanged: such a gradient is not used. Values, error feedback and bytes are on one
+device: native kernels code on the CPU, torch operators on other devices.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draw:
-    """Where random numbers come from.
+    """Position in the random streams.
 
     Attributes:
         seed, stream: 64 and 32 bits.
-        first: the index of the first value.
+        first: index of the first value.
     """
 
     seed: int = 0
@@ -35,12 +35,13 @@ class Draw:
 
 
 class Codec(ABC):
-    """One way to write gradients; a subclass is a frozen dataclass.
+    """Codec of gradients; a subclass is a frozen dataclass.
 
     Attributes:
-        name: what users write.
-        residual: whether it says what it leaves of a value, to be sent with the next gradient.
-        gathered: whether all ranks are sent all of a gradient, and sum it themselves, as coding a mean once more would bias it.
+        name: name for users.
+        residual: whether it has error feedback, to be added to the next gradient.
+        gathered: whether all ranks receive full gradients and sum them themselves, because coding
+            the mean again would bias it.
     """
 
     name: str
@@ -50,42 +51,54 @@ class Codec(ABC):
     @property
     @abstractmethod
     def unit(self) -> int:
-        """Between how many values a tensor may be cut."""
+        """Number of values between allowed cuts of a tensor."""
 
     @abstractmethod
     def nbytes(self, n: int) -> int:
-        """Returns how many bytes n values make; a multiple of four."""
+        """Return the number of bytes for n values; a multiple of four."""
 
     @abstractmethod
     def encode(
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
     ) -> None:
-        """Writes FP32 `values` into the bytes of `wire`, with `residual` added to them, which takes what is left."""
+        """Encode values into `wire`.
+
+        Args:
+            values: 1-D, FP32.
+            wire: output, uint8, at least `nbytes` long.
+            draw: position in the random streams.
+            residual: error feedback, FP32; it is added to the values, and replaced by the coding
+                error.
+        """
 
     @abstractmethod
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        """Reads FP32 `values` from the bytes of `wire`, or adds them to what is there.
+        """Decode `wire` into FP32 `values`.
 
         Args:
-            last: whether nobody reads them soon, so that they may be written past the caches.
+            wire: uint8, at least `nbytes` long.
+            values: output, 1-D, FP32.
+            add: whether to add to the values, or to replace them.
+            last: whether the values are not read soon, so that stores may bypass the caches.
         """
 
     def settle(self, values: Tensor) -> Tensor:
-        """Makes of FP32 `values`, in place, what a mean is behind this codec, and returns them."""
+        """Round FP32 means in place to the codec's format and return them; default: unchanged."""
         return values
 
     def fitted(self, shape: Sequence[int]) -> Codec:
-        """Returns the codec for a parameter of this shape."""
+        """Return the codec for a parameter of this shape."""
         return self
 
     def columns(self, gradient: Tensor) -> Tensor | None:
-        """Returns the view of a gradient whose values lie in the order they are coded in; None where that is as they lie in memory."""
+        """Return a view of a gradient in coding order; None if memory order is coding order."""
         return None
 
     def variance(self, values: Tensor) -> float:
-        """Returns what the codec adds to FP32 values in the mean square, summed over them; of one that rounds at random the variance.
+        """Return the expected squared error for FP32 values, summed over them.
 
-        Where there is a residual it is what is left for the next gradient, and nothing is lost.
+        For stochastic rounding this is the variance. With error feedback it is the part that the
+        next gradient makes up for.
         """
         wire = torch.zeros(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
         result = torch.empty_like(values)
@@ -94,7 +107,7 @@ class Codec(ABC):
         return float((result - values).double().square().sum())
 
     def prepare(self, device: torch.device) -> None:
-        """Has compiled what codes values on a device, so that no step waits for that; on the CPU nothing is."""
+        """Compile the kernels for a device ahead of the first step; without effect on the CPU."""
         if device.type == "cpu":
             return
         values = torch.zeros(3 * self.unit, dtype=torch.float32, device=device)
@@ -103,5 +116,5 @@ class Codec(ABC):
         self.decode(wire, values)
 
     def theory(self, n: int) -> float:
-        """Returns the bytes that the paper gives for n values."""
+        """Return the number of bytes for n values according to the paper."""
         return self.nbytes(n)

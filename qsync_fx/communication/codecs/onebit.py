@@ -1,9 +1,11 @@
-"""1bitSGD (F. Seide et al., 2014), as in the study of low-precision communication (sections 2.2 and 3.2): signs, two means and a residual.
+"""1bitSGD (F. Seide et al., 2014): signs, two means for each unit, and error feedback.
 
-Of a unit every value that is zero or more becomes the mean of those, every other the mean of the others; what that leaves of a value is
-added to the next gradient. A unit is a column of the gradient as CNTK has it, or, reshaped (1bitSGD*), so many consecutive values.
+Within a unit, each value >= 0 becomes the mean of all values >= 0, each other value the mean of
+the others. A unit is a column of the gradient as in CNTK, or consecutive values (1bitSGD*). Both follow
+the study of low-precision communication, sections 2.2 and 3.2.
 
-Invariant: what is decoded and what is left sum to what was given; the rest of a unit sums to zero, but for rounding.
+Invariant: decoded values plus error feedback equal the input; the error feedback of a unit sums to
+zero up to rounding.
 """
 
 from __future__ import annotations
@@ -70,8 +72,12 @@ class Reshaped(Codec):
 
 @dataclass(frozen=True)
 class Columns(Codec):
-    """1bitSGD: units are columns. Of a matrix, what feeds all outputs from one input; of a kernel of a convolution, its width; of a vector,
-    all of it. CNTK calls the first dimension a column, and its tensors lie in memory the other way round."""
+    """1bitSGD: units are columns, by the shape of the parameter.
+
+    A column is the first dimension of a matrix [out, in], the width of a convolution kernel, or all
+    of a vector. CNTK calls the first dimension a column and stores tensors with reversed
+    dimensions.
+    """
 
     name: str = "1bit"
     residual: ClassVar[bool] = True

@@ -1,9 +1,11 @@
-"""QSGD (D. Alistarh et al., 2017), as in the study of low-precision communication (section 2.3): stochastic rounding between levels.
+"""QSGD (D. Alistarh et al., 2017): stochastic rounding between levels.
 
-A unit of consecutive values has one FP32 scale, the largest magnitude or the 2-norm. With the layout "sign" a value is its sign and one of
-2**(bits - 1) magnitudes from zero to the scale, with "endpoints" one of 2**bits points from minus the scale to the scale.
+A unit of consecutive values has one FP32 scale, the largest magnitude or the 2-norm. With layout
+"sign", a value is its sign and one of 2**(bits - 1) magnitudes from zero to the scale; with
+"endpoints", one of 2**bits points from -scale to scale. It follows the study of low-precision
+communication, section 2.3.
 
-Invariant: unbiased to 2**-24 of a step, and nearer than one step.
+Invariant: unbiased up to 2**-24 of a step; the error is less than one step.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
 
 UNITS = {2: 128, 4: 512, 8: 512, 16: 8192}
-"""The units that the study picked, by bits (section 4.1)."""
+"""Unit sizes of the study by bits (section 4.1)."""
 
 
 @dataclass(frozen=True)
 class Qsgd(Codec):
-    """QSGD of 2, 4, 8 or 16 bits."""
+    """QSGD with 2, 4, 8 or 16 bits."""
 
     bits: int
     size: int
@@ -40,7 +42,7 @@ class Qsgd(Codec):
 
     @property
     def levels(self) -> int:
-        """How many steps there are from zero to the scale, or with endpoints from one end to the other."""
+        """Number of steps from zero to the scale, or with "endpoints" from -scale to scale."""
         return (1 << (self.bits - 1)) - 1 if self.layout == "sign" else (1 << self.bits) - 1
 
     def nbytes(self, n: int) -> int:
@@ -58,7 +60,8 @@ class Qsgd(Codec):
         )
         scale = padded.norm(dim=1) if self.norm == "two" else padded.abs().amax(1)
         scale = scale.unsqueeze(1).expand_as(padded).flatten()[: values.numel()]
-        # Of what lies between two levels, u of a step above the lower one, stochastic rounding makes a variance of u(1 - u) steps squared.
+        # Stochastic rounding of a value u steps above a level has a variance of u(1 - u) steps
+        # squared.
         span, inputs = (
             (2 * scale, values + scale) if self.layout == "endpoints" else (scale, values.abs())
         )

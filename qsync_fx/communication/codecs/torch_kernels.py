@@ -1,16 +1,12 @@
-"""The codecs of gradients in torch operators, for devices that no kernel of ours is for: Inductor fuses them into kernels of the device.
+"""Gradient codecs as torch operators, for devices without native kernels.
 
-A tensor is coded as rows, one a unit, the last of which may be shorter: what is missing there is zeros that are not sent.
+A tensor is coded as rows, one for each unit; the last row is padded with zeros that are not sent.
+Inductor fuses the operators on a GPU, compiled once for any number of rows. If compilation fails,
+as without Triton, they run eagerly with the same bytes, several times slower, with one warning.
 
-Invariant: the same bytes as the kernels in cpp/codecs/kernels.cpp, and the same values of them, also where a compiler rounds a product and
-a sum at once, or divides FP32 in its own way. Shapes follow from the number of values alone, so that nothing waits for the device.
-
-Operators of codecs, fused by Inductor into kernels of a GPU, where it can.
-
-Functions of rows are compiled once for any number of rows. Where that fails, as without Triton, they run operator by operator with the same
-bytes, in several times as long, which is said once a process.
-
-Invariant: nothing is compiled for the CPU, whose values have kernels of ours.
+Invariant: the same bytes and values as the kernels in cpp/codecs/kernels.cpp, even if a compiler
+contracts multiply and add (FMA) or divides FP32 inexactly. Shapes follow from the number of values
+alone, so that the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ _failed: Final[list[str]] = []
 
 
 def fused(function: Callable[..., Any], rows: Tensor, wanted: bool = True) -> Callable[..., Any]:
-    """Returns what computes as a function does, whose first tensors have as many rows as `rows`, on its device."""
-    # One row is little, and a compiler would take it for a case of its own.
+    """Return `function`, compiled if `rows` is on a GPU; its first arguments have as many rows."""
+    # A single row is little work, and Dynamo would specialize for it.
     if (
         rows.device.type != "cuda"
         or not wanted
@@ -45,11 +41,11 @@ def fused(function: Callable[..., Any], rows: Tensor, wanted: bool = True) -> Ca
 
 
 def run(function: Callable[..., Any], *value: Any) -> Any:
-    """Returns what a function of tensors, and behind them other arguments, returns: fused, if that is possible."""
+    """Return `function(*value)`, fused if possible; the tensors are the first arguments."""
     tensors = [value for value in value if isinstance(value, Tensor)]
     try:
         return _compiled(function, value[len(tensors) :])(*tensors)
-    except Exception as error:  # noqa: BLE001  whatever a compiler ends with: the operators are there
+    except Exception as error:  # noqa: BLE001  any compiler failure: run eagerly
         if not _failed:
             text = next(iter(str(error).splitlines()), "")
             _failed.append(text)
@@ -63,8 +59,9 @@ def run(function: Callable[..., Any], *value: Any) -> Any:
 
 @functools.cache
 def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns a function of tensors that is compiled for any number of rows, and for these other arguments alone."""
-    # What Dynamo has seen of a code, by its name, makes numbers that differ between calls symbols, and there are too many soon.
+    """Return a function compiled for any number of rows, specialized for the other arguments."""
+    # Dynamo makes integers symbolic that differ between calls of a code with the same name, and
+    # soon has too many. A separate name for each set of arguments avoids this.
     name = f"{function.__name__} of {others}"
     owned = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     inner: Any = torch.compile(owned, fullgraph=True)
@@ -80,7 +77,7 @@ def _compiled(function: Any, others: tuple[Any, ...]) -> Callable[..., Any]:
 
 _LANES: Final = 16
 _FOLDED: Final = 128
-"""Values of a unit up to which the order of a sum is written out for a compiler."""
+"""Largest unit whose order of summation is unrolled for the compiler."""
 _LOW: Final = 0xFFFFFFFF
 _LARGEST: Final = torch.finfo(torch.float32).max
 _QUIET: Final = 0x00400000
@@ -95,7 +92,7 @@ def qsgd_encode(
     layout: Literal["sign", "endpoints"],
     draw: Draw,
 ) -> Tensor:
-    """Returns the bytes of FP32 values, in units of `size`."""
+    """Return the bytes of FP32 values, in units of `size`."""
     if not (n := values.numel()):
         return _bytes(values)
     rows = _rows(values, size)
@@ -112,7 +109,15 @@ def qsgd_rows(
     norm: Literal["max", "two"],
     layout: Literal["sign", "endpoints"],
 ) -> tuple[Tensor, Tensor]:
-    """Returns the scales of units, one a row, and the bytes of their values; `start` is [[key of random numbers, first index]]."""
+    """Return scales and packed codes of units.
+
+    Args:
+        rows: [units, size], FP32.
+        start: [1, 2], int64: key of the random numbers, and index of the first value.
+
+    Returns:
+        Scales [units], FP32, and codes [units, bytes], uint8.
+    """
     scale = _two_norm(rows) if norm == "two" else rows.abs().amax(1)
     finite = scale.isfinite()
     last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
@@ -131,7 +136,7 @@ def qsgd_rows(
 def qsgd_decode(
     wire: Tensor, n: int, bits: int, size: int, layout: Literal["sign", "endpoints"]
 ) -> Tensor:
-    """Returns n FP32 values."""
+    """Return n FP32 values."""
     if not n:
         return wire[:0].view(torch.float32)
     units, wide = -(-n // size), _groups(size, bits) * bits // 8
@@ -146,12 +151,12 @@ def qsgd_decode(
 def qsgd_values(
     scale: Tensor, packed: Tensor, bits: int, size: int, layout: Literal["sign", "endpoints"]
 ) -> Tensor:
-    """Returns the values of units, one a row, of these scales and bytes."""
+    """Return the values of units, [units, size], FP32, from scales [units] and codes."""
     code = _unpacked(packed, bits, size)
     last = (1 << bits) - 1 if layout == "endpoints" else (1 << (bits - 1)) - 1
     _, after, moved = _moved(scale)
     step = _over(moved, last)
-    # It was rounded up, and as many as there are would go beyond what FP32 holds.
+    # A step that was rounded up would overflow FP32 at the largest code.
     beyond = (after > 1) & (last * step * after > _LARGEST)
     step = torch.where(beyond, (step.view(torch.int32) - 1).view(torch.float32), step)[:, None]
     if layout == "endpoints":
@@ -161,7 +166,7 @@ def qsgd_values(
 
 
 def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Returns the bytes of values + residual, and what they leave of it."""
+    """Return the bytes of `values + residual`, and the new error feedback."""
     if not (n := values.numel()):
         return _bytes(values), residual
     rows, old = _rows(values, size), _rows(residual, size)
@@ -173,7 +178,15 @@ def onebit_encode(values: Tensor, residual: Tensor, size: int) -> tuple[Tensor, 
 
 
 def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns two means of each unit, one a row, the bytes of its signs, and what they leave of n values."""
+    """Return means, packed signs and error feedback of units.
+
+    Args:
+        value, old: [units, size], FP32: gradient and error feedback.
+        n: [1], number of values without padding.
+
+    Returns:
+        Means [units, 2], FP32; signs [units, bytes], uint8; error feedback [units, size], FP32.
+    """
     rows = value + old
     valid = (torch.arange(rows.numel(), device=rows.device) < n).view(rows.shape)
     up = (rows >= 0) & valid
@@ -195,7 +208,7 @@ def onebit_rows(value: Tensor, old: Tensor, n: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
-    """Returns n FP32 values."""
+    """Return n FP32 values."""
     if not n:
         return wire[:0].view(torch.float32)
     units, words = -(-n // size), -(-size // 32) * 4
@@ -208,20 +221,20 @@ def onebit_decode(wire: Tensor, n: int, size: int) -> Tensor:
 
 
 def onebit_values(means: Tensor, packed: Tensor, size: int) -> Tensor:
-    """Returns the values of units, one a row, of these means and bytes of signs."""
+    """Return the values of units, [units, size], FP32, from means [units, 2] and packed signs."""
     bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
     return torch.where(bits.view(packed.shape[0], -1)[:, :size] != 0, means[:, :1], means[:, 1:])
 
 
 def truncated(values: Tensor, bits: int) -> Tensor:
-    """Returns the highest bits of FP32 values as values: what `truncate_encode` sends of them."""
+    """Return FP32 values with only their highest bits, as `truncate_encode` sends them."""
     word = values.view(torch.int32)
     saved = word & -(1 << (32 - bits))
     return torch.where((word & 0x7FFFFFFF) > _EXPONENT, saved | _QUIET, saved).view(torch.float32)
 
 
 def truncate_encode(values: Tensor, bits: int, partition: int) -> Tensor:
-    """Returns the bytes of FP32 values at one level, in partitions of so many bytes."""
+    """Return the bytes of FP32 values at one level, in partitions of `partition` bytes."""
     per = partition * 8 // bits
     full = values.numel() // per * per
     parts = [values[:full].view(-1, per)] if full else []
@@ -233,7 +246,7 @@ def truncate_encode(values: Tensor, bits: int, partition: int) -> Tensor:
 
 
 def truncate_decode(wire: Tensor, n: int, bits: int, partition: int) -> Tensor:
-    """Returns n FP32 values that were all sent at one level."""
+    """Return n FP32 values that were all sent at one level."""
     per, result = partition * 8 // bits, [wire.new_empty(0).view(torch.float32)]
     index = n // per * _partition_bytes(per, bits)
     if index:
@@ -248,7 +261,7 @@ def _rows(values: Tensor, size: int) -> Tensor:
 
 
 def _fill(rows: Tensor, by: int) -> Tensor:
-    """Returns rows with zeros behind them, to a multiple of so many."""
+    """Return rows padded with zeros to a multiple of `by` columns."""
     return torch.nn.functional.pad(rows, (0, missing)) if (missing := -rows.shape[1] % by) else rows
 
 
@@ -257,7 +270,10 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _moved(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what values are multiplied by before and after, and the scale between: neither it nor its inverse is denormal."""
+    """Return factors to apply before encoding and after decoding, and the scale between them.
+
+    Neither that scale nor its inverse is denormal.
+    """
     small, large = scale < 2.0**-64, scale > 2.0**64
     before = torch.where(small, 2.0**64, torch.where(large, 2.0**-64, 1.0))
     after = torch.where(small, 2.0**-64, torch.where(large, 2.0**64, 1.0))
@@ -275,7 +291,7 @@ def _two_norm(rows: Tensor) -> Tensor:
 
 
 def _folded(rows: Tensor) -> Tensor:
-    """Returns sums of rows as sixteen lanes make them: each from its first value to its last, then halves onto halves."""
+    """Return row sums in the order of the native kernels: sixteen lanes, then pairwise halves."""
     lanes = _fill(rows, _LANES).view(rows.shape[0], -1, _LANES)
     total = torch.zeros_like(lanes[:, 0])
     for index in range(lanes.shape[1]):
@@ -295,16 +311,17 @@ def _mix(word: Any) -> Any:
 
 
 def _start(draw: Draw, device: torch.device) -> Tensor:
-    """Returns, as one row, the key of random numbers and the index of the first of them."""
+    """Return [[key of the random numbers, index of the first value]]."""
     key = _mix(draw.seed & _LOW ^ _mix(draw.seed >> 32 ^ _mix(draw.stream + 0x9E3779B9 & _LOW)))
     return torch.tensor([[key, draw.first]], device=device)
 
 
 def _rounded(u: Tensor, start: Tensor) -> Tensor:
-    """Returns what stochastic rounding makes of u, by the random numbers of the places of its values: the same on all devices.
+    """Round `u` stochastically by the index of each value, equally on all devices.
 
-    A value goes up if its random number, of 24 bits, is below what it has behind the point. Here the numbers are compared as integers: of a
-    difference of floats a compiler may round the product before it, or not.
+    A value rounds up if its 24-bit random number is below its fraction. The comparison uses
+    integers, because a compiler may or may not contract a float difference with the product before
+    it.
     """
     index = torch.arange(u.numel(), device=u.device).view(u.shape) + start[0, 1]
     word = _mix((index & _LOW) * 0x9E3779B1 + _mix(index >> 32 ^ start[0, 0]) & _LOW)
@@ -313,18 +330,22 @@ def _rounded(u: Tensor, start: Tensor) -> Tensor:
 
 
 def _over(x: Tensor, y: Tensor | float) -> Tensor:
-    """Returns FP32 quotients as IEEE rounds them: those of FP64, rounded once more, are, and compilers for GPUs divide FP32 otherwise."""
+    """Return FP32 quotients with IEEE rounding.
+
+    An FP64 quotient rounded to FP32 is correctly rounded; compilers for GPUs divide FP32
+    differently.
+    """
     return (x.double() / y).float()
 
 
 def _groups(size: int, bits: int) -> int:
-    """Returns how many values a unit takes, filled up."""
+    """Return the padded number of values in a unit."""
     group = max(128 // bits, _LANES)
     return -(-size // group) * group
 
 
 def _packed(code: Tensor, bits: int) -> Tensor:
-    """Returns the bytes of codes, a unit a row."""
+    """Return the packed bytes of codes, [units, bytes], uint8."""
     code = _fill(code, _groups(1, bits))
     if bits == 16:
         return _bytes(code.to(torch.int16))
@@ -350,7 +371,7 @@ def _partition_bytes(per: int, bits: int) -> int:
 
 
 def _planes(words: Tensor, bits: int) -> Tensor:
-    """Returns the bytes of partitions, one a row."""
+    """Return the bytes of partitions, given as rows."""
     rows, per = words.shape
     head = torch.tensor([per << 3 | (bits - 12) // 4], dtype=torch.int32, device=words.device).view(
         torch.uint8

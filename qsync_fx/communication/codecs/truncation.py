@@ -1,13 +1,11 @@
-"""AQGB's quantization (X. Liu et al., 2022): the highest 12, 16, 20, 24, 28 or 32 bits of each FP32 number.
+"""AQGB's truncation codec (X. Liu et al., 2022), and casts to torch's narrower formats.
 
-Values go in partitions, which all have the same bytes at every level but the last of a tensor, and each says its level: whoever reads them
-need not know it.
+Truncation sends the highest 12, 16, 20, 24, 28 or 32 bits of each FP32 value, in partitions of
+equal bytes at every level, except for the last of a tensor. A partition contains its level, so that
+a reader need not know it. Casts are like torch's comm hooks.
 
-Invariant: nearer to zero by less than 2**-(bits - 9) of the value; NaN stays NaN.
-
-Gradients in a narrower format of torch, as in the hooks of torch, and in FP32 as they are.
-
-Invariant: what is decoded is what torch's conversion gives. A mean is a value of the format, too, as it is behind torch's hooks.
+Invariant: truncation moves a value towards zero by less than 2**-(bits - 9) of it; NaN stays NaN. A
+cast decodes to torch's conversion, and rounds a mean to the format like torch's hooks.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from qsync_fx.formats import Precision
 
 @dataclass(frozen=True)
 class CastCodec(Codec):
-    """Gradients in a plain float format."""
+    """Cast to a plain float format of torch, or FP32 unchanged."""
 
     format: Precision
 
@@ -66,12 +64,12 @@ class CastCodec(Codec):
 
 LEVELS = (12, 16, 20, 24, 28, 32)
 STEP = 420
-"""Bytes that are whole numbers of values at every level."""
+"""Bytes that contain a whole number of values at every level."""
 
 
 @dataclass(frozen=True)
 class Truncated(Codec):
-    """One level of AQGB; with `feedback` what it leaves of a value is sent with the next gradient."""
+    """One level of AQGB; with `feedback`, the truncated part is error feedback."""
 
     bits: int
     partition: int = 32 * STEP
@@ -120,10 +118,10 @@ class Truncated(Codec):
         buffers.kernels().truncate_encode(*where, n, self.bits, self.partition, buffers.threads())
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        """Reads values of any levels; on other devices than the CPU of its own level.
+        """Decode values of any levels; on a device other than the CPU, of this level only.
 
         Raises:
-            ValueError: the levels and counts in `wire` are not those of so many values; where kernels read them.
+            ValueError: on the CPU, levels and counts in `wire` do not match the number of values.
         """
         if not buffers.native(values):
             n = values.numel()
@@ -139,14 +137,15 @@ class Truncated(Codec):
 
 @dataclass(frozen=True)
 class Adaptive(Truncated):
-    """AQGB: each rank chooses levels of its own while a step goes on, as `qsync_fx.communication.aqgb.controller` says. On its own it is
-    FP32.
+    """AQGB: each rank chooses levels during a step (see `aqgb.controller`).
+
+    Without a controller it codes 32 bits.
 
     Attributes:
-        segment: bytes of FP32 for which levels are chosen at once.
+        segment: FP32 bytes for which levels are chosen together.
         grace: seconds that a step may wait for gradients after its backward pass.
-        elapsed: whether the rate of the link counts time in which nothing was sent, as in the paper: a link that has had little to send
-            then passes for a slow one.
+        elapsed: whether the link rate includes idle time, as in the paper. A link with little
+            traffic then appears slow.
     """
 
     bits: int = LEVELS[-1]

@@ -1,11 +1,10 @@
-"""A training with DUO: what the hook of DistributedDataParallel does, and what a user holds of it.
+"""DUO's comm hook of DistributedDataParallel, and its handle.
 
-Gradients are kept as they come, then reduced in few bits, and when the optimizer's step has looked ahead with that, once more in FP32,
-behind the next forward and backward pass. What the optimizer's calls do is in `steps`; what it steps, all parameters or a part of each, in
-`held`.
+The hook copies each bucket, then reduces it in few bits. After the optimizer's lookahead step, the
+copies are reduced in FP32 during the next forward and backward pass. `Steps` runs the optimizer.
 
-Invariant: the model's parameters are one step ahead of those that are known in full, or, after a flush, the same. At most one slow
-reduction is under way, on the one thread that talks to other ranks.
+Invariant: the model's parameters are one step ahead of the committed ones, or equal after a flush.
+At most one slow reduction is in flight, on the single communication thread.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _SAVED: Final = "duo"
 
 
 class DuoCompressor(DdpCompressor):
-    """What `qsync_fx.distributed.compress` returns for DUO.
+    """DUO compressor of a DistributedDataParallel.
 
     Args:
-        ahead: whether parameters take a step with the fast means.
-        optimizer: what the user steps.
-        scaler: the GradScaler, if there is one.
-        joins: whether the model trains under `join`.
-        weights: what differences of parameters are sent in, of each parameter, where the optimizer is sharded; None where it is not.
+        ahead: whether parameters take a lookahead step with the fast means.
+        optimizer: the user's optimizer.
+        scaler: GradScaler of the loss, or None.
+        joins: returns whether the model trains under `join`.
+        weights: with a sharded optimizer, the codec of each parameter's differences; else None.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class DuoCompressor(DdpCompressor):
         weights: Sequence[Codec] | None = None,
     ) -> None:
         self._weights = None if weights is None else tuple(weights)
-        # All that travels of a parameter is cut alike where each rank keeps a part of it.
+        # With shards, gradients and parameters of all codecs need the same cuts.
         self._unit = 1 if weights is None else _unit(named, assigned, weights)
         super().__init__(group, rank, world, named, assigned, seed, check_every)
         self._optimizer, self._scaler, self._joins = optimizer, scaler, joins
@@ -80,7 +79,7 @@ class DuoCompressor(DdpCompressor):
         )
 
     def follow(self) -> None:
-        """Has the optimizer's steps committed and looked ahead; once, when all ranks agree.
+        """Hook into the optimizer's steps; call it once, after all ranks have agreed.
 
         Raises:
             OptionError: the optimizer cannot be sharded.
@@ -90,7 +89,7 @@ class DuoCompressor(DdpCompressor):
             self._steps.follow()
 
     def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Keeps a replica of a bucket, and gives it to the fast reduction."""
+        """Copy a bucket, then reduce it in few bits asynchronously."""
         if self._state.world == 1:
             return super().hook(state, bucket)
         step, last = self._state.step, bool(bucket.is_last())
@@ -103,15 +102,17 @@ class DuoCompressor(DdpCompressor):
             self._worker.submit(lambda: self._close(fresh))
         return reduced
 
-    # DistributedDataParallel compares annotations with classes, and these are texts.
+    # DDP compares annotations with classes, but postponed annotations are strings.
     hook.__annotations__.clear()
 
     def flush(self) -> None:
-        """Brings parameters to where all gradients so far have been used in full: before evaluation, before parameters are saved for use
-        and at the end of training. Ranks need not do so together, unless the optimizer is sharded, and training goes on from there.
+        """Commit the pending gradients in full precision.
+
+        Call it before evaluation, before saving parameters for use, and at the end of training;
+        training may continue afterwards. With a sharded optimizer, all ranks call it together.
 
         Raises:
-            OptionError: a backward pass waits for its step.
+            OptionError: the gradients of a backward pass still await their step.
         """
         begun = time.perf_counter()
         self.wait()
@@ -120,26 +121,38 @@ class DuoCompressor(DdpCompressor):
             self._held.show_exactly(self._state.step)
 
     def skip(self) -> None:
-        """Says that no step will use the gradients of the last backward pass; on all ranks. Those that are not finite go by themselves."""
+        """Drop the gradients of the last backward pass, on all ranks.
+
+        Non-finite gradients are dropped without it.
+        """
         self.wait()
         if self._steps.fresh is not None:
             self._steps.fresh.finite = False
             self._steps.drop_unused()
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Scales the gradients of a step so that their 2-norm is at most `limit`, and returns what it was: for a hook of the optimizer,
-        which is called for both steps, on all ranks. Where the optimizer is sharded the norm is that over all of them."""
+        """Scale the gradients to a 2-norm of at most `limit`; return the norm before.
+
+        Call it from a step pre-hook of the optimizer, on all ranks: the hook runs for both steps.
+        With a sharded optimizer, the norm is over all shards.
+        """
         return self._held.clip(limit, self._state.step)
 
     def whole_optimizer_state(self) -> dict[str, Any]:
-        """Flushes, and returns the state of the optimizer over all parameters, as one that is not sharded has it: to go on among more or
-        fewer ranks, an optimizer loads it before `compress`. Where the optimizer is sharded all ranks call it together."""
+        """Flush, and return the optimizer's state for full parameters, as without shards.
+
+        To resume with another world size, load it into an optimizer before `compress`. With a
+        sharded optimizer, all ranks call it together.
+        """
         self.flush()
         return self._held.whole_state(self._optimizer, self._state.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it takes to go on with the same bits, beside the states of the model and of the optimizer: parameters before the
-        look ahead, and the gradients that they have not had in full yet. Nothing changes by it; each rank saves its own."""
+        """Return this rank's state for a bit-identical resume, without a flush.
+
+        It contains the parameters before the lookahead step and the pending gradients. Save it with
+        the states of the model and the optimizer.
+        """
         result = super().state_dict()
         self._steps.drop_unused()
         pending = self._steps.pending
@@ -152,10 +165,11 @@ class DuoCompressor(DdpCompressor):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned, after the model and the optimizer have loaded theirs.
+        """Resume from `state_dict`, after the model and the optimizer have loaded their states.
 
         Raises:
-            OptionError: it is of another codec or another model, or, where the optimizer is sharded, of another rank.
+            OptionError: the state is of another codec or model, or, with a sharded optimizer, of
+                another rank.
         """
         if self._held.sharded:
             pending_step.check_rank(state, self._state.rank, self._state.world)
@@ -170,7 +184,7 @@ class DuoCompressor(DdpCompressor):
         self._outstanding.step = self._steps.pending.step
 
     def report(self) -> DuoReport:
-        """Returns what this rank has sent so far on both ways, how long that took, and what became of steps."""
+        """Return the traffic of both reductions on this rank, their duration, and step counts."""
         return DuoReport(
             **vars(replace(super().report(), replicated=not self._held.sharded)),
             slow=replace(self._slow.tally),
@@ -181,7 +195,6 @@ class DuoCompressor(DdpCompressor):
         )
 
     def statement(self) -> dict[str, list[str]]:
-        """Returns what all ranks have to agree on before they send each other anything."""
         return {
             **super().statement(),
             "optimizer": [
@@ -202,12 +215,12 @@ class DuoCompressor(DdpCompressor):
         fresh = self._steps.fresh = PendingStep(step)
 
         def note() -> None:
-            self._worker.wait()  # for the fast reduction to be closed
+            self._worker.wait()  # closes the fast reduction
             self._held.arrived(fresh.finite or fresh.factor is None)
             fresh.versions = versions(p.grad for p in self._held.stepped)
             fresh.aside = versions(self._held.aside())
 
-        # DistributedDataParallel writes gradients in a callback of its own, and this one comes after it.
+        # DDP writes gradients in its own callback; the nested callback runs after it.
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(note))
         return fresh
@@ -230,7 +243,7 @@ class DuoCompressor(DdpCompressor):
 
     def _close(self, fresh: PendingStep) -> Tensor:
         scales = self._scaler is not None and self._scaler.is_enabled()
-        # As a GradScaler makes it of its scale.
+        # Rounded like the inverse scale of a GradScaler.
         scale = (
             float(torch.tensor(self._scaler.get_scale()).double().reciprocal().float())
             if scales
@@ -240,7 +253,7 @@ class DuoCompressor(DdpCompressor):
         return torch.empty(0)
 
     def _looked(self, pending: PendingStep) -> None:
-        """Gives what the optimizer has made of parameters to the model, and begins the slow reduction."""
+        """Write the optimizer's parameters into the model, and start the slow reduction."""
         self._held.show(pending.step, self._checks(pending.step))
         self._worker.submit(lambda: self._reduce_in_full(pending))
 
@@ -294,7 +307,7 @@ class DuoCompressor(DdpCompressor):
 def _unit(
     named: Sequence[tuple[str, nn.Parameter]], assigned: Assigned, weights: Sequence[Codec]
 ) -> int:
-    """Returns between how many values parameters may be cut, for all codecs and for the optimizer's step."""
+    """Return the unit of cuts for all codecs and for the optimizer's step, in values."""
     return math.lcm(
         functional_optimizer.ALIGNED, *(codec.unit for codec in {*assigned.codecs, *weights})
     )

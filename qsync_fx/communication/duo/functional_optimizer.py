@@ -1,16 +1,11 @@
-"""An optimizer as a function of parameters, state and gradients: its step is repeated, under settings of another time, or taken back.
+"""An optimizer as a function of parameters, state, gradients and settings.
 
-Settings are what stands in its parameter groups beside parameters: learning rate, weight decay and all else that a step reads there.
+Its step can be repeated under recorded settings (the values of its parameter groups, such as
+learning rate and weight decay) or rolled back. `check` tests whether a step on shards equals the
+shards of a full step, which sharding requires.
 
-Invariant: tensors of a state that is put back are the same objects as before. A step under recorded settings leaves the present ones as
-they are, but for what the step itself changes in them.
-
-Whether an optimizer's step of a part of a parameter is that part of its step of the whole: what sharding it takes.
-
-So it is with SGD, Adam, AdamW and most others, and not where a step looks at rows, norms or shapes (Adafactor, Muon, LAMB). It is tried,
-with a few steps of random values on an optimizer of the same class and settings.
-
-Invariant: nothing of the optimizer that is asked about changes.
+Invariant: a restored state has the same tensor objects as before. A step under recorded settings
+leaves the current settings unchanged, except for those that the step itself changes.
 """
 
 from __future__ import annotations
@@ -31,12 +26,16 @@ from qsync_fx.errors import OptionError
 Settings = list[dict[str, Any]]
 _PARAMETERS: Final = "params"
 _SCALING: Final = ("grad_scale", "found_inf")
-"""What a GradScaler sets on an optimizer that unscales gradients itself."""
+"""Attributes that a GradScaler sets on an optimizer that unscales gradients itself."""
 _SHOWN: Final = 3
 
 
 def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Returns the optimizer; raises `OptionError` where its step is no function of these parameters, its state and gradients."""
+    """Return the optimizer.
+
+    Raises:
+        OptionError: its step is not a function of these parameters, its state and gradients.
+    """
     where = "compress(..., optimizer=...)"
     if optimizer is None:
         raise OptionError(
@@ -84,7 +83,7 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
 
 
 def described(optimizer: Optimizer) -> list[str]:
-    """Returns lines that are the same on ranks whose optimizers do the same."""
+    """Return class and settings as text, equal on ranks whose optimizers are equal."""
     groups = [
         f"group {index} of {len(group[_PARAMETERS])}: "
         + ", ".join(
@@ -98,7 +97,7 @@ def described(optimizer: Optimizer) -> list[str]:
 
 
 def settings(optimizer: Optimizer) -> Settings:
-    """Returns what stands in the groups beside parameters, as a copy."""
+    """Return a copy of the parameter groups without parameters."""
     return [
         {name: copied(value) for name, value in group.items() if name != _PARAMETERS}
         for group in optimizer.param_groups
@@ -107,7 +106,7 @@ def settings(optimizer: Optimizer) -> Settings:
 
 @contextlib.contextmanager
 def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
-    """Puts settings of another time in force."""
+    """Activate recorded settings; settings that the block changes stay changed."""
     present = settings(optimizer)
     _put(optimizer, recorded)
     try:
@@ -124,7 +123,7 @@ def under(optimizer: Optimizer, recorded: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scaled_by(optimizer: Optimizer, scale: Tensor | None) -> Iterator[None]:
-    """Has an optimizer that unscales gradients itself take them as scaled so; None for as they are."""
+    """Let an optimizer that unscales gradients itself use this scale; None for unscaled."""
     present = {name: getattr(optimizer, name) for name in _SCALING if hasattr(optimizer, name)}
     inputs = (
         {} if scale is None else dict(zip(_SCALING, (scale, torch.zeros_like(scale)), strict=True))
@@ -137,7 +136,7 @@ def scaled_by(optimizer: Optimizer, scale: Tensor | None) -> Iterator[None]:
 
 
 def scaling(optimizer: Optimizer) -> tuple[Tensor | None, bool]:
-    """Returns the scale that the optimizer is to take out of gradients, and whether they are to be left out for an infinity."""
+    """Return the scale for the optimizer to remove, and whether a GradScaler found an infinity."""
     scale, infinite = (getattr(optimizer, name, None) for name in _SCALING)
     return None if scale is None else torch.as_tensor(scale).clone(), infinite is not None and bool(
         infinite
@@ -145,22 +144,22 @@ def scaling(optimizer: Optimizer) -> tuple[Tensor | None, bool]:
 
 
 def state(optimizer: Optimizer) -> dict[Any, Any]:
-    """Returns a copy of the optimizer's state."""
+    """Return a copy of the optimizer's state."""
     return {key: copied(value) for key, value in optimizer.state.items()}
 
 
 def put_back(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
-    """Makes the state what it was when `state` returned it."""
+    """Restore the state that `state` returned."""
     _restored(optimizer.state, saved)
 
 
 def step(optimizer: Optimizer) -> None:
-    """Takes a step as the user's call does, hooks of the optimizer included, but around what has wrapped the instance's own method."""
+    """Step like the user's call: run the optimizer's hooks, but bypass wrappers of the instance."""
     type(optimizer).step(optimizer)
 
 
 def copied(value: Any) -> Any:
-    """Returns a copy that shares no tensor with `value`."""
+    """Return a copy that shares no tensor with `value`."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -189,7 +188,7 @@ def _set(optimizer: Optimizer, attributes: Mapping[str, Tensor]) -> None:
 
 
 def _restored(now: Any, before: Any) -> Any:
-    """Returns `before`, in the tensors and dictionaries of `now` where there are such."""
+    """Return `before`, written into the tensors and dictionaries of `now` if they match."""
     if (
         isinstance(now, Tensor)
         and isinstance(before, Tensor)
@@ -213,13 +212,22 @@ def _same(value: Any, other: Any) -> bool:
 
 
 ALIGNED: Final = 64
-"""Values between which parts are cut: vectors of torch's kernels end there, so that what is behind the last whole one is so in both."""
+"""Alignment of shards in values.
+
+Vectors of torch's kernels end there, so that the scalar tail has the same values with and without
+shards.
+"""
 _SHAPE: Final = (6, 40)
 _STEPS: Final = 3
 
 
 def check(optimizer: Optimizer) -> None:
-    """Raises `OptionError` where parts of parameters cannot be stepped alone."""
+    """Raise `OptionError` if a step on shards differs from the shards of a full step.
+
+    The test runs steps with random values on a copy of the optimizer with each group's settings.
+    SGD, Adam, AdamW and most others pass; optimizers that use rows, norms or shapes (Adafactor,
+    Muon, LAMB) do not.
+    """
     generator = torch.Generator().manual_seed(0)
     for index, group in enumerate(settings(optimizer)):
         weights = torch.randn(_SHAPE, generator=generator)
@@ -262,7 +270,7 @@ def _stepped(
     weights: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
-    """Returns what becomes of weights under an optimizer of the same class and settings."""
+    """Return the weights after steps of an optimizer with the class and settings of `like`."""
     parameters = [nn.Parameter(weight.clone()) for weight in weights]
     optimizer = object.__new__(type(like))
     vars(optimizer).update(vars(like))

@@ -1,15 +1,12 @@
-"""The steps of the user's optimizer under DUO: each becomes two.
+"""Optimizer steps under DUO: each step becomes a commit and a lookahead step.
 
-First the step before is *committed*: the mean of its gradients in FP32, which was reduced behind this forward and backward pass, takes the
-parameters and the state from where the step before had begun. Then the user's own call *looks ahead* from there with the fast mean, and
-what it makes of the state is taken back.
+The commit applies the FP32 mean of the previous gradients, which was reduced during this forward
+and backward pass, to the parameters and state from before the previous step. The user's own call
+then takes a lookahead step with the fast mean, and its change of the optimizer's state is rolled
+back.
 
-Invariant: between steps the optimizer's state and the parameters that are kept are those of a training that sends all gradients in FP32, of
-the gradients that parameters one look ahead had given.
-
-Says so where a training with DUO ends with parameters one look ahead.
-
-Invariant: what it says holds when it is said: a step is outstanding from the call of the optimizer until it is committed, or saved.
+Invariant: between steps, the optimizer's state and the committed parameters are those of a training
+with FP32 gradients, computed on parameters one lookahead step ahead.
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ from qsync_fx.errors import OptionError
 
 
 class Outstanding:
-    """The step whose gradients have not been used in full yet.
+    """Pending step; warns if training ends before it is committed or saved.
 
     Args:
-        training: as long as it lives nothing has ended; what ends the process ends it.
-        rank: whose it is.
+        training: object whose finalization, at process exit at the latest, ends the training.
+        rank: rank for the warning.
 
     Attributes:
-        step: its number; None where there is none.
+        step: number of the pending step, from the optimizer's call to its commit; None without.
     """
 
     def __init__(self, training: object, rank: int) -> None:
@@ -57,20 +54,21 @@ class Outstanding:
 
 
 class Steps:
-    """Commits, and looks ahead.
+    """Commit and lookahead steps of an optimizer.
 
     Args:
-        optimizer: what the user steps.
-        held: what it steps.
+        optimizer: the user's optimizer.
+        live: parameters that it steps.
         looks_ahead: whether parameters take a step with the fast means.
-        outstanding: told which step is.
-        wait: returns when all that was given to the thread of communication is done.
-        looked: called with the step ahead of which the optimizer has looked.
+        outstanding: updated with the pending step.
+        wait: returns once the communication thread is idle.
+        looked: called with each pending step after its lookahead step.
 
     Attributes:
-        fresh: the gradients of a backward pass that no step has used yet.
-        pending: those of the step that parameters are ahead by.
-        told: what became of steps.
+        fresh: gradients of a backward pass that no step has used yet.
+        pending: gradients of the lookahead step, which await their commit.
+        told: counts of steps.
+        memory: pool of buffers for gradient copies.
     """
 
     def __init__(
@@ -92,13 +90,13 @@ class Steps:
         self._stepping = False
 
     def follow(self) -> None:
-        """Has the optimizer's steps committed and looked ahead."""
+        """Register the commit and lookahead step as step hooks of the optimizer."""
         uncompiled: Any = torch.compiler.disable
         self._optimizer.register_step_pre_hook(uncompiled(self._before))
         self._optimizer.register_step_post_hook(uncompiled(self._after))
 
     def drop_unused(self) -> None:
-        """Leaves gradients out that no step has used, as a GradScaler does that finds an infinity."""
+        """Drop gradients that no step has used, as for a GradScaler that found an infinity."""
         if self.fresh is None:
             return
         if self.fresh.finite:
@@ -113,8 +111,11 @@ class Steps:
         self.fresh = None
 
     def commit(self, since: float) -> bool:
-        """Takes the parameters and the state on by the gradients in full of the step before; `since` then they have been waited for.
-        Returns whether there were any."""
+        """Apply the full-precision gradients of the previous step; return whether there were any.
+
+        Args:
+            since: time from which the caller waited for them, for the statistics.
+        """
         pending = self.pending
         if pending is None or pending.use is None:
             return False
@@ -194,7 +195,7 @@ class Steps:
         self._looked(self.pending)
 
     def _use(self, fresh: PendingStep) -> tuple[Use, bool]:
-        """Returns what the optimizer was to make of gradients, and whether they are to be left out."""
+        """Return how the optimizer uses the gradients, and whether an infinity skips the step."""
         scale, infinite = functional_optimizer.scaling(self._optimizer)
         gradients = [p.grad for p in self._held.stepped]
         factor = fresh.factor_found(gradients, self._held.aside())

@@ -1,11 +1,8 @@
-"""This rank's gradients of one step, kept in FP32 until their mean over ranks is known, and what the optimizer was to make of them.
+"""Gradients of one step that await their FP32 mean, and the settings of its optimizer call.
 
-Invariant: a replica belongs to one step. Its gradients are those that were given to the fast reduction, before it, and its settings those
-of the user's call of the optimizer.
-
-What DUO has outstanding between two steps, as it is saved: parameters before the look ahead, and gradients not used in full yet.
-
-Invariant: all ranks save the same, so any of them may load it, among as many ranks as there may be.
+Invariant: the gradients are copies from before the fast reduction, and the settings are from the
+user's optimizer call. Saved states are equal on all ranks, so any rank can load one with any world
+size, except with a sharded optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _INTEGERS = {integer.itemsize: integer for integer in (torch.int16, torch.int32)
 
 @dataclass
 class SavedBucket:
-    """A bucket of gradients: `values` in FP32, and views of it that lie as the parameters do."""
+    """Bucket of gradients: `values` in FP32, and views of it in the layout of the parameters."""
 
     index: int
     values: Tensor
@@ -38,14 +35,14 @@ class SavedBucket:
 
 @dataclass(frozen=True)
 class Use:
-    """What a step of the optimizer depends on beside parameters, state and gradients.
+    """Inputs of an optimizer step apart from parameters, state and gradients.
 
     Attributes:
-        groups: the settings of the optimizer.
-        used: of each parameter, whether it had a gradient.
-        factor: what gradients were multiplied with after the backward pass; 1 for nothing.
-        scale: what the optimizer itself takes out of them; None for nothing.
-        scaled: whether a GradScaler would leave the step out for an infinity.
+        groups: settings of the optimizer.
+        used: for each parameter, whether it had a gradient.
+        factor: factor applied to the gradients after the backward pass; 1 for none.
+        scale: scale that the optimizer removes itself; None for none.
+        scaled: whether a GradScaler would skip the step for an infinity.
     """
 
     groups: Settings
@@ -57,19 +54,22 @@ class Use:
 
 @dataclass
 class PendingStep:
-    """Attributes:
-    step: whose gradients these are.
-    begun: when the first of them was there.
-    buckets: what is to be reduced, or has been.
-    gradients: by the place of the parameter, what is for this rank's optimizer.
-    means: of the fast reduction, in the same way.
-    versions: which tensors the optimizer's gradients were after the backward pass, and in which state; None where there was none.
-    aside: the same of gradients that no step is taken with.
-    finite: whether all means are.
-    plain, unscaled: digests of them as they are, and times `factor`.
-    factor: what a GradScaler multiplies them with; None where there is none.
-    use: what the optimizer was to make of them; None before it was called.
-    known: when the mean was.
+    """Step whose FP32 mean is not applied yet.
+
+    Attributes:
+        step: number of the step.
+        begun: time of its first bucket, in seconds of `time.perf_counter`.
+        buckets: copies of the gradients, reduced in place.
+        gradients: this rank's optimizer gradients in `buckets`, by parameter index.
+        means: the same of the fast reduction.
+        versions: identity and version counter of the optimizer's gradients after the backward pass;
+            None without a gradient.
+        aside: the same for gradients that the optimizer does not use.
+        finite: whether all fast means are finite.
+        plain, unscaled: digests of the fast means, and of their product with `factor`.
+        factor: inverse scale of the GradScaler; None without one.
+        use: inputs of the optimizer step; None before the optimizer's call.
+        known: time when the FP32 mean was complete.
     """
 
     step: int
@@ -87,8 +87,12 @@ class PendingStep:
     known: float = 0.0
 
     def close(self, factor: float | None, used: bool = True) -> None:
-        """Notes what the fast means are, so that it can be told whether they were changed, or multiplied with a GradScaler's `factor`;
-        `used` says whether those of other ranks are finite."""
+        """Record digests of the fast means, to detect changes of gradients before the step.
+
+        Args:
+            factor: inverse scale of the GradScaler; None without one.
+            used: whether the fast means are finite on all ranks.
+        """
         means, self.factor = list(self.means.values()), factor
         self.finite = used and finite(means)
         self.plain = digest(means)
@@ -100,8 +104,10 @@ class PendingStep:
     def factor_found(
         self, gradients: Sequence[Tensor | None], aside: Sequence[Tensor | None] = ()
     ) -> float | None:
-        """Returns what gradients have been multiplied with since the backward pass; None where they, or those `aside`, were changed
-        otherwise."""
+        """Return the factor applied to the gradients since the backward pass.
+
+        Return None if they, or the gradients `aside`, were changed in another way.
+        """
         if not self.finite:
             return 1.0
         if versions(aside) != self.aside:
@@ -109,22 +115,22 @@ class PendingStep:
         result = digest(g for g in gradients if g is not None)
         if self.factor is not None:
             return self.factor if result == self.unscaled else 1.0 if result == self.plain else None
-        # A gradient that is written to without effect, as clipping does below its limit, may be changed by the next step's.
+        # A write without effect, as by clipping below its limit, may have an effect in the next
+        # step.
         return 1.0 if result == self.plain and versions(gradients) == self.versions else None
 
 
 def versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int] | None]:
-    """Returns which tensors these are, and how often they were written to."""
+    """Return identity and version counter of each tensor."""
     return [None if g is None else (id(g), g._version) for g in gradients]
 
 
 def finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values are finite."""
     return all(math.isfinite(float(tensor.sum(dtype=torch.float64))) for tensor in tensors)
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
-    """Returns a number that is another one where a tensor was multiplied or added to: the sum of what its values are as integers."""
+    """Return the sum of the bit patterns as integers, which changes with scaling or addition."""
     total = sum(
         int(tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)) for tensor in tensors
     )
@@ -132,13 +138,13 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 class BufferPool:
-    """Memory for replicas, used again: new memory costs more than it takes to fill it."""
+    """Pool of buffers for gradient copies; allocation costs more than a copy."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """Returns FP32 values, as many as these and beside them, not filled."""
+        """Return an uninitialized FP32 buffer with the size and device of `like`."""
         free = self._free.get(like.numel())
         return (
             free.pop()
@@ -155,7 +161,7 @@ class BufferPool:
 def saved(
     pending: PendingStep, use: Use, saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]
 ) -> dict[str, Any]:
-    """Returns what `load` takes: a copy."""
+    """Return a copy of the pending step and the committed parameters for `load`."""
     return {
         "step": pending.step,
         "weights": {
@@ -173,7 +179,7 @@ def saved(
 
 
 def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
-    """Raises `OptionError` where a state is of another rank, or of one among more or fewer, which has other parts of parameters."""
+    """Raise `OptionError` for a state of another rank or world size, which has other shards."""
     if (state.get("rank"), state.get("world")) != (rank, world):
         raise OptionError(
             f"the state is that of rank {state.get('rank')} of {state.get('world')}, whose optimizer has other parts of parameters than "
@@ -187,10 +193,10 @@ def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
 def load(
     result: Mapping[str, Any], saved: Sequence[Tensor], pieces: Sequence[ParameterSlice]
 ) -> PendingStep:
-    """Writes the parameters before the look ahead into `kept`, and returns the gradients.
+    """Write the committed parameters into `saved`, and return the pending step.
 
     Raises:
-        OptionError: it is of another model.
+        OptionError: the state is of another model.
     """
     weights, gradients = result["weights"], result["gradients"]
     for piece, weight in zip(pieces, saved, strict=True):

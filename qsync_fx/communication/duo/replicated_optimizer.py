@@ -1,6 +1,6 @@
-"""What the optimizer of a rank steps: all parameters, or, where it is sharded, the rank's part of each.
+"""Parameters that a rank's optimizer steps; a sharded optimizer overrides them with shards.
 
-Invariant: what is held of a parameter lies in its memory's order, so that a step of it is that part of a step of the whole.
+Invariant: values are in memory order, so that a step on a shard is the shard of a full step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from qsync_fx.communication.statistics import CommunicationStatistics
 
 
 class ReplicatedParameters:
-    """All parameters, on every rank.
+    """All parameters on every rank.
 
     Attributes:
-        stepped: what the optimizer steps, by the place of the parameter.
-        kept: what is known of them in full, before the look ahead.
-        tally: what was sent of parameters; None where nothing is.
+        stepped: parameters of the optimizer, by parameter index.
+        kept: committed values, before the lookahead step.
+        tally: statistics of parameter exchange; None without exchange.
     """
 
     tally: CommunicationStatistics | None = None
@@ -34,35 +34,35 @@ class ReplicatedParameters:
         self.kept = [p.detach().clone() for p in parameters] if keeps else []
 
     def take(self, optimizer: Optimizer) -> None:
-        """Has an optimizer of the parameters step what is held of them."""
+        """Replace the optimizer's parameters by `stepped`."""
 
     def own(self, place: int, gradient: Tensor) -> Tensor:
-        """Returns what of a parameter's gradient is for the optimizer of this rank: a view."""
+        """Return a view of the part of a gradient for this rank's optimizer."""
         return gradient
 
     def reduce(self, reducer: Reducer, bucket: Bucket) -> None:
-        """Puts the mean over ranks in the place of a bucket's values, as far as this rank's optimizer needs it."""
+        """Average a bucket in place, at least the part for this rank's optimizer."""
         reducer.reduce(bucket)
 
     def arrived(self, used: bool) -> None:
-        """Gives the optimizer the gradients of a backward pass; `used` says whether a step is to be taken with them."""
+        """Pass the gradients of a backward pass to the optimizer; skip its step unless `used`."""
 
     def aside(self) -> Sequence[Tensor | None]:
-        """Returns gradients that users see, and no step is taken with."""
+        """Return gradients that users see but the optimizer does not use."""
         return ()
 
     def finite(self, step: int) -> bool:
-        """Returns whether the gradients that a step is about to be taken with are finite; the same on all ranks."""
+        """Return whether the optimizer's gradients are finite; the same on all ranks."""
         return finite(p.grad for p in self.stepped if p.grad is not None)
 
     def show(self, step: int, compared: bool) -> None:
-        """Has the model run on what the optimizer has made of parameters."""
+        """Write the optimizer's parameters into the model of every rank."""
 
     def show_exactly(self, step: int) -> None:
-        """The same, to the last bit."""
+        """Write the optimizer's parameters into the model of every rank without coding error."""
 
     def nbytes(self, optimizer: Optimizer) -> int:
-        """Returns the bytes of the optimizer's state and of what is kept beside the model's parameters."""
+        """Return the bytes of the optimizer's state and of the parameter copies."""
         state = [
             value
             for values in optimizer.state.values()
@@ -72,12 +72,12 @@ class ReplicatedParameters:
         return sum(tensor.nbytes for tensor in [*state, *self.kept])
 
     def clip(self, limit: float, step: int) -> Tensor:
-        """Scales gradients so that their 2-norm is at most `limit`; returns what it was."""
+        """Scale the gradients to a 2-norm of at most `limit`; return the norm before."""
         return nn.utils.clip_grad_norm_(self.stepped, limit)
 
     def whole_state(self, optimizer: Optimizer, step: int) -> dict[str, Any]:
-        """Returns the optimizer's state of all parameters, as its `state_dict` has it."""
+        """Return the optimizer's state for full parameters, in the format of its `state_dict`."""
         return optimizer.state_dict()
 
     def reload(self) -> None:
-        """Takes the parameters of the model, which were loaded, for what is known."""
+        """Use the model's parameters, which were loaded, as the committed ones."""

@@ -1,11 +1,12 @@
-"""The parts of parameters that a rank's optimizer steps, and how all ranks get to see what it makes of them.
+"""Sharded optimizer of DUO: each rank steps its shard of each parameter.
 
-The optimizer's parameters are replaced by this rank's parts of them, so that its state, too, is of these alone. Behind each step ranks
-send each other by how much their parts differ from those that all models have, in few bits (the paper's weight differences). What a codec
-leaves of a difference is in the next one, as that is taken from what models have.
+The optimizer's parameters are replaced by this rank's shards, so its state is sharded too. After
+each step, ranks all-gather the low-bit differences of their shards from the model's parameters (the
+paper's weight differences). The next difference includes the coding error of this one.
 
-Invariant: the models of all ranks are equal to the last bit, as each adds the same bytes to the same values; they are what optimizers have
-made but for what the last difference lost in its codec, and nothing is lost of parameters that are sent in FP32, or after a flush.
+Invariant: the models of all ranks are bit-identical, as all add the same bytes to the same values.
+They differ from the optimizer's parameters only by the coding error of the last difference, which
+is zero in FP32 or after a flush.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from qsync_fx.communication.statistics import CommunicationStatistics
 from qsync_fx.errors import OptionError
 
 _COUNTERS: Final = ("step",)
-"""Of an optimizer's state, what is no value of a parameter though it may be shaped as one."""
+"""State entries that are not sharded, even if they have the shape of a parameter."""
 _PARAMETERS, _SUM, _STATE = 0, 1, 2
-"""What messages are of, where those of gradients name a bucket."""
+"""Message numbers; for gradients the number is the bucket index."""
 _TOLD: Final = "the parameters of rank {} are not those of rank {} after a step of the optimizer"
 
 
 class ShardedParameters(ReplicatedParameters):
-    """This rank's part of each parameter.
+    """This rank's shard of each parameter.
 
     Args:
-        group: a process group that nobody else uses.
-        pieces: of each parameter, its codec and its parts.
-        now: has the thread that talks to other ranks do something, and returns what that returns.
+        group: process group that no other code uses.
+        pieces: codec and shards of each parameter.
+        now: runs a function on the communication thread and returns its result.
     """
 
     sharded = True
@@ -78,7 +79,7 @@ class ShardedParameters(ReplicatedParameters):
         self.kept = [p.detach().clone() for p in self.stepped]
 
     def take(self, optimizer: Optimizer) -> None:
-        """Has an optimizer of the parameters step this rank's parts of them; what state it has is cut likewise."""
+        """Replace the optimizer's parameters by this rank's shards, and shard its state."""
         places = {id(p): place for place, p in enumerate(self._parameters)}
         before = {places[id(p)]: values for p, values in optimizer.state.items() if id(p) in places}
         cut = {
@@ -101,7 +102,7 @@ class ShardedParameters(ReplicatedParameters):
                 elif p.grad is not None:
                     p.grad = p.grad.detach().zero_()
 
-        # What users see of gradients is what the model has, and parts are copies of it.
+        # Users see the gradients of the model; shards have copies, so both are cleared.
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def own(self, place: int, gradient: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class ShardedParameters(ReplicatedParameters):
             )
             part.grad = self.own(place, gradient).clone()
             if not used:
-                part.grad.fill_(torch.nan)  # on this rank, too, the step is left out
+                part.grad.fill_(torch.nan)  # skips the step on this rank, too
 
     def aside(self) -> Sequence[Tensor | None]:
         return [p.grad for p in self._parameters]
@@ -139,7 +140,7 @@ class ShardedParameters(ReplicatedParameters):
         return super().nbytes(optimizer) + sum(part.nbytes for part in self.stepped)
 
     def clip(self, limit: float, step: int) -> Tensor:
-        """Scales gradients so that their 2-norm, over all ranks, is at most `limit`; returns what it was."""
+        """Scale gradients to a 2-norm over all ranks of at most `limit`; return the norm before."""
         gradients = [p.grad for p in self.stepped if p.grad is not None]
         squares = sum(float(g.double().square().sum()) for g in gradients)
         norm = torch.tensor(self._total(squares, step) ** 0.5)
@@ -168,7 +169,7 @@ class ShardedParameters(ReplicatedParameters):
         result = super().whole_state(optimizer, step)
         result["state"] = {
             index: dict(values) for index, values in result["state"].items()
-        }  # it holds those of the optimizer
+        }  # copies, as the dicts are the optimizer's own
         order = [p for group in optimizer.param_groups for p in group["params"]]
         places = {id(part): place for place, part in enumerate(self.stepped)}
         cut = [
@@ -246,7 +247,7 @@ class ShardedParameters(ReplicatedParameters):
         return self.own(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
 
     def _total(self, value: float, step: int) -> float:
-        """Returns the sum over ranks, in their order."""
+        """Return the sum of `value` over ranks, in rank order."""
         world = self._state.world
         place = ParameterSlice(
             "a sum over ranks", 0, 2 * world, PLAIN, tuple(range(0, 2 * world + 1, 2))
@@ -267,7 +268,7 @@ class ShardedParameters(ReplicatedParameters):
 
 
 def _dense(p: Tensor) -> bool:
-    """Whether values lie without gaps, in whichever order."""
+    """Return whether a tensor is dense in memory, with its dimensions in any order."""
     expected = 1
     for stride, extent in sorted((s, e) for s, e in zip(p.stride(), p.shape, strict=True) if e > 1):
         if stride != expected:

@@ -1,8 +1,10 @@
-"""In what DUO's fast reduction sends gradients: 0, 1, 2, 4 or 8 bits a value.
+"""Codecs of DUO's fast reduction, with 0, 1, 2, 4 or 8 bits for each value.
 
-What the fast reduction gets wrong the slow one puts right, so it keeps no residual: what it left of a gradient would count twice.
+They have no error feedback: the slow reduction corrects their errors, which feedback would count
+twice.
 
-Invariant: a NaN or an infinity in the gradient of one rank is a NaN in the fast mean of all of them, with 0 bits too.
+Invariant: NaN or infinity in the gradient of one rank makes the fast mean NaN on all ranks, also
+with 0 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from qsync_fx.errors import OptionError, nearest
 
 @dataclass(frozen=True)
 class ZeroBit(Codec):
-    """Nothing of values but whether all of them are finite: zeros are decoded, or NaN."""
+    """Codec that sends only whether all values are finite; decodes to zeros, or to NaN."""
 
     name: str = "nothing"
 
@@ -60,20 +62,21 @@ _FLAG: Final = 4
 
 @dataclass(frozen=True)
 class SignBit(Reshaped):
-    """1bitSGD* that forgets what it leaves of a value."""
+    """1bitSGD* without error feedback."""
 
     residual: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Duo:
-    """How DUO reduces.
+    """Configuration of DUO.
 
     Attributes:
-        fast: what gradients are sent in at once; one that keeps no residual.
-        name: what users write.
-        ahead: whether parameters take a step of the optimizer with the fast mean; if not, they are those that are known in full, one
-            gradient behind. With nothing sent at once a step ahead is one with a gradient of zero, in which momentum goes on.
+        fast: codec of the fast reduction, without error feedback.
+        name: name for users.
+        ahead: whether parameters take a lookahead step with the fast mean. If not, they are the
+            committed ones, one gradient behind. With 0 bits, the lookahead step has a gradient of
+            zero and still applies momentum.
     """
 
     fast: Codec
@@ -89,7 +92,7 @@ class Duo:
             )
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
-        """Returns what each parameter's gradient goes in at once. With nothing sent all are treated alike, small ones, too."""
+        """Return the fast codec of each parameter; with 0 bits, small parameters have it too."""
         result = to_all(
             self.fast, sizes, 0 if least is None and isinstance(self.fast, ZeroBit) else least
         )
@@ -107,15 +110,17 @@ DUOS: Final[Mapping[str, Duo]] = MappingProxyType(
         )
     }
 )
-"""By name. With 32 bits the fast mean is the slow one, and training is that without DUO, to the last bit."""
+"""Configurations by name. With 32 bits, both means are equal, and so is training without DUO."""
 
 
 def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
-    """Returns what differences of sharded parameters are sent in: what is asked for, or 4 bits, 8 beside gradients of 8, and FP32, which
-    loses nothing, where gradients go so.
+    """Return the codec for differences of sharded parameters.
+
+    The default is FP32 for FP32 gradients, else QSGD with 4 bits, or more if the fast codec is QSGD
+    with more.
 
     Raises:
-        OptionError: it cannot be that.
+        OptionError: the requested codec has error feedback, is AQGB, or sends no values.
     """
     if requested is None:
         bits = max(duo.fast.bits, 4) if isinstance(duo.fast, Qsgd) else 4
@@ -131,10 +136,10 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
 
 
 def way_named(name: str) -> Codec | Duo:
-    """Returns the codec, or the DUO, of this name.
+    """Return the codec or DUO configuration of this name.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the name is unknown.
     """
     if name in DUOS:
         return DUOS[name]

@@ -1,4 +1,9 @@
-"""From a plan to states, casts and seconds: what a `ModelGraph` and the `Times` of a device make of it."""
+"""Cost mapper: operator states, casts and compute time of a model under a plan (QSync).
+
+`CostMapper` follows the changes of a plan operator by operator. `states` maps a full plan to
+operator states and casts (`States`), and `scheduled` maps them to the `Schedule` for the replayer.
+The inputs are a `ModelGraph` and the `Times` of a device. Start with `plan_states`.
+"""
 
 from qsync_fx.predictor.cost_mapper.cost_cache import scheduled
 from qsync_fx.predictor.cost_mapper.cost_mapper import CostMapper, Totals

@@ -1,16 +1,12 @@
-"""What states and casts of a model take on a device: the `Times`, asked once for each question.
+"""Prices of operators and casts on a device, and the schedule of one training step.
 
-Invariant: every answer is checked, and is a whole number of femtoseconds, so that sums do not depend on the order in which they are made
-and what is undone is as it was.
+`CostCache` queries `Times` and returns prices in whole femtoseconds. Integer sums do not depend on
+their order, so undoing a change restores them exactly. `scheduled` builds the step of one device
+from operator states: each operator runs forward in program order after its casts, and backward in
+reverse order before the derivatives of its casts. The recomputation of activation checkpointing is
+part of an operator's backward time.
 
-How `Times` are asked for the cast of a value that a model graph holds.
-
-Invariant: a price and an entry of a schedule come from the same question.
-
-One training step of one device, from states and times: what runs after what, and when each gradient is whole.
-
-Invariant: operators run forward in program order, each behind the casts that are made for it, and backward in the reverse order, each
-before what differentiates its casts. What activation checkpointing computes again is part of an operator's time in the backward pass.
+Invariant: prices and schedule entries query `Times` with the same arguments.
 """
 
 from __future__ import annotations
@@ -44,13 +40,16 @@ def cast_seconds(
     after: str,
     differentiated: bool = True,
 ) -> Seconds:
-    """Returns the time of a cast of a value for an operator, by their places.
+    """Return the time of a cast.
 
     Args:
-        differentiated: whether a gradient that flows back to the value does so through the cast.
+        owner: index of the operator that the cast is charged to.
+        value: index of the value.
+        before, after: names of the formats.
+        differentiated: whether gradients of the value flow back through the cast.
 
     Raises:
-        ProfileError: the time is not known, or the size is an expression.
+        ProfileError: the time is unknown, or the size is symbolic.
     """
     live, operator = graph.values[value], graph.operators[owner]
     if not isinstance(live.numel, int):
@@ -65,11 +64,12 @@ def cast_seconds(
 
 FEMTO = 10**15
 Price = tuple[int, int, int, int, int]
-"""Femtoseconds of operators forward and backward, of casts forward and backward, and of converting backward what is kept scaled."""
+"""Femtoseconds of operators forward and backward, of casts forward and backward, and of unpacking:
+conversions of saved scaled tensors in the backward pass."""
 
 
 def femtoseconds(seconds: float, where: str) -> int:
-    """Returns seconds as a whole number; raises `ProfileError` for what is no time."""
+    """Return seconds as whole femtoseconds; raise `ProfileError` if negative or not finite."""
     if not math.isfinite(seconds) or seconds < 0:
         raise ProfileError(
             f"a time of {seconds} seconds is none", where=where, do="measure the model anew"
@@ -78,14 +78,14 @@ def femtoseconds(seconds: float, where: str) -> int:
 
 
 class CostCache:
-    """What is known so far of the times of one model on one device."""
+    """Prices of one model on one device, and a cache of its operator states."""
 
     def __init__(self, tables: Tables, times: Times) -> None:
         self.tables, self.times = tables, times
         self._states: dict[int, OperandState] = {}
 
     def state(self, code: int) -> OperandState:
-        """Returns the state of a code: what an operator computes in, and `BASE` times what it gives out."""
+        """Return the state of a code: precision + `BASE` * output."""
         if code not in self._states:
             self._states[code] = state_named((NAMES[code % BASE], NAMES[code // BASE]))
         return self._states[code]
@@ -93,7 +93,7 @@ class CostCache:
     def operator(
         self, index: int, codes: list[int], precisions: list[int], outputs: list[int]
     ) -> Price:
-        """Returns the time of an operator, and of the casts that follow from nothing but what it computes in."""
+        """Return the price of an operator and of the casts that depend on its precision alone."""
         operators = self.tables.graph.operators
         near = [index + by for by in NEIGHBOURS]
         around = [self.state(codes[n + REACH]) if 0 <= n < len(operators) else None for n in near]
@@ -108,7 +108,7 @@ class CostCache:
     def cast(
         self, owner: int, value: int, before: int, after: int, differentiated: bool = True
     ) -> tuple[int, int]:
-        """Returns the time of a cast, forward and backward."""
+        """Return the time of a cast forward and backward, in femtoseconds."""
         graph, names = self.tables.graph, (NAMES[before] or "", NAMES[after] or "")
         result = cast_seconds(graph, self.times, owner, value, *names, differentiated)
         return self._checked(
@@ -116,7 +116,7 @@ class CostCache:
         )
 
     def point(self, number: int, precisions: list[int], outputs: list[int]) -> Price:
-        """Returns the time of the casts at a place, where operators compute in `precisions` and give out `outputs`."""
+        """Return the price of the casts of point `number` for these precisions and outputs."""
         point = self.tables.points[number]
         before = _now(point.held, outputs)
         if isinstance(point, IndexedChange):
@@ -150,19 +150,20 @@ class CostCache:
 
 
 def _now(live: IndexedFormat, outputs: list[int]) -> int:
-    """The format of a value: what its operator gives out, or its own."""
+    """Return the format of a value: the output format of its operator, else its own."""
     return outputs[live.operator] or live.own
 
 
 def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Schedule:
-    """Returns the step of a model in these states.
+    """Return the training step of a model in these states.
 
     Args:
-        whole_graphs: gradients of a graph come out together at the end of its backward pass, as a compiled backward pass returns them;
-            else each when the last operator that reads its parameter is through.
+        whole_graphs: whether all gradients of a graph become ready at the end of its backward pass,
+            as a compiled backward pass returns them. Otherwise a gradient is ready after the
+            backward pass of the first operator in program order that reads the parameter.
 
     Raises:
-        ProfileError: a time or a size is not known.
+        ProfileError: a time or a size is unknown.
     """
     graph = states.graph
     owned = list(_operators(states, times))
@@ -199,7 +200,7 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
 
 
 def _last(graph: ModelGraph, readers: Sequence[int], whole_graphs: bool) -> int:
-    """The operator whose backward pass comes last of those that make a gradient; -1 where none of a graph's does."""
+    """Return the operator whose backward pass completes a gradient; -1 if no operator reads it."""
     if not readers or not whole_graphs:
         return min(readers, default=-1)
     part = graph.operators[min(readers)].graph

@@ -1,12 +1,10 @@
-"""What a plan takes on a device, as it is changed operator by operator (paper, Algorithm 1, read rightly: docs/predictor.md).
+"""Incremental cost mapper: the compute time of a plan while single operators change their format.
 
-Invariant: after any number of changes, and of changes undone, everything equals what a new mapper finds for the same plan, to the last bit.
-A change looks at the operators whose formats it changes, at what these read and at their neighbours, and at nothing else.
+It implements QSync, Algorithm 1, with the cast condition corrected (docs/predictor.md). A change
+visits only the operators whose formats change, their operands and their neighbours.
 
-The formats of all operators, followed as one of them is changed.
-
-Invariant: after any number of changes they equal what the rules give for the same plan at once. What a scaled operator gives out depends on
-who reads it and widens none of those, so formats are followed twice: as if none gave out anything wide, and then as it is.
+Invariant: after any sequence of changes and undos, formats and times equal the results of a
+new mapper for the same plan, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,13 +22,17 @@ from qsync_fx.predictor.times import Schedule, Times
 
 
 class IncrementalCascade:
-    """
+    """Formats of all operators, updated as one adjustable operator changes.
+
+    The output format of a scaled operator depends on its readers' precisions, but never widens
+    them. The cascade therefore runs twice: first without wide outputs, then with them.
+
     Args:
-        chosen: what each adjustable operator computes in, by its place.
+        chosen: precision of each adjustable operator, by index.
 
     Attributes:
-        precisions, outputs: by operator, what it computes in and gives out; behind the last one stands the model's caller.
-        codes: both as one number, between two of none on either side.
+        precisions, outputs: format numbers by operator. The last entry, 0, is the model's caller.
+        codes: precision + `BASE` * output by operator, with `REACH` zeros before and after.
     """
 
     def __init__(self, tables: Tables, chosen: Mapping[int, int]) -> None:
@@ -54,11 +56,11 @@ class IncrementalCascade:
             self._settle(index)
 
     def chosen(self, index: int) -> int:
-        """Returns what an adjustable operator computes in."""
+        """Return the precision of an adjustable operator."""
         return self._narrow[index]
 
     def change(self, index: int, precision: int) -> list[int]:
-        """Gives an adjustable operator another format; returns the operators whose formats have changed."""
+        """Set the precision of an adjustable operator; return the operators that change."""
         changed: list[int] = []
         if self._narrow[index] == precision:
             return changed
@@ -75,7 +77,7 @@ class IncrementalCascade:
         return changed
 
     def _spread(self, first: int, precision: int) -> list[int]:
-        """Follows a change as if no scaled operator gave out anything wide; returns those that may have to settle anew, as a heap."""
+        """Cascade a change without wide outputs; return a heap of operators to settle."""
         tables, narrow, out = self.tables, self._narrow, self._narrow_out
         outputs = tables.outputs[first]
         assert outputs is not None, "adjustable operators have outputs"
@@ -106,7 +108,7 @@ class IncrementalCascade:
         return looked
 
     def _settle(self, index: int) -> bool:
-        """Gives an operator its formats; returns whether they are others than before."""
+        """Update the formats of an operator; return whether they changed."""
         if self.tables.outputs[index] is None:
             precision, output = self._followed(index, self.outputs)
         else:
@@ -143,14 +145,14 @@ STATES = BASE * BASE
 
 @dataclass(frozen=True)
 class Totals:
-    """Seconds of a training step on one device, without communication.
+    """Time of a training step on one device by kind of work, in seconds, without communication.
 
     Attributes:
-        forward, backward: of operators.
-        casts, casts_backward: of conversions and quantizers, and of what differentiates them.
-        unpacking: of converting in the backward pass what is kept in a scaled format.
-        outside: of what belongs to no operator.
-        optimizer: of its step.
+        forward, backward: operators.
+        casts, casts_backward: casts and quantizations, and their derivatives.
+        unpacking: conversions of saved scaled tensors in the backward pass.
+        outside: work that is charged to no operator.
+        optimizer: optimizer step.
     """
 
     forward: float
@@ -163,22 +165,23 @@ class Totals:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Sum of all fields."""
         existing = self.forward + self.casts
         back = self.backward + self.casts_backward + self.unpacking
         return existing + back + self.outside + self.optimizer
 
 
 class CostMapper:
-    """
+    """Compute time of a model on a device, updated as single operators change their format.
+
     Args:
         graph: the model.
-        times: of its operators on a device.
-        asked: the plan to start from, or the format of each adjustable operator by its id.
+        times: operator times of the model on a device.
+        requested: the initial plan, or the format of each adjustable operator by its id.
 
     Raises:
         PlanError: the plan does not fit the model.
-        ProfileError: a time is not known, or is none.
+        ProfileError: a time is unknown or invalid.
     """
 
     def __init__(self, graph: ModelGraph, times: Times, requested: Asked) -> None:
@@ -199,11 +202,11 @@ class CostMapper:
         self._reprice(range(count), {number for touched in tables.touched for number in touched})
 
     def set(self, operator: str, precision: str) -> None:
-        """Gives an adjustable operator what a plan asks for, and all that depends on it what follows.
+        """Set the planned format of an adjustable operator and update all dependent formats.
 
         Raises:
-            PlanError: the operator is not adjustable, or the graph was not made for the format.
-            ProfileError: a time is not known, or is none; all is as before.
+            PlanError: the operator is not adjustable, or the graph does not include the format.
+            ProfileError: a time is unknown or invalid; the mapper is unchanged.
         """
         index = self.graph.places.get(operator)
         takes = self._tables.chosen[index] if index is not None else None
@@ -221,7 +224,7 @@ class CostMapper:
         self._undo.append((index, before))
 
     def undo(self) -> None:
-        """Takes back the last change that was not taken back yet; raises `PlanError` where there is none."""
+        """Undo the last `set` that is not undone yet; raise `PlanError` if none is left."""
         if not self._undo:
             raise PlanError(
                 "there is no change to take back", do="call undo once for each call of set, at most"
@@ -238,18 +241,18 @@ class CostMapper:
 
     @property
     def seconds(self) -> float:
-        """The time that the device computes in a step, without communication."""
+        """Compute time of the device in a step in seconds, without communication."""
         return self.totals.seconds
 
     def states(self) -> States:
-        """Returns what operators compute in and give out now, and the casts that this takes."""
+        """Return the current formats of all operators, and the casts between them."""
         names = zip(self._following.precisions[:-1], self._following.outputs[:-1], strict=True)
         return settled(
             self.graph, [(NAMES[precision], NAMES[output]) for precision, output in names]
         )
 
     def schedule(self, whole_graphs: bool = False) -> Schedule:
-        """Returns the step as what runs after what; see `scheduled`."""
+        """Return the training step as a schedule; see `scheduled`."""
         return scheduled(self.states(), self.times, whole_graphs)
 
     def _change(self, index: int, precision: int) -> None:
@@ -262,7 +265,10 @@ class CostMapper:
             )
 
     def _reprice(self, operators: Iterable[int], points: Iterable[int]) -> None:
-        """Asks for the times of operators and of casts at places; where one is not known, sums are of what was asked before."""
+        """Update the prices of operators and cast points.
+
+        After a `ProfileError` the sums contain exactly the prices updated before it.
+        """
         forward, backward, casts, casts_backward, unpacking = self._sums
         codes, precisions, outputs = (
             self._following.codes,

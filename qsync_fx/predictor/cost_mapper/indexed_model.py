@@ -1,6 +1,7 @@
-"""A `ModelGraph` as tables of small numbers, so that one operator's change is followed in microseconds.
+"""Integer tables of a `ModelGraph`, which make the update after one operator's change fast.
 
-Invariant: says what the graph says and nothing else. A format is its place in `NAMES`, the first of which is none at all.
+A format is its index in `NAMES`; index 0 is "no format". Operators, values and cast points are
+referred to by index. The tables contain no information beyond the graph.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from qsync_fx.predictor.model.model_graph import (
 NAMES: tuple[Name, ...] = (None, *FORMATS)
 NUMBERS = {name: number for number, name in enumerate(NAMES)}
 BASE = 16
-"""More than there are formats: several of them make one number."""
+"""Radix that encodes several format numbers as one integer; at least the number of formats."""
 assert len(NAMES) <= BASE
 REACH = 2
-"""`Times.operator` is told of so many neighbours on either side."""
+"""Number of neighbours on either side that `Times.operator` depends on."""
 
 SCALED = tuple(name is not None and FORMATS[name].scaled for name in NAMES)
 PLAIN = tuple(name is not None and FORMATS[name].plain for name in NAMES)
@@ -39,17 +40,17 @@ _FORMATS = tuple(map(format_named, NAMES))
 NEEDED = tuple(
     tuple(needs_cast(before, before, wanted) for wanted in _FORMATS) for before in _FORMATS
 )
-"""By the format that a value has and the one that it is read in: whether it is converted."""
+"""Whether a cast is needed, by current and required format."""
 WIDE = {kind: tuple(wants_wide(kind, fmt) for fmt in _FORMATS) for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedFormat:
-    """The format of a value: that of an operator's result, or `own`.
+    """Format of a value: the output format of an operator, or `own`.
 
     Attributes:
-        operator: the place of the operator; -1 for none, which gives out nothing.
-        own: its format where the operator gives none.
+        operator: index of the operator; -1 for none.
+        own: format of the value if the operator has no output format.
     """
 
     operator: int
@@ -58,13 +59,15 @@ class IndexedFormat:
 
 @dataclass(frozen=True, slots=True)
 class IndexedReader:
-    """One that reads at a place.
+    """Reader of a value at a cast point.
 
     Attributes:
-        operator: its place; -1 for the model's caller.
-        wanted: by what it computes in, the format that it reads.
-        used: what it reads, where that is behind conversions of the model's own, else None.
-        kept: by what it computes in, the format that it converts what it keeps to in the backward pass; 0 for none.
+        operator: index of the reader; -1 for the model's caller.
+        wanted: required format, by the reader's precision.
+        used: format of the value that it reads if the model converts the value in between;
+            None if it reads the value of the cast point directly.
+        kept: plain format that its saved scaled operand is converted to in the backward pass, by
+            the reader's precision; 0 for none.
     """
 
     operator: int
@@ -75,12 +78,12 @@ class IndexedReader:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place where casts may stand.
+    """Cast point: readings of one value that share one cast per format.
 
     Attributes:
-        value: what they convert.
+        value: index of the value to convert.
         held: its format.
-        readers: those that share them, in the order in which they run.
+        readers: the readers in execution order.
     """
 
     value: int
@@ -90,12 +93,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class IndexedChange:
-    """A change of format that is an operator's own.
+    """Format change within an operator.
 
     Attributes:
-        operator, value: which, and what it converts.
-        held: the format before.
-        wanted: whether the model itself asks for it.
+        operator, value: indices of the operator and of the value that it converts.
+        held: format before the change.
+        wanted: whether the model itself requests the conversion.
     """
 
     operator: int
@@ -105,25 +108,27 @@ class IndexedChange:
 
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""What the casts at a place follow from: see `Tables.keys`."""
+"""Indices of the operators that determine the casts of a point: see `Tables.keys`."""
 
 
 class Tables:
-    """
+    """Tables of a model graph, indexed by operator unless stated otherwise.
+
     Attributes:
-        follow: by operator, the formats that those follow from which its inputs give out; None for adjustable ones.
-        inputs: by operator, those whose outputs decide its format.
-        followers: by operator, those that it is one of the inputs of.
-        outputs: by operator, by what it computes in, what it gives out; None for those that no plan chooses.
-        wide: by operator, what it gives out where all of `wide_readers` compute wide; 0 for never.
-        widens: by operator, those that look at what it computes in for that.
-        points: the places where casts may stand, and the changes of operators' own.
-        keys: by place, what the casts there follow from: the operator whose output they convert, those whose precisions and those whose
-            outputs have a say.
-        alone: by operator, the places where casts follow from nothing but what it computes in: those of its weights.
-        touched: by operator, the other places that its state has a say in.
-        near: by operator, those whose time its state may have a say in.
-        chosen: by operator, by what a plan asks for, what it computes in; None for those that no plan chooses.
+        follow: formats as a function of the input formats; None for adjustable operators.
+        inputs: operators whose outputs determine its formats.
+        followers: operators that have it among their `inputs`.
+        outputs: output format by precision; None for operators that are not adjustable.
+        wide: output format if all `wide_readers` compute in a wide format; 0 for never.
+        wide_readers: reader operators, each with a table that marks its wide precisions.
+        widens: operators that have it among their `wide_readers`.
+        points: cast points, and format changes within operators.
+        keys: by point, the operators that determine its casts: the producer of the value, the
+            operators whose precision matters, and the operators whose output matters.
+        alone: points whose casts depend on the precision of this operator alone.
+        touched: all other points whose casts depend on its state.
+        near: operators whose time can depend on its state.
+        chosen: precision by planned format; None for operators that are not adjustable.
     """
 
     def __init__(self, graph: ModelGraph) -> None:
@@ -181,7 +186,7 @@ def _chosen(operator: ModelOperator, formats: Iterable[str]) -> dict[str, int] |
 
 
 class Followed(dict[int, tuple[int, int]]):
-    """What an operator computes in and gives out, by the outputs of its inputs as one number."""
+    """Lazy table of precision and output format, by input formats encoded in radix `BASE`."""
 
     def __init__(self, follows: Follows) -> None:
         self.follows = follows
@@ -245,7 +250,7 @@ def _reader(
     saved = [0] * len(NAMES)
     if operator is not None and isinstance(operator.decided, Choices):
         for name, unpacked in operator.decided.unpacked.items():
-            # A factor is kept for the gradient of the other one.
+            # A factor is saved for the gradient of the other factor.
             others = (
                 other
                 for other in operator.reads

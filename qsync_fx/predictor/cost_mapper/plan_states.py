@@ -1,6 +1,7 @@
-"""What a plan makes of every operator of a model, and which casts that takes: what the passes will do, foreseen from a `ModelGraph`.
+"""Operator states and casts of a model under a plan, predicted from a `ModelGraph`.
 
-Invariant: equal to `explanation.replanned(plan)`: the same precisions and outputs, and the same casts for the same operators.
+Invariant: the result equals `explanation.replanned(plan)`: the same precisions and outputs, and the
+same casts, charged to the same operators.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ Asked = Plan | Mapping[str, str]
 
 @dataclass(frozen=True)
 class PlannedCast:
-    """A value that is converted or quantized.
+    """Conversion or quantization of a value.
 
     Attributes:
-        owner: the place of the operator that it is done for.
-        value: the place of the value.
-        before, after: the formats.
-        wanted: whether it is a conversion that the model itself asks for, which is an operator of its own.
+        owner: index of the operator that it is charged to.
+        value: index of the value.
+        before, after: names of the formats.
+        wanted: whether it is a conversion of the model itself, which is an operator of its own.
     """
 
     owner: int
@@ -55,12 +56,14 @@ class PlannedCast:
 
 @dataclass(frozen=True)
 class States:
-    """
+    """Formats and casts of all operators under a plan.
+
     Attributes:
         graph: the model.
-        names: the formats that each operator computes in and gives out.
-        casts: in the order in which they run.
-        unpacked: what is kept in a scaled format and converted in the backward pass, for the operator that needs it there first.
+        names: precision and output format of each operator.
+        casts: casts in execution order.
+        unpacked: conversions of saved scaled tensors in the backward pass, charged to the operator
+            whose backward pass needs them first.
     """
 
     graph: ModelGraph
@@ -69,15 +72,15 @@ class States:
     unpacked: tuple[PlannedCast, ...]
 
     def of(self, operator: str) -> OperandState:
-        """Returns the state of an operator, by its id."""
+        """Return the state of an operator by its id."""
         return state_named(self.names[self.graph.place(operator)])
 
     def held(self, value: int) -> Name:
-        """Returns the format that a value is given out in, by its place."""
+        """Return the format of a value by its index."""
         return _held(self.graph, self.names, value)
 
     def cost(self, operator: str) -> Cost:
-        """Returns what an operator costs, its casts included."""
+        """Return the cost of an operator, including its casts."""
         index = self.graph.place(operator)
         owned = self.graph.operators[index].costs[self.names[index]]
         return sum(
@@ -85,7 +88,7 @@ class States:
         )
 
     def saved(self) -> dict[Kept, Size]:
-        """Returns what is kept for the backward pass, by value and format; what several operators keep of one value counts once."""
+        """Return the bytes saved for backward by value and format; shared tensors count once."""
         result: dict[Kept, Size] = {}
         for operator, names in zip(self.graph.operators, self.names, strict=True):
             result |= operator.costs[names].saved
@@ -102,18 +105,18 @@ class States:
 
 
 def states(graph: ModelGraph, requested: Asked) -> States:
-    """Returns what a plan makes of a model.
+    """Return the operator states and casts of a model under a plan.
 
     Raises:
-        PlanError: the plan does not fit the model, or asks for a format that the graph was not made for.
+        PlanError: the plan does not fit the model, or requests a format that the graph lacks.
     """
     return settled(graph, state_names(graph, requested))
 
 
 def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
-    """Returns the formats that each operator computes in and gives out under a plan, without its casts; raises as `states` does."""
+    """Return the precision and output format of each operator; raise as `states` does."""
     precisions = planned(graph, requested)
-    # What scaled operators give out depends on who reads it, and widens none of those.
+    # Scaled outputs depend on their readers' precisions but do not widen them: two sweeps suffice.
     narrow = _swept(graph, precisions, frozenset())
     wide = frozenset(
         index
@@ -129,14 +132,14 @@ def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
 
 
 def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
-    """Returns states that are known already, with the casts that they take."""
+    """Return `States` for known operator formats, with the casts that they require."""
     return States(
         graph, tuple(result), tuple(_casts(graph, result)), tuple(_unpacked(graph, result))
     )
 
 
 def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
-    """Returns the format that each adjustable operator computes in under a plan, by its place; raises as `states` does."""
+    """Return the precision of each adjustable operator by index; raise as `states` does."""
     adjustable = [
         index for index, op in enumerate(graph.operators) if isinstance(op.decided, Choices)
     ]
@@ -172,7 +175,7 @@ def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
 
 
 def check_format(graph: ModelGraph, name: str, where: str) -> None:
-    """Raises `PlanError` where costs of a format are not known."""
+    """Raise `PlanError` if the graph contains no costs of a format."""
     if name not in graph.formats:
         do = (
             f"{nearest(name, graph.formats)}; or measure the model in it, too, precisions=(..., {name!r}); "
@@ -182,7 +185,7 @@ def check_format(graph: ModelGraph, name: str, where: str) -> None:
 
 
 def wants_all_wide(graph: ModelGraph, index: int, readers: Sequence[Name], precision: str) -> bool:
-    """Whether an operator in `precision` gives out what its readers, that compute in these formats, all want wide."""
+    """Return whether an operator in `precision` has a wide output, given its readers' formats."""
     choices = _choices(graph, index)
     if choices.wide is None or not FORMATS[precision].scaled:
         return False
@@ -224,7 +227,7 @@ def _followed(follows: Follows, result: Sequence[StateNames]) -> Name:
 
 
 def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedCast]:
-    """Yields the casts that states take; one is there for all that read a value in one format, for the first of them."""
+    """Yield the required casts; readings of one cast point share one cast per format."""
     made: set[tuple[int | None, Name]] = set()
     for index, operator in enumerate(graph.operators):
         precision, output = result[index]
@@ -272,7 +275,7 @@ def _unpacked(graph: ModelGraph, result: Sequence[StateNames]) -> list[PlannedCa
             continue
         factors = [read for read in operator.reads if read.wanted.get(precision) == precision]
         for read in factors:
-            # A factor is kept for the gradient of the other one. Backward the last of its readers comes first.
+            # A factor is saved for the other one's gradient. The last reader runs backward first.
             if any(other.gradient for other in factors if other is not read):
                 saved[read.point, precision] = PlannedCast(
                     index, read.origin, precision, decided.unpacked[precision]
@@ -283,7 +286,7 @@ def _unpacked(graph: ModelGraph, result: Sequence[StateNames]) -> list[PlannedCa
 def _cast_of(
     graph: ModelGraph, result: Sequence[StateNames], read: ModelRead, precision: Name
 ) -> tuple[Name, Name]:
-    """The formats of the cast that a reading takes; (None, None) for none."""
+    """Return the formats of the cast of an operand; (None, None) if it needs none."""
     if read.point is None:
         return None, None
     before, used = (

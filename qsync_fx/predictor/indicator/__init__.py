@@ -1,4 +1,6 @@
-"""How much variance an operator in a precision adds to the gradients: formulas of tensors, and the value that holds what they give.
+"""Indicator: variance that an operator in a precision adds to the gradients (QSync).
 
-Invariant: pure functions. Each formula says of what it is the expectation, and a Monte Carlo test holds it to that.
+`rounding_variance` computes the rounding noise of tensors and of products, `formulas` the closed
+forms of the paper, and `sensitivity_map.Sensitivity` contains the result. All functions are pure;
+Monte Carlo tests verify each formula. `qsync_fx.profiler.sensitivity` runs the models.
 """

@@ -1,17 +1,8 @@
-"""QSync's indicator to the letter (equations 3 to 5, propositions 2 and 3): for comparison, not for plans.
+"""Closed forms of QSync's indicator: Eq. (3) to (5), literally, and a corrected weighting by depth.
 
-Its variance of a float tensor takes one exponent, that of the largest element, for all elements, and one bit less of mantissa than formats
-have; its variance of a product is a bound, too large by the width that is summed over; its weights by depth are those of noise received.
-
-Invariant: nothing is corrected here.
-
-An operator's variance from how deep it stands: closed forms, for where gradients are not propagated (`profiling.statistics` does).
-
-With operators at depths 1 to L, an error in a forward result reaches the gradients of the L - d + 1 operators from there on, and one in
-an input gradient those of the d - 1 operators before: Omega = gamma**2 (L - d + 1) forward + weight gradient + (d - 1) input gradient.
-QSync's equation 3 has the two weights the other way round, as it asks for the noise received at an operator and not for what it causes.
-
-Invariant: a depth is the longest path to an operator: with residual branches the shortest one is as long as there are no operators at all.
+The literal forms serve for comparison, not for plans. For a float tensor they use one exponent, of
+the largest element, and one mantissa bit less than the format has. Their variance of a product is
+an upper bound, too large by a factor of the reduced dimension. `omega` is the corrected weighting.
 """
 
 from __future__ import annotations
@@ -30,10 +21,13 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 def depths(inputs: Mapping[Node, Iterable[Node]], counted: Iterable[Node]) -> dict[Node, int]:
-    """Returns the number of counted nodes on the longest path to each node, itself included.
+    """Return the number of counted nodes on the longest path to each node, including the node.
+
+    The shortest path would skip all operators of a residual branch.
 
     Args:
-        inputs: what each node reads, in an order in which these come first.
+        inputs: nodes that each node reads, in topological order.
+        counted: nodes that add 1 to the length of a path.
     """
     owned, result = set(counted), dict[Node, int]()
     for node, before in inputs.items():
@@ -49,12 +43,21 @@ def omega(
     weight_gradient: float,
     input_gradient: float,
 ) -> float:
-    """Returns the variance that an operator causes.
+    """Return the variance that an operator at depth d of L adds to the gradients.
+
+    An error of its forward result affects the gradients of the L - d + 1 operators from there on,
+    and an error of its input gradient the gradients of the d - 1 operators before it:
+
+        omega = gamma**2 (L - d + 1) forward + weight_gradient + (d - 1) input_gradient
+
+    QSync, Eq. (3), has the two weights exchanged: it counts the noise that an operator receives,
+    not the noise that it causes.
 
     Args:
-        gamma: the derivative of the loss by its input: 1/N for a mean over N samples.
-        depth, deepest: of the operator, and of the model's deepest.
-        forward, weight_gradient, input_gradient: the variance of its three products, summed over elements.
+        gamma: derivative of the loss by its input: 1/N for a mean over N samples.
+        depth, deepest: depth of the operator, and the largest depth of the model.
+        forward, weight_gradient, input_gradient: variance of the three products of the operator,
+            summed over all elements.
     """
     return (
         gamma**2 * (deepest - depth + 1) * forward + weight_gradient + (depth - 1) * input_gradient
@@ -63,14 +66,19 @@ def omega(
 
 @dataclass(frozen=True)
 class Moments:
-    """What equations 4 and 5 need of a tensor: its square norm, and its variance in a format, q**2 D or 2**(2e) eps**2 D."""
+    """Square norm of a tensor, and its variance in a format without the factor 1/6 (QSync).
+
+    Attributes:
+        square: sum of the squares of all elements.
+        spread: q**2 D for integers, 2**(2e) eps**2 D for floats, with D elements.
+    """
 
     square: float
     spread: float
 
 
 def moments(x: Tensor, fmt: Precision) -> Moments:
-    """Returns the moments of a tensor in a format."""
+    """Return the moments of a tensor in a format."""
     value = x.detach().double()
     if fmt.kind == "integer":
         step = float(scale(value, fmt).reshape(()))
@@ -84,22 +92,22 @@ def moments(x: Tensor, fmt: Precision) -> Moments:
 
 
 def forward(x: Moments, weight: Moments) -> float:
-    """Equation 4."""
+    """Return the variance of a forward product: QSync, Eq. (4)."""
     return (weight.square * x.spread + x.square * weight.spread) / 6
 
 
 def backward(x: Moments, gradient: Moments) -> float:
-    """Equation 5."""
+    """Return the variance of a backward product: QSync, Eq. (5)."""
     return (gradient.square * x.spread + x.square * gradient.spread) / 6
 
 
 def indicator(
     gamma: float, depth: int, deepest: int, of_forward: float, of_backward: float
 ) -> float:
-    """Equation 3."""
+    """Return the indicator of an operator: QSync, Eq. (3)."""
     return gamma**2 * depth * of_forward + (deepest - depth) * of_backward
 
 
 def gradient_format(fmt: Precision) -> Precision:
-    """What the paper rounds a gradient to: the format itself where it is a float, 16 bits under fixed point (section IV-B)."""
+    """Return the format of a gradient: `fmt` for floats, 16 bits for fixed point (QSync, IV-B)."""
     return fmt if fmt.kind == "float" else fmt.gradient

@@ -1,9 +1,7 @@
-"""`Sensitivity`: what each operator in each precision adds to the variance of the gradients.
+"""Sensitivity of a model: variance that each operator adds to the gradients, by precision.
 
-Invariant: a value: equal where it says the same, and what `to_json` writes `from_json` reads. No number is negative or NaN. Files have no
-infinite ones: what overflows is the largest float there.
-
-A sensitivity as a table, as wide as what it says.
+Invariant: a `Sensitivity` is a value, and `from_json` restores it from `to_json`. No number is
+negative or NaN. Files store infinite numbers as the largest float.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from qsync_fx.serialization.schema import Path, Schema
 
 
 def table(result: Sensitivity) -> str:
-    """Returns the rows as text, one line an operator, and how it was found."""
+    """Return a sensitivity as a text table, one line per operator, followed by its summary."""
     cells = rows(result)
     widths = [max(len(row[index]) for row in cells) for index in range(len(cells[0]))]
     lines = []
@@ -32,7 +30,7 @@ def table(result: Sensitivity) -> str:
 
 
 def rows(result: Sensitivity) -> list[list[str]]:
-    """Returns a heading, and for each operator its variance in each precision and its share of the sum of that precision."""
+    """Return a header, then each operator's variance by precision with its share of the total."""
     names = result.precisions
     sums = {name: sum(by.get(name, 0.0) for by in result.variance.values()) for name in names}
     cells = [["operator", *(cell for name in names for cell in (name, f"of {name}"))]]
@@ -44,7 +42,7 @@ def rows(result: Sensitivity) -> list[list[str]]:
 
 
 def summary(result: Sensitivity) -> str:
-    """Returns one line on how it was found."""
+    """Return one line with the model, the method, its steps and its duration."""
     steps = f", mean over {result.steps} steps" if result.steps else ""
     return f"variance added to the gradients of {result.model}, method {result.method}{steps}, {result.seconds:.0f} s"
 
@@ -60,17 +58,18 @@ Values = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """
+    """Variance that each operator adds to the gradients of a model, by precision.
+
     Attributes:
-        method: how it was found.
-        model: the name of the model's class.
-        variance: by operator and precision, summed over all elements of all gradients, a mean over steps. In a narrow format that rounds to
-            nearest it is the mean square error, as nothing varies.
-        steps: how many steps it is a mean over.
-        trace: the same of each step, in order; empty where a method has no steps.
-        seconds: what finding it took.
-        gradients: by parameter and codec of gradients, what writing its gradient once in the codec adds to the variance of that; empty
-            where it was found before codecs were looked at.
+        method: name of the indicator.
+        model: class name of the model.
+        variance: by operator and precision, summed over all elements of all gradients and averaged
+            over steps. For a narrow format that rounds to nearest it is the mean square error.
+        steps: number of steps in the mean.
+        trace: `variance` of each step, in order; empty for a method without steps.
+        seconds: duration of the measurement.
+        gradients: by parameter and gradient codec, the variance that encoding the gradient once
+            adds to it; empty in files from before codecs were measured.
     """
 
     method: str
@@ -95,19 +94,21 @@ class Sensitivity:
 
     @property
     def operators(self) -> list[str]:
-        """The ids of the operators, in the order in which `explain` lists them."""
+        """Operator ids in the order of `explain`."""
         return list(self.variance)
 
     @property
     def precisions(self) -> list[str]:
-        """The precisions, in the order in which they were asked for."""
+        """Precisions in the requested order."""
         return list(dict.fromkeys(name for by in self.variance.values() for name in by))
 
     def of(self, operator: str | OpId, precision: str) -> float:
-        """Returns the variance that an operator adds in a precision; none in one of 32 bits or more, measured or not.
+        """Return the variance that an operator adds in a precision.
+
+        It is 0 for unmeasured precisions of 32 bits or more.
 
         Raises:
-            ProfileError: the operator or the precision is not in it.
+            ProfileError: the operator or the precision is not in the sensitivity.
         """
         by = self.variance.get(str(operator))
         if by is None:
@@ -126,7 +127,7 @@ class Sensitivity:
         )
 
     def ranks(self, precision: str) -> list[dict[str, int]]:
-        """Returns the rank of each operator in each step, 0 for the most sensitive: QSync's Fig. 8."""
+        """Return each operator's rank in each step, 0 for the most sensitive (QSync, Fig. 8)."""
         result = []
         for values in self.trace:
             available = [(by[precision], name) for name, by in values.items() if precision in by]
@@ -135,25 +136,25 @@ class Sensitivity:
         return result
 
     def to_json(self) -> str:
-        """Returns it as JSON text."""
+        """Return the sensitivity as JSON text."""
         return SENSITIVITY.encode(self.finite())
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Sensitivity:
-        """Reads the text of `to_json`. Raises `ProfileError`, and nothing else, for any other text."""
+        """Return the sensitivity of a `to_json` text; raise `ProfileError` for any other text."""
         return SENSITIVITY.decode(text)
 
     def save(self, path: Path) -> None:
-        """Writes it to a file in one step; raises `ProfileError` if it cannot."""
+        """Write the sensitivity to a file atomically; raise `ProfileError` if that fails."""
         SENSITIVITY.write(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Sensitivity:
-        """Reads a file, which may come from anywhere; raises `ProfileError` saying what is wrong with it, and where."""
+        """Read a file from any source; raise `ProfileError` that locates a defect."""
         return SENSITIVITY.load(path)
 
     def finite(self) -> Sensitivity:
-        """Returns it as files hold it."""
+        """Return the sensitivity as files store it, without infinite numbers."""
         return Sensitivity(
             self.method,
             self.model,
@@ -165,7 +166,7 @@ class Sensitivity:
         )
 
     def table(self) -> str:
-        """Returns the table that `print` shows."""
+        """Return the text table that `print` shows."""
 
         return table(self)
 
@@ -181,7 +182,7 @@ def _finite(values: Values) -> dict[str, dict[str, float]]:
 
 
 def check(result: Sensitivity) -> str | None:
-    """Returns why what a file says cannot be; None where it can."""
+    """Return why the contents of a file are invalid; None if they are valid."""
     if result.steps < 0 or result.seconds < 0:
         return "neither steps nor seconds are negative"
     for table in (result.variance, *result.trace):
@@ -201,7 +202,7 @@ def check(result: Sensitivity) -> str | None:
 
 
 CHECKS: Final = {Sensitivity: check}
-"""What a file that holds a sensitivity in a field of its own checks of it."""
+"""Checks for a schema that contains a sensitivity."""
 
 SENSITIVITY: Final = Schema(
     Sensitivity,
@@ -212,19 +213,20 @@ SENSITIVITY: Final = Schema(
     largest=64 * 2**20,
     checks=CHECKS,
 )
-"""Files of one alone."""
+"""Schema of files with a single sensitivity."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """
+    """Agreement of a method with a reference sensitivity.
+
     Attributes:
-        method: of the one that is held to the other.
-        precision: in which.
-        operators: how many are compared.
-        spearman: correlation of their ranks; NaN where there are fewer than two, or all are equal.
-        ratio: how many times the truth it is, a geometric mean; NaN where either has zeros.
-        spread: the largest truth divided by the smallest: where operators are alike, ranks mean little.
+        method: name of the compared method.
+        precision: precision of the comparison.
+        operators: number of compared operators.
+        spearman: Spearman rank correlation; NaN for fewer than two operators or equal ranks.
+        ratio: geometric mean of the ratio to the reference; NaN if either contains zeros.
+        spread: largest reference value divided by the smallest. Ranks mean little if it is small.
     """
 
     method: str
@@ -236,7 +238,7 @@ class Agreement:
 
 
 def agreement(result: Sensitivity, truth: Sensitivity, precision: str) -> Agreement:
-    """Returns how well `found` tells `truth` in a precision."""
+    """Return how well `result` predicts `truth` in a precision."""
     pairs = [
         (result.variance[name][precision], by[precision])
         for name, by in truth.variance.items()
@@ -253,7 +255,7 @@ def agreement(result: Sensitivity, truth: Sensitivity, precision: str) -> Agreem
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the correlation of the ranks of two lists, equal values with their mean rank."""
+    """Return the Spearman rank correlation of two lists; equal values have their mean rank."""
     if len(first) < 2:
         return math.nan
     a, b = _ranks(first), _ranks(second)

@@ -1,4 +1,9 @@
-"""The memory of a training step under a plan, reckoned from a `ModelGraph`."""
+"""Peak memory of a training step under a plan, computed from a `ModelGraph`.
+
+`forward` and `backward` express the passes as tasks and buffers (`buffers`), `kernel_order` orders
+the tasks as Inductor does, and `peak_memory` computes the live bytes over time. `liveness` returns
+live buffers and bounds for the allocator. Start with `peak_memory.step_memory`.
+"""
 
 from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.liveness import (

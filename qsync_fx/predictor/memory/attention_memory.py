@@ -1,15 +1,11 @@
-"""Attention as one operator: which kernels compute it on a CPU, and what these write and keep.
+"""Memory of scaled dot-product attention: its buffers without a fused kernel, and scratch space.
 
-A fused kernel keeps its result and a sum for each row. Where it does not serve, as with dropout, attention is what it stands for: query and
-key are laid out anew and multiplied, and what became of the scores multiplies the values. Scores, weights and the mask of what was dropped
-are kept whole. In a format below FP32 a kernel takes the exponentials in FP32 beside all these where some are dropped; else they stay in a
-row of its own. In FP32 weights are computed again, from scores, in the backward pass. Which attention is products without dropout,
-`qsync_fx.graph.saved_tensors` says.
-
-Values that are a part of something larger and need no laying out, as of torch's own MultiheadAttention, are read and kept as that, whole.
-Query and key are then kept as copies that a compiler writes last, in the order in which autograd wants them.
-
-Invariant: which of both it is follows from what autograd keeps of the operator: a fused kernel keeps its result.
+A fused kernel saves its result and one sum per row. Without it, as with dropout on a CPU, query and
+key are copied and multiplied, the scores become weights, and the weights multiply the values.
+Scores, weights and the dropout mask are saved at full size. With dropout below FP32, a kernel also
+materializes the FP32 exponentials. In FP32 with dropout, the backward pass recomputes the weights
+from the scores. `qsync_fx.graph.saved_tensors` selects attention without dropout that is lowered to
+products. The saved tensors of autograd decide which case applies: a fused kernel saves its result.
 """
 
 from __future__ import annotations
@@ -23,11 +19,14 @@ from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, Name
 
 QUERY, KEY, VALUE = range(3)
 _SUM = 4
-"""Bytes of the largest and of the sum of a row, which are FP32."""
+"""Bytes of the maximum and of the sum of a row, both FP32."""
 
 
 def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]) -> bool:
-    """Whether an operator in a state is attention that one kernel computes, and another one its gradients; on GPUs it is taken to be."""
+    """Return whether an operator is attention with fused forward and backward kernels.
+
+    On GPUs all attention counts as fused.
+    """
     if not attends(operator):
         return False
     if graph.device != "cpu" or any(output is None for _, output in operator.costs):
@@ -42,29 +41,32 @@ def is_fused(graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name
 def _kept_whole(
     values: Values, operator: ModelOperator, state: tuple[Name, Name], drops: bool
 ) -> bool:
-    """Whether its value, in a state, is a part of something that autograd keeps as it is, where it is in that format."""
+    """Return whether the value operand is a view of a tensor that autograd saves in full."""
     read = operator.reads[VALUE].value
     root, name = values.root(read), values.graph.values[values.root(read)].name
-    # A cost of an operator is of operands that are converted for it where they are of another format in the model as it is written.
+    # With dropout, the cost in one state may refer to operands that are converted for it.
     costs = operator.costs.values() if drops else [operator.costs[state]]
     full = any(key == name for cost in costs for key, _ in cost.saved)
     return values.is_part(read) and full and values.states.held(root) == (state[0] or state[1])
 
 
 def _width(operator: ModelOperator) -> int:
-    """How many elements a row of the result has."""
+    """Return the number of elements per row of the result."""
     return int(operator.shape.rstrip("]").rpartition(",")[2])
 
 
 _ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512
-"""How many queries torch's kernel takes at once, by how many there are at least, and how many keys."""
+"""Query block sizes of torch's CPU kernel, by minimum number of queries, and its key block size."""
 
 
 def scratch(
     graph: ModelGraph, operator: ModelOperator, state: tuple[Name, Name]
 ) -> tuple[int, int]:
-    """Returns the bytes that a thread of torch's fused kernel on a CPU takes while it computes the result, and while it computes
-    gradients: a block of scores in FP32, and in the backward pass of their gradients; on GPUs they are in registers."""
+    """Return the scratch bytes per thread of torch's fused CPU kernel, forward and backward.
+
+    The forward pass uses a block of FP32 scores, the backward pass another one for their gradients.
+    GPU kernels use registers, so the result is 0.
+    """
     if graph.device != "cpu":
         return 0, 0
     query, key = (whole(graph.values[read.value].numel) for read in operator.reads[: KEY + 1])
@@ -81,16 +83,18 @@ def scratch(
 
 @dataclass(frozen=True)
 class Matrices:
-    """What attention without a fused kernel writes.
+    """Buffers of attention without a fused kernel.
 
     Attributes:
-        operands: query, key and value, laid out anew; a value that needs none is the whole of which it is a part.
-        copies: query and key as they are kept, where that is not as they are multiplied.
-        scores, weights: before and after what makes weights of them; what was dropped is zero in these.
-        statistics: the largest and the sum of each row, which the backward pass reads.
-        mask: which weights were dropped; None where none are.
-        passing: what is there while weights are computed, and not behind that.
-        numbers: the random ones that the mask is made from, where it is not drawn itself.
+        operands: query, key and value as contiguous copies. A value that needs no copy is replaced
+            by the full base tensor of its view.
+        copies: saved copies of query and key if their layout differs from the multiplied ones. This
+            is the case for a value without copy, as in nn.MultiheadAttention.
+        scores, weights: matrices before and after the softmax; dropped weights are zero.
+        statistics: maximum and sum of each row, which the backward pass reads.
+        mask: dropout mask; None without dropout.
+        passing: buffers that live only during the computation of the weights.
+        numbers: random numbers for the mask; None if the mask is drawn directly.
     """
 
     operands: tuple[Buffer, Buffer, Buffer]
@@ -104,12 +108,12 @@ class Matrices:
 
     @classmethod
     def of(cls, values: Values, index: int, operator: ModelOperator) -> Matrices:
-        """Returns those of the operator at a place, under the states of the values."""
+        """Return the buffers of the operator at `index` under the states of `values`."""
         graph, state = values.graph, values.states.names[index]
         fmt = state[0] or state[1]
         assert fmt is not None, "attention without a format is not taken apart"
         result, size = graph.values[operator.result], FORMATS[fmt].dtype.itemsize
-        # Each of its rows gives one of the result's, as wide as a value's.
+        # Each row of the scores yields one row of the result, as wide as a row of the values.
         width = _width(operator)
         rows = whole(result.numel) // width
         across = whole(graph.values[operator.reads[QUERY].value].numel) // rows
@@ -146,24 +150,24 @@ class Matrices:
 
     @property
     def saved(self) -> frozenset[Buffer]:
-        """What the backward pass reads."""
+        """Tensors saved for backward."""
         scores = (
             () if self.mask is None else (self.scores,)
-        )  # without dropout the weights are what it needs
+        )  # without dropout the backward pass reads the weights only
         return frozenset((*self.factors, *scores, self.weights, *self.kept))
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """What else the backward pass reads."""
+        """Saved tensors in addition to factors, scores and weights."""
         return (self.statistics,) if self.mask is None else (self.statistics, self.mask)
 
     @property
     def factors(self) -> tuple[Buffer, Buffer, Buffer]:
-        """Query, key and value as they are kept."""
+        """Query, key and value as saved for backward."""
         return self.operands if self.copies is None else (*self.copies, self.operands[VALUE])
 
     def copied(self, name: str) -> list[Task]:
-        """Returns what is written when the pass is about to end."""
+        """Return the tasks at the end of the forward pass that write the saved copies."""
         saved = () if self.copies is None else zip(self.operands, self.copies, strict=False)
         return [
             Task(name, False, False, frozenset({item}), (copy,), anew=True, apart=True)
@@ -171,7 +175,13 @@ class Matrices:
         ]
 
     def forward(self, name: str, sources: tuple[Set[Buffer], ...], result: Buffer) -> list[Task]:
-        """Returns the tasks that compute the result; `sources` are what query, key, value and a mask are computed from."""
+        """Return the tasks that compute the result.
+
+        Args:
+            name: id of the operator.
+            sources: buffers that query, key, value and an attention mask are computed from.
+            result: buffer of the result.
+        """
         query, key, value = self.operands
         transposed = frozenset(sources[QUERY] | sources[KEY])
         rest = frozenset[Buffer]().union(*sources[VALUE + 1 :])
@@ -188,7 +198,13 @@ class Matrices:
         ]
 
     def backward(self, name: str, argument: Buffer, made: Mapping[int, Buffer]) -> list[Task]:
-        """Returns the tasks that compute gradients, by place, from the one that the operator is given."""
+        """Return the tasks that compute the gradients.
+
+        Args:
+            name: id of the operator.
+            argument: gradient of the result.
+            made: buffers of the operands' gradients, by operand index.
+        """
         query, key, value = self.factors
         changed = Buffer(
             f"gradient of {self.weights.name}", self.weights.format, self.weights.bytes
@@ -209,7 +225,7 @@ class Matrices:
                 frozenset(self.kept),
             )
             if self.mask is not None and not self.passing:
-                # In FP32 weights are computed again from scores, whenever that is best.
+                # In FP32 the weights are recomputed from the scores at any time before their use.
                 again = Buffer(
                     f"{self.weights.name} again", self.weights.format, self.weights.bytes
                 )
@@ -218,7 +234,7 @@ class Matrices:
                 )
                 scores, saved = again, saved - {self.statistics}
             product(argument, value, changed)
-            # It sums over rows first, so that no kernel of elements before it takes it in.
+            # The row sums come first, so the kernel does not fuse with elementwise tasks before it.
             matches.append(
                 Task(
                     name,

@@ -1,7 +1,8 @@
-"""The backward pass of a step as tasks and buffers, and the gradients that it leaves behind.
+"""Backward pass of a step as tasks and buffers, including the parameter gradients.
 
-Invariant: the operators of the forward pass are gone through once, from the last to the first; a gradient that several readers of a value
-give is their sum, computed where it is read. What activation checkpointing has not kept is there again before the first that reads it.
+It visits the operators of the forward pass once, in reverse order. The gradient of a value with
+several readers is a sum, computed at its reader. Tensors that activation checkpointing discards are
+recomputed before their first reader.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ SPREADS = ("add", "sub", "rsub", "mul", "div", "where", "expand", "expand_as")
 _TURNS = ("transpose", "permute", "t", "mT", "swapaxes", "movedim")
 _OF_ROWS = ("layer_norm", "rms_norm")
 READS = 12
-"""What takes more reads than this to compute where it is read, Inductor has computed once, into memory (on a CPU)."""
+"""Largest number of reads of a gradient that Inductor fuses; it materializes others (CPU)."""
 
 
 class Backward:
-    """
+    """Tasks of the backward pass.
+
     Attributes:
-        incoming: what writes the gradients that the step begins the backward pass with.
-        tasks: behind that, as the pass is written: what widens a gradient follows the product that made it.
+        incoming: tasks that write the gradients of the model's results.
+        tasks: tasks after them, in program order: the cast of a gradient follows its product.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -82,7 +84,7 @@ class Backward:
             )
 
     def _repeat(self, index: int) -> None:
-        """Has what was not kept computed again: the operators of a checkpointed body, all at once."""
+        """Recompute the operators of a checkpointed body, all at once."""
         if not self.graph.operators[index].repeated or index >= self._repeated_from:
             return
         first = index
@@ -125,14 +127,14 @@ class Backward:
                 self._arrive(operator.id, read.value, self._spread(operator, read.value, outgoing))
 
     def _dear(self, operator: ModelOperator, saved: Sources) -> Buffer:
-        """What is dear of a gradient and read several times, in FP32; in memory only if two kernels share it."""
+        """Return the FP32 intermediate of a gradient that is expensive and read several times."""
         size = self.forward.bytes(operator.result, FP32.name)
         buffer = Buffer(f"within {self._name(operator.result)}", FP32.name, size, passing=True)
         self._task(operator.id, False, saved, buffer)
         return buffer
 
     def _spread(self, operator: ModelOperator, value: int, outgoing: Sources) -> Sources:
-        """What the gradient of a value is computed from: where it was spread over more elements, a sum over those."""
+        """Return the sources of an operand's gradient: a reduction if the operand was broadcast."""
         values = self.graph.values
         if operator.row not in SPREADS or whole(values[value].numel) >= whole(
             values[operator.result].numel
@@ -144,7 +146,7 @@ class Backward:
         return frozenset({buffer})
 
     def _bounded(self, operator: str, value: int, sources: Sources, fmt: Name) -> Sources:
-        """What a gradient is computed from: itself, in memory, where that would be too much."""
+        """Return the sources of a gradient, materialized if they are more than `READS`."""
         if len(sources) <= READS:
             return sources
         buffer = Buffer(self._name(value), fmt, self.forward.bytes(value, fmt))
@@ -158,7 +160,7 @@ class Backward:
         return _of(self.graph.values[self.forward.root(value)].name)
 
     def _normed(self, operator: ModelOperator, incoming: Sources, saved: Sources) -> Sources:
-        """What the gradient of a norm's operand is computed from, once the sums in it, and the gradients of its parameters, are there."""
+        """Add the tasks of a normalization; return the sources of its operand's gradient."""
         operand, weights = (
             operator.reads[0].value,
             [read for read in operator.reads[1:] if read.gradient],
@@ -170,7 +172,7 @@ class Backward:
             self.forward.extras(self.graph.places[operator.id]), key=lambda buffer: buffer.name
         )
         sums = [Buffer(f"sums of {self._name(operand)}", None, buffer.bytes) for buffer in extras]
-        # The gradient is multiplied last with the deviation's inverse, and by channel with the weight, wherever the rest lies.
+        # Inverse deviation and weight are multiplied last, even if the rest is materialized.
         last = frozenset(extras[-1:])
         gradients = self._of_parameters(weights)
         if not operator.row.startswith(_OF_ROWS):
@@ -182,7 +184,7 @@ class Backward:
             )
             return self._wide(operator, operand, incoming | saved | frozenset(sums)) | last | scales
         if self.forward.states.names[self.graph.places[operator.id]][1] == FP32.name:
-            # The operand is kept with its mean taken off and divided, which takes no more there.
+            # The normalized operand is saved, which needs no additional memory in FP32.
             saved -= frozenset(extras)
         weighed = self._wide(operator, operand, incoming | scales)
         self._task(
@@ -196,14 +198,14 @@ class Backward:
         return result
 
     def _sum(self, operator: str, reads: Sources, *writes: Buffer) -> None:
-        """Sums over the batch."""
+        """Add a reduction over the batch."""
         self.tasks.append(Task(operator, True, False, reads, writes, sums=True))
 
     def _wide(self, operator: ModelOperator, value: int, sources: Sources) -> Sources:
         return self._bounded(operator.id, value, sources, FP32.name)
 
     def _of_parameters(self, reads: list[ModelRead]) -> list[Buffer]:
-        """The gradients of parameters that have none yet."""
+        """Return buffers for the gradients of parameters that have none yet."""
         roots = dict.fromkeys(
             self.forward.root(read.value) for read in reads if self._is_parameter(read.value)
         )
@@ -225,9 +227,9 @@ class Backward:
         return frozenset({buffer})
 
     def _lying(self, operator: ModelOperator, incoming: Sources, fmt: Name) -> Buffer:
-        """The gradient of an operator's result, in memory and in a format."""
+        """Materialize the gradient of an operator's result in a format."""
         size = self.forward.bytes(operator.result, fmt)
-        # The gradient of a transposed view is laid out anew.
+        # The gradient of a transposed view is copied into another layout.
         if len(incoming) == 1 and operator.result not in self._turned:
             (only,) = incoming
             if only.format == fmt and only.bytes == size:
@@ -241,7 +243,7 @@ class Backward:
         narrow, carrier = computed_in(precision)
         gradient = self._lying(operator, incoming, narrow)
         at_once = convolves(operator) or attends(operator)
-        # A convolution's kernel gives the gradient of the bias, too.
+        # The backward kernel of a convolution includes the gradient of the bias.
         inputs = (0, 1, 2) if at_once else self.forward.multiplied(operator)
         places = [
             place for place, read in enumerate(operator.reads) if place in inputs and read.gradient
@@ -259,11 +261,11 @@ class Backward:
                 reads |= self._now(self.forward.kept.get(index, frozenset()))
                 workspace = scratch(self.graph, operator, self.forward.states.names[index])[1]
             else:
-                # oneDNN lays weights out anew, and sums their gradient in FP32.
+                # oneDNN copies the weights into its own layout, and sums their gradient in FP32.
                 workspace = 2 * self.forward.bytes(operator.reads[1].value, carrier)
             self._task(operator.id, True, reads, *made.values(), workspace=workspace)
             results = tuple(made.values())
-            # What it gives is several results, each taken out by a task of its own; until the last is, all are held.
+            # One task unpacks each result of the kernel; all results live until the last task.
             self.tasks += [
                 Task(operator.id, True, True, writes=(result,), holds=results) for result in results
             ]
@@ -280,7 +282,7 @@ class Backward:
                 self._parameter(operator, operator.reads[place].value, frozenset({buffer}))
         for place, read in enumerate(operator.reads):
             if place not in inputs and read.gradient and self._is_parameter(read.value):
-                # That of a bias is summed in the format that the gradient comes in.
+                # The bias gradient is summed in the format of the incoming gradient.
                 summed = frozenset({gradient}) if narrow in (precision, output) else incoming
                 self._parameter(operator, read.value, summed, sums=True)
         for place, buffer in made.items():
@@ -289,7 +291,7 @@ class Backward:
                 self._arrive(operator.id, operator.reads[place].value, frozenset({buffer, *scale}))
 
     def _made(self, operator: ModelOperator, place: int, carrier: Name) -> Buffer:
-        """What a product writes the gradient of a factor to: that of a parameter in its own format is whole with it."""
+        """Return the buffer for a factor's gradient, the final one for an unconverted parameter."""
         value = operator.reads[place].value
         root = self.forward.root(value)
         if (
@@ -303,7 +305,7 @@ class Backward:
     def _factor(
         self, index: int, operator: ModelOperator, place: int, carrier: Name
     ) -> Buffer | None:
-        """A factor of a product as its gradients read it: one that is kept in a scaled format, in the carrier."""
+        """Return a factor as its gradient product reads it; scaled factors in the compute dtype."""
         saved = self.forward.factors.get((index, place))
         if saved is None:
             return None
@@ -317,7 +319,7 @@ class Backward:
         return self._carried[saved]
 
     def _scale(self, index: int, place: int) -> Sources:
-        """The scale of a factor that is kept in a scaled format, as what a product with it is multiplied with."""
+        """Return the scale of a factor saved in a scaled format, which multiplies the product."""
         saved = self.forward.factors.get((index, place))
         if saved is None or saved.format is None or not FORMATS[saved.format].scaled:
             return frozenset()
@@ -337,25 +339,28 @@ class Backward:
     ) -> None:
         root = self.forward.root(value)
         if root in self._arrived:
-            return  # the gradient of another reader is added to what is there
+            return  # gradients of further readers are accumulated in place
         gradient = self._gradient(root)
         if operator.row in GATHERS and self.graph.device == "cpu":
             self._gathered(operator, gradient, sources)
             return
         if operator.row in GATHERS:
-            # Zeros, which need nothing, and what is then added to the rows that were read.
+            # Zeros need no input; the gradients of the rows that were read are added to them.
             self._task(operator.id, False, frozenset(), gradient)
         self.tasks.append(Task(operator.id, True, False, sources, (gradient,), sums=sums))
 
     def _gathered(self, operator: ModelOperator, gradient: Buffer, sources: Sources) -> None:
-        """The gradient of a table by one kernel: it reads rows in memory, in the table's format; several tables have the same."""
+        """Add the gradient of an embedding table by one kernel, which reads materialized rows.
+
+        Tables with equal sources share these rows.
+        """
         fmt = gradient.format
         key = sources, fmt, self.forward.bytes(operator.result, fmt)
         if key not in self._rows:
             self._rows[key] = self._lying(operator, sources, fmt)
         workspace = 0
         if fmt is not None and FORMATS[fmt].dtype.itemsize < FP32.dtype.itemsize:
-            # Sums are in FP32.
+            # The kernel sums in FP32.
             wide = FP32.dtype.itemsize // FORMATS[fmt].dtype.itemsize
             workspace = wide * (self._rows[key].bytes + gradient.bytes)
         self._task(operator.id, True, frozenset({self._rows[key]}), gradient, workspace=workspace)
@@ -366,7 +371,7 @@ def _of(name: str) -> str:
 
 
 def computed_in(precision: Name) -> tuple[Name, Name]:
-    """Returns the formats of the gradient that a product is given, and of the products with it."""
+    """Return the formats of a product's incoming gradient and of its gradient products."""
     if precision is None or not FORMATS[precision].scaled:
         return precision, precision
     return FORMATS[precision].gradient.name, FORMATS[precision].carrier.name

@@ -1,12 +1,10 @@
-"""What a step puts into memory, in order: buffers, the tasks that write and read them, and what is held while a task runs.
+"""Buffers of a training step, the tasks that write and read them, and their liveness.
 
-Invariant: a buffer is there from the task that writes it to the last that reads it, and to the end of the step where it stays.
+`Values` maps the values of a model to storage and sizes under given operator states, independent of
+time. `lives` computes the live bytes over time for a list of tasks.
 
-What the memory of a step tells operators apart by, and sizes as numbers.
-
-The values of a model in a step: where they lie, how large they are, and who makes them.
-
-Invariant: follows from the graph and the states of its operators alone; nothing is said of when.
+Invariant: a buffer is live from the task that writes it to the last task that reads it, or to the
+end of the step if it stays.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from qsync_fx.predictor.cost_mapper.plan_states import States
 from qsync_fx.predictor.model.model_graph import ModelOperator, Name
 
 HEAVY = ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh")
-"""What Inductor has computed once, into memory, where several read it (on a CPU)."""
+"""Operators whose result Inductor materializes on a CPU if several operators read it."""
 SIGMOIDS = ("silu",)
-"""Activations whose gradient Inductor computes from a sigmoid that it reads several times."""
+"""Activations with a gradient that Inductor computes from a sigmoid, with several reads of it."""
 GATES = ("relu", "threshold")
 GATHERS = ("embedding",)
 
@@ -38,27 +36,27 @@ def convolves(operator: ModelOperator) -> bool:
 
 
 def attends(operator: ModelOperator) -> bool:
-    """Whether it is attention as one product of query, key and value, all of whose gradients one kernel computes."""
+    """Return whether an operator is attention, with a single kernel for all of its gradients."""
     return "attention" in operator.row
 
 
 def dear_gradient(operator: ModelOperator) -> bool:
-    """Whether its gradient is computed from something `HEAVY` that it reads several times."""
+    """Return whether the gradient of an operator reads a `HEAVY` intermediate several times."""
     return operator.row in SIGMOIDS or (operator.row == "gelu" and operator.method == "tanh")
 
 
 def draws_alone(operator: ModelOperator) -> bool:
-    """Whether what it drops is drawn as a mask by one kernel, with no random numbers in memory."""
+    """Return whether one kernel draws the dropout mask, without random numbers in memory."""
     return operator.method == VECTORS
 
 
 def pools(operator: ModelOperator) -> bool:
-    """Whether it gives the largest of each window."""
+    """Return whether an operator is max pooling."""
     return operator.row.startswith("max_pool")
 
 
 def whole(size: Size) -> int:
-    """Returns a size as a number; raises `ProfileError` for an expression."""
+    """Return a size as an integer; raise `ProfileError` for a symbolic size."""
     try:
         return int(size)
     except TypeError:
@@ -78,7 +76,7 @@ class Values:
             if "dropout" in operator.row and not any(
                 cost.saved for cost in operator.costs.values()
             ):
-                # Without a mask it gives back what it reads.
+                # Dropout without a mask returns its input.
                 tensor = self._roots[operator.reads[0].value]
                 same[operator.result] = same.get(tensor, tensor)
         self._roots = [same.get(tensor, tensor) for tensor in self._roots]
@@ -90,39 +88,39 @@ class Values:
         ]
 
     def root(self, value: int) -> int:
-        """Returns the place of the value whose memory a value lies in."""
+        """Return the index of the value whose storage a value shares."""
         return self._roots[value]
 
     def bytes(self, value: int, fmt: Name) -> int:
-        """Returns the bytes of a value in a format."""
+        """Return the bytes of a value in a format."""
         live = self.graph.values[value]
         floats = FORMATS[fmt].dtype.itemsize * whole(live.numel) if fmt is not None else 0
         return floats + whole(live.fixed)
 
     def multiplies(self, operator: ModelOperator) -> bool:
-        """Whether it is a product, which a kernel of a library computes."""
+        """Return whether an operator is a product, which a library kernel computes."""
         return operator.row in self._products
 
     def multiplied(self, operator: ModelOperator) -> tuple[int, int]:
-        """Returns the places of the two readings that a product multiplies, whatever is added to it before or behind them."""
+        """Return the operand indices of a product's two factors, without added operands (bias)."""
         added = self._products[operator.row]
         first, second = [place for place in range(2 + len(added)) if place not in added][:2]
         return first, second
 
     def other(self, operator: ModelOperator, place: int) -> int:
-        """Returns the place of the factor of a product of two with which the gradient of the one at a place is computed."""
+        """Return the index of the other factor, from which the gradient of a factor is computed."""
         return sum(self.multiplied(operator)) - place
 
     def made_by(self, value: int) -> ModelOperator | None:
-        """Returns the operator that makes a value; None for what is there before the step."""
+        """Return the operator that computes a value; None for a value from before the step."""
         return self._makers[value]
 
     def given(self, value: int) -> bool:
-        """Whether a value is there before the step."""
+        """Return whether a value exists before the step."""
         return self._given[value]
 
     def is_part(self, value: int) -> bool:
-        """Whether it is a view of a part of a larger value, which a product reads from a copy."""
+        """Return whether a value is a view of part of a larger one; products read it as a copy."""
         whole_one = self.graph.values[self.root(value)]
         return not self.given(value) and whole(self.graph.values[value].numel) < whole(
             whole_one.numel
@@ -130,7 +128,7 @@ class Values:
 
 
 class Category(StrEnum):
-    """What bytes are for."""
+    """Purpose of bytes."""
 
     PARAMETERS = "parameters, buffers and batch"
     OPTIMIZER = "optimizer state"
@@ -144,14 +142,15 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """
+    """Region of memory with one value.
+
     Attributes:
-        name: of the value in it.
-        format: what its floating-point values are in.
-        bytes: how many.
-        category: what they are for, where nothing keeps them for the backward pass.
-        stays: whether it outlives the backward pass, as gradients of parameters do.
-        passing: whether it is in memory only if another kernel reads it than the one that writes it.
+        name: name of the value.
+        format: format of its floating-point elements.
+        bytes: size in bytes.
+        category: purpose of the bytes unless they are saved for backward.
+        stays: whether it is live after the backward pass, such as parameter gradients.
+        passing: whether it is in memory only if a kernel other than its writer reads it.
     """
 
     name: str
@@ -164,18 +163,21 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Task:
-    """
+    """Unit of work that reads and writes buffers.
+
+    A compiler fuses all tasks between two library kernels into one kernel. It allocates all of its
+    outputs before it runs and frees its inputs after it.
+
     Attributes:
-        operator: the id of the operator that it is done for; "" for the loss.
+        operator: id of the operator that it belongs to; "" for the loss.
         backward: whether it belongs to the backward pass.
-        library: whether a library's kernel does it. What a compiler makes of others between two of those is one kernel: it allocates all
-            that it writes before it runs, and releases nothing before it has.
-        reads, writes: buffers; what was written before is not allocated again.
-        workspace: bytes that it takes while it runs.
-        sums: whether it sums over the batch, which no kernel does that computes element by element.
-        holds: what is not released before it has run, though a compiler reckons that it were.
-        anew: whether it lays out anew what it reads, so that it writes over none of that.
-        apart: whether it does so in an order of elements of its own, so that it is no kernel with others to a compiler's sorts.
+        library: whether a library kernel runs it.
+        reads, writes: buffers; a buffer with an earlier writer is not allocated again.
+        workspace: temporary bytes while it runs.
+        sums: whether it reduces over the batch, so that no elementwise kernel can include it.
+        holds: buffers to free after it, although a compiler assumes an earlier release.
+        anew: whether it copies inputs into another layout, so it cannot write in place.
+        apart: whether it iterates in an element order of its own, which prevents fusion.
     """
 
     operator: str
@@ -196,12 +198,12 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Live(Generic[K]):
-    """What is held while a task, or several that are one kernel, runs.
+    """Live bytes during a task or a fused kernel.
 
     Attributes:
-        operator: the last operator that it is for.
-        backward: whether that is in the backward pass.
-        kinds: bytes by what they count as.
+        operator: id of the last operator that it belongs to.
+        backward: whether that operator runs in the backward pass.
+        kinds: bytes by key of the caller's choice.
     """
 
     operator: str
@@ -216,12 +218,12 @@ class Live(Generic[K]):
 def lives(
     tasks: Sequence[Task], grouped: bool, kind: Callable[[Buffer], K], workspace: K
 ) -> list[Live[K]]:
-    """Returns what is held at each moment of the tasks in this order.
+    """Return the live bytes over time for tasks in this order.
 
     Args:
-        grouped: whether what stands between two kernels of libraries is one kernel.
-        kind: what a buffer counts as.
-        workspace: what bytes count as that are taken while a task runs.
+        grouped: whether the tasks between two library kernels form one kernel.
+        kind: key of a buffer's bytes.
+        workspace: key of the workspace bytes.
     """
     ends = {
         buffer: index
@@ -266,7 +268,7 @@ def lives(
 
 
 def _under(task: Task, buffer: Buffer, gone: Sequence[Buffer], live: set[Buffer]) -> Buffer | None:
-    """What a task writes a buffer over: something as large that nothing else reads any more."""
+    """Return the buffer that a task can overwrite, a dead input of equal size; None if none."""
     if task.library or task.anew:
         return None
     return next(

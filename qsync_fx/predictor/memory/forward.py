@@ -1,10 +1,10 @@
-"""The forward pass of a step as tasks and buffers, and what it keeps for the backward pass.
+"""Forward pass of a step as tasks and buffers, with its saved tensors.
 
-What compilers do with elementwise operators is a rule and not a list: their results are computed where they are read, and lie in memory
-only where a library's kernel reads them, or where they are kept. Until then what they are computed from stays. A compiler keeps no result
-of theirs that the backward pass can compute again, in one go, from what is kept anyway.
+Compilers compute an elementwise result at its readers. They materialize it only for a library
+kernel or for backward; until then its sources stay live. They do not save elementwise results that
+the backward pass can recompute in one kernel from tensors that are saved anyway.
 
-Invariant: values that are read in one format by several operators lie in memory once in it.
+Invariant: a value that several operators read in one format is materialized once in this format.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from qsync_fx.predictor.memory.buffers import (
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, format_named
 
 Sources = frozenset[Buffer]
-"""What a value that does not lie in memory is computed from."""
+"""Buffers from which a value that is not materialized is computed."""
 
 
 class Forward(Values):
-    """
+    """Tasks, buffers and saved tensors of the forward pass.
+
     Attributes:
-        kept: by the place of an operator, what its backward pass reads of it, factors of products apart.
-        outputs: what the model returns.
-        again: what is written once more, in the backward pass, with what it is computed from.
-        factors: by the places of a product and of its reading, the buffer that it has read; None for a parameter as it is.
-        matrices: by the place of attention that no fused kernel computes, what that writes.
+        kept: saved tensors by operator index, except factors of products.
+        outputs: buffers of the model's results.
+        again: buffers that the backward pass recomputes, with their sources.
+        factors: by operator and operand index of a product, the buffer that it reads; None for a
+            parameter in its own format.
+        matrices: buffers of attention without a fused kernel, by operator index.
     """
 
     def __init__(self, states: States) -> None:
@@ -50,7 +52,7 @@ class Forward(Values):
         self.factors: dict[tuple[int, int], Buffer | None] = {}
         self.matrices: dict[int, Matrices] = {}
         self._tasks: list[list[Task]] = [[] for _ in range(len(self.graph.operators) + 1)]
-        # What is there before the step takes nothing more, but counts as read.
+        # Values from before the step need no additional bytes, but count as reads.
         self._sources: dict[int, Sources] = {
             index: frozenset({Buffer(value.name, value.own, 0)})
             for index, value in enumerate(self.graph.values)
@@ -73,19 +75,19 @@ class Forward(Values):
 
     @property
     def tasks(self) -> list[Task]:
-        """In the order in which they run."""
+        """Tasks in execution order."""
         return [task for tasks in self._tasks for task in tasks]
 
     def tasks_of(self, index: int) -> list[Task]:
-        """Returns the tasks of the operator at a place."""
+        """Return the tasks of an operator by its index."""
         return self._tasks[index]
 
     def read_of(self, value: int) -> Sources:
-        """Returns what a value is computed from; of one that is there before the step, itself."""
+        """Return the sources of a value; a value from before the step is its own source."""
         return self._sources.get(self.root(value), frozenset())
 
     def extras(self, index: int) -> Sources:
-        """Returns what the operator at a place keeps beside values: statistics, masks, places."""
+        """Return the saved extras of an operator by its index: statistics, masks, indices."""
         return frozenset(self._extras.get(index, ()))
 
     def _wanted(self, read: ModelRead, precision: Name) -> Name:
@@ -117,7 +119,7 @@ class Forward(Values):
         if fmt is not None and fmt.scaled and convolves(operator):
             workspace = sum(self.bytes(read.value, fmt.carrier.name) for read in operator.reads[:2])
         if convolves(operator):
-            # oneDNN lays the weights out anew.
+            # oneDNN copies the weights into its own layout.
             workspace += self.bytes(
                 operator.reads[1].value, fmt.carrier.name if fmt is not None else None
             )
@@ -127,7 +129,7 @@ class Forward(Values):
         self._there[result, output] = buffer
 
     def _strides(self, operator: ModelOperator, read: ModelRead, fmt: Name) -> bool:
-        """Whether a part of a product's result is read where it lies: by attention as one kernel on a CPU, in the format that it is in."""
+        """Return whether the fused CPU attention kernel reads a view of a product in place."""
         root = self.root(read.value)
         return (
             attends(operator)
@@ -137,7 +139,7 @@ class Forward(Values):
         )
 
     def _attention(self, index: int, operator: ModelOperator) -> None:
-        """Has attention that no fused kernel computes written, with all that it stands for."""
+        """Add the tasks of attention without a fused kernel."""
         result, (_, output) = operator.result, self.states.names[index]
         buffer = Buffer(self.graph.values[result].name, output, self.bytes(result, output))
         matrices = self.matrices[index] = Matrices.of(self, index, operator)
@@ -150,9 +152,9 @@ class Forward(Values):
         self._there[result, output] = buffer
 
     def _elementwise(self, index: int, operator: ModelOperator, output: Name) -> Sources:
-        """Returns what the result of an operator that is no product is computed from, and has what it keeps beside it written."""
+        """Return the sources of an elementwise result, and add tasks that write its extras."""
         if pools(operator):
-            # What windows read lies in memory, and so does what they give.
+            # Pooling materializes its operand and its result.
             self._lie(operator.reads[0].value, self.states.held(operator.reads[0].value), index)
         sources = frozenset[Buffer]().union(*(self.read_of(read.value) for read in operator.reads))
         extras = self._extras[index] = self._extras_of(index, operator)
@@ -176,7 +178,7 @@ class Forward(Values):
         return sources | frozenset(extras)
 
     def _extras_of(self, index: int, operator: ModelOperator) -> list[Buffer]:
-        """What an operator keeps beside values, as it is written."""
+        """Return new buffers for the saved extras of an operator."""
         return [
             Buffer(f"{name} {settings}", None, self._extra_bytes(operator, whole(size)))
             for (name, settings), size in operator.costs[self.states.names[index]].saved.items()
@@ -184,7 +186,7 @@ class Forward(Values):
         ]
 
     def _extra_bytes(self, operator: ModelOperator, size: int) -> int:
-        # A place within a window takes a byte.
+        # An index within a pooling window is saved as one byte.
         return whole(self.graph.values[operator.result].numel) if pools(operator) else size
 
     def _part(self, value: int, fmt: Name, index: int) -> Buffer:
@@ -195,7 +197,7 @@ class Forward(Values):
         return self._there[value, fmt]
 
     def _lie(self, value: int, fmt: Name, index: int) -> Buffer | None:
-        """Has a value lie in memory in a format, for the operator at a place; None where it is there from before the step."""
+        """Materialize a value for an operator; return None if it exists before the step."""
         root = self.root(value)
         live = self.graph.values[root].own if self.given(root) else self.states.held(value)
         if self.given(root) and fmt == live:
@@ -205,7 +207,7 @@ class Forward(Values):
         reads = self.read_of(root)
         scaled = fmt is not None and FORMATS[fmt].scaled
         if scaled:
-            # A quantizer reads twice what lies in memory.
+            # A quantizer reads its materialized operand twice.
             source = self._lie(value, live, index)
             reads = frozenset() if source is None else frozenset({source})
         category = Category.TEMPORARY if fmt == live else Category.CASTS
@@ -229,10 +231,10 @@ class Forward(Values):
         for buffer in writes:
             self._made_at[buffer] = index
 
-    # What is kept.
+    # Saved tensors.
 
     def _keep(self) -> None:
-        """Settles what is kept: factors and results of products, and of other values what is not computed again."""
+        """Determine the saved tensors: product operands and results, and values not recomputed."""
         late: list[tuple[int, int, Name]] = []
         for index, operator in enumerate(self.graph.operators):
             self._add(index, self._extras.get(index, ()))
@@ -241,7 +243,7 @@ class Forward(Values):
                 continue
             for name, settings in operator.costs[self.states.names[index]].saved:
                 if settings.startswith("extra") or pools(operator):
-                    continue  # the gradient of a pooling asks for places alone
+                    continue  # the gradient of pooling reads indices only
                 root, fmt = self.root(self._by_name[name]), settings or None
                 if self.multiplies(operator):
                     if not any(
@@ -250,7 +252,7 @@ class Forward(Values):
                     ):
                         self._hold(index, root, fmt)
                 elif self._is_product(root):
-                    # A copy that is wider than what it is made from is made again.
+                    # A wider copy is recomputed from the narrower one.
                     self._hold(
                         index,
                         root,
@@ -277,7 +279,7 @@ class Forward(Values):
         return maker is not None and maker.row in HEAVY
 
     def _made_again(self, root: int, sources: Sources) -> Buffer:
-        """What several operators read of the backward pass, and a compiler has computed once for all."""
+        """Return the buffer of a value that the backward pass recomputes once for all readers."""
         result = next(
             (buffer for buffer in self.again if buffer.name == self.graph.values[root].name), None
         )
@@ -293,7 +295,7 @@ class Forward(Values):
         return maker is not None and self.multiplies(maker)
 
     def _again(self, root: int, certain: Sources) -> Sources | None:
-        """What a value is computed from again in the backward pass; None where something of that is not kept."""
+        """Return the sources to recompute a value in the backward pass; None if one is missing."""
         operator = self.made_by(root)
         if operator is None or operator.row in GATHERS or self.multiplies(operator):
             return None
@@ -305,7 +307,7 @@ class Forward(Values):
                 for name in (fmt, self.states.held(used))
                 if (used, name) in self._there
             }
-            # What lay in memory and is not kept would lie there again.
+            # A materialized source that is not saved would have to be materialized again.
             more = existing & certain or (None if existing else self._again(used, certain))
             if more is None:
                 return None
@@ -325,7 +327,7 @@ class Forward(Values):
         self.kept[index] = self.kept.get(index, frozenset()) | frozenset(buffers)
 
     def _gate(self, index: int, root: int) -> None:
-        """What a ReLU keeps whose result nobody keeps: a byte an element."""
+        """Save the gate of a ReLU whose result is not saved otherwise: one byte per element."""
         value, sources = self.graph.values[root], self.read_of(root)
         buffer = Buffer(value.name, None, whole(value.numel))
         self._task(

@@ -1,10 +1,9 @@
-"""In which order a compiler has the tasks of a pass run.
+"""Execution order of the tasks of a pass, as Inductor chooses it to reduce peak memory.
 
-Inductor sorts a graph in four ways and takes that of which it expects the lowest peak, the first of several (torch/_inductor/memory.py). It
-reckons with one task at a time, where it will make one kernel of all that stands between two of a library's, with nothing written over
-anything, and with no workspace.
-
-Invariant: an order runs nothing before what it reads.
+Inductor compares four topological orders (torch/_inductor/memory.py): the written one, LPMF, BFS
+and DFS. It selects the first one with the lowest estimated peak. Its estimate treats tasks one by
+one and ignores that all tasks between two library kernels become one kernel, as well as in-place
+reuse of buffers and workspaces.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from dataclasses import dataclass
 from qsync_fx.predictor.memory.buffers import Buffer, Task
 
 _WORTH = 32
-"""Inductor fuses what holds this many times the bytes that it need not read twice, and no more."""
+"""Inductor fuses a task that reads at most this many times the bytes that fusion saves."""
 
 
 def ordered(tasks: Sequence[Task], saved: Collection[Buffer]) -> list[Task]:
-    """Returns the tasks of a pass in the order in which they run.
+    """Return the tasks of a pass in execution order.
 
     Args:
-        tasks: as the pass was written.
-        kept: what is there when the pass has ended; what stays need not be named.
+        tasks: tasks in program order.
+        saved: buffers that are live at the end of the pass; `Buffer.stays` implies it.
     """
     groups = fused(tasks)
     pass_ = _pass(groups, frozenset(saved))
@@ -38,10 +37,11 @@ def ordered(tasks: Sequence[Task], saved: Collection[Buffer]) -> list[Task]:
 
 
 def fused(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Returns the tasks with those together that are one kernel to the sorts: of elements, or of sums, of what they read in common.
+    """Return the tasks grouped into kernels, as the sorts see them.
 
-    A task joins the nearest of its kind that writes some of what it reads, or reads half of it, and that nothing which it needs waits
-    for. What such a kernel needs runs before all of it.
+    A task joins the nearest kernel of its kind, elementwise or a sum, that writes one of its inputs
+    or shares enough of them, unless an input of the task depends on that kernel. All inputs of a
+    kernel run before it.
     """
     groups: list[_Kernel] = []
     needs: list[set[int]] = []
@@ -52,7 +52,7 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
         needed = {place[buffer] for buffer in (*task.reads, *task.writes) if buffer in place}
         result = len(groups)
         if not task.library and not task.apart:
-            # What it joins has some of its reads in common with it, and waits for nothing that the task needs.
+            # A candidate shares reads with the task and no input of the task depends on it.
             near = sorted(set().union(*(touching[buffer] for buffer in task.reads)), reverse=True)
             for index in near:
                 if groups[index].takes(task) and not _waits(needed_by, index, needed):
@@ -78,7 +78,7 @@ def fused(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 class _Kernel:
-    """Tasks that are one kernel to the sorts."""
+    """Tasks that form one kernel for the sorts."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -91,14 +91,14 @@ class _Kernel:
         self.read |= task.reads
 
     def takes(self, task: Task) -> bool:
-        """Whether a task that is no library's is of its kind, and has enough in common with it."""
+        """Return whether a task without a library kernel can be fused into this kernel."""
         first = self.tasks[0]
         if first.library or first.apart:
             return False
         if first.sums and not task.sums:
             return (
                 bool(task.reads) and task.reads <= self.written
-            )  # what is done to sums alone is done with them
+            )  # an elementwise task on sums alone is fused with them
         if first.sums != task.sums or (task.sums and first.writes[0].bytes != task.writes[0].bytes):
             return False
         if not task.reads.isdisjoint(self.written):
@@ -108,7 +108,7 @@ class _Kernel:
 
 
 def _waits(needed_by: Sequence[Set[int]], index: int, needed: Set[int]) -> bool:
-    """Whether any of the needed ones waits for one place: what waits for a late one is little."""
+    """Return whether any of `needed` depends on `index`. Late kernels have few dependents."""
     result: set[int] = set()
     left = [index]
     while left:
@@ -126,7 +126,7 @@ def visit(
     key: Callable[[int], tuple[int, ...] | int],
     order: dict[int, None],
 ) -> None:
-    """Adds a place to an order, behind what it needs."""
+    """Append a node to an order after all of its dependencies (depth-first)."""
     stack = [first]
     while stack:
         missing = [index for index in needs[stack[-1]] if index not in order]
@@ -138,15 +138,16 @@ def visit(
 
 @dataclass(frozen=True)
 class _Pass:
-    """Tasks, those of one kernel together, by their places.
+    """Kernels of a pass, by index.
 
     Attributes:
-        sizes: what each allocates.
-        reads: the buffers that each reads; of what it has written itself only what nobody else reads.
-        before, after: the places of those that it must run behind, and of those that must run behind it.
-        readers: of each buffer that may be released, the places of those that read it.
-        given: what is there before the pass.
-        output: the bytes of what is there when it has ended.
+        sizes: bytes that each kernel allocates.
+        reads: buffers that each kernel reads from others, and own results that no kernel reads.
+        writes: buffers that each kernel writes.
+        before, after: kernels that must run before and after each kernel.
+        readers: for each buffer that can be freed, the kernels that read it.
+        given: bytes that are live before the pass.
+        output: bytes that are live after the pass.
     """
 
     sizes: Sequence[int]
@@ -159,7 +160,7 @@ class _Pass:
     output: int
 
     def expected(self, order: Sequence[int]) -> int:
-        """The peak that the compiler expects of an order."""
+        """Return the peak that Inductor estimates for an order, in bytes."""
         steps = [0] * len(order)
         for step, index in enumerate(order):
             steps[index] = step
@@ -224,7 +225,7 @@ def _pass(groups: Sequence[Sequence[Task]], saved: frozenset[Buffer]) -> _Pass:
 
 
 def _least_growing(pass_: _Pass) -> list[int]:
-    """The next is what grows memory least, of those that stay below the most there was."""
+    """LPMF: run the kernel that grows memory least, preferably below the peak so far."""
     waits = [len(places) for places in pass_.before]
     left = {buffer: len(readers) for buffer, readers in pass_.readers.items()}
     frees = [
@@ -263,7 +264,7 @@ def _least_growing(pass_: _Pass) -> list[int]:
 
 
 def _first_read_first(pass_: _Pass) -> list[int]:
-    """The next is what reads what ran earliest."""
+    """BFS: run the kernel whose inputs were computed earliest."""
     waits = [len(places) for places in pass_.before]
     ready: list[tuple[list[int], int]] = [
         ([], index) for index, count in enumerate(waits) if not count
@@ -281,7 +282,7 @@ def _first_read_first(pass_: _Pass) -> list[int]:
 
 
 def _smallest_first(pass_: _Pass) -> list[int]:
-    """What reads and writes least, each behind what it needs."""
+    """DFS: visit kernels in ascending order of the bytes that they read and write."""
 
     def size(index: int) -> tuple[int, int]:
         return pass_.sizes[index] + sum(

@@ -1,10 +1,10 @@
-"""Which buffers a step holds at each moment, for whoever limits memory while choosing a plan.
+"""Liveness of buffers over a step, for solvers that limit memory while they choose a plan.
 
-Of one plan `live_buffers` says it as exactly as `step_memory`. Over all plans what is kept for the backward pass is a sum of terms, each
-there or not by the states of a few operators: `saved_terms`. They are what autograd keeps, an upper bound: compilers compute some of it
-again. So a plan that was found by them is held against `peak_bytes` before it is believed.
+`live_buffers` is exact for one plan, like `step_memory`. `saved_terms` describes the saved tensors
+of all plans as a sum of terms, each present depending on the states of a few operators. The sum is
+an upper bound, as compilers recompute some saved tensors; verify a plan with `peak_bytes`.
 
-Invariant: a value that several operators keep in one format counts once.
+Invariant: a value that several operators save in one format counts once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from qsync_fx.predictor.memory.peak_memory import step_tasks
 from qsync_fx.predictor.model.model_graph import ModelGraph, Name, StateNames
 
 Held = tuple[str, Name]
-"""A value, by its name in the graph, and the format it lies in; gradients are called "gradient of" it."""
+"""Name of a value, or "gradient of" its name, and its format in memory."""
 
 
 @dataclass(frozen=True)
 class LiveBuffers:
-    """
+    """Live buffers at one moment of a step.
+
     Attributes:
-        operator: the id of the operator that runs; "" for what belongs to none.
-        backward: whether that is in the backward pass.
-        bytes: by value and format; without parameters, the batch and the optimizer's state. ("", None) is what kernels take while they run.
+        operator: id of the running operator; "" for none.
+        backward: whether it runs in the backward pass.
+        bytes: bytes by value and format, without parameters, batch and optimizer state. The key
+            ("", None) contains the workspace of running kernels.
     """
 
     operator: str
@@ -39,7 +41,7 @@ class LiveBuffers:
 
 
 def live_buffers(states: States, training: TrainingMemory | None = None) -> list[LiveBuffers]:
-    """Returns what both passes of a step hold at each moment, in order, where operators are in these states."""
+    """Return the live buffers of both passes of a step over time, for these operator states."""
 
     def live(buffer: Buffer) -> Held:
         return buffer.name, buffer.format
@@ -51,13 +53,14 @@ def live_buffers(states: States, training: TrainingMemory | None = None) -> list
 
 @dataclass(frozen=True)
 class SavingOperator:
-    """An operator in a state, as one that keeps a value.
+    """Operator in a state in which it saves a value.
 
     Attributes:
-        place: of the operator.
-        state: what it is in.
-        until: the place of the operator whose backward pass is the last during which it is there: its own, or that of the last product
-            before it where it is none, since compilers compute the gradients of elementwise operators where a product reads them.
+        place: index of the operator.
+        state: state of the operator.
+        until: index of the last operator in whose backward pass the value is live. It is the
+            operator itself for a product, otherwise the last product before it: compilers compute
+            gradients of elementwise operators at the product that reads them.
     """
 
     place: int
@@ -67,15 +70,16 @@ class SavingOperator:
 
 @dataclass(frozen=True)
 class SavedTerm:
-    """A value that may be kept in a format.
+    """Value that operators can save for backward in one format.
 
-    At the end of the forward pass it is there if one of `keepers` is in its state. The backward pass goes through operators from the last
-    to the first: while it is at place k, only keepers with `until` of k and before count.
+    It is live at the end of the forward pass if one of `keepers` is in its state. The backward pass
+    visits operators in descending order: at index k only keepers with `until` <= k count.
 
     Attributes:
-        value, format: what is kept.
-        bytes: how much that is.
-        keepers: what keeps it.
+        value: name of the value.
+        format: its saved format.
+        bytes: its size.
+        keepers: operators and states that save it.
     """
 
     value: str
@@ -85,10 +89,12 @@ class SavedTerm:
 
 
 def saved_terms(graph: ModelGraph) -> list[SavedTerm]:
-    """Returns what operators may keep for the backward pass, each value and format once; parameters as they are take no more.
+    """Return all values that operators may save for backward, each value and format once.
+
+    Parameters in their own format are not included, as they need no additional memory.
 
     Raises:
-        ProfileError: the model is known in symbolic sizes only.
+        ProfileError: the model has symbolic sizes.
     """
     places = {value.name: index for index, value in enumerate(graph.values)}
     until = _until(graph)
@@ -112,7 +118,7 @@ def saved_terms(graph: ModelGraph) -> list[SavedTerm]:
 
 
 def _until(graph: ModelGraph) -> list[int]:
-    """The place, for each operator, of itself if it is a product, and else of the last product that it computes from."""
+    """Return for each operator the last product among itself and its ancestors; itself if none."""
     products = frozenset(row.name for row in table().values() if row.products)
     result: list[int] = []
     before: list[int] = []

@@ -1,6 +1,7 @@
-"""What a step holds beside the two passes: the optimizer's state and temporaries, what the loss takes, and the buckets of gradients.
+"""Memory of a training step outside of the two passes: optimizer, loss and gradient buckets.
 
-Invariant: bytes here follow from numbers of elements. Nothing depends on a plan: parameters, their gradients and states keep their format.
+It depends on element counts, not on the plan: parameters, their gradients and optimizer states have
+fixed formats.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """What an optimizer takes, in FP32 values an element of a parameter.
+    """Memory of an optimizer, in FP32 values per parameter element.
 
-    `qsync_fx.profiler.timing.measured_memory.optimizer_memory` asks an optimizer for it. The values below are those of torch's on the CPU.
+    `qsync_fx.profiler.timing.measured_memory.optimizer_memory` measures it. The constants below are
+    for torch's CPU optimizers.
 
     Attributes:
-        state: what it keeps from step to step.
-        temporary: what it takes while it updates a parameter.
-        before: what is still there then of the parameter before.
-        together: what it takes for all parameters at once, where it updates them together.
+        state: persistent state.
+        temporary: temporaries during the update of a parameter.
+        before: temporaries of the previous parameter that are still live then.
+        together: temporaries for all parameters at once, in an optimizer with a joint update.
     """
 
     state: float = 0.0
@@ -33,7 +35,7 @@ class OptimizerMemory:
         return round(self.state * sum(numels)) * _FP32
 
     def step_bytes(self, numels: Sequence[int]) -> int:
-        """Returns the most that a step takes beyond state and gradients."""
+        """Return the peak of an optimizer step beyond state and gradients, in bytes."""
         pairs = zip(numels, [0, *numels], strict=False)
         alone = max(
             (self.temporary * owned + self.before * before for owned, before in pairs), default=0.0
@@ -49,14 +51,14 @@ FUSED_ADAM = OptimizerMemory(state=2)
 
 @dataclass(frozen=True)
 class LossMemory:
-    """What a loss takes that stands behind the compiled model, in bytes, with the results of one batch.
+    """Memory of a loss outside of the compiled model, for the results of one batch, in bytes.
 
-    `qsync_fx.profiler.timing.measured_memory.loss_memory` asks a loss for it.
+    `qsync_fx.profiler.timing.measured_memory.loss_memory` measures it.
 
     Attributes:
-        held: what is there throughout the model's backward pass, beside the gradients that this begins with. Of torch's losses on the CPU
-            mse_loss and smooth_l1_loss keep the storage of all differences behind the number that they give.
-        most: the most from the results, these included, to their gradients.
+        held: live throughout the model's backward pass, beyond the incoming gradients. On a CPU,
+            torch's mse_loss and smooth_l1_loss retain the storage of all differences.
+        most: peak between the model's results and their gradients, both included.
     """
 
     held: int = 0
@@ -65,12 +67,14 @@ class LossMemory:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """
+    """Memory settings of a training.
+
     Attributes:
-        optimizer: what it takes.
-        buckets: whether gradients are copied into buckets to be sent (DistributedDataParallel without gradient_as_bucket_view).
-        loss: what it takes, where it is no part of the model; None where that is not known, and the gradients that the backward pass begins
-            with are taken to be held throughout, which stands for as much.
+        optimizer: memory of the optimizer.
+        buckets: whether gradients are copied into communication buckets, as in
+            DistributedDataParallel without gradient_as_bucket_view.
+        loss: memory of a loss outside of the model. None if unknown: incoming gradients of the
+            backward pass then count as live throughout it, as an estimate.
     """
 
     optimizer: OptimizerMemory = SGD

@@ -1,11 +1,8 @@
-"""The memory of a training step under a plan: what is held at each moment, by category and format, and the most of it.
+"""Peak memory of a training step under a plan, by category and format.
 
-Invariant: a pure function of the model graph and the states of its operators; nothing runs.
-
-A predicted peak, corrected by what a profile measured of other plans.
-
-Invariant: a plan that was measured is predicted as measured. Between plans the error counts by how much of what is kept for the backward
-pass two of them keep alike, value by value.
+`step_memory` is a pure function of the model graph and the operator states. `anchored_bytes`
+corrects it by measured peaks of other plans. A measured plan has no error; other plans average the
+errors of the measured ones, weighted by the share of equal operator states.
 """
 
 from __future__ import annotations
@@ -31,12 +28,13 @@ _STEP = "optimizer"
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a step.
+    """Live bytes at one moment of a step.
 
     Attributes:
         place: "forward", "backward" or "optimizer".
-        operator: the id of the operator that runs; "" for what belongs to none.
-        kinds: bytes by category and format; the format is None for what is in none, and where it does not matter.
+        operator: id of the running operator; "" for none.
+        kinds: bytes by category and format. The format is None for categories without distinction
+            by format.
     """
 
     place: str
@@ -48,7 +46,7 @@ class Moment:
         return sum(self.kinds.values())
 
     def of(self, category: Category) -> int:
-        """Returns the bytes of a category."""
+        """Return the bytes of a category."""
         return sum(size for (item, _), size in self.kinds.items() if item is category)
 
     def __str__(self) -> str:
@@ -61,26 +59,30 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """
+    """Live bytes over a training step.
+
     Attributes:
-        moments: of the step, in order.
+        moments: moments of the step, in order.
     """
 
     moments: tuple[Moment, ...]
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is held; the first of several."""
+        """The first moment with the most live bytes."""
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
     def held_bytes(self) -> int:
-        """What is held before the step: parameters, buffers, the batch, and the optimizer's state."""
+        """Bytes before the step: parameters, buffers, the batch and the optimizer state."""
         return sum(self.moments[0].of(category) for category in _HELD)
 
     @property
     def step_bytes(self) -> int:
-        """The most that the step holds beyond that, as `qsync_fx.profiler.timing.measured_memory.measured_peak` measures it."""
+        """Peak bytes beyond `held_bytes`.
+
+        `qsync_fx.profiler.timing.measured_memory.measured_peak` measures the same quantity.
+        """
         return self.peak.bytes - self.held_bytes
 
     def __str__(self) -> str:
@@ -90,10 +92,15 @@ class StepMemory:
 def step_memory(
     states: States, training: TrainingMemory | None = None, tasks: Sequence[Task] | None = None
 ) -> StepMemory:
-    """Returns what a step holds, moment by moment, where operators are in these states; `tasks` are those of its `Orders`, where known.
+    """Return the live bytes of a step over time.
+
+    Args:
+        states: operator states under the plan.
+        training: memory of optimizer, loss and buckets.
+        tasks: tasks of one of the step's `Orders`; None for the expected order.
 
     Raises:
-        ProfileError: the model is known in symbolic sizes only.
+        ProfileError: the model has symbolic sizes.
     """
     training = training or TrainingMemory()
     tasks = step_tasks(states, training) if tasks is None else tasks
@@ -110,17 +117,17 @@ def step_memory(
 
 
 def step_tasks(states: States, training: TrainingMemory | None = None) -> list[Task]:
-    """Returns the tasks of both passes of a step, in the order in which they run."""
+    """Return the tasks of both passes of a step in the expected execution order."""
     return Orders.of(states, training).expected
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The tasks of both passes of a step in the two orders in which a compiler may have them run.
+    """Tasks of both passes of a step in two possible execution orders.
 
     Attributes:
-        written: as the model is written.
-        expected: as a compiler is expected to sort them, by what it expects of their memory.
+        written: program order.
+        expected: order that a compiler is expected to choose to reduce peak memory.
     """
 
     written: list[Task]
@@ -128,7 +135,7 @@ class Orders:
 
     @classmethod
     def of(cls, states: States, training: TrainingMemory | None = None) -> Orders:
-        """Returns both, of a training whose loss is known or not."""
+        """Return both orders, for a training with a known or an unknown loss."""
         loss = None if training is None else training.loss
         forward = Forward(states)
         backward = Backward(forward)
@@ -138,7 +145,7 @@ class Orders:
         )
         saved, written, expected = set[Buffer](), list[Task](), list[Task]()
         made = {buffer for part in existing for task in part for buffer in task.writes}
-        # A compiler reckons with what its graph is called with as there throughout: of a backward pass, the gradients it begins with.
+        # A compiler counts graph inputs as live throughout, such as incoming gradients.
         inputs = {buffer for task in backward.incoming for buffer in task.writes}
         for part in reversed([*existing, backward.incoming, *back]):
             orders = list(part), ordered(part, saved | forward.outputs | inputs)
@@ -153,7 +160,7 @@ class Orders:
 
 
 def most_bytes(states: States, training: TrainingMemory | None = None) -> int:
-    """Returns the most bytes that a step holds in whichever of both orders that is more: what is sure to suffice whatever the order."""
+    """Return the larger peak of both execution orders in bytes, parameters included."""
     orders = Orders.of(states, training)
     return max(
         step_memory(states, training, tasks).peak.bytes
@@ -162,7 +169,7 @@ def most_bytes(states: States, training: TrainingMemory | None = None) -> int:
 
 
 def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
-    """Returns the tasks of each of several graphs: a compiler sorts those of one."""
+    """Return the tasks per graph; a compiler sorts each graph separately."""
     result: dict[int, list[Task]] = {}
     index = -1
     for task in tasks:
@@ -172,10 +179,10 @@ def _by_graph(graph: ModelGraph, tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
-    """Returns the tasks of a pass, where the gradients that it is called with are held until it has ended.
+    """Return the tasks of a pass, with incoming gradients live until its end.
 
-    Autograd holds none of them (torch 2.13). But a loss behind the model may keep as much (`LossMemory`), and this is for one that is not
-    known.
+    Autograd does not retain them (torch 2.13). They represent the memory of an unknown loss outside
+    of the model, which may retain as much (`LossMemory`).
     """
     existing = made | {buffer for task in tasks for buffer in task.writes}
     inputs = {
@@ -191,7 +198,7 @@ def _held_throughout(tasks: list[Task], made: Set[Buffer]) -> list[Task]:
 
 
 def _with_loss(tasks: list[Task], loss: LossMemory, value: Set[Buffer]) -> list[Task]:
-    """Returns the tasks with what the loss takes: beside the gradients that it gives while it runs, and till the pass has ended."""
+    """Return the tasks with the memory of the loss, while it runs and during the backward pass."""
     ends = [index for index, task in enumerate(tasks) if not value.isdisjoint(task.writes)]
     if not ends:
         return tasks
@@ -204,7 +211,7 @@ def _with_loss(tasks: list[Task], loss: LossMemory, value: Set[Buffer]) -> list[
 
 
 def peak_bytes(states: States, training: TrainingMemory | None = None) -> int:
-    """Returns the most bytes that a step holds, parameters and the optimizer's state included; see `step_memory` for when and of what."""
+    """Return the peak memory of a step in bytes, including parameters and optimizer state."""
     return step_memory(states, training).peak.bytes
 
 
@@ -254,20 +261,20 @@ def _optimizer(graph: ModelGraph, training: TrainingMemory, live: Mapping[Kind, 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A plan whose peak was measured.
+    """Plan with a measured peak.
 
     Attributes:
-        states: what it makes of the model.
-        step_bytes: the most that a step of one rank alone held beyond what was held before it.
+        states: operator states under the plan.
+        step_bytes: measured peak of a step of a single rank, beyond the bytes before the step.
     """
 
     states: States
     step_bytes: int
 
     def error(self, training: TrainingMemory | None) -> int:
-        """Returns by how much more was measured than is predicted."""
+        """Return the measured minus the predicted peak, in bytes."""
         if training not in self._errors:
-            # Without buckets, as it was measured: what these take is known.
+            # The measurement excludes buckets, whose size is known.
             alone = None if training is None else replace(training, buckets=False)
             self._errors[training] = self.step_bytes - step_memory(self.states, alone).step_bytes
         return self._errors[training]
@@ -283,13 +290,16 @@ def anchored_bytes(
     training: TrainingMemory | None = None,
     memory: StepMemory | None = None,
 ) -> int:
-    """Returns the most that a step holds beyond what is held before it, corrected by measured plans.
+    """Return the peak of a step beyond the bytes before it, corrected by measured plans.
 
     Args:
-        memory: what `step_memory` says of these states, where that is known already.
+        states: operator states under the plan.
+        anchors: measured plans.
+        training: memory of optimizer, loss and buckets.
+        memory: result of `step_memory` for these states, if available.
 
     Raises:
-        ProfileError: there is no anchor, or what was measured cannot be.
+        ProfileError: there are no anchors, or a measured peak is not positive.
     """
     if not anchors:
         raise ProfileError(
@@ -311,7 +321,7 @@ def anchored_bytes(
 
 
 def _alike(first: States, second: States) -> float:
-    """The share of operators, by the elements that they give out, that are in one state in both."""
+    """Return the share of operators in equal states, weighted by output elements."""
     sizes = [int(first.graph.values[operator.result].numel) for operator in first.graph.operators]
     same = [mine == theirs for mine, theirs in zip(first.names, second.names, strict=True)]
     if all(same):

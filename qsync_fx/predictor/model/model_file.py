@@ -1,12 +1,10 @@
-"""A model graph in a file: JSON in which sizes, answers of places and pieces of work stand once and are referred to by their place.
+"""JSON files of model graphs.
 
-Invariant: what is read is a model graph that holds together, or a `ProfileError`: references point to what is there, operators follow from
-earlier ones, formats are known, and there is a cost for every state that a plan leads to.
+Sizes, tables of required formats and pieces of work are stored once and referred to by index.
 
-Whether a model graph that came from elsewhere holds together.
-
-Invariant: what passes can be asked for any plan: every reference points to what is there, operators follow from earlier ones, formats are
-known, and there is a cost for every state that a plan leads to.
+Invariant: `restored` returns a consistent graph or raises `ProfileError`. In a consistent graph all
+references are valid, operators follow from earlier ones, formats are known, and every state that a
+plan leads to has a cost.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from qsync_fx.serialization.strict_json import Malformed
 
 
 def check(graph: ModelGraph) -> None:
-    """Raises `Malformed`, or `PlanError` for an id that is none, where a graph does not hold together."""
+    """Raise `Malformed`, or `PlanError` for an invalid operator id, if a graph is inconsistent."""
     reads = [read for operator in graph.operators for read in operator.reads] + list(graph.outputs)
     if not 0 <= graph.points <= len(reads):
         raise Malformed(f" has {graph.points} places of casts, and {len(reads)} readings")
@@ -150,7 +148,7 @@ Source = Literal["operator", "parameter", "buffer", "input", "constant"]
 
 @dataclass(frozen=True)
 class StoredRead:
-    """A `Read`; `wanted` is a place among tables."""
+    """Stored `ModelRead`; `wanted` is an index into `StoredGraph.tables`."""
 
     value: int
     role: str
@@ -162,7 +160,7 @@ class StoredRead:
 
 @dataclass(frozen=True)
 class StoredValue:
-    """A `Value`; `numel` and `fixed` are places among sizes."""
+    """Stored `Value`; `numel` and `fixed` are indices into `StoredGraph.sizes`."""
 
     name: str
     tensor: int
@@ -176,7 +174,13 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class StoredCost:
-    """What an operator costs in a state: the place of its works, and what is kept, each with the place of its size."""
+    """Cost of an operator in one state.
+
+    Attributes:
+        precision, output: the state.
+        works: index into `StoredGraph.works`.
+        saved: name, format and size index of each saved tensor.
+    """
 
     precision: str | None
     output: str | None
@@ -186,7 +190,7 @@ class StoredCost:
 
 @dataclass(frozen=True)
 class StoredOperator:
-    """An `Operator`."""
+    """Stored `ModelOperator`."""
 
     id: str
     kind: Literal["adjustable", "dependent", "fixed"]
@@ -206,7 +210,13 @@ class StoredOperator:
 
 @dataclass(frozen=True)
 class StoredGraph:
-    """A `ModelGraph`, and what its parts refer to: texts of sizes, answers of places, and works as places of sizes."""
+    """Stored `ModelGraph`.
+
+    Attributes:
+        sizes: sizes as text.
+        tables: required formats by the reader's precision.
+        works: indices into `sizes`: operations and bytes of each piece of work of a cost.
+    """
 
     device: str
     formats: list[str]
@@ -232,7 +242,7 @@ FILE: Final = Schema(
 
 
 class _Once:
-    """Things that stand once in a list, by what tells them apart."""
+    """List of distinct things, with their indices by key."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -246,7 +256,7 @@ class _Once:
 
 
 def stored(graph: ModelGraph) -> StoredGraph:
-    """Returns a model graph as a file, or part of a file, holds it."""
+    """Return a model graph as it is stored in a file, or in a part of one."""
     sizes, tables, works = _Once(), _Once(), _Once()
 
     def size(value: Size) -> int:
@@ -294,7 +304,7 @@ def stored(graph: ModelGraph) -> StoredGraph:
 
 
 def restored(result: StoredGraph) -> ModelGraph:
-    """Returns the model graph that a file holds; raises `ProfileError` where its parts do not fit together."""
+    """Return the model graph of a file's contents; raise `ProfileError` if it is inconsistent."""
     try:
         graph = _restored(result)
         check(graph)

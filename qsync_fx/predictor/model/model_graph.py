@@ -1,16 +1,9 @@
-"""A model as the predictor knows it: what the states, casts, costs and memory of any plan follow from, without torch's graph.
+"""Model graph: operators, values, costs and cascade rules of a model, without torch's FX graph.
 
-Invariant: frozen and whole. Operators stand in the order in which they run, those of later graphs behind those of earlier ones; values and
-operators refer to one another by their place. Sizes are whole numbers, or expressions of sympy where the model was explained with
-symbolic shapes. Formats are the names of FORMATS; None is what has no floating-point values.
-
-Formats and states by the names that model graphs know them by, and back.
-
-Invariant: None is the name of no format.
-
-Which states operators can take, over all plans that ask for certain formats.
-
-Invariant: every state that a plan leads to is among them. Some that none leads to may be, as inputs are taken to be independent.
+States, casts, costs and memory of any plan follow from it. Operators are in execution order, later
+graphs after earlier ones. Operators and values refer to each other by index. A size is an integer,
+or a sympy expression if the model was explained with symbolic shapes. Formats are the names in
+`FORMATS`; None denotes "no floating-point values" and is the name of no format.
 """
 
 from __future__ import annotations
@@ -27,24 +20,24 @@ from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.serialization.schema import Path
 
 Name = str | None
-"""The name of a format; None for what has none."""
+"""Name of a format; None for "no format"."""
 
 StateNames = tuple[Name, Name]
-"""The formats that an operator computes in and gives out."""
+"""Names of the precision and of the output format of an operator."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an operator makes, or what the model or its caller holds.
+    """Result of an operator, parameter, buffer, input or constant.
 
     Attributes:
-        name: its node's; costs name what is kept by it.
-        tensor: the place of the value whose memory it lies in: its own where that is no other's.
-        operator: the place of the operator whose format it has; None where it is `own` whatever the plan.
-        source: what makes it: "operator", "parameter", "buffer", "input", or "constant" for all else.
-        own: its format as the model was written.
-        numel: its floating-point elements.
-        fixed: bytes of what else it holds: integers, masks.
+        name: name of its FX node, by which costs identify saved tensors.
+        tensor: index of the value whose storage it shares; its own index if it is no view.
+        operator: index of the operator that determines its format; None if it is always `own`.
+        source: "operator", "parameter", "buffer", "input", or "constant" for all others.
+        own: format in the model as written.
+        numel: number of floating-point elements.
+        fixed: bytes of its other contents, such as integers and masks.
         differentiated: whether a gradient flows back to it.
     """
 
@@ -60,15 +53,16 @@ class Value:
 
 @dataclass(frozen=True)
 class ModelRead:
-    """A reading of a value.
+    """Read of a value by an operator or by the model's caller.
 
     Attributes:
-        value: what is read.
-        role: the argument's name.
-        wanted: by what the operator computes in, "" for nothing, the format that it is read in; None for whichever it has.
-        point: what it has in common with readings that share one cast a format; None where it is never converted.
-        origin: what a cast for it would convert; `value` but behind the model's own conversions.
-        gradient: whether a gradient flows back.
+        value: index of the value.
+        role: name of the argument.
+        wanted: required format by the reader's precision ("" for none); None accepts any format.
+        point: cast point, equal for reads that share one cast per format; None if no plan casts it.
+        origin: index of the value that a cast converts: `value`, or the operand of the model's own
+            conversions that lead to it.
+        gradient: whether a gradient flows back through this read.
     """
 
     value: int
@@ -81,17 +75,19 @@ class ModelRead:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan can make of an adjustable operator.
+    """Formats of an adjustable operator as a function of the plan.
 
     Attributes:
-        runs: by what a plan asks for, the format that it computes in.
-        held: the format that it stays in where a default gives way.
-        keeps: what gives way there, asked for by a default.
-        outputs: by what it computes in, the format of its result.
-        wide: what a scaled format gives out where all `readers` compute in FP32 at least; None where it never does.
-        readers: the places of the operators that this depends on.
-        pinned: the format that a pass of the user's gave it, against every plan.
-        unpacked: by scaled format, the plain one that operands kept in it are converted to in the backward pass.
+        runs: precision by planned format.
+        held: planned format that replaces a plan's default if the default is in `keeps`.
+        keeps: default formats that do not apply to this operator.
+        outputs: output format by precision.
+        wide: output format of a scaled precision if all `readers` compute in FP32 or wider;
+            None if the output is never wide.
+        readers: indices of the operators that `wide` depends on.
+        pinned: precision assigned by a user's pass, which overrides every plan.
+        unpacked: by scaled format, the plain format that saved operands are converted to in the
+            backward pass.
     """
 
     kind: ClassVar[str] = "chosen"
@@ -108,15 +104,15 @@ class Choices:
 
 @dataclass(frozen=True)
 class Follows:
-    """How the format of an operator follows that no plan chooses.
+    """Cascade rule of an operator that is not adjustable.
 
     Attributes:
-        operators: the places of those whose outputs decide.
-        given: the promotion of its other inputs; None where there are none.
-        own: its format where no input has one, and where a scalar does not fit.
-        promotes: whether it is the promotion of all inputs.
-        scalar: the magnitude of the largest of its scalar arguments.
-        named: the format of its result where its arguments name one.
+        operators: indices of the operators whose outputs determine its precision.
+        given: promotion of its other inputs; None if there are none.
+        own: precision if no input has a format, or if a scalar argument exceeds the format's range.
+        promotes: whether the precision is the promotion of all inputs.
+        scalar: largest magnitude of its scalar arguments.
+        named: output format that its arguments name, if any.
     """
 
     kind: ClassVar[str] = "followed"
@@ -131,24 +127,24 @@ class Follows:
 
 @dataclass(frozen=True)
 class ModelOperator:
-    """An operator of the model.
+    """Operator of the model.
 
     Attributes:
-        id: its identity, as plans and profiles name it.
+        id: identifier in plans and profiles.
         kind: "adjustable", "dependent" or "fixed".
-        row: its name in the table of operators.
-        shape: of its result as it was explained, as text: "f32[8, 16]", "f32[batch, 16]".
-        line: where the model calls it: "model.py:42"; "" where that is not known.
-        graph: the place of the graph that it is in, of several.
-        repeated: whether activation checkpointing computes it again.
-        result: the place of what it makes.
-        reads: what it reads, in the order of its arguments.
-        decided: what its formats are decided by.
-        converts: whether it is a conversion that the model itself asks for.
+        row: name of its row in the operator table.
+        shape: description of its result as explained: "f32[8, 16]", "f32[batch, 16]".
+        line: source location of the call: "model.py:42"; "" if unknown.
+        graph: index of its graph, if graph breaks split the model.
+        repeated: whether activation checkpointing recomputes it.
+        result: index of its result.
+        reads: its operands, in argument order.
+        decided: rule that determines its formats.
+        converts: whether it is a conversion of the model itself.
         converted: whether it computes in the model's own format and converts its result.
-        costs: what it costs in each state that it can take, without casts.
-        method: how it computes, of several ways: "tanh" of a gelu that approximates by it, "vectors" of a dropout that is drawn in these;
-            else "".
+        costs: cost in each reachable state, without casts.
+        method: variant of the computation: "tanh" for an approximate gelu, "vectors" for a dropout
+            that draws its random numbers in vectors; else "".
     """
 
     id: str
@@ -168,20 +164,20 @@ class ModelOperator:
 
     @property
     def where(self) -> str:
-        """Its id and line, for error messages."""
+        """Its id and source location, for error messages."""
         return f"operator {self.id}" + (f", {self.line}" if self.line else "")
 
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """A parameter.
+    """Parameter of the model.
 
     Attributes:
-        path: its name in the model.
+        path: qualified name in the model.
         numel: number of elements.
-        dtype_bytes: bytes of an element.
-        trained: whether it gets a gradient.
-        readers: the places of the operators that read it.
+        dtype_bytes: bytes per element.
+        trained: whether it receives a gradient.
+        readers: indices of the operators that read it.
     """
 
     path: str
@@ -193,15 +189,16 @@ class ModelParameter:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """
+    """Model as the predictor reads it.
+
     Attributes:
-        device: what it was explained for: the option "target", else the type of device.
-        operators: in the order in which they run.
-        values: what they make and read.
-        outputs: what the model returns.
-        parameters: in the order in which the model registers them.
-        points: how many places there are at which a cast may stand.
-        formats: what plans may ask for.
+        device: device that it was explained for: the option "target", else the device type.
+        operators: operators in execution order.
+        values: their results and operands.
+        outputs: reads of the model's results by its caller.
+        parameters: parameters in registration order.
+        points: number of cast points.
+        formats: formats that plans may request.
     """
 
     device: str
@@ -214,24 +211,25 @@ class ModelGraph:
 
     @functools.cached_property
     def places(self) -> Mapping[str, int]:
-        """The place of each operator, by its id."""
+        """Index of each operator by its id."""
         return {operator.id: index for index, operator in enumerate(self.operators)}
 
     def operator(self, name: str) -> ModelOperator:
-        """Returns an operator by its id; raises `ProfileError` where there is none."""
+        """Return an operator by its id; raise `ProfileError` if it does not exist."""
         return self.operators[self.place(name)]
 
     def place(self, name: str) -> int:
-        """Returns the place of an operator; raises `ProfileError` where there is none."""
+        """Return the index of an operator; raise `ProfileError` if it does not exist."""
         if name not in self.places:
             raise ProfileError(f"the model has no operator {name!r}", do=nearest(name, self.places))
         return self.places[name]
 
     def at(self, **sizes: int) -> ModelGraph:
-        """Returns the model with numbers for symbolic sizes, such as `batch=32`; those that are not named stay symbolic.
+        """Return the model with numbers for the named symbolic sizes, such as `batch=32`.
 
         Raises:
-            ProfileError: the model has no such size, or a number is none.
+            ProfileError: the model has no such symbolic size, or a number is not a positive
+                integer.
         """
         from qsync_fx.predictor.model.symbolic_sizes import sized
 
@@ -239,45 +237,48 @@ class ModelGraph:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """The names of its symbolic sizes."""
+        """Names of its symbolic sizes."""
         from qsync_fx.predictor.model.symbolic_sizes import symbols
 
         return symbols(self)
 
     def save(self, path: Path) -> None:
-        """Writes the model to a file of JSON in one step; raises `ProfileError` if it cannot."""
+        """Write the model to a JSON file atomically; raise `ProfileError` if that fails."""
         from qsync_fx.predictor.model.model_file import FILE, stored
 
         FILE.write(path, FILE.encode(stored(self)))
 
     @classmethod
     def load(cls, path: Path) -> ModelGraph:
-        """Reads a file of `save`, which may come from anywhere; raises `ProfileError` saying what is wrong with it, and where."""
+        """Read a file of `save` from any source; raise `ProfileError` that locates a defect."""
         from qsync_fx.predictor.model.model_file import FILE, restored
 
         return restored(FILE.load(path))
 
 
 def format_named(name: Name) -> Precision | None:
-    """Returns a format by its name."""
+    """Return a format by its name."""
     return FORMATS[name] if name is not None else None
 
 
 def name_of(fmt: Precision | None) -> Name:
-    """Returns the name of a format."""
+    """Return the name of a format."""
     return fmt.name if fmt is not None else None
 
 
 @functools.cache
 def state_named(names: StateNames) -> OperandState:
-    """Returns a state by the names of its formats."""
+    """Return a state by the names of its formats."""
     return OperandState(format_named(names[0]), format_named(names[1]))
 
 
 def reachable(
     operators: Sequence[ModelOperator], formats: Iterable[str]
 ) -> list[tuple[StateNames, ...]]:
-    """Returns the states that each operator can take."""
+    """Return a superset of the states that each operator can reach under plans with these formats.
+
+    Inputs count as independent, so some returned states may be unreachable.
+    """
     wanted = tuple(formats)
     outputs: list[set[Name]] = []
     result: list[tuple[StateNames, ...]] = []
@@ -294,7 +295,12 @@ def reachable(
 
 
 def chosen(choices: Choices, planned: str, explicit: bool) -> str:
-    """Returns the format that an operator computes in where a plan asks for one, for it or for all."""
+    """Return the precision of an adjustable operator.
+
+    Args:
+        planned: format in the plan.
+        explicit: whether the plan names the operator or a pattern that matches it, not a default.
+    """
     if choices.pinned is not None:
         return choices.pinned
     return choices.runs[choices.held if not explicit and planned in choices.keeps else planned]
@@ -322,14 +328,14 @@ def _followed(follows: Follows, outputs: Sequence[set[Name]]) -> list[StateNames
 
 @functools.cache
 def widest(first: Name, second: Name) -> Name:
-    """Returns the promotion of two formats, of which either may be missing."""
+    """Return the promotion of two formats; a missing format does not widen the other one."""
     if first is None or second is None:
         return first or second
     return promoted(FORMATS[first], FORMATS[second]).name
 
 
 def followed(follows: Follows, promotion: Name) -> Name:
-    """Returns the format that an operator computes in, given the promotion of its inputs' formats."""
+    """Return the precision of an operator, given the promotion of its inputs' formats."""
     if promotion is None or (follows.promotes and follows.scalar > FORMATS[promotion].max):
         return follows.own
     return promotion

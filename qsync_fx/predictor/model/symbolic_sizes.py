@@ -1,17 +1,14 @@
-"""Sizes as text, and back: whole numbers, and expressions of symbolic sizes such as "64*batch*sequence + 4".
+"""Symbolic sizes: their text form, such as "64*batch*sequence + 4", and numbers for their symbols.
 
-The text comes from anywhere, so it is read by the grammar below and never evaluated as code:
+The text may come from any source, so it is parsed by this grammar and never evaluated as code:
 
     sum     = ["-"] product (("+" | "-") product)*
     product = power ("*" power | "/" number)*
     power   = atom ["**" number]
     atom    = number | name | function "(" sum ("," sum)* ")" | "(" sum ")"
 
-Invariant: `read(written(size)) == size` for what `canonical` returns; any other text ends in a `Malformed`, within bounded time.
-
-Numbers in the place of a model's symbolic sizes, so that another batch needs no other trace.
-
-Invariant: nothing but sizes changes: plans mean what they meant, and states, casts and places are the same.
+Invariants: `read(written(size)) == size` for the results of `canonical`. Any other text raises
+`Malformed` within bounded time. `sized` changes sizes only: states, casts and indices are the same.
 """
 
 from __future__ import annotations
@@ -30,24 +27,24 @@ from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.serialization.strict_json import Malformed
 
 FUNCTIONS: Final = {name: getattr(functions, name) for name in ON_NUMBERS}
-"""What torch writes of symbolic sizes beside sums and products."""
+"""torch's functions of symbolic sizes that may occur in addition to sums and products."""
 
 _LONGEST, _DEEPEST, _DEGREE, _DIGITS = 4000, 24, 64, 40
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_][A-Za-z_0-9]*)|(\*\*|[-+*/(),]))")
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """Returns the symbol of a size."""
+    """Return the symbol of a size."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 def canonical(size: Any) -> Size:
-    """Returns a size in the form that `read` gives it; raises `Malformed` for what no size of a tensor is."""
+    """Return a size in the form of `read`; raise `Malformed` if it is no valid tensor size."""
     return size if type(size) is int else read(written(size))
 
 
 def written(size: Any) -> str:
-    """Returns a size as text; raises `Malformed` for what no size of a tensor is."""
+    """Return a size as text; raise `Malformed` if it is no valid tensor size."""
     if isinstance(size, int):
         return str(int(size))
     if isinstance(size, float) and size.is_integer():
@@ -69,7 +66,7 @@ def written(size: Any) -> str:
 
 
 def read(text: str) -> Size:
-    """Returns the size that a text says; raises `Malformed` for any other text."""
+    """Return the size that a text denotes; raise `Malformed` for any other text."""
     if len(text) > _LONGEST:
         raise Malformed(f" has a size of {len(text)} characters")
     reader = _Reader(text)
@@ -77,7 +74,7 @@ def read(text: str) -> Size:
         result, _ = reader.sum(0)
     except Malformed:
         raise
-    except Exception as error:  # noqa: BLE001 - what torch's functions of sizes say of arguments that they do not take
+    except Exception as error:  # noqa: BLE001 - torch's size functions reject invalid arguments so
         raise Malformed(f" has a size that is none: {text[:120]!r}: {error}") from None
     reader.end()
     return int(result) if result.is_Integer else result
@@ -108,7 +105,7 @@ class _Reader:
         self._next()
 
     def sum(self, depth: int) -> tuple[Any, int]:
-        """Returns an expression, and a bound for its degree."""
+        """Return an expression and an upper bound on its degree."""
         if depth > _DEEPEST:
             raise self._wrong("is nested too deeply")
         negative = self._take("-")
@@ -209,11 +206,11 @@ class _Reader:
 
 
 _SIDES = re.compile(r"(?<=\[)[^\[\]]+(?=\])")
-"""The sides of a tensor in the description of its shape."""
+"""Dimensions of a tensor in the description of its shape."""
 
 
 def symbols(graph: ModelGraph) -> frozenset[str]:
-    """Returns the names of a model's symbolic sizes."""
+    """Return the names of a model's symbolic sizes."""
     result = (size for size in set(sizes_of(graph)) if isinstance(size, sympy.Basic))
     return frozenset(
         symbol.name
@@ -224,7 +221,7 @@ def symbols(graph: ModelGraph) -> frozenset[str]:
 
 
 def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
-    """Returns the model with numbers for the sizes that are named."""
+    """Return the model with numbers for the named symbolic sizes."""
     available = symbols(graph)
     for name, number in value.items():
         if name not in available:
@@ -258,7 +255,7 @@ def sized(graph: ModelGraph, value: Mapping[str, int]) -> ModelGraph:
 
 
 def _shaped(text: str, value: Mapping[str, int]) -> str:
-    """Returns the description of a shape with numbers for the sizes that are named; what cannot be read stays as it is."""
+    """Return a shape description with numbers for the named sizes; unreadable sizes stay."""
 
     def side(before: str) -> str:
         try:
@@ -270,7 +267,7 @@ def _shaped(text: str, value: Mapping[str, int]) -> str:
 
 
 def sizes_of(graph: ModelGraph) -> Iterator[Size]:
-    """Yields every size that a model graph holds, as often as it does."""
+    """Yield every size of a model graph, including duplicates."""
     for value in graph.values:
         yield from (value.numel, value.fixed)
     for operator in graph.operators:

@@ -1,15 +1,9 @@
-"""When each device of a cluster does what in a training step: operators, gradients as DDP sends them, and who waits for whom.
+"""Replayer: timeline of a training step on all devices of a cluster, from their schedules (QSync).
 
-`buckets` says which gradients travel together, `local` when they are ready on one device, `step` when they travel, `cluster` what devices
-and links there are, `traces` reads what torch's profilers wrote.
-
-Invariant: pure functions of schedules. A closed form in place of a simulation, over any number of devices and plans at once; the tests
-hold that it equals a simulation of events.
-
-Training steps as torch's profilers saw them: Kineto's traces of what ran when, and execution traces of what belongs to what.
-
-`file` reads the JSON, `kineto` the events, `execution` the graph, `traced` makes schedules of steps, `ranks` puts those of several ranks
-together.
-
-Invariant: a trace comes from anywhere. What is cut off, runs backwards or in a circle is an error that names it.
+It computes when operators run, when DDP's gradient buckets are ready and travel, and how long ranks
+wait for each other. `ddp_buckets` assigns gradients to buckets, `device_timeline` and
+`cluster_step.simulate` compute the step, `collectives` models all-reduces, and `cluster` describes
+devices and links. `trace_files` and `trace_schedules` read torch.profiler traces, which may come
+from any source; a truncated or cyclic trace raises an error that names the cause.
+Invariant: closed forms over any number of devices and plans, equal to an event simulation (tested).
 """

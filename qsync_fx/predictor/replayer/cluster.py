@@ -1,34 +1,27 @@
-"""A cluster: its classes of devices, the links between them, and what travels on these.
+"""Clusters: device classes, links between devices, and settings of the gradient exchange.
 
     [devices.v100]
     count = 16
     device = "v100"          # of the catalog; or profile = "v100.json"
-    batch = 32               # samples of one device in a step
+    batch = 32               # samples per device and step
 
     [devices.t4]
     count = 16
     profile = "t4.json"
     batch = 32
-    memory = 15.8e9          # bytes that a plan may take; or "16 GB", or "30%" of what the catalog says
-    bandwidth = 1.25e9       # bytes a second of its link, where that is not the network's
+    memory = 15.8e9          # bytes available to a plan; or "16 GB", or "30%" of the catalog's
+    value bandwidth = 1.25e9       # bytes per second of its link, if different from the network's
 
     [network]
     bandwidth = 12.5e9
     latency = 30e-6
 
     [nodes]
-    ranks = 8                # with one link between them and others
-    bandwidth = 120e9        # bytes a second of each rank inside its node
+    ranks = 8                # ranks that share one link to other nodes
+    bandwidth = 120e9        # bytes per second of each rank within its node
 
-Invariant: whoever wrote the file, what is read is a cluster that can be replayed, or an error says what is wrong, and where.
-
-How much memory, as people write it: bytes, "4 GB", or "30%" of what a device has.
-
-Invariant: what is understood is a number of bytes or a share above 0, finite, and nothing else is.
-
-The parts of a cluster: classes of devices, links, nodes, buckets, and what is done to gradients.
-
-Invariant: a part is a value, and `CHECKS` says of each what it may not be, whoever has written it: a file, or Python.
+Invariant: every `Cluster` can be replayed. Invalid values from a file or from Python raise an error
+with the cause and the location. A memory size is a finite, positive number of bytes or a share.
 """
 
 from __future__ import annotations
@@ -66,14 +59,15 @@ _UNITS: Final = {
     "GIB": 2.0**30,
 }
 WAYS: Final = 'give bytes, "4 GB" or "30%"'
-"""What to do about one that is none."""
+"""Advice for an invalid memory size."""
 
 
 class Size(NamedTuple):
-    """
+    """Amount of memory.
+
     Attributes:
-        amount: of bytes, or of the whole, 1 being all of it.
-        share: which of the two.
+        amount: bytes, or a share of the total memory, 1 for all of it.
+        share: whether `amount` is a share.
     """
 
     amount: float
@@ -81,7 +75,7 @@ class Size(NamedTuple):
 
 
 def memory_size(memory: Memory) -> Size | None:
-    """Returns how much that is; None where it is no memory."""
+    """Return the parsed amount of memory; None if it is invalid."""
     if not isinstance(memory, str):
         return Size(float(memory)) if memory > 0 and math.isfinite(memory) else None
     result = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|[KMG]?i?B)\s*", memory, flags=re.IGNORECASE)
@@ -99,20 +93,22 @@ def memory_size(memory: Memory) -> Size | None:
 
 @dataclass(frozen=True)
 class ClusterDevice:
-    """A class of devices that are alike.
+    """Class of equal devices.
 
     Attributes:
-        count: how many there are.
-        device: the name of a device of the catalog; None where a profile says how long things take.
-        profile: path of a profile, from where the cluster's file lies.
-        batch: samples of one device in a step; None where that is not known.
-        memory: what a plan may take on it: bytes, "4 GB", or "30%" of what the device of the catalog has; None where that is not known.
-        bandwidth, latency: of its link, or its node's; those of the network where None.
-        slowdown: what it takes longer than its profile says: 1.1 for a tenth.
-        delay: seconds that it waits for something else in each step, such as data.
-        launch: seconds that the host takes to hand over one entry of its schedule.
-        copies: seconds that DistributedDataParallel takes to copy a byte of gradients into its bucket, and again out of it; what the
-            device's profile says of copying where None, and none where it says nothing.
+        count: number of devices.
+        device: name of a device of the catalog; None if a profile supplies the times.
+        profile: path of a profile, relative to the folder of the cluster file.
+        batch: samples per device and step; None if unknown.
+        memory: memory available to a plan: bytes, "4 GB", or "30%" of the catalog device's memory;
+            None if unknown.
+        bandwidth, latency: of its link, or of its node's link; None for the network's values.
+        slowdown: factor on the durations of its profile; 1.1 for 10% slower.
+        delay: seconds per step that it waits for other causes, such as data loading.
+        launch: seconds that the host needs to launch one entry of its schedule.
+        copies: seconds per byte that DistributedDataParallel needs to copy gradients into a bucket,
+            and again to copy them back. None for the value of the device's profile, 0 if it has
+            none.
     """
 
     count: int = 1
@@ -130,17 +126,20 @@ class ClusterDevice:
 
 @dataclass(frozen=True)
 class Network:
-    """
+    """Network between nodes, or between devices if each one is a node.
+
     Attributes:
-        bandwidth: bytes a second of each node's link, which its ranks share; of each device's where it is a node of its own.
-        latency: seconds of the smallest all-reduce; between nodes, where there are some.
-        all_reduce: pairs of bytes and seconds that were measured, in place of the two.
-        ranks: how many ranks took part in these; all devices of the cluster where None.
-        busy: what of the time that a bucket travels alone a device computes later for it: 1 where the cores that compute send and sum,
-            too, 0 where others do, and more where both slow one another down. As much is measured where all-reduces are.
-        coding: the same of the time in which codecs write and read a bucket; where None as much as `busy`, up to all of it: cores that
-            have to send have to code.
-        slows_compute, slows_transfer: what computing takes longer while a bucket travels, and the reverse; 0.1 for a tenth.
+        bandwidth: bytes per second of each node's link, which its ranks share.
+        latency: seconds of the smallest all-reduce (between nodes, if there are nodes).
+        all_reduce: measured pairs of bytes and seconds, which replace bandwidth and latency.
+        ranks: number of ranks in these measurements; None for all devices of the cluster.
+        busy: computation delay per second of transfer of a bucket that travels alone. It is 0 if
+            other cores send and sum, 1 if the computing cores do, and more if both slow each other
+            down. Link measurements determine it together with the all-reduces.
+        coding: computation delay per second in which codecs encode and decode; None for the value
+            of `busy`, at most 1.
+        slows_compute: relative slowdown of computation while a bucket travels; 0.1 for 10%.
+        slows_transfer: relative slowdown of a transfer while a device computes.
     """
 
     bandwidth: float | None = None
@@ -155,17 +154,21 @@ class Network:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """What shares a node: ranks of one class, with fast links between them and one link to all others.
+    """Nodes: groups of ranks of one class with fast links inside and one shared link to others.
 
     Attributes:
-        ranks: of each node. With one, devices are linked by the network alone.
-        bandwidth: bytes a second that each of them sends inside the node; needed where there are several, or `inside`.
-        latency: seconds of the smallest all-reduce inside a node.
-        ring: whether DistributedDataParallel's all-reduce is one ring through all ranks, as gloo's. Else it goes in two levels.
-        inside: pairs of bytes and seconds of all-reduces inside a node that were measured, in place of bandwidth and latency.
-        across: the same of all-reduces between nodes, of the bytes that the ranks of a node give together, each its part, all parts at
-            once; in place of the network's for what is coded, so that its own table is of all ranks alone.
-        count: how many nodes took part in these; all of the cluster where None.
+        ranks: ranks per node. With 1, only the network links devices.
+        bandwidth: bytes per second that each rank sends within the node. Several ranks per node
+            require it or `inside`.
+        latency: seconds of the smallest all-reduce within a node.
+        ring: whether DistributedDataParallel's all-reduce is one ring through all ranks, as with
+            gloo; otherwise it is hierarchical.
+        inside: measured pairs of bytes and seconds of all-reduces within a node, which replace
+            bandwidth and latency.
+        across: measured pairs for all-reduces between nodes. The bytes are the total of the ranks
+            of a node, whose shards travel concurrently. For compressed buckets they replace the
+            network's measurements, which then describe all-reduces of all ranks only.
+        count: number of nodes in the `across` measurements; None for all nodes of the cluster.
     """
 
     ranks: int = 1
@@ -179,12 +182,14 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Buckets:
-    """
+    """Settings of DistributedDataParallel's gradient buckets.
+
     Attributes:
-        first_bytes: at which the first bucket is full.
-        bytes: at which further ones are.
-        whole_graphs: whether gradients of a compiled graph come out together, as with torch._dynamo.config.optimize_ddp = False. Else
-            DistributedDataParallel has graphs split where buckets end, so that each is sent when its last gradient is whole.
+        first_bytes: size at which the first bucket is full.
+        bytes: size at which further buckets are full.
+        whole_graphs: whether all gradients of a compiled graph become ready together, as with
+            torch._dynamo.config.optimize_ddp = False. Otherwise DistributedDataParallel splits
+            graphs at bucket boundaries, and each bucket is sent after its last gradient.
     """
 
     first_bytes: int = FIRST_BYTES
@@ -194,12 +199,12 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Compression:
-    """What is done to gradients before they travel.
+    """Compression of gradients before the transfer.
 
     Attributes:
-        ratio: bytes that travel for each byte of a gradient.
-        fixed: seconds of each bucket on each device, between its last gradient and its sending.
-        each: the same for each byte of gradients.
+        ratio: transferred bytes per byte of a gradient.
+        fixed: seconds per bucket on each device, between its last gradient and the transfer.
+        each: seconds per byte of gradients, in addition to `fixed`.
     """
 
     ratio: float = 1.0
@@ -222,7 +227,7 @@ _ZERO_IS_FINE: Final = (
 
 
 def _positive(value: Any) -> str | None:
-    """Returns which number of a value cannot be, None where all can."""
+    """Return a message for an invalid number among the fields of a value; None if all are valid."""
     for part in fields(value):
         number = getattr(value, part.name)
         if type(number) in (int, float) and (
@@ -282,13 +287,15 @@ CHECKS: Final[Mapping[Any, Check]] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """
+    """Cluster of devices for data-parallel training.
+
     Attributes:
-        devices: classes of devices by name. The first one holds rank 0, whose gradients' order is that of the buckets.
-        network: what gradients travel on; None for one device alone.
-        buckets: how gradients are put together.
-        compression: what is done to them first; None for nothing.
-        nodes: how many ranks share one.
+        devices: device classes by name. The first class contains rank 0, whose gradient order
+            determines the buckets.
+        network: links for gradients; None for a single device.
+        buckets: bucket settings.
+        compression: compression of all buckets; None for none.
+        nodes: grouping of ranks into nodes.
     """
 
     devices: Mapping[str, ClusterDevice]
@@ -300,7 +307,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ProfileError("the cluster has no devices", do=_REMEDY)
-        # Files are checked part by part while they are read, which says the place; from Python come others as wrong.
+        # The schema checks files and knows the location. This check is for Python callers.
         parts: dict[str, Any] = {f"devices.{name}": device for name, device in self.devices.items()}
         parts |= {"network": self.network, "buckets": self.buckets, "compression": self.compression}
         parts["nodes"] = self.nodes
@@ -315,7 +322,7 @@ class Cluster:
         """Return the cluster in a file of TOML.
 
         Raises:
-            ProfileError: the file cannot be read, is not a cluster, or names a device that does not exist.
+            ProfileError: the file cannot be read, is not a cluster, or names an unknown device.
         """
         result = CLUSTER.load(path)
         for name, device in result.devices.items():
@@ -329,12 +336,15 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return sum(device.count for device in self.devices.values())
 
     def bytes_of(self, name: str, memory: Memory) -> float | None:
-        """Returns how many bytes some memory of a class of devices is: a share is one of what the cluster says that they have, or the
-        catalog; None where neither does, and for what is no memory."""
+        """Return an amount of memory of a device class in bytes.
+
+        A share refers to the memory in the cluster, else to the memory in the catalog. None if both
+        are unknown or the amount is invalid.
+        """
         size = memory_size(memory)
         if size is None or not size.share:
             return None if size is None else size.amount
@@ -349,10 +359,13 @@ class Cluster:
 
     @property
     def all_reduce(self) -> AllReduce:
-        """How long it takes DistributedDataParallel to send a bucket: what was measured, or the ring over all links, or two levels.
+        """All-reduce of DistributedDataParallel's buckets.
+
+        It is the measured one if there is a measurement, else a ring over all links or a
+        hierarchical all-reduce.
 
         Raises:
-            ProfileError: how fast links are is not known.
+            ProfileError: the bandwidth of a link is unknown.
         """
         nodes = self.nodes
         if (measured := self._measured()) is not None:
@@ -364,17 +377,17 @@ class Cluster:
         if self.ranks == nodes.ranks:
             return self.exchange.inside
         across = self._link()
-        # One rank of each node sends to the next node, so that the node's link carries what every link of the ring does.
+        # One rank per node sends to the next node, so each link of the ring carries the same bytes.
         return CollectiveLink(
             min(across.bandwidth, nodes.bandwidth or across.bandwidth), across.latency
         )
 
     @property
     def exchange(self) -> Levels:
-        """How long it takes to send a bucket that is coded: between nodes in a codec, and inside them in FP32.
+        """All-reduce of compressed buckets: encoded between nodes, in FP32 within nodes.
 
         Raises:
-            ProfileError: how fast links are is not known.
+            ProfileError: the bandwidth of a link is unknown.
         """
         nodes = self.nodes
         inside: AllReduce = CollectiveLink(nodes.bandwidth or math.inf, nodes.latency)
@@ -389,7 +402,7 @@ class Cluster:
         return Levels(self._measured() or self._link(), inside, nodes.ranks)
 
     def _measured(self) -> MeasuredCollectives | None:
-        """How long an all-reduce of all ranks took, where that was measured."""
+        """Return the measured all-reduce of all ranks, if any."""
         network = self.network or Network()
         return (
             MeasuredCollectives(tuple(network.all_reduce), network.ranks or self.ranks)
@@ -412,10 +425,10 @@ class Cluster:
         return CollectiveLink(min(bandwidths), max(latencies))
 
     def _uneven(self) -> str | None:
-        """Returns why nodes do not go with devices and links, None where they do."""
+        """Return why nodes do not match devices and links; None if they match."""
         size = self.nodes.ranks
         if self.nodes.across:
-            # What was measured is of nodes as they are, whatever devices share one.
+            # Measurements describe existing nodes, which may mix device classes.
             full = self.ranks % size == 0
             return None if full else f" has {self.ranks} devices, which do not make nodes of {size}"
         for name, device in self.devices.items():
@@ -432,12 +445,12 @@ class Cluster:
 
     @property
     def overlap(self) -> Overlap:
-        """How communication and computation slow one another down."""
+        """Mutual slowdown of communication and computation."""
         network = self.network or Network()
         return Overlap(network.slows_compute, network.slows_transfer)
 
     def check_names(self, names: Mapping[str, object], of: str) -> None:
-        """Raises `ProfileError` where something is given for other classes of devices than there are."""
+        """Raise `ProfileError` unless `names` are exactly the device classes of the cluster."""
         if unknown := [name for name in names if name not in self.devices]:
             message = f"the cluster has no devices {shown(unknown[0])}"
             raise ProfileError(message, where=of, do=nearest(unknown[0][:40], self.devices))

@@ -1,12 +1,11 @@
-"""A step of a fleet, from a schedule a class of devices.
+"""Training step of a cluster, simulated from one schedule per device class.
 
-Invariant: what travels is one list of buckets for all devices, in the order in which gradients are whole on the first class, as DDP takes
-it from rank 0. Devices of a class are alike, so that one of them stands for all.
+All devices exchange the same list of buckets, in the order in which gradients become ready on the
+first class, as DDP uses rank 0's order. Devices of a class are equal, so one of them is simulated.
 
-The seconds of a step while a plan is searched: one operator changes, and the answer is there in microseconds.
-
-Invariant: after any sequence of changes the seconds are those that `closed_form.iteration` gives for the new times, up to rounding. A
-change is undone by the opposite one.
+`Incremental` updates the step time in microseconds when one operator changes during a plan search.
+Invariant: after any sequence of changes it equals `device_timeline.iteration` up to rounding, and
+the opposite change undoes a change.
 """
 
 from __future__ import annotations
@@ -33,18 +32,21 @@ from qsync_fx.predictor.times import Entry, Parameter, Part, Schedule
 
 @dataclass(frozen=True)
 class CompressedTransfer:
-    """A bucket that a codec writes, on the thread that communicates, while the device computes on. A large one goes in stretches: one
-    travels while the next is coded. Where several ranks share a node that is so between nodes; what is inside comes before and behind it,
-    whole: values are copied, then sent, then summed. Nothing of one bucket goes beside another.
+    """Transfer of a bucket by a codec, on the communication thread, while the device computes.
+
+    A large bucket is split into chunks: one travels while the next one is encoded. With several
+    ranks per node this applies between nodes. The exchange within a node runs before and after it
+    without overlap: values are copied, then sent, then summed. Buckets do not overlap each other.
 
     Attributes:
-        codec: what it is called.
-        nbytes: that a rank, or the ranks of a node together, give in place of gradients: an all-reduce of so many sends as many bytes.
-        seconds: of coding and decoding what goes between ranks, or nodes.
-        phases: in which they are exchanged.
-        inside: bytes that a rank gives inside its node, where several share one.
-        stretches: in which it goes in each phase; 1 where nothing travels while it is coded.
-        inside_seconds: of copying and summing what goes inside the node, in FP32.
+        codec: name of the codec.
+        nbytes: encoded bytes that a rank, or all ranks of a node, contribute instead of gradients,
+            as the equivalent all-reduce size.
+        seconds: time to encode and decode the exchange between ranks, or nodes.
+        phases: number of phases of the exchange.
+        inside: bytes that a rank contributes within its node, if several ranks share one.
+        stretches: number of chunks per phase; 1 for no overlap of coding and transfer.
+        inside_seconds: time to copy and sum the FP32 exchange within the node.
     """
 
     codec: str
@@ -57,25 +59,32 @@ class CompressedTransfer:
 
     @property
     def coding(self) -> float:
-        """Seconds that the thread that communicates does not wait for a link."""
+        """Time that the communication thread computes, without waiting for a link, in seconds."""
         return self.seconds + self.inside_seconds
 
     def with_travel(self, seconds: float, inside: float = 0.0) -> float:
-        """Returns how long it all takes with so many seconds of travelling between ranks, or nodes, and inside these: of coding and
-        travelling the longer, and of the other a stretch; and what is inside, one after the other."""
+        """Return the total duration of the exchange in seconds.
+
+        The longer one of coding and transfer overlaps all but one chunk of the shorter one. The
+        exchange within nodes is sequential.
+
+        Args:
+            seconds: transfer time between ranks, or nodes.
+            inside: transfer time within nodes.
+        """
         between = max(seconds, self.seconds) + min(seconds, self.seconds) / self.stretches
         return between + inside + self.inside_seconds
 
 
 @dataclass(frozen=True)
 class SimulatedBucket:
-    """Gradients that travel together.
+    """Bucket of gradients that travel together.
 
     Attributes:
-        parameters: whose.
-        nbytes: of the gradients.
-        travelling: bytes that travel.
-        coded: what writes them; None where DistributedDataParallel sends them itself.
+        parameters: paths of its parameters.
+        nbytes: bytes of the gradients.
+        travelling: bytes of the transfer.
+        coded: transfer by a codec; None if DistributedDataParallel sends the bucket itself.
     """
 
     parameters: tuple[str, ...]
@@ -86,13 +95,13 @@ class SimulatedBucket:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step of a fleet.
+    """Step of a cluster.
 
     Attributes:
-        cluster: whose.
-        devices: by name, what one of each class does when it is alone.
-        buckets: what travels, in order; nothing where there is one device.
-        step: when all of that happens; its axis of devices has the order of `devices`.
+        cluster: the cluster.
+        devices: timeline of one device of each class without others, by class name.
+        buckets: buckets in sending order; empty for one device.
+        step: timeline of the step; its device axis has the order of `devices`.
     """
 
     cluster: Cluster
@@ -101,11 +110,11 @@ class SimulatedStep:
     step: DeviceStep
 
     def after(self, name: str) -> float:
-        """Returns the seconds from when all of a device is computed and has arrived to the end of its step."""
+        """Return the time from a device's last computation or transfer to its next step."""
         return after(self.devices[name].optimizer, self.cluster.devices[name], _whole(self.buckets))
 
     def returned(self, name: str) -> float:
-        """Returns the seconds of that in which the device copies gradients out of their buckets."""
+        """Return the part of `after` in which the device copies gradients out of buckets."""
         return returned(self.cluster.devices[name], _whole(self.buckets))
 
 
@@ -118,18 +127,18 @@ def simulate(
     transfer: Sequence[float] | None = None,
     later: Sequence[float] | None = None,
 ) -> SimulatedStep:
-    """Returns a steady step of a fleet.
+    """Return a steady-state step of a cluster.
 
     Args:
-        schedules: by class of devices.
-        cluster: what devices and links there are.
-        compression: for each bucket what is done to it; that of the cluster for all where None.
-        indices: parameters of each bucket; those that DDP takes where None.
-        transfer: seconds that each bucket travels, coding included; `travel` where None.
-        later: seconds that each device computes later for each bucket; `beside_computing` where None.
+        schedules: schedule of each device class.
+        cluster: devices and links.
+        compression: compression of each bucket; None for the cluster's compression of all buckets.
+        indices: parameters of each bucket; None for DDP's buckets.
+        transfer: duration of each transfer in seconds, including coding; None for `travel`.
+        later: computation delay of each device per bucket in seconds; None for `beside_computing`.
 
     Raises:
-        ProfileError: schedules of different models, of classes that the cluster has not, or none for one that it has.
+        ProfileError: the schedules belong to different models or do not match the device classes.
     """
     cluster.check_names(schedules, "schedules")
     parameters = _same_parameters(schedules)
@@ -164,7 +173,7 @@ def simulate(
 
 
 def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
-    """Returns the seconds that communication spends on each bucket: what the cluster's links make of its bytes, and coding."""
+    """Return the communication time of each bucket in seconds: transfer and coding."""
     used = np.zeros(len(buckets))
     plain = [index for index, bucket in enumerate(buckets) if bucket.coded is None]
     if plain:
@@ -179,7 +188,7 @@ def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
 
 
 def _links(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> dict[int, tuple[float, float]]:
-    """Returns the seconds that what a codec makes of a bucket travels between ranks, or nodes, and inside these, of each that is coded."""
+    """Return the transfer times of each encoded bucket between ranks or nodes, and within nodes."""
     coded = [
         (index, bucket, bucket.coded)
         for index, bucket in enumerate(buckets)
@@ -198,7 +207,7 @@ def _links(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> dict[int, tu
 
 
 def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
-    """Returns the bytes of a bucket that a node sends over its link, and those that a rank sends inside its node."""
+    """Return the bytes of a bucket that a node sends over its link, and a rank within its node."""
     size, settings = cluster.nodes.ranks, bucket.coded
     if settings is None and cluster.nodes.ring:
         full = share(cluster.ranks) * bucket.travelling
@@ -208,7 +217,7 @@ def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
 
 
 def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list[int]]:
-    """Returns the parameters of each bucket of DistributedDataParallel; nothing where there is one device."""
+    """Return the parameters of each bucket of DistributedDataParallel; empty for one device."""
     if cluster.ranks == 1:
         return []
     schedule = schedules[next(iter(cluster.devices))]
@@ -221,19 +230,23 @@ def buckets_of(schedules: Mapping[str, Schedule], cluster: Cluster) -> list[list
 
 
 def after(optimizer: float, device: ClusterDevice, nbytes: int) -> float:
-    """Returns the seconds from when all is computed and has arrived to the end of a step: so many bytes are copied out of their buckets."""
+    """Return the time from the last computation and transfer to the end of the step, in seconds.
+
+    Args:
+        nbytes: bytes of gradients to copy out of the buckets.
+    """
     return optimizer + device.delay + returned(device, nbytes)
 
 
 def returned(device: ClusterDevice, nbytes: int) -> float:
-    """Returns the seconds in which a device copies so many bytes of gradients out of their buckets."""
+    """Return the time in which a device copies gradients out of their buckets, in seconds."""
     return _copied(device, nbytes) * device.slowdown
 
 
 def before_sending(
     device: ClusterDevice, settings: Compression | CompressedTransfer | None, nbytes: int
 ) -> float:
-    """Returns the seconds that a device spends on a bucket before it is sent, where it is as fast as its profile says."""
+    """Return a device's time for a bucket before it is sent, without `slowdown`, in seconds."""
     compressing = (
         settings.fixed + settings.each * nbytes if isinstance(settings, Compression) else 0.0
     )
@@ -243,17 +256,19 @@ def before_sending(
 def beside_computing(
     cluster: Cluster, buckets: Sequence[SimulatedBucket], used: Sequence[float] | Array
 ) -> list[float]:
-    """Returns the seconds that each device, as fast as its profile says, computes later for each bucket: of those that it travels what
-    sending keeps a core for, and of those in which it is coded what that does, which goes on while another part of it travels.
+    """Return the computation delay of each device per bucket, without `slowdown`, in seconds.
+
+    Sending and coding occupy cores for the shares `Network.busy` and `Network.coding` of their
+    times. Coding continues while another chunk of the bucket travels.
 
     Args:
-        taken: seconds of each bucket, coding included.
+        used: communication time of each bucket in seconds, including coding.
     """
     network = cluster.network
     if network is None:
         return [0.0] * len(buckets)
     coding = min(1.0, network.busy) if network.coding is None else network.coding
-    # Seconds of coding are those of the slowest devices, and each is slowed down again as a device.
+    # Coding times refer to the slowest device, and `slowdown` is applied per device later.
     coding /= max(device.slowdown for device in cluster.devices.values())
 
     links = _links(cluster, buckets)
@@ -268,7 +283,7 @@ def beside_computing(
 
 
 def _copied(device: ClusterDevice, nbytes: int) -> float:
-    """Returns the seconds of a copy, one way, where the device is as fast as its profile says."""
+    """Return the time to copy gradients in one direction, without `slowdown`, in seconds."""
     return (device.copies or 0.0) * nbytes
 
 
@@ -277,7 +292,7 @@ def _sending(
     settings: Sequence[Compression | CompressedTransfer | None],
     buckets: Sequence[SimulatedBucket],
 ) -> dict[int, Entry]:
-    """Returns by bucket what the device does to send it."""
+    """Return by bucket the work of the device before it is sent."""
     each = enumerate(zip(settings, buckets, strict=True))
     seconds = {index: before_sending(device, item, bucket.nbytes) for index, (item, bucket) in each}
     return _entries(seconds)
@@ -324,7 +339,7 @@ def _bucket(
 
 
 def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]:
-    """Returns the parameters that all schedules have."""
+    """Return the parameters, which must be equal in all schedules."""
     (first, schedule), *others = schedules.items()
     for name, other in others:
         if other.parameters != schedule.parameters:
@@ -344,13 +359,13 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
 
 
 class Incremental:
-    """The steps of a run whose devices' entries change one at a time.
+    """Step time of a cluster whose entries change one at a time.
 
     Args:
-        seconds: (devices, entries), what each entry takes.
-        done_after: for each bucket, how many entries are done once it is ready; never falling.
-        transfer: (buckets,), seconds that each travels.
-        optimizer: (devices,), seconds between the last bucket and the next step.
+        seconds: (devices, entries), duration of each entry.
+        done_after: for each bucket the number of finished entries at which it is ready, ascending.
+        transfer: (buckets,), transfer durations.
+        optimizer: (devices,), time between the last bucket and the next step.
     """
 
     def __init__(
@@ -359,7 +374,7 @@ class Incremental:
         rest = np.cumsum(transfer[::-1])[::-1]
         counts = np.asarray(done_after, dtype=int)
         ready = whole(seconds, counts)
-        # The end of the backward pass is one more thing to wait for, with nothing to send.
+        # The end of the backward pass counts as a last bucket without transfer.
         self._late = (
             np.concatenate([ready + rest, seconds.sum(axis=-1, keepdims=True)], axis=-1)
             + optimizer[:, None]
@@ -370,32 +385,32 @@ class Incremental:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Duration of a step in seconds."""
         return float(self._latest.max())
 
     def changed(self, device: int, entry: int, by: float) -> float:
-        """Lets an entry of a device take longer, or shorter, and returns the seconds of a step."""
+        """Add `by` seconds to an entry of a device and return the duration of a step."""
         late = self._late[device]
         late[self._first[entry] :] += by
         owned = self._latest[device] = np.maximum.reduce(late)
         if device != self._device:
-            # A search stays with a device for long, and there may be thousands of others.
+            # A search stays with one device for many calls, and there may be thousands of others.
             others = np.delete(self._latest, device)
             self._device, self._others = device, others.max(initial=-np.inf)
         return float(max(owned, self._others))
 
 
 def whole(seconds: Array, done_after: Sequence[int] | Array) -> Array:
-    """Returns (..., buckets): the seconds of the entries that are done once each bucket is ready.
+    """Return the time at which each bucket is ready, (..., buckets), from the entries before it.
 
     Args:
-        seconds: (..., entries). Of thousands of devices half as fast again in single precision.
-        done_after: for each bucket, how many entries those are; never falling.
+        seconds: (..., entries), durations. For thousands of devices FP32 is 1.5 times as fast.
+        done_after: for each bucket the number of entries before it, ascending.
     """
     edges, index = np.unique(np.concatenate([[0], done_after]), return_inverse=True)
     total = np.zeros((*seconds.shape[:-1], len(edges)))
     if len(edges) > 1:
-        # reduceat sums from each edge to the next one, and the last of them to the end.
+        # reduceat sums from each edge to the next one, and from the last edge to the end.
         parts = np.add.reduceat(seconds[..., : edges[-1]], edges[:-1], axis=-1)
         np.cumsum(parts, axis=-1, dtype=np.float64, out=total[..., 1:])
     return total[..., index[1:]]

@@ -1,20 +1,8 @@
-"""How long a step takes with compressed gradients, from how long it takes without.
+"""Duration of all-reduces, and of training steps with compressed gradients.
 
-    seconds = seconds without - travel * (bytes without - bytes) + coding * elements
-
-Two numbers say all of a way to exchange gradients, at a number of devices: what a byte of gradients takes to travel beyond what computing
-hides, and what an element takes more, whatever its width: to be compressed and back, less what is done to full gradients alone. The step
-without compression says the rest: computing, at the batch that a device then has, and what of it runs beside communication.
-
-`EXCHANGES` has them for the machines of D. Grubic et al., "Synchronous Multi-GPU Deep Learning with Low-Precision Communication: An
-Experimental Study", EDBT 2018: K80 GPUs of Amazon EC2 (p2), figures 10 and 11, rows of QSGD. `communication_study.py`
-in benchmarks/published fits them, and says how far off they are for networks that they were not fitted to.
-
-Invariant: fitting minimises the mean of relative errors, so that a misprint in a table moves nothing.
-
-How long an all-reduce takes: by bandwidth and latency of the slowest link, in two levels, or by a table that was measured.
-
-Invariant: more bytes take no less time, whatever the table says between its points, and no bytes take none.
+`CollectiveLink` models a ring by bandwidth and latency, `Levels` a hierarchical all-reduce, and
+`MeasuredCollectives` interpolates measurements. Duration never decreases with the number of bytes,
+and 0 bytes need 0 seconds. `Exchange` predicts the effect of compression on a measured step.
 """
 
 from __future__ import annotations
@@ -30,23 +18,29 @@ from qsync_fx.errors import ProfileError
 from qsync_fx.predictor.replayer.device_timeline import Array
 
 _PHASES: Final = 2
-"""Of an all-reduce: parts are summed, and the sums are sent to all."""
+"""Phases of an all-reduce: reduce-scatter and all-gather."""
 
 
 class AllReduce(Protocol):
-    """How long an all-reduce takes."""
+    """Duration of an all-reduce."""
 
     def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
-        """Returns the seconds for each number of bytes that every one of the ranks gives, where that takes two phases, or fewer."""
+        """Return the seconds for each number of bytes that every rank contributes.
+
+        Args:
+            nbytes: bytes per rank, one or several numbers.
+            ranks: number of ranks.
+            phases: phases of the exchange, at most 2.
+        """
 
 
 @dataclass(frozen=True)
 class CollectiveLink:
-    """A ring: each rank sends and receives 2 (ranks - 1) / ranks of the bytes.
+    """Ring all-reduce: each rank sends and receives 2 (ranks - 1) / ranks of the bytes.
 
     Attributes:
-        bandwidth: bytes a second, in one direction, of the slowest link.
-        latency: seconds that the smallest all-reduce takes, in equal parts in each phase.
+        bandwidth: bytes per second in one direction of the slowest link.
+        latency: seconds of the smallest all-reduce, in equal parts for each phase.
     """
 
     bandwidth: float
@@ -61,14 +55,14 @@ class CollectiveLink:
 
 @dataclass(frozen=True)
 class MeasuredCollectives:
-    """A table, interpolated where both axes are logarithms.
+    """Measured all-reduces, interpolated linearly in logarithmic coordinates.
 
-    Below its smallest all-reduce the time is that one's, which is latency; above its largest it goes on in proportion to the bytes. What
-    of it is latency a table does not say, so that one phase is taken to have that of two.
+    Below the smallest measurement the time is constant (latency). Above the largest one it is
+    proportional to the bytes. The latency per phase is unknown, so one phase has the time of two.
 
     Attributes:
         table: pairs of bytes and seconds.
-        ranks: how many ranks took part.
+        ranks: number of ranks in the measurement.
     """
 
     table: Sequence[tuple[float, float]]
@@ -89,18 +83,21 @@ class MeasuredCollectives:
 
 @dataclass(frozen=True)
 class Levels:
-    """Inside each of M nodes its s ranks sum a part of its gradients each; the ranks of all nodes that have the same part average it; and
-    each gives its mean to the others of its node. With P bytes given,
+    """Hierarchical all-reduce over M nodes of s ranks.
+
+    The ranks of a node reduce-scatter, equal shards of all nodes are averaged across nodes, and the
+    ranks of a node all-gather. For P bytes per rank
 
         seconds = latency inside + 2 (s - 1)/s P/inside + latency across + 2 (M - 1)/M P/across
 
-    as each rank of a node averages an s-th, and all of them send over the same link. H. Mikami et al., "Massively Distributed SGD", 2018;
-    M. Cho et al., "BlueConnect: Decomposing All-Reduce for Deep Learning on Heterogeneous Network Hierarchy", MLSys 2019.
+    as each rank of a node averages P/s bytes, and all of them share one link. Sources: H. Mikami et
+    al., "Massively Distributed SGD", 2018; M. Cho et al., "BlueConnect: Decomposing All-Reduce for
+    Deep Learning on Heterogeneous Network Hierarchy", MLSys 2019.
 
     Attributes:
-        across: between nodes, over the link that the ranks of a node share.
-        inside: between the ranks of a node.
-        size: ranks of a node.
+        across: all-reduce between nodes, over the link that the ranks of a node share.
+        inside: all-reduce between the ranks of a node.
+        size: ranks per node.
     """
 
     across: AllReduce
@@ -108,29 +105,29 @@ class Levels:
     size: int
 
     def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
-        """Returns the seconds where each rank gives so many bytes. Phases are those between nodes: inside there are two."""
+        """Return the seconds for these bytes per rank; `phases` applies between nodes only."""
         within = self.inside.seconds(nbytes, self.size)
         result: Array = within + self.across.seconds(nbytes, ranks // self.size, phases)
         return result
 
 
 def share(ranks: int) -> float:
-    """Returns how many bytes each rank sends for each one that it gives."""
+    """Return the bytes that each rank sends per byte that it contributes to a ring all-reduce."""
     return 2 * (ranks - 1) / ranks
 
 
 FULL: Final = 4.0
-"""Bytes of an element that is not compressed."""
+"""Bytes of an uncompressed element."""
 
 
 @dataclass(frozen=True)
 class CollectiveSample:
-    """A step that was measured with and without compression.
+    """Step measured with and without compression.
 
     Attributes:
-        elements: of all gradients.
-        element_bytes: bytes that an element takes when compressed, scaling factors included.
-        without, seconds: of the step without and with compression.
+        elements: number of elements of all gradients.
+        element_bytes: bytes of a compressed element, including scales.
+        without, seconds: duration of the step without and with compression.
     """
 
     elements: float
@@ -141,24 +138,36 @@ class CollectiveSample:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A way to exchange gradients, at a number of devices.
+    """Cost model of a gradient exchange for a number of devices.
+
+        seconds = without - travel * (full bytes - bytes) + coding * elements
+
+    Two coefficients describe an exchange: the exposed transfer time of a byte, which overlap with
+    computation does not hide, and the additional time of an element for compression, independent
+    of its width. The uncompressed step supplies all other times.
 
     Attributes:
-        travel: seconds a byte.
-        coding: seconds an element; below zero where full gradients take another, slower way, as those of the study do with MPI, where
-            compressed ones are sent from two buffers in turns.
+        travel: seconds per byte.
+        coding: seconds per element. It is negative if full-precision gradients use a slower path,
+            as in the MPI results of the study, which send compressed gradients double-buffered.
     """
 
     travel: float
     coding: float
 
     def seconds(self, elements: float, element_bytes: float, without: float) -> float:
-        """Returns the seconds of a step with compressed gradients, of one that takes `without` seconds without."""
+        """Return the duration of a step with compression, given its duration `without`."""
         return without - self.travel * elements * (FULL - element_bytes) + self.coding * elements
 
     @classmethod
     def fit(cls, samples: Sequence[CollectiveSample]) -> Exchange:
-        """Returns the numbers that fit samples of several networks or widths best; raises `ProfileError` where there are too few."""
+        """Return the least-absolute-deviations fit to samples of several networks or widths.
+
+        It minimises the mean relative error, so a misprint in a table has little influence.
+
+        Raises:
+            ProfileError: the samples do not determine both coefficients.
+        """
         elements = np.array([item.elements for item in samples])
         saved = elements * (FULL - np.array([item.element_bytes for item in samples]))
         weights = 1 / np.array([item.seconds for item in samples])
@@ -185,14 +194,19 @@ EXCHANGES: Final[Mapping[tuple[str, int], Exchange]] = MappingProxyType(
         ("nccl", 8): Exchange(2.287e-10, 3.968e-10),
     }
 )
-"""By primitive and number of GPUs, fitted to all networks of the study."""
+"""Coefficients by primitive and number of GPUs, fitted to all networks of the study.
+
+The study is D. Grubic et al., "Synchronous Multi-GPU Deep Learning with Low-Precision
+Communication: An Experimental Study", EDBT 2018: K80 GPUs of Amazon EC2 (p2), Fig. 10 and 11, QSGD
+rows. `communication_study.py` in benchmarks/published fits them and reports the error for other
+networks."""
 
 _TURNS: Final = 200
 _SMALLEST: Final = 1e-6
 
 
 def _least_deviations(unknowns: Array, wanted: Array) -> Array:
-    """Returns the least sum of absolute deviations, by least squares that trust what is far off less each time."""
+    """Return the least-absolute-deviations solution by iteratively reweighted least squares."""
     result: Array = np.linalg.lstsq(unknowns, wanted, rcond=None)[0]
     for _ in range(_TURNS):
         trust = 1 / np.sqrt(np.abs(wanted - unknowns @ result) + _SMALLEST)

@@ -1,10 +1,9 @@
-"""Which gradients DistributedDataParallel sends together, and in which order.
+"""Gradient buckets of DistributedDataParallel, equal to the lists of torch's `Reducer` (tested).
 
-Torch decides it twice. In the first iteration all gradients of a type travel in one bucket, unless unused parameters are looked for. Then
-it builds buckets anew in the order in which gradients arrived: the first is full at 1 MiB, so that sending begins early, later ones at
-25 MiB. A bucket is full once it holds its limit or more, so that one large gradient may exceed it.
-
-Invariant: the same lists as torch's own `Reducer`; the tests ask it.
+torch builds them twice. In the first iteration all gradients of a type are in one bucket, unless it
+searches for unused parameters. It then rebuilds the buckets in the order in which gradients became
+ready, with a limit of 1 MiB for the first bucket, for an early start, and 25 MiB for all others.
+A bucket is full when it reaches its limit, so one large gradient can exceed it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from qsync_fx.errors import ProfileError
 FIRST_BYTES: Final = 2**20
 """Limit of the first bucket: torch.distributed._DEFAULT_FIRST_BUCKET_BYTES."""
 BUCKET_BYTES: Final = 25 * 2**20
-"""Limit of the others: `bucket_cap_mb` of DistributedDataParallel where nothing is given."""
+"""Limit of all other buckets: the default `bucket_cap_mb` of DistributedDataParallel."""
 
 
 def ddp_buckets(
@@ -30,20 +29,21 @@ def ddp_buckets(
     types: Sequence[Hashable] | None = None,
     sparse: Collection[int] = (),
 ) -> list[list[int]]:
-    """Returns the parameters of each bucket from the second iteration on, in the order in which buckets are sent.
+    """Return the parameters of each bucket from the second iteration on, in sending order.
 
     Args:
-        numels: elements of each parameter, in the order in which the model registers them.
-        dtype_bytes: bytes of an element of all of them, or of each.
-        arrival: parameters in the order in which their gradients are ready; the reverse of how they are registered where nothing is given.
-            Those that are left out get no gradient.
-        limits: bytes at which the first bucket is full, the second, and so on; the last one is that of all further ones.
-            With `bucket_cap_mb` given to DistributedDataParallel it is one limit for all.
-        types: what keeps gradients apart, such as type and device; the bytes of an element where nothing is given.
-        sparse: parameters whose gradients are sparse, which travel alone.
+        numels: number of elements of each parameter, in registration order.
+        dtype_bytes: bytes per element, for all parameters or for each.
+        arrival: parameters in the order in which their gradients become ready; by default the
+            reverse registration order. A parameter that is missing here receives no gradient.
+        limits: size in bytes at which the first bucket is full, the second, and so on; the last
+            limit applies to all further buckets. With `bucket_cap_mb` it is one limit for all.
+        types: keys that separate gradients, such as dtype and device; default: bytes per element.
+        sparse: parameters with sparse gradients, each in a bucket of its own.
 
     Raises:
-        ProfileError: negative sizes, lists of different lengths, parameters that there are not or that arrive twice.
+        ProfileError: a size is negative, lists differ in length, or a parameter does not exist or
+            arrives twice.
     """
     sizes, kinds = _checked(numels, dtype_bytes, types, limits)
     order = range(len(sizes))[::-1] if arrival is None else arrival
@@ -68,9 +68,11 @@ def first_ddp_buckets(
     types: Sequence[Hashable] | None = None,
     sparse: Collection[int] = (),
 ) -> list[list[int]]:
-    """Returns the parameters of each bucket in the first iteration, and in every one where unused parameters are looked for.
+    """Return the parameters of each bucket in the first iteration.
 
-    The arguments are those of `ddp_buckets`. Here limits hold from the first parameter on, although its bucket is sent last.
+    They apply to every iteration if torch searches for unused parameters. The arguments are the
+    same as for `ddp_buckets`. Here limits apply in registration order, although the first bucket is
+    sent last.
     """
     sizes, kinds = _checked(numels, dtype_bytes, types, limits)
     unlimited = (sum(sizes) + 1,)
@@ -82,7 +84,7 @@ def first_ddp_buckets(
 
 @dataclass
 class _Filling:
-    """The bucket of one type that is being filled."""
+    """Bucket of one type that is not yet full."""
 
     indices: list[int] = field(default_factory=list)
     size: int = 0
@@ -96,7 +98,7 @@ def _filled(
     limits: Sequence[int],
     sparse: Collection[int],
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the buckets that are full, in the order in which they were, and what is left."""
+    """Return the full buckets in the order of completion, and the remaining ones."""
     filling: dict[Hashable, _Filling] = {}
     full: list[list[int]] = []
     for index in order:
@@ -109,7 +111,7 @@ def _filled(
         if bucket.size >= limits[min(bucket.done, len(limits) - 1)]:
             full.append(bucket.indices)
             filling[kinds[index]] = _Filling(done=bucket.done + 1)
-    # Torch keeps them in a hash table, whose order is that of the last type first, for the few types that there are.
+    # torch stores them in a hash table. With few types its order starts with the last type.
     return full, [bucket.indices for bucket in reversed(filling.values()) if bucket.indices]
 
 
@@ -119,7 +121,7 @@ def _checked(
     types: Sequence[Hashable] | None,
     limits: Sequence[int],
 ) -> tuple[list[int], Sequence[Hashable]]:
-    """Returns bytes and kind of each parameter."""
+    """Return bytes and type of each parameter."""
     widths = [dtype_bytes] * len(numels) if isinstance(dtype_bytes, int) else list(dtype_bytes)
     kinds = widths if types is None else types
     for name, values in (("dtype_bytes", widths), ("types", kinds)):

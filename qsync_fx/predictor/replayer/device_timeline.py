@@ -1,32 +1,12 @@
-"""The global data flow graph: steps of several devices, joined by the buckets that all of them send.
+"""Timelines of a training step: local data flow graphs of devices and the global one (QSync).
 
-A bucket starts to travel once it is ready on all devices and the bucket before it has arrived (QSync, equation (6)). While one travels,
-devices compute slower, and while any device computes, buckets travel slower: both share memory and, on a CPU, cores. The optimizer runs
-once everything has arrived.
+`local` computes when a device has finished each entry and when each bucket is ready on it, without
+other devices. `step` joins the devices: a bucket travels once it is ready on all devices and the
+bucket before it has arrived (QSync, Eq. (6)). The optimizer runs after the last bucket. Work that
+starts when it is ready and the piece before it has ended has a closed form (`ends`); with mutual
+slowdown (`Overlap`) the computation iterates over buckets.
 
-Without slowing down that is `closed_form`. With it, one turn a bucket: all earlier transfers are known when a bucket becomes ready, so
-a device's own clock, which runs slower during them, tells when that is.
-
-Invariant: arrays may have axes of plans in front; then devices, then buckets.
-
-Two streams of work that wait for one another, without a simulation.
-
-Where the n-th piece of a stream starts once it is ready and the piece before it has ended, the ends are
-
-    end[n] = max over m <= n of (ready[m] + seconds[m] + ... + seconds[n])
-
-which is the sum of all seconds so far and the running maximum of how late each piece was: equation (6) of QSync for buckets that travel
-one after the other, and the same for kernels that a device runs as the host hands them over.
-
-Invariant: arrays may have any axes in front, of plans and of devices; the last one is that of pieces.
-
-The local data flow graph: when one device has done what, of a step that it is alone with.
-
-A device does what its schedule says in order, each entry once the host has handed it over. The gradients of a bucket are whole after some
-entry; DDP hands buckets over in order, so a bucket is ready once it and all before it are whole. Compressing them is work of the device.
-
-Invariant: seconds count from the moment at which the device begins its step, at its full speed: what it waits for others, and what
-communication slows down, is `step`'s.
+Invariant: arrays may have leading axes for plans; then follow devices, then buckets or entries.
 """
 
 from __future__ import annotations
@@ -40,14 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    # The link times of a cluster file are read without torch.
+    # The link times of a cluster file must not import torch.
     from qsync_fx.predictor.times import Entry, Schedule
 
 Array = NDArray[Any]
 
 
 def ends(ready: Array, seconds: Array) -> Array:
-    """Returns when each piece ends, of those that are ready at `ready` and take `seconds`."""
+    """Return the end of each piece of a sequential stream that waits for `ready`.
+
+        ends[n] = max over m <= n of (ready[m] + seconds[m] + ... + seconds[n])
+
+    This is the sum of all durations so far plus the running maximum of the delays. It describes
+    buckets that travel one after the other (QSync, Eq. (6)), and kernels launched by a host.
+
+    Args:
+        ready: (..., pieces), start times at the earliest, in seconds.
+        seconds: (..., pieces), durations.
+    """
     total = np.cumsum(seconds, axis=-1)
     late: Array = ready - (total - seconds)
     np.maximum.accumulate(late, axis=-1, out=late)
@@ -56,23 +46,24 @@ def ends(ready: Array, seconds: Array) -> Array:
 
 
 def last_end(ready: Array, seconds: Array) -> Array:
-    """Returns when the last of at least one piece ends; quicker than all ends."""
+    """Return the last element of `ends` for at least one piece, in less time than `ends`."""
     rest = np.cumsum(seconds[..., ::-1], axis=-1)[..., ::-1]
     latest: Array = (ready + rest).max(axis=-1)
     return latest
 
 
 def iteration(ready: Array, transfer: Array, computed: Array, optimizer: Array) -> Array:
-    """Returns the seconds of the steps of a run, of many plans at once, where communication and computation do not slow one another down.
+    """Return the step duration of many plans at once, without slowdown from overlap.
 
-    Equation (6) takes the latest device for each bucket, then the latest bucket. Both are maxima, so the order does not matter: the run is
-    as fast as the slowest of its devices would be if it never waited for another, transfers included.
+    QSync, Eq. (6), computes the maximum over devices for each bucket, then over buckets. Maxima
+    commute: the step is as long as the slowest device alone would need, including all transfers.
 
     Args:
-        ready: (..., devices, buckets), when each bucket is ready, counted from where the device begins its step.
-        transfer: (..., buckets), seconds that each travels.
-        computed: (..., devices), when each device has done its backward pass.
-        optimizer: (..., devices), seconds of its optimizer, and of whatever keeps it from beginning the next step.
+        ready: (..., devices, buckets), time at which each bucket is ready, since the device's
+            start.
+        transfer: (..., buckets), transfer duration of each bucket.
+        computed: (..., devices), end of the backward pass.
+        optimizer: (..., devices), duration of the optimizer and other work before the next step.
     """
     arrived = last_end(ready, transfer[..., None, :])
     longest: Array = (np.maximum(arrived, computed) + optimizer).max(axis=-1)
@@ -81,11 +72,11 @@ def iteration(ready: Array, transfer: Array, computed: Array, optimizer: Array) 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How communication and computation slow one another down.
+    """Mutual slowdown of communication and computation, which share memory and CPU cores.
 
     Attributes:
-        compute: what a device takes longer while a bucket travels; 0.1 for a tenth.
-        transfer: what a bucket takes longer while any device computes.
+        compute: relative slowdown of computation while a bucket travels; 0.1 for 10%.
+        transfer: relative slowdown of a transfer while any device computes.
     """
 
     compute: float = 0.0
@@ -97,15 +88,16 @@ NONE: Final = Overlap()
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """
+    """Timeline of a step on all devices; times in seconds.
+
     Attributes:
-        begins: (..., devices), when each device begins its step.
-        ready: (..., devices, buckets), when each bucket is ready on each device.
-        sent: (..., buckets), when each begins to travel.
-        arrived: (..., buckets), when it has arrived.
-        computed: (..., devices), when each device has done its backward pass.
-        done: (..., devices), when it has done its optimizer's step and can begin the next one.
-        slowed: how much longer devices took while a bucket travelled.
+        begins: (..., devices), start of the step on each device.
+        ready: (..., devices, buckets), time at which each bucket is ready on each device.
+        sent: (..., buckets), start of each transfer.
+        arrived: (..., buckets), end of each transfer.
+        computed: (..., devices), end of the backward pass.
+        done: (..., devices), end of the optimizer step, when the next step can begin.
+        slowed: relative slowdown of computation during transfers.
     """
 
     begins: Array
@@ -118,12 +110,12 @@ class DeviceStep:
 
     @property
     def seconds(self) -> Array:
-        """How much later the next step begins."""
+        """Interval between the starts of two steps in seconds."""
         longest: Array = (self.done - self.begins).max(axis=-1)
         return longest
 
     def moments(self, device: int, clock: Array) -> Array:
-        """Returns when the own clock of a device shows these times, of one plan."""
+        """Return the times at which a device's local clock shows `clock`, for one plan."""
         begins, used = self.begins[device : device + 1], self.arrived - self.sent
         clocks = _clocks(self.sent, used, begins, self.slowed)
         moments: Array = _moments(clock[None], begins, clocks, used, self.slowed)[0]
@@ -138,15 +130,15 @@ def step(
     begins: Array,
     overlap: Overlap = NONE,
 ) -> DeviceStep:
-    """Returns a step of devices that begin it at `begins`.
+    """Return the timeline of a step of devices that begin at `begins`.
 
     Args:
-        ready: (..., devices, buckets), when each bucket is ready by the device's own clock.
-        computed: (..., devices), when the backward pass is done, likewise.
-        optimizer: (..., devices), seconds of the optimizer, and of whatever else keeps the device from its next step.
-        transfer: (..., buckets), seconds that each bucket travels.
-        begins: (..., devices).
-        overlap: how communication and computation slow one another down.
+        ready: (..., devices, buckets), time at which each bucket is ready, by the local clock.
+        computed: (..., devices), end of the backward pass by the local clock.
+        optimizer: (..., devices), duration of the optimizer and other work before the next step.
+        transfer: (..., buckets), transfer duration of each bucket.
+        begins: (..., devices), start of the step.
+        overlap: mutual slowdown of communication and computation.
     """
     if overlap == NONE:
         ready, computed = ready + begins[..., None], computed + begins
@@ -163,10 +155,10 @@ def step(
 def steady(
     ready: Array, computed: Array, optimizer: Array, transfer: Array, overlap: Overlap = NONE
 ) -> DeviceStep:
-    """Returns a step as those before and after it: each device begins it when it was done with the last one.
+    """Return a steady-state step: each device begins when it has finished the previous step.
 
-    A device whose optimizer is quick begins before others, so the first step of a run, which all begin at once, takes longer. The
-    arguments are those of `step`.
+    A device with a fast optimizer begins earlier than others. The first step of a run, which all
+    devices begin together, is therefore longer. The arguments are the same as for `step`.
     """
     begins = optimizer - optimizer.min(axis=-1, keepdims=True)
     for _ in range(_TURNS):
@@ -188,7 +180,11 @@ _SAME: Final = 1e-12
 def _slowed(
     ready: Array, computed: Array, transfer: Array, begins: Array, overlap: Overlap
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns when buckets are ready, are sent and arrive, and when devices have computed."""
+    """Return when buckets are ready, sent and arrived, and when devices have computed.
+
+    A local clock runs slower during transfers. All earlier transfers are known when a bucket
+    becomes ready, so one iteration per bucket converts local clocks to times.
+    """
     transfer = np.broadcast_to(transfer, (*ready.shape[:-2], ready.shape[-1]))
     moments, sent, used = np.empty_like(ready), np.zeros_like(transfer), np.zeros_like(transfer)
     free = np.zeros(transfer.shape[:-1])
@@ -215,13 +211,18 @@ def _slowed(
 
 
 def _clocks(sent: Array, used: Array, begins: Array, slowed: float) -> Array:
-    """Returns what each device's own clock shows when each bucket is sent (..., devices, buckets)."""
+    """Return the local clocks of devices at the start of each transfer (..., devices, buckets)."""
     lost = (np.cumsum(used, axis=-1) - used) * slowed / (1 + slowed)
     return (sent - lost)[..., None, :] - begins[..., None]
 
 
 def _moments(clock: Array, begins: Array, clocks: Array, used: Array, slowed: float) -> Array:
-    """Returns when own clocks show times (..., devices, times), of devices whose clocks show `clocks` when buckets are sent."""
+    """Return the times at which local clocks show `clock` (..., devices, times).
+
+    Args:
+        clocks: local clocks of the devices at the start of each transfer.
+        used: duration of each transfer.
+    """
     plain: Array = begins[..., None] + clock
     if not slowed:
         return plain
@@ -233,13 +234,14 @@ def _moments(clock: Array, begins: Array, clocks: Array, used: Array, slowed: fl
 
 @dataclass(frozen=True)
 class Local:
-    """
+    """Timeline of a device without other devices, at full speed, in seconds since its start.
+
     Attributes:
-        entries: what the device does, in order.
-        seconds: (entries,), how long each takes.
-        ends: (entries,), when it has done each.
-        ready: (buckets,), when each bucket can be sent.
-        optimizer: seconds of the optimizer's step.
+        entries: entries in execution order.
+        seconds: (entries,), durations.
+        ends: (entries,), end times.
+        ready: (buckets,), time at which each bucket can be sent.
+        optimizer: duration of the optimizer step.
     """
 
     entries: tuple[Entry, ...]
@@ -250,12 +252,15 @@ class Local:
 
     @property
     def computed(self) -> float:
-        """When the backward pass is done."""
+        """End of the backward pass."""
         return float(self.ends[-1]) if len(self.ends) else 0.0
 
 
 def arrival(schedule: Schedule) -> list[int]:
-    """Returns the parameters in the order in which their gradients are whole; of those at once, the last registered first."""
+    """Return parameters in the order in which their gradients become ready.
+
+    Gradients that become ready together are in reverse registration order.
+    """
     index = {parameter.path: number for number, parameter in enumerate(schedule.parameters)}
     return sorted(
         (index[path] for path in schedule.ready),
@@ -264,11 +269,14 @@ def arrival(schedule: Schedule) -> list[int]:
 
 
 def done_after(schedule: Schedule, buckets: Sequence[Sequence[int]]) -> list[int]:
-    """Returns for each bucket how many entries of forward and backward pass are done once it and those before it are whole."""
+    """Return for each bucket the number of entries that must finish before it is ready.
+
+    DDP sends buckets in order, so a bucket also waits for all earlier ones.
+    """
     paths = [parameter.path for parameter in schedule.parameters]
     done, result = 0, []
     for bucket in buckets:
-        # What gets no gradient travels as zeros, which are there from the start.
+        # A parameter without a gradient is sent as zeros, which are ready at the start.
         full = (schedule.ready.get(paths[index], -1) for index in bucket)
         done = max(done, len(schedule.forward) + 1 + max(full, default=-1))
         result.append(done)
@@ -284,15 +292,19 @@ def local(
     extra: Mapping[int, Entry] = MappingProxyType({}),
     neighbours: Mapping[int, Entry] = MappingProxyType({}),
 ) -> Local:
-    """Returns a device's step.
+    """Return a device's timeline without other devices.
+
+    The device runs its entries in order, each after the host has launched it. Compression of a
+    bucket is work of the device.
 
     Args:
-        schedule: what it does.
-        buckets: parameters that travel together, in the order in which they are sent.
-        slowdown: what each entry takes longer than the schedule says; 1.1 for a tenth.
-        launch: seconds that the host takes to hand over an entry.
-        extra: by bucket, what the device does to send it, such as compressing it.
-        beside: by bucket, what it does while that travels, before it goes on to compute.
+        schedule: schedule of the device.
+        buckets: parameters of each bucket, in sending order.
+        slowdown: factor on all durations; 1.1 for 10% slower than the schedule.
+        launch: seconds that the host needs to launch an entry.
+        extra: by bucket, work of the device before it is sent, such as compression.
+        neighbours: by bucket, work of the device after the start of its transfer, before it
+            continues to compute.
     """
     entries, done = [*schedule.forward, *schedule.backward], done_after(schedule, buckets)
     for index in sorted({*extra, *neighbours}, reverse=True):

@@ -1,15 +1,12 @@
-"""Execution traces, as `torch.profiler.ExecutionTraceObserver` writes them (Chakra's host traces): which operator was called by which, on
-tensors of which sizes. They hold no times; those are in Kineto's trace of the same run, under the same numbers of recorded functions.
+"""Files of torch.profiler traces: Kineto traces and execution traces, plain or gzip-compressed.
 
-Invariant: nodes form a tree: each was called by one that there is, and none, over whatever others, by itself.
+A Kineto trace (`torch.profiler.profile(...).export_chrome_trace`) contains timed events of hosts
+and devices. An execution trace (`torch.profiler.ExecutionTraceObserver`, a Chakra host trace)
+contains the call tree and tensor sizes, without times. Both share the ids of recorded functions.
 
-The JSON of a trace, plain or compressed with gzip.
-
-Invariant: reading ends in a tree or in a `ProfileError`, within the memory that `_LARGEST` allows.
-
-Kineto's traces, as `torch.profiler.profile(...).export_chrome_trace` writes them: what ran when, on hosts and devices.
-
-Invariant: events are in the order of their begins, an event before those within it; all times are finite, none is negative.
+Invariant: reading ends with valid data or `ProfileError`, within the memory limit `_LARGEST`.
+Events are sorted by start, outer events first, with finite times and non-negative durations.
+The nodes of an execution trace form a tree.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ _CUT: Final = "trace again, with fewer steps where the file is large"
 
 
 def read(path: Path, noun: str) -> Mapping[str, Any]:
-    """Returns the object that a file holds."""
+    """Return the JSON object in a file."""
     where = shown(str(path))
-    # Its reading of files is all that is used: events of a trace are no dataclass.
+    # Only the file access of `Schema` is used: trace events are no dataclasses.
     data = Schema(object, noun, ProfileError, _CUT, None, largest=_LARGEST).read(path)
     if data[:2] == b"\x1f\x8b":
         try:
@@ -60,7 +57,7 @@ def read(path: Path, noun: str) -> Mapping[str, Any]:
 
 
 def number(value: object) -> float | None:
-    """Returns a finite number; None for anything else. Some versions of Kineto write numbers as text."""
+    """Return a finite number; None for other values. Some Kineto versions write numbers as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -77,14 +74,14 @@ _HOW_TO_EXPORT: Final = (
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """A stretch of time on a thread or a stream.
+    """Event of a thread or a stream with a duration.
 
     Attributes:
-        name: as the profiler calls it.
+        name: name in the profiler.
         category: "cpu_op", "user_annotation", "kernel" and others.
         track: process and thread, or device and stream.
-        begin, end: microseconds.
-        args: what else is known of it.
+        begin, end: start and end in microseconds.
+        args: further data of the event.
     """
 
     name: str
@@ -95,19 +92,20 @@ class Event:
     args: Mapping[str, Any] = field(repr=False)
 
     def number(self, name: str) -> int | None:
-        """Returns a whole number that is known of it; None where there is none."""
+        """Return an integer argument of the event; None if it has none of this name."""
         result = number(self.args.get(name))
         return None if result is None else int(result)
 
 
 @dataclass(frozen=True)
 class Kineto:
-    """
+    """Kineto trace.
+
     Attributes:
-        path: of the file.
-        rank: of torch.distributed; 0 where there was none.
-        ranks: how many there were.
-        events: of all threads and streams.
+        path: path of the file.
+        rank: rank in torch.distributed; 0 without it.
+        ranks: number of ranks.
+        events: events of all threads and streams.
     """
 
     path: str
@@ -117,7 +115,7 @@ class Kineto:
 
 
 def kineto(path: Path) -> Kineto:
-    """Reads a trace, compressed or not; raises `ProfileError` saying what is wrong with it."""
+    """Read a Kineto trace, compressed or not; raise `ProfileError` that locates a defect."""
     tree, where = read(path, "trace"), shown(str(path))
     entries = tree.get("traceEvents")
     if not isinstance(entries, list):
@@ -148,7 +146,7 @@ def kineto(path: Path) -> Kineto:
 
 
 def outermost(events: Sequence[Event]) -> list[Event]:
-    """Returns those events that lie within no other of the same track."""
+    """Return the events that are not within another event of the same track."""
     until: dict[tuple[str, str], float] = {}
     result = []
     for event in events:
@@ -182,7 +180,7 @@ def _event(entry: Mapping[str, Any], where: str) -> Event:
 
 
 def _forwards(entries: Sequence[Any], where: str) -> None:
-    """Raises `ProfileError` where a backward pass runs before the forward pass that it belongs to."""
+    """Raise `ProfileError` if backward work precedes the forward work that it belongs to."""
     begun: dict[object, float] = {}
     arrows = [
         entry for entry in entries if isinstance(entry, dict) and entry.get("cat") == "fwdbwd"
@@ -205,13 +203,13 @@ _HOW_TO_RECORD: Final = "write it with torch.profiler.ExecutionTraceObserver, an
 
 @dataclass(frozen=True)
 class Node:
-    """A call.
+    """Call in an execution trace.
 
     Attributes:
-        name: of the operator or annotation.
-        parent: the number of the call that it was made in.
-        function: the number that Kineto calls "Record function id"; None where the trace says none.
-        tensors: elements and bytes an element of the tensors that it was given, those in lists, too.
+        name: name of the operator or annotation.
+        parent: id of the calling node.
+        function: Kineto's "Record function id"; None if the trace contains none.
+        tensors: elements and bytes per element of its tensor arguments, including lists.
     """
 
     name: str
@@ -221,7 +219,7 @@ class Node:
 
 
 def execution_trace(path: Path) -> Mapping[int, Node]:
-    """Reads an execution trace, by numbers of calls; raises `ProfileError` saying what is wrong with it."""
+    """Read an execution trace, by node id; raise `ProfileError` that locates a defect."""
     tree, where = read(path, "execution trace"), shown(str(path))
     entries = tree.get("nodes")
     if not isinstance(entries, list) or not entries:
@@ -241,10 +239,10 @@ def execution_trace(path: Path) -> Mapping[int, Node]:
 
 
 def sizes(nodes: Mapping[int, Node], traced: Kineto) -> Mapping[int, tuple[int, int]]:
-    """Returns elements and bytes an element of the first tensor of each call, by the number that Kineto has for it.
+    """Return elements and bytes per element of each call's first tensor, by Kineto's function id.
 
     Raises:
-        ProfileError: the two are not of one run.
+        ProfileError: the two traces belong to different runs.
     """
     by_function = {node.function: node for node in nodes.values() if node.function is not None}
     functions = {
@@ -287,7 +285,10 @@ def _node(entry: object, where: str) -> tuple[int, Node]:
 
 
 def _tensors(values: Sequence[Any]) -> list[tuple[int, int]]:
-    """Returns elements and bytes of tensors, which are written as [tensor, storage, offset, elements, bytes, device]."""
+    """Return elements and bytes per element of tensors.
+
+    The trace writes a tensor as [tensor, storage, offset, elements, bytes per element, device].
+    """
     result = []
     for value in values:
         if not isinstance(value, list):
@@ -304,7 +305,7 @@ def _tensors(values: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _check_tree(nodes: Mapping[int, Node], where: str) -> None:
-    # The process is the root: it is its own caller, and named in brackets.
+    # The root node is the process: it is its own parent, and its name is in brackets.
     settled = {
         index for index, node in nodes.items() if node.parent == index and node.name.startswith("[")
     }

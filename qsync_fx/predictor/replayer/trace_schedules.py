@@ -1,27 +1,10 @@
-"""Schedules of the steps in a trace.
+"""Schedules of the training steps in torch.profiler traces, of one or several ranks.
 
-What stands still between two pieces of work is the framework's: so a schedule takes as long as its step did. After the
-backward pass everything counts as the optimizer, but for waiting until gradients have arrived.
-
-Each all-reduce stands for one parameter, the gradients of a bucket, which is ready once the work is done that was begun before the
-all-reduce was asked for.
-
-Invariant: forward pass, backward pass, optimizer and waiting add up to the step.
-
-What was done in a trace, of a host or a device, and which gradients travelled.
-
-On a CPU work is what operators do that no other operator called; on a GPU it is kernels, and copies, of all streams but those of
-collectives, and belongs to the operator that asked for it. Operators are called by their name and which one of that name in the step it is;
-their backward passes by the number that autograd gave to both.
-
-Invariant: work is in the order in which it began.
-
-Steps of several ranks, put together again.
-
-A collective begins on a rank when that rank is ready and ends on all at once, so what a trace shows of it holds waiting for others. The
-rank that came last waited for none: the shortest duration of all ranks is how long it travels, however their clocks differ.
-
-Invariant: each rank is there once, all did the same all-reduces, and the step is the same one on all of them.
+On a CPU, work is the outermost operator calls. On a GPU it is kernels and copies of all streams
+except collectives, attributed to the operator that launched them. Gaps between work count as
+framework overhead, so a schedule is as long as its step: forward pass, backward pass, optimizer and
+waiting for gradients add up. Each all-reduce is represented by one parameter, the gradients of its
+bucket, which is ready when the work that was launched before it is done.
 """
 
 from __future__ import annotations
@@ -57,7 +40,13 @@ _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
 
 @dataclass(frozen=True)
 class Travel:
-    """An all-reduce: when the host asked for it, when it ran, and the calls that may say of how much."""
+    """All-reduce of a trace.
+
+    Attributes:
+        asked: time at which the host requested it.
+        begin, end: start and end of the execution.
+        said_by: events that may contain its size.
+    """
 
     asked: float
     begin: float
@@ -67,7 +56,14 @@ class Travel:
 
 @dataclass(frozen=True)
 class TraceWork:
-    """A piece of work: when the host began it or asked for it, and when it ran; seconds."""
+    """Piece of work of a trace; times in seconds.
+
+    Attributes:
+        name: name of the operator.
+        part: forward or backward pass; None for the optimizer.
+        asked: time at which the host started or launched it.
+        begin, end: start and end of the execution.
+    """
 
     name: str
     part: Part | None
@@ -77,7 +73,7 @@ class TraceWork:
 
 
 def work_of(events: Sequence[Event]) -> tuple[bool, list[TraceWork], list[Travel]]:
-    """Returns whether a device did the work, the work, and the all-reduces."""
+    """Return whether a device did the work, the work in order of its start, and the all-reduces."""
     calls = outermost([event for event in events if event.category == "cpu_op"])
     if any(event.category in _ON_DEVICE for event in events):
         return True, _of_device(events, calls), _sent_by_device(events)
@@ -106,7 +102,7 @@ def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWor
         if event.category not in _ON_DEVICE or _is_collective(event):
             continue
         launch = requested.get(event.number("correlation"))
-        # The profiler may miss the begin of a trace: what nobody asked for is asked for when it runs.
+        # The profiler can miss launches at the start of a trace. Then the start time is used.
         asker = event if launch is None else launch
         caller = within.of(asker)
         name = event.name if caller is None else names.get(id(caller), caller.name)
@@ -116,7 +112,7 @@ def _of_device(events: Sequence[Event], calls: Sequence[Event]) -> list[TraceWor
 
 
 class _Within:
-    """Finds the outermost call of a thread that something happened in."""
+    """Lookup of the outermost call of a thread at the time of an event."""
 
     def __init__(self, calls: Sequence[Event]) -> None:
         self._calls: dict[tuple[str, str], list[Event]] = {}
@@ -138,16 +134,17 @@ def _optimizers(events: Sequence[Event]) -> list[Event]:
 
 
 def _part(name: str, begin: float, optimizers: Sequence[Event]) -> Part | None:
-    """Returns the pass that a call belongs to; None for the optimizer."""
+    """Return the pass that a call belongs to; None for the optimizer."""
     if name.startswith(_BACKWARD):
         return Part.BACKWARD
     return None if any(item.begin <= begin < item.end for item in optimizers) else Part.FORWARD
 
 
 def _names(events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
-    """Returns what operators are called, forward and backward alike, by the identity of the outermost call.
+    """Return operator names by the `id` of the outermost call, equal for forward and backward pass.
 
-    Autograd numbers what it will have to differentiate, and the backward function has the number of its forward one.
+    A name is the operator's name with its index within the step. A backward function has the same
+    autograd sequence number as its forward operator.
     """
     names: dict[int, str] = {}
     numbered: dict[int | None, str] = {}
@@ -189,7 +186,7 @@ def _sent_by_device(events: Sequence[Event]) -> list[Travel]:
 
 
 def _sent_by_host(events: Sequence[Event]) -> list[Travel]:
-    """On a CPU a thread of the backend does what was asked for, in the order in which it was."""
+    """Pair requests with executions: on a CPU a backend thread executes requests in order."""
     requested = [event for event in events if event.name == "c10d::allreduce_"]
     done = [
         event
@@ -202,11 +199,12 @@ def _sent_by_host(events: Sequence[Event]) -> list[Travel]:
 
 @dataclass(frozen=True)
 class Sent:
-    """An all-reduce of a step.
+    """All-reduce of a step.
 
     Attributes:
-        elements, element_bytes: of what each rank gave; 0 and 4 where the trace does not say.
-        seconds: how long it took, waiting for other ranks included, from when the one before it was over: gloo sends two at a time.
+        elements, element_bytes: size of each rank's contribution; 0 and 4 if unknown.
+        seconds: duration from the end of the previous all-reduce, including the wait for other
+            ranks. gloo runs two at a time.
     """
 
     elements: int
@@ -216,15 +214,15 @@ class Sent:
 
 @dataclass(frozen=True)
 class TracedSchedule:
-    """A step of a trace.
+    """Step of a trace.
 
     Attributes:
-        path: of the trace.
-        rank, ranks: whose.
-        name: of the step.
-        seconds: how long it took.
-        schedule: what was computed.
-        sent: the all-reduces of gradients, in order.
+        path: path of the trace.
+        rank, ranks: rank of the trace and number of ranks.
+        name: name of the step.
+        seconds: duration of the step.
+        schedule: schedule of the computation.
+        sent: all-reduces of gradients, in order.
     """
 
     path: str
@@ -239,14 +237,14 @@ class TracedSchedule:
 def steps(
     trace: Kineto, sizes: Mapping[int, tuple[int, int]] | None = None
 ) -> list[TracedSchedule]:
-    """Returns the steps of a trace; the whole trace where it has no marks of steps.
+    """Return the steps of a trace; the full trace is one step if it contains no step marks.
 
     Args:
-        trace: what ran when.
-        sizes: elements and bytes an element by recorded function, from an execution trace.
+        trace: the Kineto trace.
+        sizes: elements and bytes per element by recorded function, from an execution trace.
 
     Raises:
-        ProfileError: there is no step with a backward pass.
+        ProfileError: the trace contains no step with a backward pass.
     """
     seconds = [
         replace(event, begin=event.begin / 1e6, end=event.end / 1e6) for event in trace.events
@@ -267,7 +265,7 @@ def steps(
             continue
         begin, end = mark.begin, mark.end
         if device:
-            # A device lags behind its host: its step ends where the next one begins.
+            # A device lags behind its host: its step ends when its next step begins.
             later = [
                 item.begin
                 for item in work
@@ -340,7 +338,7 @@ def _bucket(index: int) -> str:
 
 
 def _amount(item: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """Returns the elements that travelled and the bytes of each; 0 and 4 where nothing says it."""
+    """Return the number of elements and bytes per element of an all-reduce; 0 and 4 if unknown."""
     for event in item.said_by:
         function, count = event.number("Record function id"), event.number("In msg nelems")
         if function is not None and function in sizes:
@@ -364,13 +362,13 @@ def _amount(item: Travel, sizes: Mapping[int, tuple[int, int]]) -> tuple[int, in
 
 
 def _element_bytes(name: object) -> int:
-    """Returns the bytes of an element of a type as traces call it: "float", "Half", "c10::BFloat16"; 4 of one that torch has not."""
+    """Return the bytes of a dtype as named in traces: "float", "c10::BFloat16"; 4 if unknown."""
     result = getattr(torch, str(name).removeprefix("c10::").lower(), None)
     return result.itemsize if isinstance(result, torch.dtype) else 4
 
 
 def _covered(begin: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
-    """Returns how much of a stretch of time any span covers."""
+    """Return the part of an interval that the union of the spans covers, in seconds."""
     total, now = 0.0, begin
     for since, until in sorted(spans):
         since, until = max(since, now), min(until, end)
@@ -389,17 +387,21 @@ _DO = "give the traces of one run, one of each rank"
 
 
 def read_steps(path: Path, execution: Path | None = None) -> list[TracedSchedule]:
-    """Returns the steps of one rank's trace of Kineto, with the execution trace of the same run where there is one.
+    """Return the steps of one rank's Kineto trace.
+
+    Args:
+        path: file of the Kineto trace.
+        execution: file of the execution trace of the same run, if any.
 
     Raises:
-        ProfileError: a file is no such trace, is cut off or damaged, or holds no training step.
+        ProfileError: a file is not such a trace, is damaged, or contains no training step.
     """
     trace = kineto(path)
     return steps(trace, None if execution is None else sizes(execution_trace(execution), trace))
 
 
 def common_step(ranks: Sequence[Sequence[TracedSchedule]]) -> list[TracedSchedule]:
-    """Returns the step of median length among those that all ranks have, by its longest rank."""
+    """Return the step of median duration, by its slowest rank, among the steps of all ranks."""
     every = [{step.name: step for step in item} for item in ranks]
     names = [name for name in every[0] if all(name in item for item in every)]
     if not names:
@@ -414,7 +416,15 @@ def common_step(ranks: Sequence[Sequence[TracedSchedule]]) -> list[TracedSchedul
 
 
 def travelling(ranks: Sequence[TracedSchedule]) -> list[float]:
-    """Returns the seconds that each all-reduce of a step takes once all ranks are there."""
+    """Return the transfer time of each all-reduce of a step in seconds, without waiting.
+
+    A collective starts on a rank when this rank is ready and ends on all ranks together, so traces
+    include the wait for other ranks. The last rank does not wait: the minimum over ranks is the
+    transfer time, independent of clock differences.
+
+    Raises:
+        ProfileError: the ranks send different gradients.
+    """
     first = ranks[0]
     for item in ranks[1:]:
         if [(sent.elements, sent.element_bytes) for sent in item.sent] != [
@@ -433,12 +443,16 @@ def travelling(ranks: Sequence[TracedSchedule]) -> list[float]:
 def played_traces(
     traces: Mapping[str, Sequence[TracedSchedule]], cluster: Cluster | None = None
 ) -> SimulatedStep:
-    """Returns a step of the run that was traced; with a cluster, that step on its links, devices and numbers of them.
+    """Return the simulated step of a traced run, optionally on another cluster.
 
     Args:
-        traces: steps of one rank by name; with a cluster, of one rank of each class of devices. A run that was traced on one rank alone
-            is taken to be alike on all, and its all-reduces for as long as they seemed.
-        cluster: what to replay them on; None for what was traced.
+        traces: steps of each rank by name, or with `cluster`, of one rank of each device class. If
+            only one rank of several was traced, all ranks count as equal, and its all-reduces keep
+            their traced durations.
+        cluster: cluster to simulate; None for the traced one.
+
+    Raises:
+        ProfileError: a rank is missing or occurs twice, or the ranks have no common step.
     """
     result = dict(zip(traces, common_step(list(traces.values())), strict=True))
     ranks = [item.rank for item in result.values()]

@@ -1,12 +1,12 @@
-"""What a step certainly holds while it computes the gradient of a product's factor, or that of a pooling, or converts that of a parameter,
-as a linear expression of states.
+"""Lower bound on the live set at gradients of the backward pass, as linear expressions of states.
 
-That is in the order in which the backward pass is written, from the last operator to the first, in which limits are kept, too
-(`qsync_fx.allocator.evaluator`). All that the backward passes before it read is there, and of the product itself its factors, the
-gradient that it is given, and those that are written; the gradients of all parameters that operators behind it read; and what gradients
-that wait are computed from (`streams`). The same is told of a norm that passes a gradient on, with what is written then (`norming`).
+Moments are the gradients of product factors and max poolings, the conversion of parameter
+gradients, and norms that pass a gradient on. The order is program order, reversed, for which limits
+hold, too (see `PeakMemoryEvaluator`). Live are: unread saved tensors, the factors and gradients of
+the product itself, parameter gradients of the operators behind it, and the sources of pending
+gradients (`PendingGradients`), with the buffers that a norm writes (`NormGradients`).
 
-Invariant: `of` and `expression` count the same.
+Invariant: `of` and `expression` agree.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from qsync_fx.predictor.memory.buffers import convolves, pools, whole
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
 
 Sizes = Mapping[Name, int]
-"""Bytes by what an operator computes in."""
+"""Bytes by compute format."""
 
 
 class BackwardPeaks:
-    """
+    """Lower bound on the live bytes at moments of the backward pass.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
+        saved: bound on the saved tensors.
     """
 
     def __init__(self, saved: SavedTensorsBound) -> None:
@@ -48,7 +49,7 @@ class BackwardPeaks:
 
     @cached_property
     def moments(self) -> Sequence[Moment]:
-        """All such moments, in the order of operators."""
+        """All moments with a bound, in program order."""
         result: list[Moment] = []
         for index, operator in enumerate(self.graph.operators):
             if index in self._streams.norming.norms:
@@ -56,7 +57,7 @@ class BackwardPeaks:
             if operator.repeated or not self._waiting.arrives(operator.result):
                 continue
             if index in self._forward.matrices:
-                continue  # no moment has all that it reads and writes
+                continue  # no single moment has all of its reads and writes
             if pools(operator) or (self._forward.multiplies(operator) and at_once(operator)):
                 result += [(index, 0)] if gradients(operator, self._forward) else []
             elif self._forward.multiplies(operator):
@@ -67,7 +68,10 @@ class BackwardPeaks:
         return result
 
     def last(self, moment: Moment) -> Set[str]:
-        """Returns the ids of the operators that the kernel of a moment may be for last: a norm's writes what the product before reads."""
+        """Return the ids of the operators whose work can end the kernel of a moment.
+
+        The kernel of a norm also writes the gradient that the product before it reads.
+        """
         places = (moment[0], moment[0] - 1) if moment[1] == PASSING else (moment[0],)
         return {self.graph.operators[place].id for place in places}
 
@@ -79,12 +83,15 @@ class BackwardPeaks:
         above: float = 0.0,
         exact: bool = True,
     ) -> float:
-        """Returns the bytes under a plan, by the states that it puts operators into.
+        """Return the bound in bytes under a plan, given its operator states.
 
         Args:
-            waiting: whether what gradients that wait are computed from counts, which takes long to know.
-            above: what is no more than that may come out less.
-            exact: whether what counts of that is known to the byte; elsewhere it may come out less, too.
+            names: state of each operator.
+            moment: moment of the backward pass.
+            waiting: whether sources of pending gradients count; they are expensive to compute.
+            above: threshold up to which the result may be lower than the bound.
+            exact: whether pending gradients are exact to the byte; otherwise the result may be
+                lower.
         """
         saved = self._kept.of(names, self._waiting.of(moment))
         result = saved + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
@@ -95,7 +102,7 @@ class BackwardPeaks:
         return result + self._streams.of(self._planned[1], moment, above - result, exact)
 
     def expression(self, formats: Formats, moment: Moment) -> Expression:
-        """Returns the bytes."""
+        """Return the bound in bytes as an expression."""
         result = dict(self._kept.expression(formats, self._waiting.of(moment)))
         result[CONSTANT] = result.get(CONSTANT, 0.0) + self._gradients(moment)
         for name, where in formats.precisions[moment[0]].items():
@@ -104,11 +111,17 @@ class BackwardPeaks:
         return result
 
     def _own(self, moment: Moment) -> Sizes:
-        """The gradient that a product is given, and those that it has written, with what it reads for that: of a factor in a scaled format
-        a copy in the carrier. A convolution writes both gradients at once. A pooling reads places beside the gradient that it is given."""
+        """Return the live bytes of the operator's own gradients at a moment, by compute format.
+
+        They include the incoming gradient, computed gradients, and copies of scaled factors in the
+        compute dtype. A convolution writes both gradients at once. A max pooling also reads
+        indices.
+        """
         operator, result = self.graph.operators[moment[0]], dict[Name, int]()
         if moment[1] == PASSING:
-            return dict.fromkeys((name for name, _ in operator.costs), 0)  # `NormGradients` has it
+            return dict.fromkeys(
+                (name for name, _ in operator.costs), 0
+            )  # `NormGradients` counts it
         if pools(operator):
             windows = INDEX * whole(self.graph.values[operator.result].numel)
             values = operator.result, operator.reads[0].value
@@ -150,8 +163,10 @@ class BackwardPeaks:
         return result
 
     def _converted(self, operator: ModelOperator) -> ModelRead | None:
-        """Returns the parameter whose gradient a matrix product computes last, and that is converted to the parameter's format behind it,
-        where it is narrower; None where there is none."""
+        """Return the parameter whose gradient a matrix product computes last and then converts.
+
+        The gradient is converted to FP32. Returns None if there is no such parameter.
+        """
         last = gradients(operator, self._forward)[-1:]
         read = operator.reads[last[0]] if last else None
         if (
@@ -160,13 +175,13 @@ class BackwardPeaks:
             or self.graph.values[read.value].own != FP32.name
         ):
             return None
-        # To what a reader behind it has left it is added.
+        # A gradient of a later reader would be accumulated instead.
         alone = self._last_readers[self._forward.root(read.value)] == self.graph.places[operator.id]
         return read if alone else None
 
     @cached_property
     def _last_readers(self) -> Mapping[int, int]:
-        """By value, the place of the last operator that a gradient of it comes from."""
+        """Index of the last operator that contributes to the gradient of each value."""
         reads = (
             (index, read)
             for index, operator in enumerate(self.graph.operators)
@@ -175,7 +190,7 @@ class BackwardPeaks:
         return {self._forward.root(read.value): index for index, read in reads if read.gradient}
 
     def _converting(self, operator: ModelOperator, carrier: Name) -> int:
-        """Both gradients of the parameter, as it is computed and as it stays, and those that were computed before and wait."""
+        """Return the bytes of a gradient before and after conversion, and of earlier gradients."""
         read, places = self._converted(operator), gradients(operator, self._forward)
         assert read is not None
         before = [place for place in places[:-1] if self._waiting.uses(operator.reads[place].value)]
@@ -189,8 +204,11 @@ class BackwardPeaks:
         )
 
     def _beside(self, operator: ModelOperator) -> int:
-        """The places that are written by the kernel that converts, where a pooling's is the next one of a library: what lies between two of
-        these is one kernel."""
+        """Return the bytes of max pooling indices that the converting kernel writes.
+
+        Operators between two library kernels are one kernel, so that this applies if the next
+        library kernel is a max pooling.
+        """
         for before in reversed(self.graph.operators[: self.graph.places[operator.id]]):
             if not self._waiting.arrives(before.result):
                 continue
@@ -209,12 +227,12 @@ class BackwardPeaks:
         )
 
     def _gradients(self, moment: Moment) -> int:
-        """The bytes of the gradients of parameters that the operators behind a moment have left there."""
+        """Return the bytes of parameter gradients that operators behind a moment have left."""
         return sum(size for index, size in self._left if index > moment[0])
 
     @cached_property
     def _left(self) -> Sequence[tuple[int, int]]:
-        """The places of operators that leave gradients of parameters behind, and their bytes; the first of all plans to be there count."""
+        """Operators that leave parameter gradients, with bytes; minimum over all uniform plans."""
         result: dict[str, tuple[int, int]] = {}
         for item in self._kept.passes:
             for task in item.backward.tasks:

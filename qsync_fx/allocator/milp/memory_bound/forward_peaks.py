@@ -1,18 +1,12 @@
-"""What a step certainly holds while it computes what the model returns, or what its last product reads, as a linear expression of states.
+"""Lower bounds on the live set at the end of the forward pass, as linear expressions of states.
 
-Results of products that this is computed from without lying in memory in between, as along residuals, are there till then, and so are other
-values that lie in memory, as for products that read them quantized. What the last
-product ran behind is kept by then, too: a kernel of a library ends what compilers make one kernel. What is written behind that may be
-written over what is read there, where it is as large; of that masks alone are counted, which are not, and the numbers that the last of them
-is made from.
+`OutputPeak` covers the kernel that computes the model output, or the input of the last product;
+`FusedProducer` adds the buffers that this kernel writes for the product. Live are the product
+results and other materialized values that the kernel reads, for instance along residuals, and the
+tensors saved before the last library kernel, which ends a fused kernel. Buffers written afterwards
+can reuse the memory of equally large inputs and do not count, except masks that cannot.
 
-Invariant: `of` and `expression` count the same.
-
-What is written for a product in the kernel that computes what it reads: that, and copies of its parameters in its format.
-
-That a product quantizes lies in memory as it is before, for a kernel of its own behind that, and so do parameters that it quantizes.
-
-Invariant: `of` and `expression` count the same, and nothing that is written over what is read.
+Invariant: `of` and `expression` agree.
 """
 
 from __future__ import annotations
@@ -35,16 +29,23 @@ from qsync_fx.predictor.memory.buffers import Buffer, attends, draws_alone, pool
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name, StateNames
 
 _ITEMS = (1, 2, 4, 8)
-"""Bytes that an element may take."""
+"""Possible bytes per element."""
 
 
 @dataclass(frozen=True)
 class FusedProducer:
-    """
+    """Buffers that a fused kernel writes for a product: its input, and copies of its parameters.
+
+    Parameters are copied into the product's format. If the product quantizes its input or
+    parameters, they are materialized unquantized first, as quantization is a separate kernel.
+    Buffers that may reuse the memory of an input do not count.
+
     Attributes:
-        at, maker: the places of the product and of what makes what it reads.
-        written: by the product's state, the bytes that are written; nothing of states in which it reads the result as it is held.
-        held: by the maker's state, those in these.
+        at: index of the product.
+        maker: index of the operator that computes its input.
+        written: bytes written, by the product's state; without states in which the product reads
+            the input in its own format.
+        held: bytes written in the other states of the product, by the maker's state.
     """
 
     at: int
@@ -54,7 +55,7 @@ class FusedProducer:
 
     @classmethod
     def of_product(cls, saved: SavedTensorsBound, product: ModelOperator) -> FusedProducer | None:
-        """Returns what is written for a product that reads what elementwise operators compute for it alone; None for another."""
+        """Return the buffers for a product with an elementwise producer of its own, else None."""
         forward, index = saved.passes[0].forward, saved.graph.places[product.id]
         if attends(product) or index in forward.matrices or forward.multiplied(product) != (0, 1):
             return None
@@ -91,12 +92,12 @@ class FusedProducer:
         return cls(index, saved.graph.places[maker.id], written, live)
 
     def of(self, names: Sequence[StateNames]) -> int:
-        """Returns the bytes under a plan, by the states that it puts operators into."""
+        """Return the bytes under a plan, given its operator states."""
         state = names[self.at]
         return self.written.get(state, self.held[names[self.maker]])
 
     def expression(self, formats: Formats) -> Expression:
-        """Returns the bytes."""
+        """Return the bytes as an expression."""
         result: dict[int, float] = {}
         for state, existing in formats.states[self.at].items():
             add(result, existing, self.written.get(state, 0))
@@ -118,7 +119,7 @@ def _own(saved: SavedTensorsBound, read: ModelRead) -> Name:
 
 
 def _elsewhere(saved: SavedTensorsBound, product: ModelOperator) -> Set[int]:
-    """The values that lie in memory for other products or poolings, or are returned."""
+    """Return the values that are materialized for other operators, or are model outputs."""
     forward = saved.passes[0].forward
     others = (
         item
@@ -130,7 +131,7 @@ def _elsewhere(saved: SavedTensorsBound, product: ModelOperator) -> Set[int]:
 
 
 def _over(saved: SavedTensorsBound, maker: ModelOperator) -> Set[int]:
-    """The bytes of all that what an operator makes may be written over."""
+    """Return the sizes in bytes of all buffers whose memory an operator's result may reuse."""
     forward = saved.passes[0].forward
     result, visited, left = set[int](), set[int](), [maker]
     while left:
@@ -154,10 +155,11 @@ def _over(saved: SavedTensorsBound, maker: ModelOperator) -> Set[int]:
 
 
 class OutputPeak:
-    """
+    """Lower bound on the live bytes while a kernel at the end of the forward pass runs.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
-        last: in place of what the model returns, what its last product reads.
+        saved: bound on the saved tensors.
+        last: whether the kernel computes the input of the last product, not the model output.
     """
 
     def __init__(self, saved: SavedTensorsBound, last: bool = False) -> None:
@@ -174,7 +176,7 @@ class OutputPeak:
         self._given = {self._forward.root(value) for value in read}
 
     def of(self, names: Sequence[StateNames]) -> float:
-        """Returns the bytes under a plan, by the states that it puts operators into."""
+        """Return the bound in bytes under a plan, given its operator states."""
         neighbours = (*self._results.items(), *self._masks.items(), *self._drawn.items())
         result = self._kept.of(names, self._there, self.beside) + sum(
             sizes[names[index]] for index, sizes in neighbours
@@ -182,7 +184,7 @@ class OutputPeak:
         return result + (self._fed.of(names) if self._fed is not None else 0)
 
     def expression(self, formats: Formats) -> Expression:
-        """Returns the bytes."""
+        """Return the bound in bytes as an expression."""
         result = dict(self._kept.expression(formats, self._there, self.beside))
         for index, sizes in (*self._results.items(), *self._masks.items(), *self._drawn.items()):
             for state, where in formats.states[index].items():
@@ -193,7 +195,7 @@ class OutputPeak:
 
     @property
     def any(self) -> bool:
-        """Whether anything is there that is not kept."""
+        """Whether any live buffer is not a saved tensor."""
         return bool(self._results or self.beside)
 
     @cached_property
@@ -207,14 +209,14 @@ class OutputPeak:
 
     @cached_property
     def _names(self) -> Set[str]:
-        """The names of what it is computed from under all plans."""
+        """Names of the buffers that the kernel reads under all plans."""
         return frozenset.intersection(
             *(frozenset(buffer.name for buffer in item.read) for item in self._seen)
         )
 
     @cached_property
     def beside(self) -> Sequence[Lying]:
-        """The values that lie in memory and that it is computed from, but for results of products."""
+        """Materialized values that the kernel reads, without product results."""
         if not self._seen:
             return ()
         makers, residing = (
@@ -233,7 +235,7 @@ class OutputPeak:
 
     @cached_property
     def _results(self) -> Mapping[int, Mapping[StateNames, int]]:
-        """By product, the bytes of its result in each state, of those that what is returned is computed from under all plans."""
+        """Bytes of product results that the kernel reads under all plans, by product and state."""
         if not self._seen:
             return {}
         result: dict[int, Mapping[StateNames, int]] = {}
@@ -250,14 +252,14 @@ class OutputPeak:
 
     @cached_property
     def _fed(self) -> FusedProducer | None:
-        """What is written for the last product."""
+        """Buffers written for the last product."""
         if self._product is None or not self.any:
             return None
         return FusedProducer.of_product(self._kept, self._product)
 
     @cached_property
     def _lying(self) -> Set[int]:
-        """The values that something under some plan keeps, or has lie in memory beside what a product writes."""
+        """Values that may be saved or materialized in addition to a product's result."""
         result: set[int] = set()
         for operator in self.graph.operators:
             result.update(self._kept.saved(operator))
@@ -267,7 +269,7 @@ class OutputPeak:
 
     @cached_property
     def _masks(self) -> Mapping[int, Mapping[StateNames, int]]:
-        """By operator, what else it keeps beside values that nothing of what is read can be written over by."""
+        """Bytes of masks and statistics that cannot reuse input memory, by operator and state."""
         result: dict[int, Mapping[StateNames, int]] = {}
         for index, by in self._kept.extras.items():
             buffers = [(item, buffer) for item in self._seen for buffer in item.extras(index)]
@@ -281,9 +283,9 @@ class OutputPeak:
 
     @cached_property
     def _drawn(self) -> Mapping[int, Mapping[StateNames, int]]:
-        """Of the last dropout the bytes of the numbers that are drawn for its mask, where no library's kernel runs behind it.
+        """Bytes of random numbers for the last dropout mask, unless a library kernel follows.
 
-        In the order in which the pass is written one kernel makes the mask then, and computes what is returned.
+        In program order, the kernel that computes the output then also computes the mask.
         """
         if not self._results or not self._given.isdisjoint(self._lying):
             return {}
@@ -297,7 +299,7 @@ class OutputPeak:
                     state: self._forward.bytes(operator.result, state[1])
                     for state in operator.costs
                 }
-                # A mask that is as large may be written over them.
+                # A mask of the same size may reuse the memory of the random numbers.
                 return {
                     index: {
                         state: size if size != self._masks[index][state] else 0
@@ -311,7 +313,7 @@ class OutputPeak:
 
     @cached_property
     def _there(self) -> Readers:
-        """The operators of which all that they keep is there, under all plans, and those of which it is but for statistics."""
+        """Operators whose saved tensors are live under all plans, all or all but statistics."""
         if not self._seen:
             return Readers(frozenset(), frozenset())
         wholly, passed = set[int](), set[int]()
@@ -337,7 +339,7 @@ class OutputPeak:
 
     @cached_property
     def _sizes(self) -> Set[int]:
-        """The bytes, in any format, of what is read and not kept: what is as large may be written over it."""
+        """Sizes in bytes of unsaved inputs in any format; an equally large buffer can reuse one."""
         places = [
             self.graph.places[maker.id]
             for value in self.beside
@@ -352,13 +354,13 @@ class OutputPeak:
 
 
 class _OutputState:
-    """What is there under a plan while what the model returns is computed, of the result that is computed from most.
+    """Live buffers under a plan while the output with the largest inputs is computed.
 
     Attributes:
-        passes: those under the plan.
-        read: what that is computed from.
-        behind: what was written before the last kernel of a library before it, or by that, in the order in which the pass is written.
-        written: what was written before it, or with it.
+        passes: both passes of the plan.
+        read: buffers that the kernel reads.
+        behind: buffers written up to the last library kernel before it, in program order.
+        written: buffers written before it or by it.
     """
 
     def __init__(self, passes: Passes, names: Set[str]) -> None:
@@ -378,11 +380,11 @@ class _OutputState:
         self.written = {buffer for task in tasks[: end + 1] for buffer in task.writes}
 
     def extras(self, index: int) -> Set[Buffer]:
-        """Returns what the operator at a place keeps beside values."""
+        """Return the masks and statistics that an operator saves."""
         return self._forward.extras(index)
 
     def kept(self, index: int) -> Iterator[Buffer]:
-        """Yields what the operator at a place keeps, but for what is there before the step."""
+        """Yield the tensors that an operator saves, without those that exist before the step."""
         operator = self._forward.graph.operators[index]
         product = self._forward.multiplies(operator) and not attends(operator)
         for place in self._forward.multiplied(operator) if product else (0, 1):

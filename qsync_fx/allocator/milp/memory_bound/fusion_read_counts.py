@@ -1,16 +1,15 @@
-"""From what the gradients behind norms are computed at least, under any plan that writes none of them down.
+"""Bounds on the number of buffers from which gradients are computed, under any plan.
 
-Each product behind has written a gradient of its own, and each gate keeps something that no other does: its result, a mask, or in place of
-these what it is computed again from, the statistics of a norm among that, which is followed by it alone.
+A compiler materializes a gradient that would read more than `READS` buffers, and computes further
+gradients from it. `Counts` bounds the reads from above, as linear expressions: an integer variable
+states that a gradient is materialized, and only a sufficiently large count admits 1.
+`GradientSources` bounds the reads of the gradients at norms from below, if no gradient behind is
+materialized: each product has written a separate gradient, and each gate saves a separate tensor
+(its result, a mask, or the sources for its recomputation, such as the statistics of a norm that
+only this gate follows).
 
-Invariant: what is told apart is so under any plan.
-
-From how many buffers gradients are computed at most, under any plan, as linear expressions of states.
-
-What would be computed from more than `READS` a compiler writes down, and computes the rest from that. So of a gradient that may be one of
-these a whole variable says whether it is written down, which only a count that is high enough lets be 1.
-
-Invariant: with whole variables as a compiler decides, no gradient is computed from more than `sources` says.
+Invariant: if integer variables match the compiler's decisions, `Counts.sources` is an upper bound;
+sources that are distinct in `GradientSource` are distinct under any plan.
 """
 
 from __future__ import annotations
@@ -42,17 +41,19 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, StateNames
 
 
 class Counts:
-    """
+    """Upper bounds on the reads of gradients.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
-        waiting: what of it has yet to be read.
-        where: the states.
+        saved: bound on the saved tensors.
+        waiting: tensors with a later use, by moment.
+        where: indicators of operator states.
 
     Attributes:
-        again: what is computed again.
-        arriving: by value, what its gradient is computed from at most by the operators that it comes from, in the order of the backward
-            pass; -1 is who reads results.
-        written: by value, whether its gradient is written down; nothing of those that never are.
+        again: rematerialization of values.
+        arriving: maximum reads of a value's gradient, by value and source operator, in the order of
+            the backward pass; -1 for model outputs.
+        written: indicator that a value's gradient is materialized, by value; without values for
+            which it never is.
     """
 
     def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
@@ -70,7 +71,7 @@ class Counts:
         self._arrive()
 
     def sources(self, value: int) -> Count:
-        """Returns from how many buffers the gradient of a value is computed at most."""
+        """Return the maximum number of buffers from which the gradient of a value is computed."""
         arriving = list(self.arriving[value].values())
         every = added(self.program, arriving)
         written = self.written.get(value)
@@ -80,7 +81,10 @@ class Counts:
         return least(self.program, [every, exactly(READS), where_so(written, rest)])
 
     def written_down(self, value: int, behind: Iterable[int]) -> Expression:
-        """Returns whether the gradient of a value is written down that has come from some operators; nothing where it never is."""
+        """Return the indicator that a value's gradient from some operators is materialized.
+
+        The result is empty if it never is.
+        """
         key = value, tuple(behind)
         if key not in self._written_of:
             enough = added(self.program, [self.arriving[value][index] for index in key[1]]).reaches(
@@ -126,7 +130,7 @@ class Counts:
         into[index] = added(self.program, [into[index], many]) if index in into else many
 
     def _product(self, index: int, operator: ModelOperator, place: int) -> Count:
-        """The gradient that a product gives, and the scale of its other factor where it has one."""
+        """Return the reads of a product's gradient: itself and the scale of the other factor."""
         if not self._forward.multiplies(operator):
             return exactly(2)
         wanted = [
@@ -142,7 +146,7 @@ class Counts:
         return added(self.program, [exactly(1), where(total(*((1.0, item) for item in also)))])
 
     def _keeps(self, index: int, operator: ModelOperator) -> Count:
-        """What the gradients of an operator's operands are computed from beside its own."""
+        """Return the reads that an operator adds to its own gradient for its operands."""
         if self._waiting.writes(operator):
             return exactly(0)
         certain = self.again.result_kept(index)
@@ -154,19 +158,21 @@ class Counts:
             gate, passed = behind
             later = self.again.result_kept(gate)
             assert later is not None
-            # What this is computed again from, or it itself, that gate keeps, too, where it is computed again from this.
+            # A later gate that is recomputed from this value already reads its sources. Reads are
+            # new only if that gate saves its result, the value may be lost, or a gradient between
+            # is materialized.
             new = [*later.values(), self.again.lost_part(operator.result)]
             new += [
                 self.written[value] for value in (*passed, operator.result) if value in self.written
             ]
-            # Unless that reads what a product keeps of it in a format that it has not itself.
+            # Or if the later gate reads a copy of the value that a product saves in another format.
             first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
             new.append(self._forced.lies(operator.result, first, but_as_held=True))
             several.append(Count(0, [total(*((1.0, item) for item in new))] * TOP))
         return least(self.program, several)
 
     def _gate_behind(self, value: int) -> tuple[int, Sequence[int]] | None:
-        """Returns the gate that is computed from a value by elementwise operators alone, and what is computed between."""
+        """Return the gate behind a value and elementwise operators, and the values between."""
         for index in self.again.readers(value):
             passed: list[int] = []
             now, place = value, index
@@ -191,18 +197,18 @@ class Counts:
 
 
 _ADDS = ("add", "sub", "rsub")
-"""What passes its gradient on to each operand as it is, and keeps nothing."""
+"""Operators that pass their gradient to each operand unchanged, and save no tensor."""
 _OF_ROWS = ("layer_norm", "rms_norm")
 
 
 @dataclass(frozen=True)
 class GradientSource:
-    """What the gradient of a value is computed from at least.
+    """Minimal sources of the gradient of a value.
 
     Attributes:
-        products: the places of products that have written some of it, each with that of the factor.
-        gates: the places of the gates that it has passed.
-        passed: the values whose gradients it is computed from, with itself.
+        products: products that have written a part of it, with the argument index.
+        gates: indices of the gates that it has passed.
+        passed: values whose gradients it is computed from, including its own.
     """
 
     products: Set[tuple[int, int]]
@@ -216,14 +222,15 @@ class GradientSource:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of a product's result.
+    """Norm of a product's result.
 
     Attributes:
-        at, product: their places.
-        origins: of the gradient that it is given.
-        extras: how many statistics it keeps at least.
-        behind: the place of the convolution the gradient of whose weight the same kernel converts; None where that is not known.
-        alike: by the place of an operator, the states in which something may be read of the size that is written.
+        at, product: indices of the norm and the product.
+        origins: sources of its incoming gradient.
+        extras: minimum number of statistics that it saves.
+        behind: index of the convolution whose weight gradient the same kernel converts; None if
+            unknown.
+        alike: states, by operator index, in which a buffer as large as the written one may be read.
     """
 
     at: int
@@ -235,10 +242,11 @@ class Norm:
 
 
 class GradientSources:
-    """
+    """Lower bounds on the sources of gradients at norms.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
-        waiting: what of it has yet to be read.
+        saved: bound on the saved tensors.
+        waiting: tensors with a later use, by moment.
     """
 
     def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
@@ -247,7 +255,7 @@ class GradientSources:
         self._known: dict[int, GradientSource | None] = {}
 
     def norms(self) -> Iterator[Norm]:
-        """Yields those of which it is known, in a model of one graph of which nothing is repeated."""
+        """Yield the norms with known sources, for a single graph without recomputed operators."""
         kinds = {(operator.repeated, operator.graph) for operator in self.graph.operators}
         if len(kinds) > 1 or any(repeated for repeated, _ in kinds):
             return
@@ -262,7 +270,7 @@ class GradientSources:
                     yield result
 
     def alone(self, value: int) -> bool:
-        """Whether one product reads a value, once."""
+        """Return whether exactly one read of a value is by a product."""
         root, products = (
             self._forward.root(value),
             filter(self._forward.multiplies, self.graph.operators),
@@ -288,7 +296,7 @@ class GradientSources:
         ):
             return None
         if product != index - 1:
-            return None  # another kernel may be between what is to be done for both
+            return None  # another kernel may be between the norm and the product
         keeps = any(result.at == index and result.value == value for result in self._kept.results)
         origin, extras = self._origin(operator.result), _extras(operator)
         if origin is None or not (keeps and extras and all(map(self._forward.given, weights))):
@@ -306,7 +314,7 @@ class GradientSources:
         )
 
     def _behind(self, norm: int) -> int | None:
-        """Returns the place of the convolution that is next behind a norm of what computes gradients, if its weight is its own."""
+        """Return the next convolution with gradients behind a norm, if it owns its weight."""
         for index, operator in enumerate(self.graph.operators[norm + 1 :], norm + 1):
             if not self._waiting.arrives(operator.result) or not self._waiting.writes(operator):
                 continue
@@ -323,7 +331,7 @@ class GradientSources:
         return None
 
     def _origin(self, value: int) -> GradientSource | None:
-        """Returns from what the gradient of a value is computed; None where something else may be done with it on the way."""
+        """Return the sources of a value's gradient; None if other operators may be involved."""
         if value not in self._known:
             self._known[value] = self._found(value)
         return self._known[value]
@@ -364,7 +372,7 @@ class GradientSources:
         return GradientSource(products, gates, passed)
 
     def _gates_alone(self, operator: ModelOperator) -> bool:
-        """Whether an operator is a gate that keeps its result, or something in its place."""
+        """Return whether an operator is a gate that saves its result or a replacement."""
         gate = operator.row in GATES and list(self._kept.saved(operator)) == [operator.result]
         return (
             gate
@@ -372,14 +380,14 @@ class GradientSources:
         )
 
     def _told(self, gate: int, but: int) -> bool:
-        """Whether what a gate keeps is told apart from what all others on the way keep, and from what a norm does."""
+        """Return whether a gate saves a tensor that no other gate on the path and no norm saves."""
         before = self._norms_before(gate)
         if before != {but}:
             return bool(before)
         maker = self._forward.made_by(self.graph.operators[gate].reads[0].value)
         if maker is None or maker.row not in _ADDS:
             return False
-        # What it is computed again from beside that norm: a gate's result, or what that is computed again from.
+        # Further sources of its recomputation: a gate's result, or its sources.
         others = (self._forward.made_by(read.value) for read in maker.reads)
         return any(
             other is not None
@@ -389,7 +397,7 @@ class GradientSources:
         )
 
     def _norms_before(self, gate: int) -> Set[int]:
-        """Returns the norms whose statistics a gate's result is computed again from, and that of no other gate."""
+        """Return the norms whose statistics are sources of the recomputation of only this gate."""
         result: set[int] = set()
         left = [read.value for read in self.graph.operators[gate].reads]
         while left:
@@ -406,7 +414,10 @@ class GradientSources:
     def _alike(
         self, size: int, origin: GradientSource, operand: int
     ) -> Mapping[int, Sequence[StateNames]] | None:
-        """Returns where something of a size may be read: something in whose place what is written may be; None where that is not known."""
+        """Return where a buffer of a size may be read, whose memory the written one can reuse.
+
+        Returns None if unknown.
+        """
         result: defaultdict[int, list[StateNames]] = defaultdict(list)
         for index, place in sorted(origin.products):
             product = self.graph.operators[index]
@@ -439,11 +450,11 @@ class GradientSources:
         }
 
     def _reads_of(self, index: int, value: int, size: int) -> Iterator[StateNames]:
-        """Yields the states in which an operator has a value lie, or keeps it, in that many bytes."""
+        """Yield the states in which an operator materializes or saves a value in `size` bytes."""
         operator = self.graph.operators[index]
         name = self.graph.values[value].name
         maker = self._forward.made_by(value)
-        # Others keep a product's result as it is at widest.
+        # Other operators save a product's result in at most its own width.
         owned = maker is not None and self._forward.multiplies(maker)
         for state, cost in operator.costs.items():
             formats: set[str] = set()
@@ -475,7 +486,7 @@ class GradientSources:
 
 
 def _extras(operator: ModelOperator) -> int:
-    """How many statistics a norm keeps at least."""
+    """Return the minimum number of statistics that a norm saves."""
     return min(
         (
             sum(settings.startswith("extra") for _, settings in cost.saved)

@@ -1,6 +1,6 @@
-"""What a step of a class of devices holds at least, under any plan: what no plan is below is reckoned with it.
+"""Lower bound on the peak memory of a step, over several moments.
 
-Invariant: at whole choices the expression is not above what the judge says.
+Invariant: with integer choices, no expression exceeds the evaluator's peak memory.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from qsync_fx.predictor.memory.peak_memory import StepMemory
 from qsync_fx.predictor.model.model_graph import StateNames
 
 _MORE: Final = 4
-"""Moments that are added at a time."""
+"""Number of moments to add at a time."""
 _ASKED: Final = 2_000_000
-"""Operators at moments that are looked at in all to find these."""
+"""Limit of operators times moments that a search for moments evaluates."""
 _NEAR: Final = 1e-6
-"""How much below a limit, of it, what the judge says that is held is taken for what may be above."""
+"""Relative tolerance below a limit within which evaluated memory counts as above it."""
 _BEFORE = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
 
 
 class LowerBoundTerm(Protocol):
-    """What a program takes a step to hold."""
+    """Live bytes of a step as modelled by a program."""
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
-        """Returns what is held, in bytes, at each moment at which it may be most."""
+        """Return the live bytes at each candidate peak."""
 
 
 class MemoryLowerBound:
-    """
+    """Lower bound on the live bytes of a device class at selected moments.
+
     Args:
-        part: the class.
-        memory: what it holds under some plan.
+        part: the device class.
+        memory: memory of a step under any plan; only its state before the step is used.
 
     Attributes:
-        behind: what is there while gradients are computed beside what `BackwardPeaks` tells of, in bytes; below 0 where there may be less.
-        forward: what the forward pass computes while which it is reckoned, too.
-        moments: gradients while which are computed it is reckoned, beside the begin of the backward pass.
+        behind: correction of `BackwardPeaks` for the loss, in bytes; can be negative.
+        forward: bounds at moments of the forward pass.
+        moments: selected moments of the backward pass, in addition to its start.
     """
 
     def __init__(self, part: DeviceClass, memory: StepMemory) -> None:
@@ -61,7 +62,7 @@ class MemoryLowerBound:
         self.moments: list[Moment] = []
 
     def add(self, places: Iterable[int]) -> bool:
-        """Adds the products beside operators while whose gradients most may be held; returns whether any are new."""
+        """Add the moments at the products next to some operators; return whether any are new."""
         available = [moment for moment in self.during.moments if moment[1] != PASSING]
         products = sorted({place for place, _ in available})
         ends = [bisect_right(products, index) for index in places]
@@ -77,12 +78,12 @@ class MemoryLowerBound:
         return bool(new)
 
     def add_above(self, names: Sequence[StateNames], limit: float, written: StepMemory) -> bool:
-        """Adds moments at which most is certainly held under a plan, of those where that is above a limit; returns whether there are.
+        """Add the moments with the highest bounds above a limit; return whether any were added.
 
         Args:
-            names: the states that the plan puts operators into.
-            limit: in bytes.
-            written: what is held under it in the order in which a pass is written: no less than is certain.
+            names: operator states under a plan.
+            limit: limit in bytes.
+            written: memory of the plan in program order; no less than the bound.
         """
         more = self._before - sum(written.moments[0].of(category) for category in _BEFORE)
         high = {
@@ -95,11 +96,11 @@ class MemoryLowerBound:
             for moment in self.during.moments
             if not high.isdisjoint(self.during.last(moment))
         ]
-        # Of thousands of operators all moments would take minutes.
+        # With thousands of operators, evaluating all moments would take minutes.
         before = self._before + self.behind
         every = 1 + len(names) * len(above) // _ASKED
         rest = [moment for moment in above[::every] if moment not in self.moments]
-        # To know it to the byte takes long, and most limits are missed by more.
+        # The exact bound is expensive, and most limits are exceeded by more.
         for exact in (False, True):
             result = {
                 moment: before + self.during.of(names, moment, above=limit - before, exact=exact)
@@ -123,7 +124,10 @@ class MemoryLowerBound:
             yield total((1.0, behind), (1.0, self.during.expression(formats, moment)))
 
     def of(self, names: Sequence[StateNames], waiting: bool = True) -> float:
-        """Returns the most bytes under a plan, by the states that it puts operators into; without `waiting` sooner, and maybe less."""
+        """Return the maximum bound in bytes under a plan, given its operator states.
+
+        Without `waiting`, pending gradients do not count: faster, but possibly lower.
+        """
         result = [
             self._begun + self.kept.of(names),
             *(returning.of(names) for returning in self.forward),
@@ -133,10 +137,11 @@ class MemoryLowerBound:
 
 
 def _with_loss(part: DeviceClass, saved: SavedTensorsBound) -> tuple[int, int]:
-    """Returns what is certain, beside what `Kept` and `BackwardPeaks` tell of, when the backward pass begins, and behind that.
+    """Return corrections for the loss: at the start of the backward pass, and after it.
 
-    Those reckon with the gradients that the pass begins with as there throughout. Where the loss is known, they are held no longer than
-    they are read, and without them there is less by as much at most.
+    `SavedTensorsBound` and `BackwardPeaks` count the incoming gradients as live throughout the
+    backward pass. If the memory of the loss is known, they are live only until their last use, so
+    that the bounds decrease by at most their size.
     """
     loss = part.training.loss if part.training is not None else None
     inputs = [buffer.bytes for task in saved.passes[0].backward.incoming for buffer in task.writes]

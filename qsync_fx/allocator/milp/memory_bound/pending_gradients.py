@@ -1,22 +1,13 @@
-"""What gradients that wait are computed from, in the order in which the backward pass is written, as a linear expression of states.
+"""Lower bound on the live set behind pending gradients, as linear expressions of states.
 
-Behind the other side of a residual a gradient waits for its operator. It lies nowhere until then: it is computed from gradients that
-products have written, and from what gates keep, and these are there. What would be computed from too many of these a compiler writes down
-sooner, and holds that instead: a whole variable (`counts`), as that follows from the whole plan.
+A gradient at the other branch of a residual is pending until its operator runs. It is not
+materialized: it is computed from gradients that products have written and from tensors that gates
+save, and these are live (`PendingGradients`). A compiler materializes a gradient with too many
+sources, which is then live instead; an integer variable per gradient states this
+(`fusion_read_counts.Counts`), since it depends on the entire plan. `NormGradients` adds the buffers
+that are written at a norm.
 
-Invariant: at the best of these variables the expression is no more than what is held of that.
-
-What is certainly written of the gradient behind a norm, where that comes from too much to be computed where it is read.
-
-A norm reads the gradient that it is given twice: it sums up over it, and passes it on with these sums. Along a residual stream that comes
-from all products behind, and from what gates keep there. More than `READS` of these a compiler has computed into memory before, in FP32,
-for either reading. The same kernel writes the gradient that the product before the norm is given, copies of what that keeps quantized, and
-the gradient of a weight behind in another format: all of it is there at once, beside what it is computed from.
-
-From how many buffers it is at least follows from the graph, and from which factors are scaled. It may be fewer where a gradient behind is
-written down itself (`Counts.written`), and what is written may be written over something as large: of these plans nothing is said.
-
-Invariant: at whole choices, and gradients written down as a compiler does, what is said to be written is.
+Invariant: minimized over these variables, an expression is at most the live bytes of the sources.
 """
 
 from __future__ import annotations
@@ -54,10 +45,22 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, StateNames
 
 
 class NormGradients:
-    """
+    """Lower bound on the bytes written while a norm passes a gradient on.
+
+    A norm reads its incoming gradient twice: to reduce it, and to pass it on with the reduced
+    values. Along a residual stream this gradient depends on all products and gates behind. If a
+    reading needs more than `READS` buffers, the compiler materializes the gradient first, in FP32.
+    The same kernel writes the gradient of the product before the norm, copies of the product's
+    quantized factors, and the converted gradient of a later weight. All of them are live at once,
+    with their sources.
+
+    The minimum number of sources follows from the graph and from which factors are scaled. It is
+    not valid if a gradient behind is materialized (`Counts.written`), and a written buffer may
+    reuse the memory of an equally large one; the bound is then 0 for that buffer.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
-        waiting: what of it has yet to be read.
+        saved: bound on the saved tensors.
+        waiting: tensors with a later use, by moment.
     """
 
     def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
@@ -66,11 +69,11 @@ class NormGradients:
 
     @cached_property
     def norms(self) -> Mapping[int, Norm]:
-        """By place, the norms of which something is certain."""
+        """Norms with a bound, by index."""
         return {norm.at: norm for norm in self._origins.norms()}
 
     def expression(self, counts: Counts, where: Where, index: int) -> Expression:
-        """Returns the bytes that are written while a norm passes a gradient on."""
+        """Return a lower bound on the bytes written while a norm passes a gradient on."""
         norm, result = self.norms[index], dict[int, float]()
         product = self.graph.operators[norm.product]
         for state, existing in where.states[norm.product].items():
@@ -90,7 +93,7 @@ class NormGradients:
             for state in several
         ]
         once = norm.origins.many + 1 + norm.extras
-        # What sums up reads it first, and what passes it on reads the sums, too.
+        # The reduction reads it first; the kernel that passes it on also reads the reduced values.
         for many in (once, once + norm.extras):
             if (few := self._few(where, scales, READS + 1 - many)) is None:
                 continue
@@ -109,7 +112,7 @@ class NormGradients:
         return result
 
     def _few(self, where: Where, scales: Sequence[Expression], least: int) -> Expression | None:
-        """Returns where fewer scales than some number are there, at most; None where that is not known not to be so."""
+        """Return the indicator of fewer than `least` scales; None if that cannot be excluded."""
         if least <= 0:
             return {}
         missing = len(scales) - least + 1
@@ -119,7 +122,7 @@ class NormGradients:
         return added(where.program, none).reaches(missing)
 
     def _scales(self, where: Where, norm: Norm) -> Iterator[Expression]:
-        """Yields where the gradients that products behind give come with the scale of the other factor: of each parameter, once."""
+        """Yield indicators that product gradients come with the scale of a parameter, once each."""
         visited: set[int] = set()
         for index, place in sorted(norm.origins.products):
             for other, read in factors(self.graph.operators[index], self._forward).items():
@@ -137,7 +140,7 @@ class NormGradients:
                 )
 
     def _given(self, product: ModelOperator) -> Mapping[int, Sequence[StateNames]]:
-        """By its bytes, the gradient that a product is given, in states in which that is narrower than what it is computed from."""
+        """Return the states by bytes of a product's incoming gradient, if narrower than FP32."""
         result: dict[int, list[StateNames]] = {}
         for state in product.costs:
             size = self._forward.bytes(product.result, computed_in(state[0])[0])
@@ -146,10 +149,13 @@ class NormGradients:
         return result
 
     def _copied(self, product: ModelOperator, state: StateNames) -> int:
-        """The bytes of copies of a product's scaled factors in the carrier, where one kernel computes all gradients with them."""
+        """Return the bytes of copies of a product's scaled factors in the compute dtype.
+
+        Only convolutions count: one kernel computes all of their gradients with these copies.
+        """
         if not convolves(product):
             return 0
-        # Another product that reads the same has had the copy made, and nobody reads what it is of.
+        # If another product reads the same value, it has made the copy, and the original is dead.
         alone = (
             read
             for read in factors(product, self._forward).values()
@@ -163,7 +169,7 @@ class NormGradients:
         )
 
     def _converted(self, behind: ModelOperator, state: StateNames) -> int:
-        """The bytes of the gradient of a convolution's weight as it is computed, where that is converted to the weight's format."""
+        """Return the bytes of a convolution's weight gradient that is converted to FP32."""
         weight, carrier = behind.reads[1].value, computed_in(state[0])[1]
         result = self._forward.bytes(weight, carrier)
         return result if result < self._forward.bytes(weight, FP32.name) else 0
@@ -173,7 +179,7 @@ Key = TypeVar("Key")
 
 
 class PlanStates:
-    """The states of a plan in the place of expressions of choices."""
+    """States of a plan, as constants instead of expressions of choices."""
 
     def __init__(self, names: Sequence[StateNames]) -> None:
         self.program = LinearProgram()
@@ -184,7 +190,7 @@ class PlanStates:
 
 @dataclass(frozen=True)
 class _Item:
-    """Bytes that are there where an expression, 0 or 1, is 1 and nothing of `unless` is."""
+    """Bytes that are live where an indicator is 1 and `unless` is 0."""
 
     size: int
     where: Expression
@@ -192,10 +198,11 @@ class _Item:
 
 
 class PendingGradients:
-    """
+    """Lower bound on the live sources of pending gradients.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
-        waiting: what of it has yet to be read.
+        saved: bound on the saved tensors.
+        waiting: tensors with a later use, by moment.
     """
 
     def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
@@ -211,7 +218,10 @@ class PendingGradients:
     def of(
         self, planned: PlanStates, moment: Moment, above: float = 0.0, exact: bool = True
     ) -> float:
-        """Returns the bytes under a plan; less, where they are no more than `above`, and without `exact`, which is sooner known."""
+        """Return the bound in bytes under a plan.
+
+        The result may be lower if it is at most `above`, or if not `exact`, which is faster.
+        """
         result, program = self.expression(planned, moment), planned.program
         if constant(result) is not None or program.most(result) <= above:
             return result.get(CONSTANT, 0.0)
@@ -226,7 +236,7 @@ class PendingGradients:
         return result.get(CONSTANT, 0.0) + solved.objective * _UNIT
 
     def expression(self, where: Where, moment: Moment) -> Expression:
-        """Returns the bytes, with variables that are at their best where these are least."""
+        """Return the bound in bytes as an expression, valid when minimized over its variables."""
         if self._repeated:
             return {}
         if self._counts is None or self._counts[0] is not where:
@@ -277,7 +287,7 @@ class PendingGradients:
         return result
 
     def _arrived(self, counts: Counts, place: int) -> Iterator[int]:
-        """Yields the values whose gradients have come from operators behind a place, those of later operators later."""
+        """Yield the values with gradients from operators behind a place, in program order."""
         values = (
             value
             for value, into in counts.arriving.items()
@@ -292,7 +302,7 @@ class PendingGradients:
     def _read(
         self, counts: Counts, value: int, moment: Moment, existing: Mapping[int, Expression]
     ) -> Expression:
-        """Returns where what is computed from the gradient of a value has yet to be."""
+        """Return the indicator that a gradient computed from a value's gradient is pending."""
         maker = self._forward.made_by(value)
         if maker is None:
             return {}
@@ -311,7 +321,7 @@ class PendingGradients:
         return counts.program.any_of(passed)
 
     def _write(self, result: dict[int, float], where: Where, value: int, both: Expression) -> None:
-        """Adds a gradient that is written down, in the format of the value."""
+        """Add a materialized gradient, in the format of the value."""
         sizes = {fmt: self._forward.bytes(value, fmt) for fmt in where.outputs[self._place(value)]}
         least = min(sizes.values())
         add(result, both, least)
@@ -327,18 +337,18 @@ class PendingGradients:
         existing: Expression,
         items: Iterable[_Item],
     ) -> None:
-        """Adds bytes that are held where an expression is 1."""
+        """Add bytes that are live where an indicator is 1."""
         gone = {} if constant(existing) == 1 else total((1.0, ONE), (-1.0, existing))
         for item in items:
             if constant(item.unless) != 0:
-                # Several things may be otherwise at once, so that what is left is no expression of its own.
+                # Several exceptions can be active at once, so that the rest is not an indicator.
                 rest = program.at_least(total((1.0, item.where), (-1.0, item.unless), (-1.0, gone)))
             else:
                 rest = existing if constant(item.where) == 1 else program.any_of([item.where], gone)
             add(result, rest, item.size)
 
     def _gradients(self, where: Where, value: int, behind: Sequence[int]) -> Iterator[_Item]:
-        """The gradients of a value that products have written."""
+        """Yield the gradients of a value that products have written."""
         for index in behind:
             product = self.graph.operators[index]
             if not self._forward.multiplies(product):
@@ -353,7 +363,7 @@ class PendingGradients:
                     yield from self._items(where.states[index], sizes)
 
     def _gate(self, counts: Counts, where: Where, index: int, moment: Moment) -> Iterator[_Item]:
-        """What a gate keeps: its result where a product keeps that; elsewhere a byte an element, or what it is computed again from."""
+        """Yield the bytes that a gate saves: result if a product saves it, else mask or sources."""
         saved = counts.again.result_kept(index)
         operator = self.graph.operators[index]
         if saved is None or operator.result in self._counted_elsewhere:
@@ -374,7 +384,7 @@ class PendingGradients:
             yield from self._computed_from(counts, where, product, floor, otherwise)
 
     def _counted(self, where: Where, index: int, moment: Moment) -> Expression:
-        """Returns where the mask of a gate counts as what the operators before it keep does."""
+        """Return the indicator that a gate's mask counts with the unread saved tensors."""
         gate, readers = self._gates.get(index), self._waiting.of(moment)
         counts = gate is not None and (index in readers.wholly or index in readers.passed)
         return gate.masked(where, {}) if gate is not None and counts else {}
@@ -382,7 +392,7 @@ class PendingGradients:
     def _computed_from(
         self, counts: Counts, where: Where, product: int, floor: int, otherwise: Expression
     ) -> Iterator[_Item]:
-        """A product's result that a gate keeps, beyond a number of bytes, but where something is otherwise."""
+        """Yield a product's result behind a gate, beyond `floor` bytes, unless `otherwise`."""
         keeper = counts.again.keeper(product)
         assert keeper is not None
         hows = self._kept.formats_of(keeper, product)
@@ -392,7 +402,7 @@ class PendingGradients:
             state: self._forward.bytes(product, hows[state]) for state in where.states[keeper]
         }
         by_output = {fmt: self._forward.bytes(product, fmt) for fmt in outputs}
-        # It is kept in the narrower of the two.
+        # The result is saved in the narrower of both formats.
         before = floor
         for least in sorted({*by_state.values(), *by_output.values()}):
             if before < least <= min(max(by_state.values()), max(by_output.values())):
@@ -409,9 +419,10 @@ class PendingGradients:
             yield _Item(size, _sum_of(existing, least), {})
 
     def _product(self, counts: Counts, gate: ModelOperator, moment: Moment) -> int | None:
-        """Returns the product's result, of its size, that a gate is computed again from, and no other gate; None for none.
+        """Return the product result from which a gate, and no other gate, is recomputed, if any.
 
-        What keeps it has run, so that it counts once.
+        It has the size of the gate's result. The operator that saves it has run its backward pass,
+        so that it counts once.
         """
         readers = self._waiting.of(moment)
         size = whole(self.graph.values[gate.result].numel)
@@ -442,11 +453,11 @@ class PendingGradients:
 
 
 _UNIT = 1e6
-"""Bytes that variables are in: rows of a program are to be of one size."""
+"""Bytes per unit of the objective, so that factors of a program have similar size."""
 
 
 def _levels(sizes: Mapping[Key, int], before: int) -> Iterator[tuple[int, Sequence[Key]]]:
-    """Yields by how much sizes grow beyond one, and which are as large."""
+    """Yield the increments between ascending sizes, with the keys that are at least as large."""
     for size in sorted(set(sizes.values())):
         if size > before:
             yield size - before, [key for key, other in sizes.items() if other >= size]
@@ -454,5 +465,5 @@ def _levels(sizes: Mapping[Key, int], before: int) -> Iterator[tuple[int, Sequen
 
 
 def _sum_of(spread: Mapping[Key, Expression], keys: Sequence[Key]) -> Expression:
-    """Returns where something is in one of several states, of which it is in one."""
+    """Return the indicator that the state is one of several keys."""
     return ONE if len(keys) == len(spread) else total(*((1.0, spread[key]) for key in keys))

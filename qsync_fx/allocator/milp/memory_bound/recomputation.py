@@ -1,18 +1,13 @@
-"""What gradients are computed again from, under any plan, as linear expressions of states: whether it can be, and from how much at most.
+"""Rematerialization of gate results, and gradients that must be materialized, under any plan.
 
-A gate keeps its own result where a product keeps that in the same format. Else it is computed again from what is kept, unless something of
-that lies in memory and is kept in a scaled format alone; then a byte an element is kept.
+`Recomputation` states as linear expressions whether a value can be recomputed in the backward pass,
+and from how many buffers at most. A gate saves its own result if a product saves it in the same
+format. Otherwise the result is recomputed from saved tensors, or, if one of its sources is
+materialized and saved in a scaled format only, the gate saves a mask of one byte per element.
+`MaterializedValues` adds rows for gradients that a compiler certainly materializes.
 
-Invariant: at whole choices a value that is computed again is so from no more than `many` says, and is so where `lost` says nothing.
-
-Which gradients a compiler writes down under all plans that are left, as rows.
-
-The gradient of what a gate reads is computed from its own and from what the gate keeps. Where that is its result, computed again, that is
-all that it takes: results of products, statistics, and in place of what does not lie in memory on the way what that takes. Where those
-are more than `READS`, the gradient is written down. Were it taken for one that is not, what is computed from it would seem to be too much,
-and be written down in its place.
-
-Invariant: at whole choices what a row forces is so.
+Invariant: with integer choices, a recomputed value reads at most `many` buffers, values outside
+`lost` can be recomputed, and rows force only gradients that are materialized.
 """
 
 from __future__ import annotations
@@ -38,11 +33,12 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, Name, StateNames
 
 
 class Recomputation:
-    """
+    """Rematerialization of values in the backward pass.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
-        waiting: what of it has yet to be read.
-        where: the states.
+        saved: bound on the saved tensors.
+        waiting: tensors with a later use, by moment.
+        where: indicators of operator states.
     """
 
     def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues, where: Where) -> None:
@@ -69,28 +65,34 @@ class Recomputation:
         self._lost = self._not_computed_again()
 
     def products(self, value: int) -> Sequence[int]:
-        """Returns the places of the products that read a value."""
+        """Return the indices of the products that read a value."""
         return self._products.get(value, ())
 
     def readers(self, value: int) -> Sequence[int]:
-        """Returns the places of the operators that read a value."""
+        """Return the indices of the operators that read a value."""
         return self._readers.get(value, ())
 
     def keeper(self, value: int) -> int | None:
-        """Returns the place of the one operator, no product, that keeps a product's result: then it is kept in one format."""
+        """Return the only operator that saves a product's result, if no product reads the result.
+
+        The result then has one saved format.
+        """
         keepers = self._keepers.get(value, ())
         return keepers[0] if len(keepers) == 1 and not self.products(value) else None
 
     def many(self, value: int) -> Count:
-        """Returns from how many buffers a value is computed again at most, where it is."""
+        """Return the maximum number of buffers from which a value is recomputed."""
         return self._again[value]
 
     def lost(self, value: int) -> Expression:
-        """Returns where a value may not be computed again, as something that it is computed from is not kept."""
+        """Return the indicator that a value may not be recomputable, as a source is not saved."""
         return self._lost[value]
 
     def lost_part(self, value: int, lost: Sequence[Expression] | None = None) -> Expression:
-        """Where others may not be computed again from a value: it is not kept, and lies in memory or is not computed again itself."""
+        """Return the indicator that a value blocks the recomputation of its dependents.
+
+        That is so if it is not saved, and is either materialized or not recomputable itself.
+        """
         maker = self._forward.made_by(value)
         assert maker is not None
         if self._forward.multiplies(maker):
@@ -112,7 +114,7 @@ class Recomputation:
         )
 
     def certain(self, value: int, fmt: Name) -> Expression:
-        """Returns where some product keeps a value in a format."""
+        """Return the indicator that a product saves a value in a format."""
         wants: list[Expression] = []
         for index in self.products(value):
             hows = self._kept.formats_of(index, value)
@@ -129,7 +131,11 @@ class Recomputation:
         return total((1.0, ONE), (-1.0, none))
 
     def result_kept(self, index: int) -> Mapping[StateNames, Expression] | None:
-        """Returns where a gate is in a state and a product keeps its result as it does; None for what is no gate."""
+        """Return by state the indicator that a gate has it and a product saves the gate's result.
+
+        The saved format is the one that the gate reads. Returns None for operators that are no
+        gate.
+        """
         operator = self.graph.operators[index]
         hows = self._kept.formats_of(index, operator.result)
         gate = operator.row in GATES and list(self._kept.saved(operator)) == [operator.result]
@@ -141,7 +147,7 @@ class Recomputation:
         }
 
     def _not_computed_again(self) -> Sequence[Expression]:
-        """By value, where it may not be computed again."""
+        """Return by value the indicator that it may not be recomputable."""
         matches: list[Expression] = [ONE] * len(self.graph.values)
         for operator in self.graph.operators:
             result = operator.result
@@ -162,7 +168,7 @@ class Recomputation:
         return matches
 
     def _computed_again(self) -> Sequence[Count]:
-        """From how much each value is computed again at most, where it is."""
+        """Return by value the maximum number of buffers from which it is recomputed."""
         forward, waiting = self._forward, self._waiting
         matches: list[Count] = [exactly(1)] * len(self.graph.values)
         for operator in self.graph.operators:
@@ -182,7 +188,7 @@ class Recomputation:
         return matches
 
     def _part(self, value: int, again: Count) -> Count:
-        """As how many buffers a value counts that another is computed again from."""
+        """Return the number of buffers that a value contributes to the recomputation of another."""
         maker = self._forward.made_by(value)
         assert maker is not None
         if self._forward.multiplies(maker):
@@ -194,7 +200,7 @@ class Recomputation:
         )
 
     def _certain_as_held(self, value: int) -> Expression:
-        """Where some product keeps a value in the format that it has."""
+        """Return the indicator that a product saves a value in its output format."""
         maker = self._forward.made_by(value)
         assert maker is not None
         live = self._where.outputs[self.graph.places[maker.id]].items()
@@ -202,7 +208,7 @@ class Recomputation:
         return total(*((1.0, item) for item in certain))
 
     def _told(self, value: int) -> bool:
-        """Whether it is known how the one product that reads a value keeps it."""
+        """Return whether the saved format of the only product that reads a value is known."""
         (index,) = self.products(value)
         reads = [
             read
@@ -216,7 +222,10 @@ class Recomputation:
         )
 
     def _only_scaled(self, value: int) -> Expression:
-        """Where a value lies in memory for one product alone, which keeps it in a scaled format: it is not computed again from there."""
+        """Return the indicator that a value is materialized for one product, which saves it scaled.
+
+        Its dependents cannot be recomputed from it.
+        """
         maker = self._forward.made_by(value)
         if (
             maker is None
@@ -241,7 +250,7 @@ class Recomputation:
         return total(*((1.0, where) for where in result))
 
     def _whole(self, index: int, value: int) -> bool:
-        """Whether an operator reads all of a value, and no view of a part."""
+        """Return whether an operator reads a full value, not a view of a part."""
         reads = [
             read.value
             for read in self.graph.operators[index].reads
@@ -251,12 +260,19 @@ class Recomputation:
 
 
 class MaterializedValues:
-    """
+    """Gradients that a compiler materializes under every remaining plan.
+
+    The gradient of a gate's operand is computed from the gradient of its result and from the tensor
+    that the gate saves. If this is the recomputed result, the kernel reads product results and
+    statistics, and for intermediate values that are not materialized their sources. With more than
+    `READS` reads the compiler materializes the gradient. Without the rows of this class, a gradient
+    computed from it would appear to read too many buffers, and be materialized instead.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
-        waiting: what of it has yet to be read.
-        where: the states.
-        again: what is computed again.
+        saved: bound on the saved tensors.
+        waiting: tensors with a later use, by moment.
+        where: indicators of operator states.
+        again: rematerialization of values.
     """
 
     def __init__(
@@ -276,7 +292,14 @@ class MaterializedValues:
         arriving: Mapping[int, Mapping[int, Count]],
         others: Mapping[int, Expression],
     ) -> None:
-        """Adds rows that have the gradient of a value written down; `arriving` and `others` are `Counts.arriving` and `.written`."""
+        """Add rows that force the gradient of a value to be materialized.
+
+        Args:
+            value: index of the value.
+            written: indicator that its gradient is materialized.
+            arriving: `Counts.arriving`.
+            others: `Counts.written`.
+        """
         for index in arriving[value]:
             gate = self.graph.operators[index] if index >= 0 else None
             if gate is None or not self._told_apart(index, gate):
@@ -301,13 +324,13 @@ class MaterializedValues:
                     self.program.row(total((1.0, written), (1.0, free)), least=1.0)
 
     def _told_apart(self, index: int, gate: ModelOperator) -> bool:
-        """Whether it is known in which states a gate's result is kept, and not what it is computed again from."""
+        """Return whether the states in which a gate's result is saved or materialized are known."""
         return (
             self._again.result_kept(index) is not None and self._products(gate.result) is not None
         )
 
     def _gradients(self, arriving: Iterable[int]) -> int:
-        """Returns from how many gradients one is computed at least that is not written down itself."""
+        """Return the minimum number of gradients that an unmaterialized gradient reads."""
         elementwise = 0
         result = 0
         for index in arriving:
@@ -315,11 +338,14 @@ class MaterializedValues:
             if operator is None or self._waiting.writes(operator):
                 result += 1
             else:
-                elementwise = 1  # several may come from one
+                elementwise = 1  # several can come from the same gradient
         return result + elementwise
 
     def _read_beyond(self, gate: ModelOperator, many: int) -> Expression | None:
-        """Returns what is 0 only where a gate's result, computed again, is so from more buffers than `many`; None where nothing is."""
+        """Return an expression: 0 only if recomputing a gate's result reads over `many` buffers.
+
+        Returns None if no plan reads so many.
+        """
         result: list[Expression] = []
         visited: set[int] = {gate.result}
         doors: deque[tuple[int, Expression]] = deque([(self.graph.places[gate.id], {})])
@@ -343,14 +369,16 @@ class MaterializedValues:
                 maker = self._forward.made_by(value)
                 assert maker is not None
                 if self._forward.multiplies(maker) or pools(maker):
-                    count += 1  # it lies in memory, or nothing is computed again from it
+                    count += 1  # it is materialized, or no value is recomputed from it
                 elif constant(lies := self.lies(value, index)) != 1:
                     doors.append((self.graph.places[maker.id], lies))
         return total(*((1.0, item) for item in result))
 
     def lies(self, value: int, reader: int, but_as_held: bool = False) -> Expression:
-        """Returns what is 0 only where a value lies in memory nowhere that a reader finds it; with `but_as_held` not in another format
-        than it has."""
+        """Return an expression that is 0 only if a reader finds a value nowhere materialized.
+
+        With `but_as_held`, only copies in other formats than the value's own count.
+        """
         by = self._products(value)
         maker = self._forward.made_by(value)
         if by is None or maker is None:
@@ -374,7 +402,10 @@ class MaterializedValues:
         return total(*((1.0, item) for item in result))
 
     def _products(self, value: int) -> Mapping[Name, Expression] | None:
-        """Returns by format where products have a value lie in it, None for the one that it has; None where something else may."""
+        """Return by format the indicator that products materialize a value in it.
+
+        The key None is the value's own format. Returns None if others may materialize the value.
+        """
         maker = self._forward.made_by(value)
         returned = {self._forward.root(read.value) for read in self.graph.outputs}
         if (
@@ -402,7 +433,7 @@ class MaterializedValues:
         return {fmt: self._any(several) for fmt, several in result.items()}
 
     def _any(self, several: list[Expression]) -> Expression:
-        """Returns what is 1 where one of several is, and 0 elsewhere, whatever wins."""
+        """Return the OR of 0/1 expressions, exact for any objective."""
         if len(several) == 1:
             return several[0]
         return total(

@@ -1,10 +1,12 @@
-"""What gates keep of results that no product keeps: a mask of a byte an element; and which values in memory others are computed from.
+"""Masks that gates (ReLU, threshold) save, and materialized values behind their results.
 
-Where a product keeps the result of a ReLU in the format in which the ReLU has it, the backward pass of both reads that. Elsewhere, as where
-all products read it quantized, a mask is kept, unless a compiler computes the result again. It does not where that follows from what nobody
-keeps: under any plan, or along residuals where a value lies in memory for products that read it quantized, and is thrown away behind them.
+If a product saves the result of a ReLU in its output format, the backward passes of both read this
+tensor. Otherwise, for instance if all products read it quantized, the ReLU saves a mask of one byte
+per element, unless a compiler recomputes the result. It cannot be recomputed if it depends on
+unsaved values: under any plan, or along a residual on which a value is materialized for products
+that quantize it and then freed.
 
-Invariant: `of` and `masked` say the same, and not more than the judge of plans says.
+Invariant: `of` and `masked` agree, and never exceed the evaluator's memory.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Where(Protocol):
-    """Where operators are in which state, as expressions: of what is chosen, or of a plan."""
+    """Indicators of operator states: program expressions, or constants of a plan."""
 
     @property
     def program(self) -> LinearProgram: ...
@@ -43,29 +45,30 @@ class Where(Protocol):
 
 @dataclass(frozen=True)
 class MaskRead:
-    """A product that reads a value as a factor: its place, and the format that it is read in, by what the product computes in."""
+    """Read of a value as a factor: index of the product, and read format by compute format."""
 
     at: int
     wanted: Mapping[Name, Name]
 
     def under(self, names: Sequence[StateNames]) -> Name:
-        """Returns the format under a plan, by the states that it puts operators into."""
+        """Return the read format under a plan, given its operator states."""
         return self.wanted[names[self.at][0]]
 
     def where(self, formats: Where, takes: Callable[[Name], bool]) -> Expression:
-        """Returns where it is a format that is taken."""
+        """Return the indicator that the read format satisfies a predicate."""
         result = formats.precisions[self.at].items()
         return total(*((1.0, where) for name, where in result if takes(self.wanted[name])))
 
 
 @dataclass(frozen=True)
 class Lying:
-    """A value that products read, and that is computed from others at once.
+    """Value that products read, and from which other values are computed directly.
 
     Attributes:
-        value, made: its place, and that of the operator that gives it.
-        readings: of all products that read it.
-        behind: the values of this kind that it is computed from.
+        value: index of the value.
+        made: index of the operator that computes it.
+        readings: reads by all products.
+        behind: values of this kind from which it is computed.
     """
 
     value: int
@@ -74,7 +77,7 @@ class Lying:
     behind: Sequence[Lying]
 
     def held(self, names: Sequence[StateNames]) -> Name:
-        """Returns the format in which it lies in memory; None where what it is computed from is read in its place."""
+        """Return the materialized format; None if the value is fused into its readers."""
         fmt = names[self.made][1]
         return (
             fmt
@@ -83,7 +86,7 @@ class Lying:
         )
 
     def held_in(self, formats: Where) -> Iterator[tuple[Name, Expression]]:
-        """Yields formats with where it lies in memory in them, for each of its readers."""
+        """Yield, for each reader, the materialized formats with their indicators."""
         for fmt, where in formats.outputs[self.made].items():
             for item in self.readings:
                 read = total(
@@ -92,9 +95,10 @@ class Lying:
                 yield fmt, formats.program.at_least(total((1.0, where), (1.0, read), (-1.0, ONE)))
 
     def lost(self, names: Sequence[StateNames], available: dict[int, bool]) -> bool:
-        """Whether a compiler cannot compute again what is computed from it, under a plan.
+        """Return whether dependents of the value cannot be recomputed under a plan.
 
-        It lies in memory till it has been quantized, and is not kept as it is; or it is computed from what is lost.
+        That is so if no product saves the value at its full width, and the value is materialized
+        for quantization or computed from a lost value.
         """
         if self.value not in available:
             wanted, fmt = [item.under(names) for item in self.readings], names[self.made][1]
@@ -106,7 +110,7 @@ class Lying:
         return available[self.value]
 
     def lost_in(self, formats: Where, available: dict[int, Expression]) -> Expression:
-        """Returns where it cannot."""
+        """Return the indicator that dependents of the value cannot be recomputed."""
         if self.value not in available:
             result = []
             for fmt, where in formats.outputs[self.made].items():
@@ -122,13 +126,14 @@ class Lying:
 
 @dataclass(frozen=True)
 class MaskedActivation:
-    """
+    """Gate that may save a mask.
+
     Attributes:
-        at: place of the operator.
-        kept: by its state, the format in which its backward pass would read its result.
-        readings: of the products that may keep that.
-        behind: what its result is computed from; None where it cannot be computed again under any plan.
-        mask: bytes of what is kept where none of them has it in this format.
+        at: index of the operator.
+        kept: format in which its backward pass would read its result, by state.
+        readings: reads of the result by products that may save it.
+        behind: values from which the result is computed; None if it can never be recomputed.
+        mask: bytes of the mask, saved if no product saves the result in this format.
     """
 
     at: int
@@ -138,7 +143,7 @@ class MaskedActivation:
     mask: int
 
     def of(self, names: Sequence[StateNames], available: dict[int, bool]) -> int:
-        """Returns the bytes of its mask under a plan; `known` are the values that are known to be lost under it."""
+        """Return the bytes of the mask under a plan; `available` caches which values are lost."""
         fmt = self.kept[names[self.at]]
         shared = any(item.under(names) == fmt for item in self.readings)
         again = self.behind is not None and not any(
@@ -147,7 +152,7 @@ class MaskedActivation:
         return 0 if shared or again else self.mask
 
     def masked(self, formats: Where, available: dict[int, Expression]) -> Expression:
-        """Returns where it keeps its mask."""
+        """Return the indicator that the gate saves its mask."""
         lost = (
             [ONE]
             if self.behind is None
@@ -166,10 +171,10 @@ class MaskedActivation:
 
 
 class Residing:
-    """Finds values that products read and others are computed from at once.
+    """Finder of values that products read and from which others are computed directly.
 
     Args:
-        kept: what a class of devices keeps for the backward pass.
+        saved: bound on the saved tensors.
     """
 
     def __init__(self, saved: SavedTensorsBound) -> None:
@@ -177,7 +182,7 @@ class Residing:
         self._known: dict[int, Sequence[Lying]] = {}
 
     def behind(self, operator: ModelOperator) -> Sequence[Lying]:
-        """Returns those that an operator's result is computed from, where it follows the formats of what it reads."""
+        """Return such values behind an operator's result, if its format is dependent."""
         value = operator.result
         if value not in self._known:
             result: dict[int, Lying] = {}
@@ -201,7 +206,7 @@ class Residing:
         )
 
     def readings(self, value: int) -> Sequence[MaskRead] | None:
-        """Returns who reads a value as a factor; None where a product that is not known to keeps it."""
+        """Return the reads of a value as a factor; None if a saving product's format is unknown."""
         result = [
             MaskRead(item.at, item.wanted) for item in self._kept.factors if item.value == value
         ]
@@ -210,7 +215,7 @@ class Residing:
 
     @cached_property
     def _keepers(self) -> Mapping[int, Set[int]]:
-        """By value, the places of the products that keep it."""
+        """Products that save a value, by value."""
         result: dict[int, set[int]] = {}
         for index, operator in enumerate(self.graph.operators):
             for value in self._kept.saved(operator) if self._forward.multiplies(operator) else ():
@@ -219,7 +224,7 @@ class Residing:
 
 
 def gates(saved: SavedTensorsBound) -> Iterator[MaskedActivation]:
-    """Yields the gates of which something is kept, under some plan, that no other operator keeps."""
+    """Yield the gates that save, under some plan, a tensor that no other operator saves."""
     residing = saved.residing
     for index, operator in enumerate(saved.graph.operators):
         value = operator.result
@@ -237,11 +242,11 @@ def gates(saved: SavedTensorsBound) -> Iterator[MaskedActivation]:
 
 
 def scaled(fmt: Name) -> bool:
-    """Whether values are quantized to a format."""
+    """Return whether a format is quantized."""
     return fmt is not None and FORMATS[fmt].scaled
 
 
 def _as_wide(live: Name, fmt: Name) -> bool:
-    """Whether what others read of a value that is held in a format may be what a product reads in another."""
+    """Return whether a read format preserves all information of the output format."""
     assert fmt is not None and live is not None
     return not scaled(fmt) and FORMATS[fmt].dtype.itemsize >= FORMATS[live].dtype.itemsize

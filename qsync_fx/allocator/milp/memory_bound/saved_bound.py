@@ -1,16 +1,12 @@
-"""What a step certainly holds when its backward pass begins, as a linear expression of states.
+"""Lower bound on the live set at the start of the backward pass, as linear expressions of states.
 
-All that the backward pass reads of the forward pass is there then, and the gradients that it begins with. Certain of that are the factors
-of products, in the formats that these compute in, the results of products that others keep, masks and statistics (of ReLUs: `gates`), and
-what others keep that no compiler can compute again: what follows from a product's result that nobody keeps (`lost`). Each value counts once
-a format. What may be computed again under some plan is left out. So at whole choices the expression is no more than the judge says of any
-plan, and in most plans the better part of it.
+The live set contains the saved tensors and the incoming gradients. The bound counts tensors that
+are saved under any plan: factors of products in their compute formats, product results that other
+operators save, masks and statistics (for ReLUs: `relu_masks.gates`), and other saved values that no
+compiler can recompute (`SavedTensorsBound.lost`). Each value counts once per format. Tensors that
+can be rematerialized under some plan do not count.
 
-Invariant: `of` and `expression` count the same.
-
-Both passes of a plan as the judge of plans has them, and what the second reads of the first.
-
-Invariant: says what is read of buffers that the forward pass writes, of nothing that is there before the step.
+Invariant: `of` and `expression` agree.
 """
 
 from __future__ import annotations
@@ -33,7 +29,10 @@ from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead, Name,
 
 
 class Passes:
-    """Both passes of a plan, and what the second reads of the first."""
+    """Both passes of a plan, and the buffers of the forward pass that the backward pass reads.
+
+    Buffers that exist before the step, such as parameters, do not count.
+    """
 
     def __init__(self, result: States) -> None:
         self.forward = Forward(result)
@@ -42,34 +41,34 @@ class Passes:
         self.read = self.made & {buffer for task in self.backward.tasks for buffer in task.reads}
 
     def reads_factor(self, index: int, place: int) -> bool:
-        """Whether the factor of a product is read again; of one that is there before the step, nothing is held."""
+        """Return whether the factor of a product is read again, or exists before the step."""
         if (index, place) not in self.forward.factors:
             return False
         buffer = self.forward.factors[index, place]
         return buffer is None or buffer in self.read
 
     def reads_kept(self, index: int, name: str) -> bool:
-        """Whether what an operator keeps of a value is read again."""
+        """Return whether a value that an operator saves is read again."""
         return any(
             buffer.name == name and buffer in self.read
             for buffer in self.forward.kept.get(index, ())
         )
 
     def mask(self, index: int) -> Buffer | None:
-        """Returns what the gate at a place keeps in place of its result; None where that is kept, or computed again."""
+        """Return the mask that a gate saves; None if its result is saved or recomputed instead."""
         name = self.forward.graph.values[self.forward.graph.operators[index].result].name
         saved = self.forward.kept.get(index, ())
         return next((item for item in saved if item.name == name and item.format is None), None)
 
     def reads_gate(self, index: int) -> bool:
-        """Whether what the gate at a place keeps is read again; of several that its result is computed from, some."""
+        """Return whether any tensor that a gate saves is read again."""
         mask = self.mask(index)
         return not self.read.isdisjoint(
             self.forward.kept.get(index, ()) if mask is None else [mask]
         )
 
     def extras(self, index: int) -> Mapping[str, int]:
-        """Returns the bytes of what an operator keeps beside values and reads again, by name."""
+        """Return the bytes of an operator's masks and statistics that are read again, by name."""
         return {
             buffer.name: buffer.bytes
             for buffer in self.forward.extras(index)
@@ -78,7 +77,10 @@ class Passes:
 
 
 def extras_kept(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int]:
-    """By state, the bytes of masks and statistics that an operator keeps: what it does in that state, or in all that were seen."""
+    """Return a lower bound on the bytes of an operator's masks and statistics, by state.
+
+    A state that no plan in `passes` has gets the minimum over all of them.
+    """
     available = [item.extras(index) for item in passes]
     least = sum(min(item.get(name, 0) for item in available) for name in available[0])
     visited: dict[StateNames, int] = {}
@@ -91,12 +93,20 @@ def extras_kept(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int
 
 
 Key = tuple[int, Name]
-"""A value, by its place, and the format that it is kept in."""
+"""Index of a value, and the format in which it is saved."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a product: by what that computes in, the format that it is read in; `own` is what is there before the step."""
+    """Factor of a product, saved for backward.
+
+    Attributes:
+        at: index of the product.
+        place: argument index.
+        value: index of the value.
+        wanted: format in which the factor is read, by compute format.
+        own: format in which it exists before the step and needs no saved copy; None for others.
+    """
 
     at: int
     place: int
@@ -107,7 +117,14 @@ class Factor:
 
 @dataclass(frozen=True)
 class _Result:
-    """What another operator keeps of a value: by its state, in which format, and of a product's result in a narrower one that it has."""
+    """Value that an operator saves in addition to factors of products.
+
+    Attributes:
+        at: index of the operator.
+        value: index of the value.
+        maker: index of the product that computes the value; None for other values.
+        kept: saved format by state; a product's result in a narrower format is saved as it is.
+    """
 
     at: int
     value: int
@@ -120,12 +137,12 @@ _One = TypeVar("_One", _Result, MaskedActivation)
 
 @dataclass(frozen=True)
 class _Spread:
-    """Where things are kept in which format: the same at all moments.
+    """Indicators of the saved formats, which are equal at all moments.
 
     Attributes:
-        formats: of the operators.
-        factors, results: of each of them, in the order of `Kept`.
-        masks: where gates keep them.
+        formats: formats of the operators.
+        factors, results: indicators by format, in the order of `SavedTensorsBound`.
+        masks: indicators that gates save their masks.
     """
 
     formats: Formats
@@ -136,13 +153,14 @@ class _Spread:
 
 @dataclass(frozen=True)
 class Readers:
-    """Operators by what of theirs the backward pass has yet to read.
+    """Operators with saved tensors that the backward pass has yet to read.
 
     Attributes:
-        wholly: the places of those of which it is all.
-        passed: of those of which it is what they keep of values, and masks: statistics may have been used.
-        factors: of a product, which of its factors it is.
-        unscaled: of a product, which of its factors it is unless they are in a scaled format, of which a copy has been made.
+        wholly: operators whose saved tensors are all unread.
+        passed: operators whose saved values and masks are unread; statistics may be dead.
+        factors: unread factors, as product and argument index.
+        unscaled: factors that are unread unless their format is scaled; of scaled factors a copy
+            replaces the original.
     """
 
     wholly: Set[int]
@@ -151,7 +169,7 @@ class Readers:
     unscaled: Set[tuple[int, int]] = frozenset()
 
     def reads(self, factor: Factor, fmt: Name) -> bool:
-        """Whether a factor is there, in a format."""
+        """Return whether a factor in a format is live."""
         key = factor.at, factor.place
         if factor.at in self.wholly or key in self.factors:
             return True
@@ -159,8 +177,11 @@ class Readers:
 
 
 def factors(product: ModelOperator, forward: Forward) -> Mapping[int, ModelRead]:
-    """Returns what a product multiplies, by its place among the readings: of attention query, key and value; of what is no product the
-    first two that it reads."""
+    """Return the factors of a product by argument index.
+
+    Attention has query, key and value. For operators that are no product, the result contains the
+    first two operands.
+    """
     places = (
         range(3)
         if attends(product)
@@ -197,13 +218,14 @@ class SavedTensorsBound:
                     value = read.value if forward.is_part(read.value) else root
                     owned = self.graph.values[root].own if forward.given(read.value) else None
                     self.factors.append(Factor(index, place, value, available, owned))
-            # Attention of several kernels keeps masks and more, as others do.
+            # Attention with several kernels saves masks and more, like operators that are no
+            # product.
             if not forward.multiplies(operator) or attends(operator):
                 self.extras[index] = extras_kept(passes, index)
             if not forward.multiplies(operator):
                 self.results += self._values_kept(passes, index)
             elif attends(operator):
-                # Attention of one kernel keeps its own result.
+                # Attention with one kernel saves its own result.
                 self.results += [
                     item
                     for item in self._values_kept(passes, index)
@@ -220,8 +242,13 @@ class SavedTensorsBound:
         readers: Readers | None = None,
         layout: Sequence[Lying] = (),
     ) -> float:
-        """Returns the bytes under a plan, by the states that it puts operators into; with `readers` what their backward passes read, and
-        values that lie in memory beside."""
+        """Return the bound in bytes under a plan, given its operator states.
+
+        Args:
+            names: state of each operator.
+            readers: operators with unread saved tensors; None for the start of the backward pass.
+            layout: further values that can be materialized.
+        """
         matches: set[Key] = {
             (item.value, fmt) for item in layout if (fmt := item.held(names)) is not None
         }
@@ -250,7 +277,7 @@ class SavedTensorsBound:
     def expression(
         self, formats: Formats, readers: Readers | None = None, layout: Sequence[Lying] = ()
     ) -> Expression:
-        """Returns the bytes; with `readers` those of what their backward passes read, and of values that lie in memory beside."""
+        """Return the bound in bytes as an expression; see `of`."""
         wants: dict[Key, list[Expression]] = {}
         for item in layout:
             for fmt, where in item.held_in(formats):
@@ -290,7 +317,7 @@ class SavedTensorsBound:
 
     @staticmethod
     def _factor(formats: Formats, factor: Factor) -> Spread:
-        """Returns where a factor is read in each format."""
+        """Return the indicators of the format in which a factor is read."""
         result: dict[Name, Expression] = {}
         for name, where in formats.precisions[factor.at].items():
             fmt = factor.wanted[name]
@@ -298,7 +325,7 @@ class SavedTensorsBound:
         return result
 
     def _parts(self, formats: Formats, result: _Result) -> Spread:
-        """Returns where a value is kept in each format: in one, so that parts of where it is that one are one part."""
+        """Return the indicators of the format in which a value is saved, merged by format."""
         matches: dict[Name, Expression] = {}
         for fmt, where in self._result(formats, result):
             matches[fmt] = total((1.0, matches.get(fmt, {})), (1.0, where))
@@ -317,20 +344,21 @@ class SavedTensorsBound:
             rest = where
             for name, existing in narrower.items():
                 if live.get(fmt) == where and len(live) == len(by_format):
-                    break  # it has the format of what it keeps
-                # More than both at once would be held as something narrower than it is.
+                    break  # the output has the saved format
+                # The AND must be exact: a larger value would count the tensor in a too narrow
+                # format.
                 both = formats.program.all_of([where, existing])
                 yield name, both
                 rest = total((1.0, rest), (-1.0, both))
             yield fmt, rest
 
     def _values_kept(self, passes: Sequence[Passes], index: int) -> Iterator[_Result]:
-        """Yields what an operator keeps under any plan, but for factors: results of products, and what is lost otherwise."""
+        """Yield values that an operator saves under any plan: product results and lost values."""
         operator, forward = self.graph.operators[index], self._forward
         for value in self.saved(operator):
             maker, saved = forward.made_by(value), self.formats_of(index, value)
             product = maker is not None and forward.multiplies(maker)
-            # Of its own result a gate keeps a byte an element.
+            # A gate saves its own result as a mask of one byte per element.
             gate = operator.row in GATES and operator.result == value
             if maker is None or saved is None or not (product or (value in self.lost and not gate)):
                 continue
@@ -339,12 +367,12 @@ class SavedTensorsBound:
 
     @cached_property
     def residing(self) -> Residing:
-        """Finds the values in memory that others are computed from."""
+        """Materialized values from which others are computed."""
         return Residing(self)
 
     @cached_property
     def lost(self) -> Set[int]:
-        """The values that no compiler computes again, under any plan: they follow from what is not kept, or are gathered."""
+        """Values that no compiler recomputes under any plan: unsaved sources, or a gather."""
         forward, saved, result = self._forward, set[int](), set[int]()
         for operator in self.graph.operators:
             for value in self.saved(operator):
@@ -365,7 +393,7 @@ class SavedTensorsBound:
         return result
 
     def saved(self, operator: ModelOperator) -> Iterable[int]:
-        """Returns the values of which an operator keeps something in some state."""
+        """Return the values that an operator saves in some state, in any form."""
         names = {
             name
             for cost in operator.costs.values()
@@ -375,7 +403,7 @@ class SavedTensorsBound:
         return dict.fromkeys(self._forward.root(self._places[name]) for name in sorted(names))
 
     def formats_of(self, index: int, value: int) -> Mapping[StateNames, Name] | None:
-        """The format by state in which an operator keeps a value; None where it does not in each."""
+        """Return the saved format of a value by state; None if it is not saved in each state."""
         result: dict[StateNames, Name] = {}
         for state, cost in self.graph.operators[index].costs.items():
             hows = [
@@ -408,7 +436,7 @@ def _is_read(readers: Readers | None, result: _Result | MaskedActivation) -> boo
 
 
 def norms(operator: ModelOperator) -> bool:
-    """Whether its backward pass sums up what it keeps of statistics before it passes anything on."""
+    """Return whether an operator is a norm, with reductions before it passes a gradient on."""
     return "norm" in operator.row
 
 
@@ -417,6 +445,6 @@ def _width(name: Name) -> int:
 
 
 def add(result: dict[int, float], where: Expression, size: float) -> None:
-    """Adds an expression, as often as `size` says."""
+    """Add an expression, multiplied by `size`."""
     for variable, factor in where.items():
         result[variable] = result.get(variable, 0.0) + factor * size

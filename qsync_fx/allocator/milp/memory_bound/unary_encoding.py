@@ -1,10 +1,11 @@
-"""Small numbers as linear expressions: of each number up to `TOP`, whether there are so many.
+"""Small counts as linear expressions, in unary encoding up to `TOP`.
 
-A sum reaches k only where, however k - 1 is shared out among its parts, one of them is above its share. These rows have no other factors
-than 1, so that a relaxed program is near to the whole one, where one variable that counts would be far from it: with 12 of 13 it would be
-nearly as free as with all.
+A sum of counts reaches k only if, for each split of k - 1 into shares, one of the counts exceeds
+its share. These rows have only unit factors, so that the LP relaxation is tight. With a single
+counting variable it would be loose: 12 of 13 would be almost as free as 13.
 
-Invariant: at whole choices a count may be as large as the number that it stands for, and no larger.
+Invariant: with integer choices, a count can be as large as the number it represents, but not
+larger.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from qsync_fx.allocator.milp.linear_program import ONE, Expression, LinearProgra
 from qsync_fx.predictor.memory.backward import READS
 
 TOP: Final = READS + 1
-"""More than a compiler reads at once: what is more than that need not be told apart."""
+"""Limit of counts: more than `READS`, the most buffers that a fused kernel reads."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """
+    """Number in unary encoding.
+
     Attributes:
-        sure: how many there are in any case.
-        free: whether there are one more, two more and so on; nothing beyond these.
+        sure: constant part.
+        free: indicators that the number is at least `sure` + 1, `sure` + 2, and so on.
     """
 
     sure: int
     free: Sequence[Expression] = ()
 
     def reaches(self, many: int) -> Expression:
-        """Returns whether there are so many, of one or more."""
+        """Return the indicator that the number is at least `many`, for `many` from 1."""
         if many <= self.sure:
             return ONE
         return self.free[many - self.sure - 1] if many <= self.sure + len(self.free) else {}
@@ -43,7 +45,7 @@ def exactly(number: int) -> Count:
 
 
 def where(condition: Expression) -> Count:
-    """Returns one where a condition is 1, and none elsewhere."""
+    """Return a count that is 1 where a condition is 1, else 0."""
     return _count(0, [condition])
 
 
@@ -52,7 +54,10 @@ def one_or_more(count: Count) -> Count:
 
 
 def where_so(condition: Expression, count: Count) -> Count:
-    """Returns what is a count where a condition is 1, and more than anything elsewhere; for `least`, as it may be above 1."""
+    """Return a count that applies where a condition is 1, and is unlimited elsewhere.
+
+    Its indicators can exceed 1, so that it is valid as an argument of `least` only.
+    """
     available = constant(condition)
     if available is not None:
         return count if available == 1 else exactly(TOP)
@@ -64,7 +69,7 @@ def where_so(condition: Expression, count: Count) -> Count:
 
 
 def least(program: LinearProgram, several: Sequence[Count]) -> Count:
-    """Returns the least of several."""
+    """Return the minimum of several counts."""
     sure, top = (
         min(item.sure for item in several),
         min(item.sure + len(item.free) for item in several),
@@ -76,7 +81,7 @@ def least(program: LinearProgram, several: Sequence[Count]) -> Count:
 
 
 def added(program: LinearProgram, several: Iterable[Count]) -> Count:
-    """Returns the sum of several."""
+    """Return the sum of several counts."""
     result = Count(0)
     for count in several:
         sure = result.sure + count.sure
@@ -93,7 +98,7 @@ def added(program: LinearProgram, several: Iterable[Count]) -> Count:
 def _reached(
     program: LinearProgram, first: Sequence[Expression], second: Sequence[Expression], many: int
 ) -> Expression:
-    """Returns whether there are so many of both together."""
+    """Return the indicator that the sum of two counts reaches a number."""
     bounds: list[Expression] = []
     for share in range(max(0, many - 1 - len(second)), min(many - 1, len(first)) + 1):
         other = many - 1 - share
@@ -104,7 +109,7 @@ def _reached(
 
 
 def _count(sure: int, rest: Sequence[Expression]) -> Count:
-    """Returns a count, of which it is known whether it reaches some numbers."""
+    """Return a count with constant indicators folded into its constant part."""
     available = [constant(item) for item in rest]
     first = next((index for index, size in enumerate(available) if size != 1), len(available))
     end = next((index for index, size in enumerate(available) if size == 0), len(available))

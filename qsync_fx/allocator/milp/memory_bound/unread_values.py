@@ -1,11 +1,13 @@
-"""What of the backward pass has yet to be read when a product's gradients are computed, in the order in which the pass is written.
+"""Saved tensors with a later use, by moment of the backward pass.
 
-All operators before the product have yet to run. Those behind it have, but some of them have no kernel: the gradient of an elementwise
-operator is computed where it is read, and until then what it is computed from stays. Where what reads it waits, as behind the other side of
-a residual, what it keeps is there, too. A compiler that had too much to read there would write that gradient sooner. So what gradients are
-computed from is counted, at most, under any plan, and nothing is said of those that may be too much.
+The backward pass runs operators in reverse program order, so that saved tensors of all operators
+before the current product are unread. Operators behind it have run, unless they have no kernel: the
+gradient of an elementwise operator is fused into its readers, and its sources stay live until then,
+for instance if the gradient waits at a residual. A compiler materializes gradients that read too
+many buffers. The number of reads is therefore bounded from above, and gradients that may exceed
+`READS` do not count.
 
-Invariant: what is said to be there is so under all plans.
+Invariant: tensors reported as unread are live under all plans.
 """
 
 from __future__ import annotations
@@ -27,31 +29,35 @@ from qsync_fx.predictor.memory.forward import Forward
 from qsync_fx.predictor.model.model_graph import ModelOperator, ModelRead
 
 Moment = tuple[int, int]
-"""The place of an operator, and which of the gradients that it computes one after the other; behind the last of them, that of a parameter
-is converted. Before the first, `PASSING`, a norm passes on the gradient that it is given."""
+"""Moment of the backward pass: index of an operator, and index of the gradient it computes.
+
+The index after the last gradient is the conversion of a parameter's gradient. `PASSING`, before the
+first, is a norm that passes on its gradient.
+"""
 PASSING: Final = -1
 
 
 def yet(moment: Moment) -> int:
-    """Returns the place before which all operators have yet to read what they keep."""
+    """Return the index below which the backward pass of all operators has yet to run."""
     place, selected = moment
     return place + 1 if selected == PASSING else place
 
 
 def gradients(product: ModelOperator, forward: Forward) -> Sequence[int]:
-    """Returns the places of the factors of a product that have gradients, in the order in which these are computed."""
+    """Return the argument indices of factors with gradients, in the order of computation."""
     return [place for place, read in factors(product, forward).items() if read.gradient]
 
 
 def at_once(product: ModelOperator) -> bool:
-    """Whether one kernel computes the gradients of all factors of a product."""
+    """Return whether one kernel computes the gradients of all factors of a product."""
     return convolves(product) or attends(product)
 
 
 class UnreadValues:
-    """
+    """Liveness of saved tensors in the backward pass.
+
     Args:
-        kept: what a class of devices keeps for the backward pass.
+        saved: bound on the saved tensors.
     """
 
     def __init__(self, saved: SavedTensorsBound) -> None:
@@ -59,7 +65,7 @@ class UnreadValues:
         self._known: dict[Moment, Readers] = {}
 
     def of(self, moment: Moment) -> Readers:
-        """Returns what has yet to be read."""
+        """Return the operators with unread saved tensors."""
         if moment not in self._known:
             self._known[moment] = self._of(moment)
         return self._known[moment]
@@ -78,14 +84,14 @@ class UnreadValues:
         if pools(owned) or (
             not at_once(owned) and selected == len(gradients(owned, self._forward))
         ):
-            return Readers(before, rest)  # it has read what it keeps
+            return Readers(before, rest)  # the saved tensors have been read
         if at_once(owned):
             return Readers(
                 before,
                 rest,
                 unscaled=frozenset((place, item) for item in factors(owned, self._forward)),
             )
-        # A gradient is computed with the other factor.
+        # The gradient of a factor is computed with the other factor.
         now, *then = (
             (place, self._forward.other(owned, item))
             for item in gradients(owned, self._forward)[selected:]
@@ -93,18 +99,18 @@ class UnreadValues:
         return Readers(before, rest, frozenset(then), frozenset({now}))
 
     def arrives(self, value: int) -> bool:
-        """Whether a gradient of a value is computed at all."""
+        """Return whether a gradient of a value is computed at all."""
         return bool(self._arriving.get(self._forward.root(value)))
 
     def uses(self, value: int) -> bool:
-        """Whether some kernel reads the gradient of a value."""
+        """Return whether a kernel reads the gradient of a value."""
         maker = self._forward.made_by(value)
         return maker is not None and self.used[self.graph.places[maker.id]]
 
     def _passes(
         self, operator: ModelOperator, read: ModelRead, moment: Moment, passed: set[int]
     ) -> bool:
-        """Whether what the gradient of an operand is computed from is there, of an operator that does not wait."""
+        """Return whether the gradient of an operand is pending, with its sources live."""
         maker = self._forward.made_by(read.value)
         if (
             not read.gradient
@@ -119,12 +125,12 @@ class UnreadValues:
         if sum(many for index, many in arriving if not 0 <= index <= moment[0]) > READS:
             return False
         place = self.graph.places[maker.id]
-        # What the product itself is given has been computed.
+        # The gradient that the product itself receives has been computed.
         return self.used[place] if place < yet(moment) else place in passed
 
     @cached_property
     def used(self) -> Sequence[bool]:
-        """Whether some kernel reads the gradient of each operator."""
+        """Whether a kernel reads the gradient of each operator."""
         result: list[bool] = []
         for operator in self.graph.operators:
             makers = [self._forward.made_by(read.value) for read in operator.reads if read.gradient]
@@ -134,12 +140,12 @@ class UnreadValues:
 
     @cached_property
     def _arriving(self) -> Mapping[int, Mapping[int, int]]:
-        """By value, from how much its gradient is computed at most, by the operators that it comes from; -1 is who reads results."""
+        """Maximum reads of each value's gradient, by source operator; -1 for model outputs."""
         return self._counted[0]
 
     @cached_property
     def _leaving(self) -> Sequence[int]:
-        """By operator, from how much the gradients of its operands are computed at most."""
+        """Maximum reads of the gradients of each operator's operands."""
         return self._counted[1]
 
     @cached_property
@@ -164,7 +170,7 @@ class UnreadValues:
             ):
                 into = arriving[self._forward.root(read.value)]
                 if self.writes(operator) or self.summed(operator, read):
-                    # A product gives the gradient, and the scale of its other factor.
+                    # A product contributes its gradient, and the scale of its other factor.
                     into[index] = into.get(index, 0) + 2
                 else:
                     into[index] = max(into.get(index, 0), leaving[index])
@@ -176,7 +182,7 @@ class UnreadValues:
         )
 
     def added(self, operator: ModelOperator) -> int:
-        """Returns from how much more than its own gradient those of an operator's operands are computed."""
+        """Return the maximum reads that an operator adds to its own gradient for its operands."""
         extras = beside(operator)
         result = extras + sum(
             max(1, self.again[value]) for value in self.computed(self._kept.saved(operator))
@@ -190,7 +196,7 @@ class UnreadValues:
 
     @cached_property
     def again(self) -> Sequence[int]:
-        """From how much each value is computed again at most, where it is."""
+        """Maximum reads to recompute each value."""
         result = [1] * len(self.graph.values)
         for operator in self.graph.operators:
             if self._forward.multiplies(operator) or operator.result in self._kept.lost:
@@ -206,11 +212,11 @@ class UnreadValues:
         return (value for value in values if not self._forward.given(value))
 
     def writes(self, operator: ModelOperator) -> bool:
-        """Whether gradients of its operands are written when they are computed."""
+        """Return whether the gradients of an operator's operands are materialized."""
         return self._forward.multiplies(operator) or pools(operator)
 
     def summed(self, operator: ModelOperator, read: ModelRead) -> bool:
-        """Whether the gradient of an operand that was spread is summed up, and written."""
+        """Return whether the gradient of a broadcast operand is reduced, and thus materialized."""
         values = self.graph.values
         return operator.row in SPREADS and whole(values[read.value].numel) < whole(
             values[operator.result].numel
@@ -218,7 +224,7 @@ class UnreadValues:
 
 
 def beside(operator: ModelOperator) -> int:
-    """How many masks and statistics an operator keeps at most."""
+    """Return the maximum number of masks and statistics that an operator saves."""
     return max(
         (
             sum(settings.startswith("extra") for _, settings in cost.saved)
