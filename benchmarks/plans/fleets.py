@@ -313,7 +313,7 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
         **held,
     }
     ours = found["milp"]
-    if held["exact >= dynamic-batches"] is False and isinstance(ours, PlanResult):
+    if held["milp >= dynamic-batches"] is False and isinstance(ours, PlanResult):
         waits = ours.judged.classes["v100"].waiting
         beside["why not"] = (
             f"V100 in FP32 wait {waits:.3g} s for T4 in any format, which are quicker with fewer samples"

@@ -56,6 +56,13 @@ def test_with_fp32_as_the_fast_mean_training_is_that_without_duo(
         assert found["skipped"] == int("scaling" in name)
 
 
+def test_states_of_a_step_follow_the_documented_transitions(tmp_path: Path) -> None:
+    first, second = run("transitions", 2, tmp_path)
+    assert first == second
+    after_steps = ["IDLE", "AVERAGED", "AHEAD", "AVERAGED_AHEAD", "AHEAD"]
+    assert first == [*after_steps, "AVERAGED_AHEAD", "AHEAD", "IDLE", "AVERAGED", "IDLE"]
+
+
 @tiers.ALL
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_step_is_that_of_the_algorithm(world: int, tmp_path: Path) -> None:

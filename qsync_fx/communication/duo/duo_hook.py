@@ -72,10 +72,10 @@ class DuoCompressor(DdpCompressor):
             CompressorState(rank, world, f"in full: {assigned.text}", seed, self._state.device),
         )
         self._plain = tuple(replace(piece, codec=PLAIN) for piece in self.pieces)
-        self._held = self._holding(group, seed)
+        self._optimized = self._optimized_parameters(group, seed)
         self._outstanding = Outstanding(self, rank)
         self._steps = Steps(
-            optimizer, self._held, ahead, self._outstanding, self.wait, self._looked
+            optimizer, self._optimized, ahead, self._outstanding, self.wait, self._after_lookahead
         )
 
     def follow(self) -> None:
@@ -85,7 +85,7 @@ class DuoCompressor(DdpCompressor):
             OptionError: the optimizer cannot be sharded.
         """
         if self._state.world > 1:
-            self._held.take(self._optimizer)
+            self._optimized.take(self._optimizer)
             self._steps.follow()
 
     def hook(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -93,13 +93,13 @@ class DuoCompressor(DdpCompressor):
         if self._state.world == 1:
             return super().hook(state, bucket)
         step, last = self._state.step, bool(bucket.is_last())
-        fresh = self._steps.fresh
-        if fresh is None or fresh.step != step:
-            fresh = self._begin(step)
-        self._keep(fresh, bucket)
+        averaged = self._steps.averaged
+        if averaged is None or averaged.step != step:
+            averaged = self._begin(step)
+        self._copy(averaged, bucket)
         reduced = super().hook(state, bucket)
         if last:
-            self._worker.submit(lambda: self._close(fresh))
+            self._worker.submit(lambda: self._close(averaged))
         return reduced
 
     # DDP compares annotations with classes, but postponed annotations are strings.
@@ -118,7 +118,7 @@ class DuoCompressor(DdpCompressor):
         self.wait()
         self._steps.drop_unused()
         if self._steps.commit(begun):
-            self._held.show_exactly(self._state.step)
+            self._optimized.show_exactly(self._state.step)
 
     def skip(self) -> None:
         """Drop the gradients of the last backward pass, on all ranks.
@@ -126,8 +126,8 @@ class DuoCompressor(DdpCompressor):
         Non-finite gradients are dropped without it.
         """
         self.wait()
-        if self._steps.fresh is not None:
-            self._steps.fresh.finite = False
+        if self._steps.averaged is not None:
+            self._steps.averaged.finite = False
             self._steps.drop_unused()
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
@@ -136,7 +136,7 @@ class DuoCompressor(DdpCompressor):
         Call it from a step pre-hook of the optimizer, on all ranks: the hook runs for both steps.
         With a sharded optimizer, the norm is over all shards.
         """
-        return self._held.clip(limit, self._state.step)
+        return self._optimized.clip(limit, self._state.step)
 
     def whole_optimizer_state(self) -> dict[str, Any]:
         """Flush, and return the optimizer's state for full parameters, as without shards.
@@ -145,7 +145,7 @@ class DuoCompressor(DdpCompressor):
         sharded optimizer, all ranks call it together.
         """
         self.flush()
-        return self._held.whole_state(self._optimizer, self._state.step)
+        return self._optimized.whole_state(self._optimizer, self._state.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a bit-identical resume, without a flush.
@@ -161,7 +161,7 @@ class DuoCompressor(DdpCompressor):
         self._outstanding.step = None
         return {
             **result,
-            _SAVED: pending_step.saved(pending, pending.use, self._held.kept, self.pieces),
+            _SAVED: pending_step.saved(pending, pending.use, self._optimized.kept, self.pieces),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,27 +171,27 @@ class DuoCompressor(DdpCompressor):
             OptionError: the state is of another codec or model, or, with a sharded optimizer, of
                 another rank.
         """
-        if self._held.sharded:
+        if self._optimized.sharded:
             pending_step.check_rank(state, self._state.rank, self._state.world)
         super().load_state_dict(state)
-        self._steps.fresh, self._steps.pending = None, None
+        self._steps.averaged, self._steps.pending = None, None
         if self._state.world == 1:
             return
         if state[_SAVED] is None:
-            self._held.reload()
+            self._optimized.reload()
             return
-        self._steps.pending = pending_step.load(state[_SAVED], self._held.kept, self.pieces)
+        self._steps.pending = pending_step.load(state[_SAVED], self._optimized.kept, self.pieces)
         self._outstanding.step = self._steps.pending.step
 
     def report(self) -> DuoReport:
         """Return the traffic of both reductions on this rank, their duration, and step counts."""
         return DuoReport(
-            **vars(replace(super().report(), replicated=not self._held.sharded)),
+            **vars(replace(super().report(), replicated=not self._optimized.sharded)),
             slow=replace(self._slow.tally),
-            ahead=replace(self._steps.told),
+            ahead=replace(self._steps.statistics),
             outstanding=self._steps.pending is not None,
-            parameters=None if (sent := self._held.tally) is None else replace(sent),
-            held=self._held.nbytes(self._optimizer),
+            parameters=None if (sent := self._optimized.tally) is None else replace(sent),
+            held=self._optimized.nbytes(self._optimizer),
         )
 
     def statement(self) -> dict[str, list[str]]:
@@ -212,36 +212,36 @@ class DuoCompressor(DdpCompressor):
                 do="give all ranks the same number of batches, or train with a codec in place of DUO",
             )
         self._steps.drop_unused()
-        fresh = self._steps.fresh = PendingStep(step)
+        averaged = self._steps.averaged = PendingStep(step)
 
-        def note() -> None:
+        def record_versions() -> None:
             self._worker.wait()  # closes the fast reduction
-            self._held.arrived(fresh.finite or fresh.factor is None)
-            fresh.versions = versions(p.grad for p in self._held.stepped)
-            fresh.aside = versions(self._held.aside())
+            self._optimized.arrived(averaged.finite or averaged.factor is None)
+            averaged.versions = versions(p.grad for p in self._optimized.stepped)
+            averaged.aside = versions(self._optimized.aside())
 
         # DDP writes gradients in its own callback; the nested callback runs after it.
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(note))
-        return fresh
+        engine.queue_callback(lambda: engine.queue_callback(record_versions))
+        return averaged
 
-    def _keep(self, fresh: PendingStep, bucket: Any) -> None:
+    def _copy(self, averaged: PendingStep, bucket: Any) -> None:
         buffer, gradients, index = bucket.buffer(), bucket.gradients(), int(bucket.index())
-        values = self._steps.memory.take(buffer).copy_(buffer)
+        values = self._steps.buffers.take(buffer).copy_(buffer)
         views = geometry.views(values, buffer, gradients)
         places = [self._places[id(p)] for p in bucket.parameters()]
-        fresh.buckets.append(
+        averaged.buckets.append(
             SavedBucket(index, values, [self._plain[place] for place in places], views)
         )
-        owned = self._held.own
-        fresh.gradients |= {
+        owned = self._optimized.own
+        averaged.gradients |= {
             place: owned(place, view) for place, view in zip(places, views, strict=True)
         }
-        fresh.means |= {
+        averaged.means |= {
             place: owned(place, gradient) for place, gradient in zip(places, gradients, strict=True)
         }
 
-    def _close(self, fresh: PendingStep) -> Tensor:
+    def _close(self, averaged: PendingStep) -> Tensor:
         scales = self._scaler is not None and self._scaler.is_enabled()
         # Rounded like the inverse scale of a GradScaler.
         scale = (
@@ -249,19 +249,19 @@ class DuoCompressor(DdpCompressor):
             if scales
             else None
         )
-        fresh.close(scale, self._reducer.used)
+        averaged.close(scale, self._reducer.used)
         return torch.empty(0)
 
-    def _looked(self, pending: PendingStep) -> None:
+    def _after_lookahead(self, pending: PendingStep) -> None:
         """Write the optimizer's parameters into the model, and start the slow reduction."""
-        self._held.show(pending.step, self._checks(pending.step))
-        self._worker.submit(lambda: self._reduce_in_full(pending))
+        self._optimized.show(pending.step, self._checks(pending.step))
+        self._worker.submit(lambda: self._reduce_in_fp32(pending))
 
-    def _reduce_in_full(self, pending: PendingStep) -> Tensor:
+    def _reduce_in_fp32(self, pending: PendingStep) -> Tensor:
         slow, checks = self._slow, self._checks(pending.step)
         with torch.no_grad():
             for bucket in pending.buckets:
-                self._held.reduce(
+                self._optimized.reduce(
                     slow,
                     Bucket(
                         bucket.index,
@@ -277,9 +277,9 @@ class DuoCompressor(DdpCompressor):
         return torch.empty(0)
 
     def _average(self, bucket: Bucket) -> None:
-        self._held.reduce(self._reducer, bucket)
+        self._optimized.reduce(self._reducer, bucket)
 
-    def _holding(self, group: Any, seed: int) -> ReplicatedParameters:
+    def _optimized_parameters(self, group: Any, seed: int) -> ReplicatedParameters:
         rank, world = self._state.rank, self._state.world
         if self._weights is None or world == 1:
             return ReplicatedParameters(self._parameters, keeps=world > 1)

@@ -3,7 +3,21 @@
 The commit applies the FP32 mean of the previous gradients, which was reduced during this forward
 and backward pass, to the parameters and state from before the previous step. The user's own call
 then takes a lookahead step with the fast mean, and its change of the optimizer's state is rolled
-back.
+back. States (`Steps.state`) and transitions:
+
+    IDLE --backward--> AVERAGED --step--> AHEAD --backward--> AVERAGED_AHEAD --step--> AHEAD
+
+    state            event                               next state
+    IDLE             backward pass, fast reduction       AVERAGED
+    AVERAGED         optimizer.step(): lookahead         AHEAD
+    AHEAD            backward pass, fast reduction       AVERAGED_AHEAD
+    AVERAGED_AHEAD   optimizer.step(): commit, lookahead AHEAD
+    AHEAD            flush(): commit                     IDLE
+    AVERAGED         skip(), or a mean is not finite     IDLE
+    AVERAGED_AHEAD   skip(), or a mean is not finite     AHEAD
+
+The FP32 reduction starts with AHEAD and ends before the next commit. `_before` and `_after` run
+around the user's call of the optimizer.
 
 Invariant: between steps, the optimizer's state and the committed parameters are those of a training
 with FP32 gradients, computed on parameters one lookahead step ahead.
@@ -15,6 +29,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -53,41 +68,56 @@ class Outstanding:
             )
 
 
+class StepState(Enum):
+    """Which gradients exist between two calls of the user."""
+
+    IDLE = "no gradients"
+    AVERAGED = "gradients that no step has used"
+    AHEAD = "gradients of a lookahead step that await their commit"
+    AVERAGED_AHEAD = "gradients of a lookahead step, and those of the next backward pass"
+
+
 class Steps:
     """Commit and lookahead steps of an optimizer.
 
     Args:
         optimizer: the user's optimizer.
         live: parameters that it steps.
-        looks_ahead: whether parameters take a step with the fast means.
+        has_lookahead: whether parameters take a step with the fast means.
         outstanding: updated with the pending step.
         wait: returns once the communication thread is idle.
-        looked: called with each pending step after its lookahead step.
+        after_lookahead: called with each pending step after its lookahead step.
 
     Attributes:
-        fresh: gradients of a backward pass that no step has used yet.
+        averaged: gradients of a backward pass that no step has used yet.
         pending: gradients of the lookahead step, which await their commit.
-        told: counts of steps.
-        memory: pool of buffers for gradient copies.
+        statistics: counts of steps.
+        buffers: pool of buffers for gradient copies.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         live: ReplicatedParameters,
-        looks_ahead: bool,
+        has_lookahead: bool,
         outstanding: Outstanding,
         wait: Callable[[], None],
-        looked: Callable[[PendingStep], None],
+        after_lookahead: Callable[[PendingStep], None],
     ) -> None:
-        self._optimizer, self._held, self._looks_ahead = optimizer, live, looks_ahead
-        self._outstanding, self._wait, self._looked = outstanding, wait, looked
-        self.fresh: PendingStep | None = None
+        self._optimizer, self._parameters, self._has_lookahead = optimizer, live, has_lookahead
+        self._outstanding, self._wait, self._after_lookahead = outstanding, wait, after_lookahead
+        self.averaged: PendingStep | None = None
         self.pending: PendingStep | None = None
-        self.told, self.memory = LookaheadStatistics(), BufferPool()
-        self._saved: dict[Any, Any] | None = None
-        self._put_aside: list[Tensor | None] | None = None
-        self._stepping = False
+        self.statistics, self.buffers = LookaheadStatistics(), BufferPool()
+        self._saved_state: dict[Any, Any] | None = None
+        self._unused_gradients: list[Tensor | None] | None = None
+        self._in_own_step = False
+
+    @property
+    def state(self) -> StepState:
+        if self.averaged is None:
+            return StepState.IDLE if self.pending is None else StepState.AHEAD
+        return StepState.AVERAGED if self.pending is None else StepState.AVERAGED_AHEAD
 
     def follow(self) -> None:
         """Register the commit and lookahead step as step hooks of the optimizer."""
@@ -97,18 +127,18 @@ class Steps:
 
     def drop_unused(self) -> None:
         """Drop gradients that no step has used, as for a GradScaler that found an infinity."""
-        if self.fresh is None:
+        if self.averaged is None:
             return
-        if self.fresh.finite:
+        if self.averaged.finite:
             raise OptionError(
                 "the gradients of a backward pass were averaged, and no step of the optimizer has used them",
-                where=f"step {self.fresh.step} of DUO",
+                where=f"step {self.averaged.step} of DUO",
                 do="accumulate gradients under ddp.no_sync(), as DUO keeps those of one backward pass; where they are not to be used, "
                 "say so: handle.skip()",
             )
-        self.told.skipped += 1
-        self.memory.give(self.fresh)
-        self.fresh = None
+        self.statistics.skipped += 1
+        self.buffers.give(self.averaged)
+        self.averaged = None
 
     def commit(self, since: float) -> bool:
         """Apply the full-precision gradients of the previous step; return whether there were any.
@@ -119,8 +149,8 @@ class Steps:
         pending = self.pending
         if pending is None or pending.use is None:
             return False
-        use, live = pending.use, self._held
-        self.told.waited += max(0.0, pending.known - since)
+        use, live = pending.use, self._parameters
+        self.statistics.waited += max(0.0, pending.known - since)
         present = [p.grad for p in live.stepped]
         with torch.no_grad():
             for place, (p, saved) in enumerate(zip(live.stepped, live.kept, strict=True)):
@@ -129,7 +159,7 @@ class Steps:
                     _gradient(p, pending.gradients[place], use.factor) if use.used[place] else None
                 )
         if use.scaled and not live.finite(pending.step):
-            self.told.skipped += 1
+            self.statistics.skipped += 1
             warnings.warn(
                 f"the gradients of step {pending.step} in full precision are not finite, though they were in few bits: "
                 "the step is left out",
@@ -137,20 +167,20 @@ class Steps:
             )
         else:
             with (
-                self._taking_a_step(),
+                self._own_step(),
                 functional_optimizer.under(self._optimizer, use.groups),
                 functional_optimizer.scaled_by(self._optimizer, use.scale),
             ):
                 functional_optimizer.step(self._optimizer)
-            self.told.committed += 1
+            self.statistics.committed += 1
         for p, gradient in zip(live.stepped, present, strict=True):
             p.grad = gradient
-        self.memory.give(pending)
+        self.buffers.give(pending)
         self.pending, self._outstanding.step = None, None
         return True
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stepping:
+        if self._in_own_step:
             return
         if args[1:] or any(value is not None for value in kwargs.values()):
             raise OptionError(
@@ -159,8 +189,8 @@ class Steps:
                 do="call the backward pass before, and optimizer.step() without arguments",
             )
         self._wait()
-        fresh, live = self.fresh, self._held
-        if fresh is None:
+        averaged, live = self.averaged, self._parameters
+        if averaged is None:
             if any(p.grad is not None for p in live.stepped):
                 raise OptionError(
                     "the optimizer steps with gradients that were not averaged since it did so last",
@@ -168,46 +198,46 @@ class Steps:
                     do="call it once after each backward pass that is not under ddp.no_sync()",
                 )
             return
-        use, infinite = self._use(fresh)
+        use, infinite = self._use(averaged)
         if infinite:
-            fresh.finite = False
+            averaged.finite = False
             self.drop_unused()
             return
-        self.commit(fresh.begun)
+        self.commit(averaged.begun)
         for saved, p in zip(live.kept, live.stepped, strict=True):
             saved.copy_(p.detach())
-        fresh.use, self.fresh, self.pending = use, None, fresh
-        self._outstanding.step = fresh.step
-        self._saved = functional_optimizer.state(optimizer)
-        if not self._looks_ahead:
-            self._put_aside = [p.grad for p in live.stepped]
+        averaged.use, self.averaged, self.pending = use, None, averaged
+        self._outstanding.step = averaged.step
+        self._saved_state = functional_optimizer.state(optimizer)
+        if not self._has_lookahead:
+            self._unused_gradients = [p.grad for p in live.stepped]
             for p in live.stepped:
                 p.grad = None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stepping or self._saved is None or self.pending is None:
+        if self._in_own_step or self._saved_state is None or self.pending is None:
             return
-        functional_optimizer.put_back(optimizer, self._saved)
-        if self._put_aside is not None:
-            for p, gradient in zip(self._held.stepped, self._put_aside, strict=True):
+        functional_optimizer.put_back(optimizer, self._saved_state)
+        if self._unused_gradients is not None:
+            for p, gradient in zip(self._parameters.stepped, self._unused_gradients, strict=True):
                 p.grad = gradient
-        self._saved = self._put_aside = None
-        self._looked(self.pending)
+        self._saved_state = self._unused_gradients = None
+        self._after_lookahead(self.pending)
 
-    def _use(self, fresh: PendingStep) -> tuple[Use, bool]:
+    def _use(self, averaged: PendingStep) -> tuple[Use, bool]:
         """Return how the optimizer uses the gradients, and whether an infinity skips the step."""
         scale, infinite = functional_optimizer.scaling(self._optimizer)
-        gradients = [p.grad for p in self._held.stepped]
-        factor = fresh.factor_found(gradients, self._held.aside())
+        gradients = [p.grad for p in self._parameters.stepped]
+        factor = averaged.factor_found(gradients, self._parameters.aside())
         if factor is None:
             clips = (
                 "handle.clip_grad_norm_(1.0)"
-                if self._held.sharded
+                if self._parameters.sharded
                 else "clip_grad_norm_ and returns nothing"
             )
             raise OptionError(
                 "gradients were changed between the backward pass and the step, and DUO cannot do the same to those in full precision",
-                where=f"step {fresh.step} of DUO",
+                where=f"step {averaged.step} of DUO",
                 do="have the optimizer change them, as it is called for both: after compress(...), call "
                 f"optimizer.register_step_pre_hook(clip) with a function clip(*_) that calls {clips}; "
                 "a GradScaler is given to compress(..., scaler=scaler)",
@@ -223,12 +253,12 @@ class Steps:
         return use, infinite
 
     @contextlib.contextmanager
-    def _taking_a_step(self) -> Iterator[None]:
-        self._stepping = True
+    def _own_step(self) -> Iterator[None]:
+        self._in_own_step = True
         try:
             yield
         finally:
-            self._stepping = False
+            self._in_own_step = False
 
 
 def _gradient(p: Tensor, mean: Tensor, factor: float) -> Tensor:

@@ -44,6 +44,39 @@ def identical(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def transitions(rank: int, world: int, job: dict[str, Any]) -> list[str]:
+    """Return the states of DUO's steps after backward passes, steps, a skip and a flush."""
+    training = Training("duo4", "sgd")
+    handle: Any = training.handle
+    states: list[str] = []
+
+    def record() -> None:
+        states.append(handle._steps.state.name)
+
+    def backward(step: int) -> None:
+        training.optimizer.zero_grad()
+        training.loss(batch(rank, step)).backward()
+        handle.wait()
+        record()
+
+    record()
+    backward(0)
+    training.optimizer.step()
+    record()
+    backward(1)
+    training.optimizer.step()
+    record()
+    backward(2)
+    handle.skip()
+    record()
+    handle.flush()
+    record()
+    backward(3)
+    handle.skip()
+    record()
+    return states
+
+
 def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Each step against DUO's algorithm as the paper has it, written with copies of whole models and optimizers."""
     found = {}

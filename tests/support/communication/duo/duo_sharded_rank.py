@@ -72,7 +72,7 @@ def algorithm(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for way, optimizer in job["cases"]:
         ours: Any = Training(way, optimizer, sharded=True)
-        held = ours.handle._held
+        held = ours.handle._optimized
         exact = Alone(optimizer)
         known = copy.deepcopy(list(exact.model.parameters()))
         stepper = OPTIMIZERS[optimizer](known)
@@ -221,14 +221,14 @@ def refused(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
 def killed(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 is killed when it is to send what it has made of parameters."""
     training: Any = Training("duo4", "sgd", sharded=True).run(range(2))
-    give = training.handle._held._reducer.give
+    give = training.handle._optimized._reducer.give
 
     def dies(*given: Any) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         give(*given)
 
-    training.handle._held._reducer.give = dies
+    training.handle._optimized._reducer.give = dies
     try:
         training.run(range(2, 6))
     except qsync_fx.RankError as error:
