@@ -1,5 +1,6 @@
-"""What is measured, in folders by what it is of: run as scripts from a clone, `python benchmarks/steps/step_time.py`.
+"""Benchmark scripts, in folders by subject.
 
-Invariant: a script puts the clone on the path before it imports from these folders, and runs from any folder. What it writes lies in
-results/.
+Each script runs from a clone, in any working directory: `python benchmarks/steps/step_time.py`. It
+adds the clone to `sys.path` before it imports from these packages. `--json PATH` writes its rows;
+the published results are in results/. Start reading with support/harness.py.
 """

@@ -1,3 +1,5 @@
+// Packing of boolean tensors into bits, eight values per 64-bit multiplication.
+
 #include "bits.h"
 
 #include "parallel.h"
@@ -12,12 +14,14 @@ constexpr std::size_t GRAIN = std::size_t{1} << 16;
 std::uint8_t packed(const std::uint8_t *bytes) {
     std::uint64_t eight;
     std::memcpy(&eight, bytes, 8);
-    // Byte i is moved to bit 56 + i; no two sums of places are equal, so nothing carries.
+    // The multiplication moves byte i to bit 56 + i. All partial products fall on distinct bits, so
+    // there is no carry.
     return static_cast<std::uint8_t>((eight * 0x0102040810204080u) >> 56);
 }
 
 void unpacked(std::uint8_t bits, std::uint8_t *bytes) {
-    // A copy of the byte in each of eight, of which byte i keeps bit i; 0x7F more carries it to the highest bit.
+    // Each byte of the product is a copy of `bits`; in byte i the mask selects bit i. Adding 0x7F
+    // carries a selected bit to the highest bit of its byte.
     const std::uint64_t own = (bits * 0x0101010101010101u) & 0x8040201008040201u;
     const std::uint64_t eight = ((own + 0x7F7F7F7F7F7F7F7Fu) >> 7) & 0x0101010101010101u;
     std::memcpy(bytes, &eight, 8);

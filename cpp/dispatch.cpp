@@ -1,3 +1,6 @@
+// Runtime dispatch: CPU feature detection and bit-exact comparison of ISA variants with the scalar
+// kernels.
+
 #include "dispatch.h"
 
 #include "parallel.h"
@@ -16,7 +19,7 @@ std::vector<Path> &available_paths() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")) {
             if (__builtin_cpu_supports("avx512vnni")) {
-                // Processors differ in whether they have this beside it.
+                // AVX512-BF16 is a separate CPU feature: some processors with VNNI lack it.
                 const Multiplier<Bfloat16> *bf16 = &avx512_bf16;
 #ifdef QSYNC_AVX512_BF16
                 if (__builtin_cpu_supports("avx512bf16")) bf16 = &avx512_vnni_bf16;
@@ -39,6 +42,7 @@ std::vector<Path> &available_paths() {
 
 namespace {
 
+// Largest number of test values.
 constexpr std::size_t MOST = 1117;
 
 using Words = std::vector<std::uint32_t>;
@@ -49,15 +53,16 @@ std::uint32_t bits_of(float x) {
     return bits;
 }
 
-// Random bits: values of every magnitude, with denormals, NaN and infinities among them. Every other one is short, so that it can lie
-// midway between two values of a narrow format.
+// Return random bit patterns: values of every magnitude, with denormals, NaN and infinities. Every
+// second one has few mantissa bits, so that it can be a tie between two values of a narrow format.
 Words any_values() {
     Words words(MOST);
     for (std::size_t i = 0; i < MOST; ++i) words[i] = mix(static_cast<std::uint32_t>(i)) & (i % 2 ? 0xFFF80000u : 0xFFFFFFFFu);
     return words;
 }
 
-// Finite values as `type` stores them: half of every magnitude, half on a level or midway between two, where a last bit decides.
+// Return finite values, stored as `type`. Half of them cover every magnitude; the other half are
+// quantization levels or ties, where the last bit decides.
 Words quantizable(Type type, float scale) {
     Words words = any_values();
     for (std::size_t i = 0; i < MOST; ++i) {
@@ -69,7 +74,8 @@ Words quantizable(Type type, float scale) {
     return words;
 }
 
-// Equal to the last bit, but for what a NaN carries: which of two operands it comes from is the compiler's choice.
+// Return whether all bits are equal, except for NaN payloads: the compiler chooses the operand that
+// a NaN is propagated from.
 bool same(const std::vector<float> &a, const std::vector<float> &b) {
     for (std::size_t i = 0; i < a.size(); ++i)
         if (bits_of(a[i]) != bits_of(b[i]) && !(a[i] != a[i] && b[i] != b[i])) return false;
@@ -111,7 +117,8 @@ bool agree_on(const Kernels &first, const Kernels &second, std::size_t size) {
 
 bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
     const Words any = any_values();
-    // Of every magnitude, NaN among them; and near each other, as gradients are, so that random numbers decide.
+    // `wide` covers every magnitude and NaN; the values of `near` are close to each other, like
+    // gradients, so that the random numbers decide.
     std::vector<float> wide(size), near(size);
     std::memcpy(wide.data(), any.data(), size * sizeof(float));
     for (std::size_t i = 0; i < size; ++i) near[i] = static_cast<float>(static_cast<std::int32_t>(any[i] >> 8) - 8000000) * 0x1p-30f;
@@ -156,7 +163,10 @@ bool agree_on(const Codecs &first, const Codecs &second, std::size_t size) {
     return true;
 }
 
-// Whether both compute the same bits of a product: matrices by rows and by columns, with all kinds of outputs, large and around zero.
+// Return whether both micro-kernels compute identical products, for row-major and column-major
+// operands, every output dtype, and biases that are large or near zero.
+//
+// a: [m, k], b: [n, k], contiguous; `layout` selects the strides under which they are read.
 template <class T>
 bool agree_on(const Multiplier<T> &first, const Multiplier<T> &second, const std::vector<T> &a, const std::vector<T> &b, std::size_t k) {
     const std::size_t m = a.size() / k, n = b.size() / k;
@@ -183,13 +193,13 @@ bool agree_on(const Multiplier<T> &first, const Multiplier<T> &second, const std
     return true;
 }
 
-// The sizes of products that are tried: with tails of tiles, and a sum in parts.
+// Tested problem sizes: partial tiles, and a K that is split into blocks.
 struct Sizes {
     std::size_t m, n, k;
 };
 constexpr Sizes TRIED[] = {{33, 49, 131}, {2, 3, 6145}};
 
-// The largest products, whose pairs leave 16 bits.
+// Operands contain -128: a pair of products of -128 * -128 overflows 16 bits.
 bool agree_on(const Multiplier<Int8> &first, const Multiplier<Int8> &second) {
     for (const auto &[m, n, k] : TRIED) {
         std::vector<Int8> a(m * k), b(n * k);
@@ -200,7 +210,8 @@ bool agree_on(const Multiplier<Int8> &first, const Multiplier<Int8> &second) {
     return true;
 }
 
-// Whole numbers, of which no sum leaves 24 bits: those are exact in any order. A NaN among them, and an infinity, must get through.
+// Operands are integers whose sums fit into 24 bits, hence exact in any order. A NaN and an
+// infinity must propagate.
 bool agree_on(const Multiplier<Bfloat16> &first, const Multiplier<Bfloat16> &second) {
     for (const auto &[m, n, k] : TRIED) {
         const auto number = [](std::uint32_t i) {
@@ -209,7 +220,8 @@ bool agree_on(const Multiplier<Bfloat16> &first, const Multiplier<Bfloat16> &sec
         std::vector<Bfloat16> a(m * k), b(n * k);
         for (std::size_t i = 0; i < a.size(); ++i) a[i] = number(static_cast<std::uint32_t>(i));
         for (std::size_t i = 0; i < b.size(); ++i) b[i] = number(static_cast<std::uint32_t>(~i));
-        // The first sum is one product, so that a last bit of what is packed is one of the sum.
+        // The first sum consists of a single product by 1.0, so that every bit of a packed value
+        // reaches the result.
         std::fill(a.begin(), a.begin() + static_cast<std::ptrdiff_t>(k), Bfloat16{0});
         a[0] = b[0] = Bfloat16{0x3F80u};
         if (!agree_on(first, second, a, b, k)) return false;
@@ -225,7 +237,7 @@ bool agree_on(const Optimizers &first, const Optimizers &second, std::size_t siz
     std::vector<float> wide(size), near(size);
     std::memcpy(wide.data(), any.data(), size * sizeof(float));
     for (std::size_t i = 0; i < size; ++i) near[i] = static_cast<float>(static_cast<std::int32_t>(any[i] >> 8) - 8000000) * 0x1p-23f;
-    // Parameter, gradient and the three that a state has at most.
+    // Parameter, gradient and at most three state tensors.
     using State = std::vector<std::vector<float>>;
     const auto equal = [](const State &a, const State &b) {
         for (std::size_t i = 0; i < a.size(); ++i)

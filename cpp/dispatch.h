@@ -1,5 +1,7 @@
-// Which path runs. Invariant: unless a person asks for it, a path is used only after it gave the scalar path's bits on
-// this very processor.
+// Runtime dispatch over CPU instruction sets (ISA variants).
+//
+// Invariant: unless a caller names an ISA variant, it is used only if its results on this processor
+// are bit-identical to the results of the scalar variant.
 #pragma once
 
 #include "codecs/codecs.h"
@@ -12,6 +14,7 @@
 
 namespace qsync {
 
+// Kernel tables of one ISA variant. "Path" in identifiers means ISA variant.
 struct Path {
     std::string name;
     const Kernels *kernels;
@@ -21,10 +24,12 @@ struct Path {
     const Optimizers *optimizers;
 };
 
-// Those that this build and this processor have, best first; "scalar" is always the last. Only spoil.h changes one.
+// Return the ISA variants that this build and this processor support, best first; "scalar" is
+// always the last. Only fault injection (spoil.h) modifies an entry.
 std::vector<Path> &available_paths();
 
-// Returns whether a path gives the scalar path's bits for every kernel, on values of all kinds and on sizes that leave a tail.
+// Return whether every kernel of an ISA variant is bit-identical to the scalar kernel on test data:
+// values of all magnitudes, special values, and sizes with a tail.
 bool agrees_with_scalar(const Path &path);
 
 } // namespace qsync

@@ -1,4 +1,5 @@
-// The Python module: checks arguments, picks the path, releases the interpreter lock. The contract is in qsync_fx/_C.pyi.
+// Python module `_C`: checks arguments, dispatches to an ISA variant, and releases the GIL.
+// qsync_fx/_C.pyi specifies the functions.
 
 #include "arguments.h"
 #include "bits.h"
@@ -29,7 +30,7 @@ std::vector<std::string> available_isas() {
     return names;
 }
 
-// By its name, in capitals or not, as other libraries' variables are written.
+// Names are case-insensitive, since environment variables of other libraries use capitals.
 const Path *find(std::string name) {
     for (char &letter : name)
         if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
@@ -38,7 +39,7 @@ const Path *find(std::string name) {
     return nullptr;
 }
 
-// Paths that were tried, and gave other results than the scalar one.
+// ISA variants that were rejected because their results differ from the scalar kernels.
 std::vector<std::string> refused;
 
 bool passes(const Path &path) {
@@ -72,7 +73,8 @@ const Path &choose() {
     return paths.back();
 }
 
-// Chosen once, with the interpreter lock held, as the choice may warn or raise.
+// Return the dispatched ISA variant. The first call selects it while it owns the GIL, since the
+// selection may warn or raise.
 const Path &chosen() {
     static const Path *path = nullptr;
     if (path == nullptr) path = &choose();

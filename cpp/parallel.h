@@ -1,4 +1,5 @@
-// Work over index ranges, on threads or not.
+// Parallel loops over index ranges, with OpenMP if available, and the floating-point mode of
+// kernels.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +13,8 @@
 
 namespace qsync {
 
-// Rounds to nearest and keeps denormals while it lives: `torch.set_flush_denormal` and libraries built with -ffast-math change the
-// processor's mode, and results would change with it.
+// Scope with round-to-nearest and without flush-to-zero. `torch.set_flush_denormal` and libraries
+// built with -ffast-math change MXCSR, which would change results.
 class IeeeMode {
   public:
 #ifdef QSYNC_X86
@@ -27,7 +28,8 @@ class IeeeMode {
 #endif
 };
 
-// Calls work(begin, end, thread) on `threads` consecutive ranges of [0, n) at most, each but the last a multiple of `grain` long.
+// Call work(begin, end, thread) on at most `threads` consecutive ranges that cover [0, n). The
+// length of each range but the last is a multiple of `grain`.
 template <class Work> void parallel(std::size_t n, std::size_t grain, int threads, const Work &work) {
     const std::size_t grains = (n + grain - 1) / grain;
     if (static_cast<std::size_t>(threads) > grains) threads = static_cast<int>(grains);

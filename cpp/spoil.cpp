@@ -1,3 +1,5 @@
+// Fault injection: replaces one kernel of an ISA variant by a wrapper that corrupts its result.
+
 #include "spoil.h"
 
 #include <optional>
@@ -8,7 +10,7 @@ namespace qsync {
 
 namespace {
 
-// The path that is spoiled: copies of its tables, in which one kernel is wrong, and where the right ones are.
+// The original tables of the corrupted ISA variant, and copies in which one kernel is replaced.
 struct Spoiled {
     Path &path;
     const Path before;
@@ -21,12 +23,12 @@ struct Spoiled {
 
 std::optional<Spoiled> spoiled;
 
-// The kernel that is spoiled, by its type: what the wrong one calls first.
+// Original kernel, by function type. The wrapper calls it first.
 template <class Function> Function right;
 
 void flip(void *first) { static_cast<unsigned char *>(first)[0] ^= 1; }
 
-// Changes a bit of what a kernel has written to its argument at the place OUT.
+// Run the original kernel and flip a bit of the output that argument number OUT points to.
 template <int OUT, class... Arguments> void wrong(Arguments... arguments) {
     right<void (*)(Arguments...)>(arguments...);
     flip(std::get<OUT>(std::tie(arguments...)));
@@ -52,7 +54,7 @@ template <class T> void replace_finish(Multiplier<T> &in) {
     in.finish = wrong_finish<T>;
 }
 
-// What multiplies INT8, and what multiplies BF16.
+// INT8 and BF16 micro-kernels.
 constexpr int OPERANDS = 2;
 
 struct Kind {

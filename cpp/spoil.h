@@ -1,4 +1,5 @@
-// Kernels that are wrong on purpose, so that tests show what becomes of a path that gives wrong results. Nothing else calls this.
+// Fault injection for tests: kernels that corrupt one bit of their result. Production code never
+// calls it.
 #pragma once
 
 #include "dispatch.h"
@@ -9,14 +10,15 @@
 
 namespace qsync {
 
-// The kernels of a path by name, with how many there are of each: one a type and rounding, say.
+// Return the names of the kernels that can be corrupted, each with its number of variants (for
+// example one per dtype and rounding mode).
 std::vector<std::pair<std::string, int>> spoilable();
 
-// Has one of a path's kernels get a bit wrong, that of the lowest value of its result. One kernel is wrong at a time; throws
-// std::invalid_argument where there is no such kernel.
+// Corrupt one kernel of an ISA variant: flip the lowest bit of the first byte of its result. A
+// previous corruption is undone first. Throws std::invalid_argument for an unknown kernel.
 void spoil(Path &path, const std::string &name, int which);
 
-// Makes what was spoiled right again.
+// Undo the corruption.
 void mend();
 
 } // namespace qsync

@@ -1,10 +1,13 @@
-"""Tells a rank's computing from its waiting for the other, and what of it other processes of the machine have taken.
+"""Division of a rank's step time into computing and waiting, and the CPU time of computing.
 
-Invariant: the two add up to the whole step. The wait is the time from when the rank hands its last gradient bucket to all-reduce until
-the backward pass returns with the averages. Everything else is computing, also what overlaps with the reduction of earlier buckets.
+Waiting is the time from the all-reduce of the last gradient bucket until the backward pass returns.
+The rest of the step is computing, including computation that overlaps with earlier all-reduces. CPU
+time below computing time shows that other processes used the core.
 """
 
-# DDP reads the annotations of a communication hook, so they must not be texts: no `from __future__ import annotations`.
+# DDP inspects the annotations of a communication hook, which therefore must not be strings: no
+# `from
+# __future__ import annotations`.
 
 import statistics
 import time
@@ -15,7 +18,7 @@ from messages import WARM_UP, WORLD
 
 
 class Clock:
-    """Seconds of every step: `computing` and `waiting`, and `processor`, which is computing by the processor's clock."""
+    """Seconds of each step: `computing`, `waiting`, and `processor`, the CPU time of computing."""
 
     def __init__(self) -> None:
         self.computing: list[float] = []
@@ -24,7 +27,7 @@ class Clock:
         self._started, self._handed, self._reduced = _now(), _now(), _now()
 
     def hand_over(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """DDP's communication hook: averages the gradients of a bucket over the ranks."""
+        """Average the gradients of a bucket over the ranks (DDP communication hook)."""
         self._handed = _now()
         buffer = bucket.buffer().div_(WORLD)
         work = dist.all_reduce(buffer, async_op=True)
@@ -33,15 +36,15 @@ class Clock:
         return future.then(lambda done: done.value()[0])
 
     def start(self) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self._started = _now()
 
     def reduced(self) -> None:
-        """The averaged gradients of the step are there."""
+        """Record that the averaged gradients of the step are available."""
         self._reduced = _now()
 
     def end(self) -> None:
-        """The weights are updated: notes the step."""
+        """Record the end of a step, after the weight update."""
         ended = _now()
         self.waiting.append(self._reduced[0] - self._handed[0])
         computing, processor = (
@@ -52,7 +55,7 @@ class Clock:
         self.processor.append(processor)
 
     def medians(self) -> dict[str, float] | None:
-        """Returns the medians over the steps after the first ones; None where there are none."""
+        """Return the medians over the steps after the warm-up; None if there are no such steps."""
         computing, waiting, processor = (
             one[WARM_UP:] for one in (self.computing, self.waiting, self.processor)
         )
@@ -69,5 +72,5 @@ class Clock:
 
 
 def _now() -> tuple[float, float]:
-    """Returns the time on the wall, and that which this process has had of processors."""
+    """Return wall time and CPU time of this process, in seconds."""
     return time.perf_counter(), time.process_time()

@@ -1,6 +1,6 @@
-"""The images that the demo trains on: files in MNIST's format, or the digits that scikit-learn ships.
+"""Images for the demo: files in MNIST's format, or the digits of scikit-learn.
 
-Invariant: whatever is wrong with a file raises before a process is started, and the error names the file.
+Invariant: an unusable file raises an error that names it, before any process starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from qsync_fx.errors import QSyncError
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist puts it."""
+"""Folder of Debian's package dataset-fashion-mnist."""
 
 _FILES = (
     "train-images-idx3-ubyte",
@@ -30,7 +30,7 @@ _SMALLEST, _LARGEST = 8, 128
 
 
 class DataError(QSyncError):
-    """A file or folder of images that is missing, damaged or of another format."""
+    """Missing, damaged or unsupported file or folder of images."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class Data:
     """Images and labels.
 
     Attributes:
-        name: what they are, for reports.
-        train, test: images, uint8 of shape (number, 1, height, width), and labels, int64 of shape (number,).
-        epochs, batch, samples: how long to train on how many of them, and the batch of rank 0, unless the user says otherwise.
+        name: description for reports.
+        train, test: images, uint8 of shape (number, 1, height, width), and labels, int64 of shape
+            (number,).
+        epochs, batch, samples: default number of epochs, batch size of rank 0, and training images.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Data:
         return int(max(self.train[1].max(), self.test[1].max())) + 1
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
-        """Returns images as float32 with the mean 0 and the standard deviation 1 of the training images."""
+        """Return float32 images, channels-last, normalized by the training images' statistics."""
         mean, deviation = self._statistics
         return (
             images.float().sub_(mean).div_(deviation).contiguous(memory_format=torch.channels_last)
@@ -70,7 +71,7 @@ class Data:
         return mean, max(math.sqrt(variance), 1.0)
 
     def subset(self, samples: int, seed: int) -> Data:
-        """Returns the data with `samples` of the training images, drawn at random."""
+        """Return the data with a random subset of `samples` training images."""
         chosen = torch.randperm(len(self.train[1]), generator=torch.Generator().manual_seed(seed))[
             :samples
         ]
@@ -85,14 +86,14 @@ class Data:
 
 
 def load(source: str | None) -> Data:
-    """Reads the images.
+    """Return the images and labels.
 
     Args:
-        source: a folder with the four files of MNIST's format, plain or .gz; "digits"; None for Fashion-MNIST where it is
-            installed, else the digits.
+        source: folder with the four files of MNIST's format, plain or .gz; "digits"; None for
+            Fashion-MNIST if it is installed, else the digits.
 
     Raises:
-        DataError: there is no such data, or it cannot be read.
+        DataError: the data do not exist or cannot be read.
     """
     if source == "digits" or (source is None and not FASHION_MNIST.is_dir()):
         return _digits()
@@ -170,7 +171,11 @@ def _pair(images_file: Path, labels_file: Path) -> tuple[torch.Tensor, torch.Ten
 
 
 def _idx(path: Path, dimensions: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Reads an array of bytes: two zeros, the type 8, the number of dimensions, the big-endian sizes, the values."""
+    """Return the array in an IDX file of bytes.
+
+    The format is two zero bytes, the type 8, the number of dimensions, big-endian sizes, and
+    values.
+    """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:

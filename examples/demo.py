@@ -1,15 +1,16 @@
-"""Trains a small ResNet on two unequal ranks: as it is, and under a plan that they find themselves.
+"""Train a small ResNet on two unequal ranks, in low precision and under a plan.
 
-Rank 0 plays a training device and computes in FP32. Rank 1 plays an inference
-device: it may compute in BF16, is slower, and has less memory. Both run on this
-CPU, one thread each. What makes rank 1 the slow one is real: it has a third more
-images in each step. Each rank measures itself, and rank 0 chooses which operators
-of rank 1 compute in BF16: just as many as it takes to keep pace. Then the model is
-trained twice, epoch by epoch in turns: with all of rank 1 in BF16, and under
-the plan. What was foreseen stands beside what was measured.
+Rank 0 emulates a training device and computes in FP32. Rank 1 emulates an
+inference device: it may compute in BF16, is slower, and has less memory. Both
+run on this CPU with one thread each. Rank 1 is slower because it has a third
+more images in each step. Each rank measures a profile. Rank 0 then solves for
+the plan: rank 1 computes in BF16 only as many operators as it needs to keep
+pace. The model is trained twice, with steps interleaved: with rank 1 uniformly
+in BF16, and with the plan. The final table compares predictions with
+measurements.
 
-Invariant: the exit code is 0 if and only if the training went through, what was compiled is what was explained, and the weights of
-both ranks are equal to the last bit.
+Invariant: the exit code is 0 if and only if the training completed, the compiled precisions equal
+the explained ones, and the weights of both ranks are bit-equal.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SLOWER = 4 / 3
-"""How many more images rank 1 has in a step than rank 0."""
+"""Ratio of rank 1's images per step to rank 0's."""
 _ROUNDS = 21
-"""Turns of each plan that is measured: a step takes a twentieth of a second, and a machine is quicker at one time than at another."""
+"""Interleaved runs of each measured plan.
+
+A step takes about 50 ms and the machine's speed varies, so a profile needs many runs.
+"""
 
 
 def main() -> int:
@@ -43,7 +47,7 @@ def main() -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Runs the demo and prints whatever is wrong with its arguments."""
+    """Run the demo and print errors of its arguments."""
     from rich.console import Console
 
     from qsync_fx import QSyncError
@@ -157,7 +161,7 @@ def _require_packages() -> None:
 
 
 def _end(number: int, frame: Any) -> NoReturn:
-    """Turns a signal into an exit that runs what ends the processes."""
+    """Convert a signal to SystemExit, so that context managers end the rank processes."""
     sys.exit(128 + number)
 
 
@@ -210,7 +214,12 @@ def _run(args: argparse.Namespace, console: Any, errors: Any) -> int:
 
 
 def _jobs(args: argparse.Namespace, images: Any, width: int) -> list[Any]:
-    """Returns what each rank is to do; raises `DataError` or `PlanError` where that cannot be."""
+    """Return the job of each rank.
+
+    Raises:
+        DataError: the data or the arguments allow no training step.
+        PlanError: the given plan cannot be read.
+    """
     import messages
     from data import DataError
 

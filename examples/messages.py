@@ -1,6 +1,6 @@
-"""What the launcher tells a rank, and what a rank tells the launcher.
+"""Messages between the launcher and the ranks.
 
-Invariant: plain values, which both sides import from here; the launcher needs nothing else of a rank.
+Invariant: messages are plain values, and the launcher needs no other interface to a rank.
 """
 
 from __future__ import annotations
@@ -10,31 +10,37 @@ from pathlib import Path
 
 WORLD = 2
 WARM_UP = 5
-"""Steps that no time is taken of: the first compiles, DDP rearranges its buckets after it, and in two of them memory is measured."""
+"""Number of steps without timing.
+
+The first compiles, DDP then rebuilds its buckets, and two steps measure memory.
+"""
 
 ROLES = ("training", "inference")
-"""What the classes of devices of the two ranks are called, by rank."""
+"""Device class of each rank."""
 FORMATS = (("fp32",), ("fp32", "bf16"))
-"""What each of them may be planned in. INT8 is left out: a CPU computes INT8 convolutions in BF16, so that it only adds quantizers."""
+"""Formats that each device class may use.
+
+INT8 is excluded: a CPU computes INT8 convolutions in BF16, so that it only adds quantization.
+"""
 RUNS = ("uniform", "planned")
-"""What is trained: the inference rank in its narrowest format alone, and under the plan. They take turns, epoch by epoch."""
+"""Interleaved trainings: inference rank uniformly in its narrowest format, and with the plan."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is to do.
+    """Job of a rank.
 
     Attributes:
-        rank: its number.
-        source, samples: of the images; None for the default, and for all of them.
-        epochs, batches: how long to train, and the images of each rank in a step.
-        small: whether the network is a smaller one.
-        rounds: how many turns each plan of a profile has.
-        memory: bytes that a step of the inference rank may hold; None for a share of what FP32 takes.
-        given: a plan that is trained under without a profile; None to find one.
-        inner_backend: what compiles the rewritten graphs.
-        seed, output, rendezvous: of random numbers; the folder for what is made; the file that the ranks meet in.
-        width: of the screen.
+        rank: index of the rank.
+        source, samples: of the images; None for the default source, and for all images.
+        epochs, batches: number of epochs, and images per step of each rank.
+        small: whether to use a smaller network.
+        rounds: runs of each plan in the profile.
+        memory: limit of the inference rank's peak memory in bytes; None for a share of FP32's peak.
+        given: file of a plan to use without measuring; None to solve for a plan.
+        inner_backend: backend that compiles the rewritten graphs.
+        seed, output, rendezvous: random seed, output folder, and file of the process group's store.
+        width: columns of the terminal.
     """
 
     rank: int
@@ -73,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Phase:
-    """What the rank is doing, before it trains; where it measures, after so many steps."""
+    """Phase of a rank before the training; `steps` counts the measured steps."""
 
     text: str
     steps: int = 0
@@ -81,13 +87,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What is foreseen of a run.
+    """Prediction of a training.
 
     Attributes:
-        seconds: of a step of both ranks.
-        computing, waiting: seconds of each rank in it; waiting is for the other rank and for gradients to travel.
-        peak: the most bytes that a step of each rank holds.
-        variance: what roundings add to that of the mean gradient.
+        seconds: duration of a step of both ranks.
+        computing, waiting: seconds per step of each rank; waiting includes gradient transfer.
+        peak: peak memory of each rank in bytes.
+        variance: variance of the mean gradient that is added by rounding.
     """
 
     seconds: float
@@ -99,12 +105,11 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan was found.
+    """Plan that the ranks found, with the prediction of each training by name.
 
     Attributes:
-        answer: what is said of it.
-        memory: the most bytes that a step of the inference rank may hold.
-        foreseen: each run, by its name.
+        answer: report of the plan.
+        memory: limit of the inference rank's peak memory in bytes.
     """
 
     answer: str
@@ -114,7 +119,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Step:
-    """A step is done; `loss` is the mean since the epoch began."""
+    """Completed step; `loss` is the mean since the start of the epoch."""
 
     run: str
     epoch: int
@@ -124,7 +129,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch is done; the test images that the FP32 weights get right, where the rank has evaluated them."""
+    """Completed epoch; `correct` counts correct test images in FP32, on the rank that evaluates."""
 
     run: str
     epoch: int
@@ -134,18 +139,18 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a run went on a rank.
+    """Result of a training on a rank.
 
     Attributes:
-        operators: how many adjustable operators were compiled in each precision.
-        graphs: the graphs that were compiled, one for each of DDP's buckets.
-        unexplained: operators whose compiled precision is not the one that was explained.
-        took: medians of a step, by name: "seconds" of all of it, "computing" without, and "waiting" in, the wait for all-reduce, and
-            "processor", what the processor's clock says of computing; None after too few steps.
-        timed: the steps that these are medians of.
-        peak: the most bytes that a step held; None after too few steps.
-        digest: SHA-256 over every parameter and buffer.
-        correct: the test images that are right at the end, where the rank has evaluated them.
+        operators: number of adjustable operators compiled in each precision.
+        graphs: number of compiled graphs, one per DDP bucket.
+        unexplained: operators whose compiled precision differs from the explained one.
+        took: median seconds of a step by name: "seconds" of the full step, "computing", "waiting"
+            for all-reduce, and "processor", the CPU time of computing; None after too few steps.
+        timed: number of steps in these medians.
+        peak: peak memory of a step in bytes; None after too few steps.
+        digest: SHA-256 over all parameters and buffers.
+        correct: correct test images at the end, on the rank that evaluates.
     """
 
     operators: dict[str, int]
@@ -160,7 +165,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Result:
-    """How both runs went on a rank, by their names."""
+    """Results of both trainings on a rank, by name."""
 
     runs: dict[str, Ran]
     parameters: int
@@ -168,7 +173,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Failed:
-    """The rank could not go on. `at` is time.monotonic(), which all processes of a machine share."""
+    """Error of a rank. `at` is time.monotonic(), which all processes of a machine share."""
 
     text: str
     expected: bool

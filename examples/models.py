@@ -1,6 +1,6 @@
-"""The model of the demo: a residual network (He et al., 2016, basic blocks) for small grey images.
+"""Model of the demo: a residual network (He et al., 2016, basic blocks) for small gray images.
 
-Invariant: nothing in here knows of precisions. The plan and the backend bring them.
+The model does not depend on precisions, which the plan and the backend determine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a way around them; float (batch, ins, h, w) -> (batch, outs, h / stride, w / stride)."""
+    """Residual block with two 3x3 convolutions.
+
+    float (batch, ins, h, w) -> (batch, outs, h / stride, w / stride)
+    """
 
     def __init__(self, ins: int, outs: int, stride: int) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, stages of one block each, and a linear head; float (batch, 1, h, w) -> (batch, classes)."""
+    """Stem, stages of one block, linear head; float (batch, 1, h, w) -> (batch, classes)."""
 
     def __init__(self, classes: int, width: int = 16, stages: int = 3) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""What a run has come to: a table of what was foreseen and what was measured, what it means, and the verdict.
+"""Report of a demo run: table of predictions and measurements, goals, and verdict.
 
-Invariant: every number is one that a rank has sent, or follows from those; what was not measured says so.
+Invariant: each number is sent by a rank or computed from such numbers; a missing measurement is
+reported as "not measured".
 """
 
 from __future__ import annotations
@@ -20,20 +21,25 @@ from screen import TITLES
 _BUG = "This is a bug; please report it."
 _ORDER = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 SLOWER, LESS, OFF = 0.02, 0.3, 0.05
-"""What is wanted: a step at most so much longer than under uniform low precision, so much less variance, and foreseen so nearly."""
+"""Goals for the plan, relative to uniform low precision.
+
+Maximum increase in step time, minimum reduction of variance, and maximum relative error of the
+predicted step time.
+"""
 
 DISTURBED = 0.05
-"""From what share on it is said that other processes had the cores."""
+"""Fraction of CPU time lost to other processes from which a warning is printed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """
+    """Outcome of a run.
+
     Attributes:
         job: of rank 0.
-        planned: what was foreseen; None where the user gave a plan.
+        planned: plan with its predictions; None if the user provided the plan.
         results: of each rank.
-        tests: how many test images there are.
+        tests: number of test images.
     """
 
     job: Job
@@ -42,30 +48,33 @@ class Outcome:
     tests: int
 
     def ran(self, run: str) -> list[Ran]:
-        """Returns how a run went on each rank."""
+        """Return the result of a training on each rank."""
         return [result.runs[run] for result in self.results]
 
     def seconds(self, run: str) -> float | None:
-        """Returns the seconds of a step of both ranks: a rank that waits at the end of one does not wait in the next."""
+        """Return the seconds of a step, averaged over the ranks.
+
+        A rank that waits at the end of a step does not wait in the next one.
+        """
         found = [ran.took["seconds"] for ran in self.ran(run) if ran.took is not None]
         return sum(found) / len(found) if found else None
 
     @property
     def disturbed(self) -> float:
-        """How much of ranks' own work, of it, was time that other processes had the cores, in the run where that was most."""
+        """Maximum fraction of computing time lost to other processes, over ranks and runs."""
         took = [ran.took for run in RUNS for ran in self.ran(run) if ran.took is not None]
         return max((1 - one["processor"] / one["computing"] for one in took), default=0.0)
 
     @property
     def right(self) -> bool:
-        """Whether replicas are equal, and what was compiled is what was explained."""
+        """Whether replicas are bit-equal and compiled precisions equal the explained ones."""
         runs = [self.ran(run) for run in RUNS]
         return all(
             one.digest == ran[0].digest and not one.unexplained for ran in runs for one in ran
         )
 
     def to_json(self) -> dict[str, object]:
-        """Returns what was foreseen and measured, as plain values."""
+        """Return predictions and measurements as plain values."""
         return {
             "batches": self.job.batches,
             "memory": None if self.planned is None else self.planned.memory,
@@ -87,7 +96,7 @@ class Outcome:
 
 
 def summary(outcome: Outcome, seconds: float) -> RenderableType:
-    """Returns what there is to say at the end."""
+    """Return the final report."""
     verdict = [Text.from_markup(line) for line in (*_wanted(outcome), "", *_verdict(outcome))]
     return Group(
         _table(outcome), _notes(outcome), Text(), *verdict, Text(f"The run took {seconds:.0f} s.")
@@ -133,7 +142,7 @@ def _table(outcome: Outcome) -> Table:
 
 
 def _notes(outcome: Outcome) -> RenderableType:
-    """What the rows mean."""
+    """Return the explanations of the table's rows."""
     timed = outcome.ran(RUNS[0])[0].timed
     notes = [
         ("operators", "those that a plan decides on, by the precision they were compiled in"),
@@ -165,7 +174,7 @@ def _notes(outcome: Outcome) -> RenderableType:
 
 
 def _wanted(outcome: Outcome) -> Iterator[str]:
-    """The aims of hybrid training, and what became of them in this run."""
+    """Yield lines that compare the run with the goals of hybrid training."""
     uniform, planned = outcome.seconds("uniform"), outcome.seconds("planned")
     if uniform is None or planned is None:
         return

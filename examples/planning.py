@@ -1,6 +1,6 @@
-"""How the ranks come to a plan for both of them, and what it foresees.
+"""Plan search of the demo's ranks, and the predictions for both trainings.
 
-Invariant: what is foreseen follows from what the ranks measured of themselves, before either run begins.
+Invariant: predictions use only the profiles that the ranks measure before the trainings start.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.timing.measured_memory import optimizer_memory
 
 SHARE = 0.8
-"""How much of the memory that a step in FP32 takes the inference rank may have, unless the user says otherwise."""
+"""Default memory limit of the inference rank, as a fraction of the peak memory of a step in FP32.
+"""
 _SEEN = 4
-"""Batches that sensitivities are the mean over."""
+"""Number of batches that the sensitivities are averaged over."""
 
 
 def uniform() -> qsync_fx.ClusterPlan:
-    """Returns the plan to compare with: the inference rank in its narrowest format."""
+    """Return the baseline plan: the inference rank in its narrowest format."""
     lowest = [qsync_fx.Plan.uniform(formats[-1]) for formats in FORMATS]
     return qsync_fx.ClusterPlan(dict(zip(ROLES, lowest, strict=True)), ranks=ROLES)
 
 
 def given(job: Job) -> qsync_fx.ClusterPlan:
-    """Returns the plan that the user gave, which may be one for the inference rank alone."""
+    """Return the plan that the user provided, which may cover only the inference rank."""
     assert job.given is not None
     plan = read_plan(job.given)
     if isinstance(plan, qsync_fx.Plan):
@@ -45,7 +46,7 @@ def given(job: Job) -> qsync_fx.ClusterPlan:
 
 
 def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan:
-    """Measures, and returns the plan that is best for both ranks, of which rank 0 tells the launcher."""
+    """Measure, and return the plan for both ranks; rank 0 reports it to the launcher."""
     model, optimizer = fresh(job, images)
     step, steps = step_of(job, images), 0
 
@@ -83,7 +84,7 @@ def found(job: Job, images: data.Data, pipe: Connection) -> qsync_fx.ClusterPlan
 
 
 def _share(job: Job, images: data.Data) -> float:
-    """Returns a share of what a step of the inference rank would take in FP32."""
+    """Return the default memory limit in bytes: `SHARE` of the inference rank's FP32 peak."""
     model, optimizer = fresh(job, images)
     x, _ = next(batches(replace(job, rank=1), images, 0))
     graph = build_model_graph(qsync_fx.explain(model, images.normalized(x)), FORMATS[1])
@@ -92,7 +93,7 @@ def _share(job: Job, images: data.Data) -> float:
 
 
 def _foreseen(judge: PlanEvaluator, timeline: Path) -> Foreseen:
-    """Returns what is foreseen of a run, and writes its timeline."""
+    """Return the prediction of a training, and write its timeline."""
     judge.timeline.save_perfetto(timeline)
     judged = judge.judged()
     ranks = [judged.classes[role] for role in ROLES]

@@ -1,7 +1,7 @@
-"""Starts the ranks, listens to them, and ends them.
+"""Rank processes of the demo: start, message loop and termination.
 
-Invariant: when a `Ranks` context is left, however it is left, none of its processes is alive. A rank that dies ends the run at once:
-nobody waits for what will not come.
+Invariant: no process is alive after a `Ranks` context exits, however it exits. The death of a rank
+ends the run immediately.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from messages import Failed, Job, Result
 from qsync_fx.devices.machine import SWITCH
 
 _SILENCE = 400.0
-"""Seconds without a word of any rank, after which something must hang; more than a rank itself waits for the other."""
+"""Seconds without a message after which the ranks count as hung; longer than a rank's own timeout.
+"""
 
 _GRACE = 2.0
-"""Seconds in which the other rank may fail too, to tell the first cause from what followed."""
+"""Seconds to wait for an error of the other rank, to distinguish the cause from its consequence."""
 
 
 class RankFailed(Exception):
-    """A rank could not go on.
+    """Failure of a rank.
 
     Attributes:
-        rank: which one.
-        what: its error, or how it ended.
-        expected: whether it is an error that says what to do, rather than a crash whose log one has to read.
+        rank: index of the rank.
+        what: its error, or how its process ended.
+        expected: whether the error says what to do; otherwise the log has the details.
     """
 
     def __init__(self, rank: int, what: str, expected: bool) -> None:
@@ -47,7 +48,7 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    """The processes of a run."""
+    """Processes of a run."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self.jobs = jobs
@@ -75,7 +76,8 @@ class Ranks:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=_environment(),
-                # Ctrl-C is the launcher's to handle, and what the rank starts itself ends with it.
+                # The launcher handles Ctrl-C, and processes that the rank starts end with its
+                # group.
                 start_new_session=True,
             )
         ours.send(job)
@@ -93,10 +95,10 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def messages(self) -> Iterator[tuple[int, Any]]:
-        """Yields (rank, message) until every rank has sent its result.
+        """Yield (rank, message) until every rank has sent its result.
 
         Raises:
-            RankFailed: a rank died, told an error, or all have been silent for too long.
+            RankFailed: a rank died or reported an error, or all ranks were silent for too long.
         """
         talking = dict(self._pipes)
         while talking:
@@ -117,7 +119,7 @@ class Ranks:
     def _first_failure(
         self, failures: dict[int, Failed | None], others: dict[Connection, int]
     ) -> RankFailed:
-        """Returns the failure that came first; the other rank's is often but the lost connection to this one."""
+        """Return the first failure; the other rank often only reports the lost connection."""
         until = time.monotonic() + _GRACE
         while others and (left := until - time.monotonic()) > 0:
             for pipe in wait(list(others), timeout=left):
@@ -125,7 +127,7 @@ class Ranks:
                 message = _receive(pipe)
                 if message is None or isinstance(message, Failed):
                     failures[others.pop(pipe)] = message
-        # A rank that ended without a word was killed, and its death is the cause of whatever the other says.
+        # A rank that ended without a message was killed, which caused any error of the other rank.
         first = min(
             failures, key=lambda rank: failure.at if (failure := failures[rank]) else float("-inf")
         )
@@ -142,10 +144,11 @@ class Ranks:
 
 
 def _environment() -> dict[str, str]:
-    """Returns a rank's: one thread, also for compiling, as their cores are not to be each other's, and memory in huge pages.
+    """Return the environment of a rank: one thread, also for compilation, and huge pages.
 
-    With those steps are shorter (`qsync doctor`), and equal copies of a model, which else differ by where in memory they lie, take the
-    same: what is measured of a plan holds when it trains.
+    Single threads confine each rank to its core. Huge pages shorten steps (`qsync doctor`) and make
+    the step time independent of the memory addresses of a model, so that profiles apply to the
+    training.
     """
     name, _, setting = SWITCH.partition("=")
     given = os.environ.get(name)

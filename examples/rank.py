@@ -1,7 +1,7 @@
-"""What one of the two processes does: measure itself, agree on a plan, train the model under two plans in turns, and say how it went.
+"""Process of a rank: measures a profile, agrees on a plan, trains both models, reports results.
 
-Invariant: a rank owns no screen. It tells the launcher everything through its pipe, as the values below, and what libraries print goes
-to its log. Whatever goes wrong is told before the process ends.
+Invariant: a rank prints nothing to the terminal. It sends messages through its pipe, and library
+output goes to its log. It reports every exception before the process ends.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import qsync_fx
 from qsync_fx.serialization.atomic_files import write_text
 
 _TIMEOUT = 300
-"""Seconds that a rank waits for the other, which may still compile."""
+"""Seconds that a rank waits for the other, which may be compiling."""
 
 
 def main() -> NoReturn:
-    """Entry point of the process; its argument is the number of the pipe's file descriptor."""
+    """Run the rank; the process's argument is the file descriptor of the pipe."""
     faulthandler.enable()
     pipe = Connection(int(sys.argv[1]))
     job: Job = pipe.recv()
@@ -53,14 +53,14 @@ def main() -> NoReturn:
 
 
 def _end_with_launcher(pipe: Connection) -> None:
-    """Ends the process when the launcher closes its end: it has all it wants, or it died."""
+    """End the process when the launcher closes its end of the pipe or dies."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     os._exit(0)
 
 
 def train(job: Job, pipe: Connection) -> Result:
-    """Finds a plan, trains, and returns how it went."""
+    """Find a plan, train, and return the result."""
     torch.set_num_threads(1)
     pipe.send(Phase("reading the images"))
     images = data.load(job.source)
@@ -75,7 +75,7 @@ def train(job: Job, pipe: Connection) -> Result:
     pipe.send(Phase("compiling"))
     runs = [Run(name, job, images, one) for name, one in plans.items()]
     for epoch in range(1, job.epochs + 1):
-        # Step by step in turns: what else the machine does falls on both.
+        # Steps of both runs are interleaved, so that load from other processes affects both.
         for _ in zip_longest(*(run.epoch(epoch, pipe) for run in runs)):
             pass
     parameters = sum(parameter.numel() for parameter in runs[0].model.parameters())
@@ -83,7 +83,7 @@ def train(job: Job, pipe: Connection) -> Result:
 
 
 def explain(name: str, plan: qsync_fx.ClusterPlan, job: Job, images: data.Data) -> dict[str, str]:
-    """Returns the precision of each adjustable operator under a plan; writes what the backend does under the one that was found."""
+    """Return the precision of each adjustable operator; write the explanation of the found plan."""
     model, _ = fresh(job, images)
     x, _ = next(batches(job, images, 0))
     options: dict[str, Any] = {"plan": plan, "inner_backend": job.inner_backend}
@@ -97,12 +97,12 @@ def explain(name: str, plan: qsync_fx.ClusterPlan, job: Job, images: data.Data) 
 
 
 def connect(job: Job) -> None:
-    """Connects the two ranks by gloo over the loopback interface.
+    """Connect the two ranks by gloo over the loopback interface.
 
-    The group is never destroyed: its threads may hold what Python has to delete, and destroying it would wait for them for ever. The
-    process ends instead, when the launcher has both results, so that no rank loses its connection to one that is done.
+    The process group is never destroyed, which could deadlock on objects that its threads own. The
+    process ends after the launcher has both results, so that no rank loses its connection early.
     """
-    # The ranks meet in a file, so that no port can be in use; and nobody outside this machine has a say.
+    # A file store needs no free port, and the loopback interface excludes other machines.
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(job.rendezvous), WORLD)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""What the user sees while the demo runs: progress bars, a line an epoch, and what went wrong.
+"""Terminal output of a running demo: progress bars, one line per epoch, errors.
 
-Invariant: nothing is shown that was not measured or compared, and every number says what it is.
+Invariant: each number is a measurement with its label.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TITLES = {"uniform": "uniform low precision", "planned": "the plan"}
 
 
 class Bar:
-    """The progress bars of a run: one while the ranks measure themselves, one while they train."""
+    """Progress bars of a run: one for the measurement, one for the training."""
 
     def __init__(self, console: Console, job: Job, steps: int, tests: int) -> None:
         self.epochs, self.steps, self.tests = job.epochs, steps, tests
@@ -48,7 +48,7 @@ class Bar:
         self.progress.stop()
 
     def show(self, rank: int, message: Phase | Planned | Step | Epoch) -> None:
-        """Shows what a rank tells."""
+        """Show a rank's message."""
         if isinstance(message, Phase):
             self._phases[rank] = message.text
             self.progress.update(self._shown, description=self._phase())
@@ -97,7 +97,7 @@ class Bar:
 
 
 def _measured_steps(job: Job) -> int:
-    """Returns how many steps the rank with most formats runs to measure itself: see `qsync_fx.measure`."""
+    """Return the steps that the rank with most formats measures: see `qsync_fx.measure`."""
     plans = len(FORMATS[-1]) ** 2
     return 1 + plans * 3 * (1 + job.rounds) + _FOR_SENSITIVITY
 
@@ -106,7 +106,7 @@ _FOR_SENSITIVITY = 8
 
 
 def failure(rank: int, text: str, expected: bool, plan: Path, log: Path) -> RenderableType:
-    """Returns what there is to say about a rank that could not go on."""
+    """Return the report of a rank's failure."""
     lines = [
         Text.from_markup(f"[bold red]demo: rank {rank} failed[/]"),
         Text(text),

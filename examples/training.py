@@ -1,6 +1,7 @@
-"""A model that a rank trains under a plan: its steps, what they take, and what came of it.
+"""Training of a model on a rank under a plan: steps, times and results.
 
-Invariant: both runs of a rank see the same images in the same order, from the same weights on; what tells them apart is the plan.
+Invariant: both runs of a rank start from the same weights and read the same images in the same
+order; they differ only in the plan.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import qsync_fx
 from qsync_fx.profiler.timing.measured_memory import measured_peak
 
 _MEASURED = 2
-"""Steps before the two of which memory is measured: weights, state of the optimizer and buckets are there."""
+"""Steps before the memory measurement: weights, optimizer state and buckets exist by then."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def fresh(job: Job, images: data.Data) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns the network with its first weights, which are the same on all ranks, and what updates them."""
+    """Return the network with its initial weights, equal on all ranks, and its optimizer."""
     torch.manual_seed(job.seed)
     model = models.ResNet(images.classes, 8, 1) if job.small else models.ResNet(images.classes)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -42,9 +43,9 @@ def fresh(job: Job, images: data.Data) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def step_of(job: Job, images: data.Data) -> Callable[[Any, Batch], torch.Tensor]:
-    """Returns what a step of this rank computes: the loss of its images, by their share in those of all ranks.
+    """Return the training step of this rank: its loss, weighted by its share of the images.
 
-    DistributedDataParallel takes the mean over ranks, in which an image of a small batch would count for more.
+    DistributedDataParallel averages over ranks, which would overweight the images of a small batch.
     """
     share = job.batches[job.rank] * WORLD / sum(job.batches)
 
@@ -55,7 +56,7 @@ def step_of(job: Job, images: data.Data) -> Callable[[Any, Batch], torch.Tensor]
 
 
 def batches(job: Job, images: data.Data, epoch: int) -> Iterator[Batch]:
-    """Yields what this rank has of each step of an epoch."""
+    """Yield this rank's batch for each step of an epoch."""
     shuffle = torch.Generator().manual_seed(job.seed * 1000 + epoch)
     order, whole = torch.randperm(len(images.train[1]), generator=shuffle), sum(job.batches)
     first = sum(job.batches[: job.rank])
@@ -65,10 +66,10 @@ def batches(job: Job, images: data.Data, epoch: int) -> Iterator[Batch]:
 
 
 class Run:
-    """A model under a plan.
+    """Training of a model under a plan.
 
     Args:
-        name: what the run is called.
+        name: name of the run.
         job: of the rank.
         images: to train on.
         plan: of the cluster.
@@ -88,7 +89,7 @@ class Run:
         self._compiled, self._graphs = compiled(self.model, plan, job.inner_backend, self.clock)
 
     def epoch(self, epoch: int, pipe: Connection) -> Iterator[None]:
-        """Trains on all images once, step by step as it is asked, and evaluates on rank 0 when it is asked once more."""
+        """Train one epoch, one step per iteration of the generator; then evaluate on rank 0."""
         loss, done = 0.0, 0
         steps = self._steps(epoch)
         for done, loss in steps:
@@ -101,7 +102,7 @@ class Run:
         pipe.send(Epoch(self.name, epoch, loss, self.correct))
 
     def ran(self, explained: Mapping[str, str]) -> Ran:
-        """Returns how it went; `explained` is the precision of each operator as `qsync_fx.explain` has it."""
+        """Return the result; `explained` has the precisions according to `qsync_fx.explain`."""
         operators = {name: precision for graph in self._graphs for name, precision in graph.items()}
         return Ran(
             operators=dict(Counter(operators.values())),
@@ -115,7 +116,7 @@ class Run:
         )
 
     def _steps(self, epoch: int) -> Iterator[tuple[int, float]]:
-        """Yields how many steps are done, and their mean loss, after each."""
+        """Yield the number of completed steps and their mean loss, after each step."""
         total = 0.0
         for done, batch in enumerate(batches(self.job, self.images, epoch), start=1):
             self.clock.start()
@@ -130,7 +131,7 @@ class Run:
             yield done, total / done
 
     def _held(self) -> int:
-        """Returns the bytes that lie there before a step: parameters, buffers, what the optimizer keeps, and DDP's buckets."""
+        """Return bytes before a step: parameters, buffers, optimizer state and DDP's buckets."""
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
         states = (value for state in self.optimizer.state.values() for value in state.values())
         kept = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
@@ -142,11 +143,14 @@ class Run:
 def compiled(
     model: nn.Module, plan: qsync_fx.ClusterPlan, inner_backend: str, clock: Clock
 ) -> tuple[Callable[..., torch.Tensor], list[dict[str, str]]]:
-    """Returns the model of all ranks, compiled under this one's plan, and a list of the precisions in each graph that is compiled."""
+    """Return the DDP model compiled under this rank's plan, and the precisions in each graph.
+
+    The list grows with each compiled graph.
+    """
     with warnings.catch_warnings():
-        # torch 2.13 renames the argument, and torch 2.11 does not know the new name.
+        # torch 2.13 renames the argument; torch 2.11 does not accept the new name.
         warnings.simplefilter("ignore", FutureWarning)
-        # Batch norms' statistics are averaged once an epoch instead: see `average_buffers`.
+        # Batch norm statistics are averaged once per epoch instead: see `average_buffers`.
         ddp = DistributedDataParallel(model, broadcast_buffers=False)
     ddp.register_comm_hook(clock, Clock.hand_over)
     ran: list[dict[str, str]] = []
@@ -159,7 +163,7 @@ def compiled(
 
 
 def recorder(ran: list[dict[str, str]]) -> object:
-    """Returns a pass that writes down what is compiled, graph by graph: what was explained is a promise, this is the deed."""
+    """Return a pass that records the compiled precisions of each graph."""
 
     @qsync_fx.graph_pass(after="lower")
     def record(graph: qsync_fx.PrecisionGraph) -> None:
@@ -169,7 +173,7 @@ def recorder(ran: list[dict[str, str]]) -> object:
 
 
 def average_buffers(model: nn.Module) -> None:
-    """Averages batch norms' statistics over the ranks: each has seen other images, in another precision."""
+    """Average batch norm statistics over the ranks, whose images and precisions differ."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
@@ -178,7 +182,7 @@ def average_buffers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, images: data.Data) -> int:
-    """Returns how many test images the model gets right, in FP32 and not compiled."""
+    """Return the number of correct test images, evaluated in FP32 without compilation."""
     model.eval()
     inputs, labels = images.test
     parts = zip(torch.split(inputs, 500), torch.split(labels, 500), strict=True)
@@ -188,7 +192,7 @@ def evaluate(model: nn.Module, images: data.Data) -> int:
 
 
 def digest(model: nn.Module) -> str:
-    """Returns the SHA-256 of every bit of every parameter and buffer, with its name, type and shape."""
+    """Return the SHA-256 over all parameters and buffers with names, dtypes and shapes."""
     found = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

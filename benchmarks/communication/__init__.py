@@ -1,1 +1,1 @@
-"""Gradients between ranks: links of a given rate on one machine, codecs, all-reduces."""
+"""Gradient communication between ranks: rate-limited local links, codecs and all-reduces."""

@@ -1,9 +1,10 @@
-"""The codecs of gradients against a copy of the same memory, on one core and on each path of the processor.
-
-26 MiB of FP32, as DistributedDataParallel's buckets are. Every codec is encoded, decoded, decoded into a sum, and copied in turns; times
-are those of the process, so that what else runs on the machine counts little. A copy reads and writes each value, decoding into a sum as
-well, and what is decoded to where nothing is yet is only written. Goals: to encode at 0.85 of memcpy's speed, to decode at 1.5 of it, and
-to encode 10 times as fast as piquant's stochastic quantizer, where that is installed: once with its scale given, once with it found, too.
+"""Throughput of the gradient codecs on one core, for each ISA variant, compared with memcpy.
+The data are 26 MiB of FP32, the size of a DistributedDataParallel bucket. Encoding, decoding,
+decoding with accumulation and copying run interleaved, timed in CPU time of the process. Columns:
+"encode", "decode" (accumulates) and "read" (overwrites) are FP32 bytes per second, and "copy" bytes
+per second of memcpy. "*_to_copy" are speeds relative to memcpy: the goals are 0.85 for encoding and
+1.5 for decoding. "times piquant" is the speedup of encoding over piquant's stochastic quantizer, if
+installed, with a given scale (goal: 10) and with computation of the scale.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TO_PIQUANT = 10
 
 def rows(quick: bool) -> list[Row]:
     values, repeats = (2**18, 3) if quick else (26 * 2**18, 15)
-    # 1bitSGD codes columns of a shape, and AQGB has its levels.
+    # "1bit" encodes columns of a matrix shape, and "aqgb" depends on its levels.
     codecs = [codec_named(name) for name in NAMES if name not in ("1bit", "aqgb")] + [
         Reshaped(512, "1bit* of 512")
     ]
@@ -56,7 +57,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def to_piquant(values: int, repeats: int) -> dict[str, Row]:
-    """Returns how many times as fast codecs encode as piquant does with as many bits, by codec; nothing where it is not installed."""
+    """Return the encoding speedup over piquant at equal bits, by codec; empty if not installed."""
     source, found = (
         torch.randn(values, generator=torch.Generator().manual_seed(0)) * 1e-3,
         dict[str, Row](),
@@ -80,7 +81,7 @@ def main() -> None:
         return
     found: list[Row] = []
     for isa in _C.available_isas():
-        # A path is chosen once in a process.
+        # The ISA variant is selected once per process.
         command = [
             sys.executable,
             __file__,

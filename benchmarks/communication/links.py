@@ -1,19 +1,19 @@
-"""Slow links for real, on one machine: each rank in a network namespace of its own, all on one switch, by links of a given rate.
+"""Command that runs once per rank, over rate-limited links between network namespaces.
 
     python benchmarks/communication/links.py --rate 1gbit --ranks 2 -- python script.py
     python benchmarks/communication/links.py --rate 100mbit --ranks 4 -- qsync comm bench
 
-runs the command once a rank, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun gives them, so that
-`torch.distributed.init_process_group("gloo")` finds the others. As a module:
+Each rank has its own network namespace on one virtual switch. RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT are set as by torchrun, for `torch.distributed.init_process_group("gloo")`. As a module:
 
     with links.shaped(ranks=2, rate="1gbit") as places:
         codes = links.run(places, [sys.executable, "script.py"])
 
-A link has the rate in each direction (veth, tc tbf). It takes root, and iproute2; `missing()` says what there is not. Without a rate
-ranks are processes beside one another that speak over loopback, and nothing is made.
+A link has the rate in each direction (veth, tc tbf). It requires root and iproute2; `missing()`
+returns what is missing. Without a rate, ranks are processes that communicate over loopback.
 
-Invariant: what was made is gone when the process that made it is, however it ended: a helper waits for that, and removes it. What was left
-by one whose helper was killed, too, the next one removes.
+Invariant: namespaces and links are removed when the process that created them ends, even if it is
+killed: a helper process waits for its end. If the helper was killed too, the next run removes them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _PREFIX = "qsync-links-"
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _NAMESPACES = Path("/run/netns")
 _REMOVE = 'cat; for name in "$@"; do ip netns pids "$name" | xargs -r kill -9; ip netns del "$name"; done 2>/dev/null'
-"""What the helper runs: its standard input ends with the process that holds the other end."""
+"""Command of the helper process. Its standard input ends when the creating process ends."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """Network location of a rank.
 
     Attributes:
-        address: at which the others reach it.
-        interface: through which it reaches them.
-        prefix: what stands before a command to run it there.
-        ends: of its link: namespace and device of both sides.
+        address: IP address for the other ranks.
+        interface: network interface to the other ranks.
+        prefix: command prefix that runs a program in this location.
+        ends: (namespace, device) of both sides of its link.
     """
 
     address: str
@@ -62,17 +62,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of the ranks: exit statuses, and what they printed where that was caught."""
+    """Exit status of each rank, and its output if it was captured."""
 
     codes: tuple[int, ...]
     printed: tuple[str, ...] = field(default=())
 
 
 def bits_per_second(rate: str) -> float:
-    """Returns what a rate such as "1gbit" or "100mbit" means.
+    """Return the bits per second of a rate such as "1gbit" or "100mbit".
 
     Raises:
-        ValueError: it means nothing.
+        ValueError: the rate is invalid.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate)
     if found is None or not float(found[1]):
@@ -82,7 +82,7 @@ def bits_per_second(rate: str) -> float:
 
 @functools.cache
 def missing() -> str | None:
-    """Returns why no links can be made here; None where they can."""
+    """Return why links cannot be created on this machine; None if they can."""
     for tool in ("ip", "tc", "xargs"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (iproute2, findutils)"
@@ -96,7 +96,7 @@ def missing() -> str | None:
 
 
 def told_missing(left: str) -> str | None:
-    """Returns what `missing` does, and prints it with what is left to do without links."""
+    """Return `missing()`; print a reason together with `left`, the part that runs without links."""
     reason = missing()
     if reason is not None:
         print(f"{left} alone: no links can be made here: {reason}")
@@ -105,15 +105,16 @@ def told_missing(left: str) -> str | None:
 
 @contextlib.contextmanager
 def shaped(ranks: int, rate: str | None, burst: str | None = None) -> Iterator[list[Place]]:
-    """Makes a place for each rank, and removes them in the end.
+    """Create a location for each rank, and remove all of them on exit.
 
     Args:
-        ranks: how many.
-        rate: of each link, in each direction; None for loopback as it is.
-        burst: what a link lets through at once. Below 256 KB 1 Gbps is not reached, and far above 100 Mbps is none any more.
+        ranks: number of ranks.
+        rate: of each link, in each direction; None for unlimited loopback.
+        burst: bucket size of the token bucket filter. 1 Gbps is not reached below 256 KB; far above
+            it, 100 Mbps is exceeded.
 
     Raises:
-        subprocess.CalledProcessError: the system does not allow it.
+        subprocess.CalledProcessError: the system does not permit it.
     """
     if rate is None:
         yield [Place("127.0.0.1", "lo") for _ in range(ranks)]
@@ -121,7 +122,7 @@ def shaped(ranks: int, rate: str | None, burst: str | None = None) -> Iterator[l
     sweep()
     own = f"{_PREFIX}{os.getpid()}-{_born(os.getpid())}"
     switch, names = f"{own}-switch", [f"{own}-{rank}" for rank in range(ranks)]
-    # In a session of its own: a key that ends this process's group leaves it alone.
+    # Its own session protects it from Ctrl-C, which ends this process's group.
     helper = subprocess.Popen(
         ["sh", "-c", _REMOVE, "sh", *names, switch],
         stdin=subprocess.PIPE,
@@ -171,7 +172,7 @@ def shaped(ranks: int, rate: str | None, burst: str | None = None) -> Iterator[l
 
 
 def reshape(places: Sequence[Place], rate: str, burst: str | None = None) -> None:
-    """Gives links another rate, while ranks use them."""
+    """Change the rate of links that are in use."""
     burst = burst or ("256kb" if bits_per_second(rate) >= 5e8 else "64kb")
     shape = ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]
     for namespace, device in (end for place in places for end in place.ends):
@@ -185,14 +186,14 @@ def run(
     seconds: float | None = None,
     caught: bool = False,
 ) -> Ended:
-    """Runs a command once a place. When one rank fails or time is over, all are ended: they would wait for it.
+    """Run a command once per location; kill all ranks when one fails or the time is over.
 
     Args:
-        places: one a rank.
+        places: one per rank.
         command: program and arguments.
-        environment: put over this process's own.
-        seconds: that all may take.
-        caught: whether what ranks print is returned in place of printed.
+        environment: additions to this process's environment.
+        seconds: time limit of all ranks together.
+        caught: whether to capture the output of the ranks instead of printing it.
     """
     shared = {
         "MASTER_ADDR": places[0].address,
@@ -239,7 +240,7 @@ def run(
 
 
 def sweep() -> None:
-    """Removes what processes that are gone have left."""
+    """Remove namespaces of processes that no longer run."""
     names = [path.name for path in _NAMESPACES.glob(f"{_PREFIX}*")] if _NAMESPACES.is_dir() else []
     for name in names:
         pid, born = name.removeprefix(_PREFIX).split("-")[:2]
@@ -260,7 +261,10 @@ def _done(command: list[str]) -> None:
 
 
 def _born(pid: int) -> int:
-    """Returns when a process began, in ticks since the system did; 0 where there is none. A pid alone may be another's by now."""
+    """Return the start time of a process in clock ticks since boot; 0 if it does not exist.
+
+    It identifies a process together with its pid, which the system reuses.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -303,7 +307,7 @@ def main() -> int:
         if (reason := missing()) is not None:
             print(f"links.py: no links can be made here: {reason}", file=sys.stderr)
             return 2
-    # Ended by a signal it leaves as by an error: ranks and links are removed.
+    # SIGTERM raises SystemExit, so that ranks and links are removed as after an error.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with shaped(options.ranks, options.rate, options.burst) as places:

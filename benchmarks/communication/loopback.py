@@ -1,11 +1,12 @@
-"""Whether the planner is right about loopback: steps of two ranks with gradients in each codec, foreseen from their profiles and real.
-
-Over loopback a link is not what a step waits for. Both ranks measure a profile at once, links included. Then the same model is trained in
-FP32 with gradients as DistributedDataParallel sends them and in each codec (`compress`), in turns. What `qsync comm predict` says, from the
-profiles alone, is `foreseen_ms`; `chosen` is the way that it says is quickest, and `regret` by how much, of the quickest one, the chosen
-way's steps are really longer. `floor` is how far the same way's steps are apart between odd and even rounds, in the median.
-
-Two ranks take two cores for themselves: what else runs falls on the numbers.
+"""Error of step times predicted for each gradient codec, for two ranks over loopback.
+Loopback is not bandwidth-bound. Both ranks concurrently measure a profile with links. Then the
+model is trained in FP32 with DistributedDataParallel's own reduction and with each codec
+(`compress`), interleaved. Columns: "step_ms" is the measured step, and the next two columns are the
+step predicted by `qsync comm predict` from the profiles and its signed error in percent. "faster"
+and the next column are the measured and the predicted speedup over uncompressed gradients. Row
+"verdict": "chosen" is the codec predicted to be fastest, "regret" the relative excess of its
+measured step over the fastest one's, and "floor" the median difference between odd and even rounds.
+The two ranks need two idle cores.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def rank(job: dict[str, Any]) -> None:
-    """What each process does: measures, trains in all ways in turns, and tells the first one what it saw."""
+    """Run one rank: measure a profile, train with all codecs interleaved, and gather the times."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -94,7 +95,7 @@ def rank(job: dict[str, Any]) -> None:
 
 
 def training(case: Case, way: str) -> Callable[[], None]:
-    """Returns a step of a copy of the model whose gradients go in a codec."""
+    """Return a step of a copy of the model whose gradients use a codec."""
 
     def sends(wrapped: DistributedDataParallel) -> None:
         if way != NONE:
@@ -104,7 +105,7 @@ def training(case: Case, way: str) -> Callable[[], None]:
 
 
 def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Returns what was foreseen of each way and what it took."""
+    """Return rows with the predicted and measured step of each codec."""
     profiles = {f"rank {own}": PROFILE.decode(one["profile"]) for own, one in enumerate(seen)}
     fleet, known = load_device_profiles(
         profiles, Cluster({one: ClusterDevice() for one in profiles})
@@ -145,7 +146,7 @@ def judged(name: str, seen: Sequence[Mapping[str, Any]]) -> list[Row]:
 def seconds(
     seen: Sequence[Mapping[str, Sequence[float]]], way: str, first: int | None = None
 ) -> float:
-    """Returns the seconds of a step of both ranks, of odd or even rounds where `first` is given."""
+    """Return the seconds of a step of both ranks, of every second round from `first` if given."""
     both = [statistics.mean(turn) for turn in zip(*(rank[way] for rank in seen), strict=True)]
     return faster_half(both if first is None else both[first::2])
 

@@ -1,6 +1,7 @@
-"""piquant's stochastic quantizer as a peer of the codecs of gradients, where `pip install pypiquant` has put it.
+"""piquant's stochastic quantizer as a peer of the gradient codecs (`pip install pypiquant`).
 
-It takes one scale for all values, which has to be found before, in a pass of its own; our codecs find one for each unit as they encode.
+piquant uses one scale for all values, which a separate pass computes. The codecs of qsync_fx
+compute one scale per unit while they encode.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ Calls = Mapping[str, Callable[[], object]]
 
 
 def encoders(values: Tensor) -> dict[int, Calls]:
-    """Returns, by bits, what quantizes FP32 values with as many threads as torch has: "piquant" with the scale given, and "piquant, scale
-    found"; nothing where it is not installed."""
+    """Return calls that quantize FP32 values, by number of bits; empty if piquant is not installed.
+
+    They use torch's number of threads: "piquant" with a given scale, "piquant, scale found" with
+    the computation of the scale.
+    """
     try:
         piquant: Any = importlib.import_module("piquant")
     except ImportError:

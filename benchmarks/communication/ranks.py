@@ -1,6 +1,6 @@
-"""A script that runs itself once a rank, over links of a given rate, and takes what its first rank found.
+"""Multi-process benchmarks: a script starts itself once per rank over rate-limited links.
 
-Invariant: a rank is given its job as JSON behind --rank, and one that fails ends the script.
+Invariant: a rank receives its job as JSON after --rank; if a rank fails, the script fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.communication import links
 
 
 def told() -> dict[str, Any] | None:
-    """Returns the job of this process, where it is a rank that `found_by` has started."""
+    """Return the job of this process if `found_by` started it as a rank, else None."""
     job: dict[str, Any] | None = (
         json.loads(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[1] == "--rank" else None
     )
@@ -26,15 +26,15 @@ def told() -> dict[str, Any] | None:
 def found_by(
     script: str, job: Mapping[str, Any], ranks: int, rate: str | None, seconds: float, node: int = 1
 ) -> Any:
-    """Returns what the first rank has written, as JSON, into the file that its job calls "path".
+    """Run `script` as all ranks, and return the JSON that rank 0 writes to its job's "path".
 
     Args:
-        script: the script's own `__file__`.
-        job: what each rank is told.
-        ranks: how many, each with one thread.
-        rate: of their links; None for loopback.
-        seconds: that all may take.
-        node: how many of them, in a row, share a link, and speak to one another beside it.
+        script: the script's `__file__`.
+        job: arguments of all ranks, without "path".
+        ranks: number of ranks, with one thread each.
+        rate: of the links; None for loopback.
+        seconds: time limit of all ranks together.
+        node: number of consecutive ranks that share a namespace and its link.
     """
     with tempfile.TemporaryDirectory() as folder, links.shaped(ranks // node, rate) as nodes:
         places = [place for place in nodes for _ in range(node)]

@@ -1,1 +1,1 @@
-"""Kernels and steps on an NVIDIA GPU; `make bench-gpu` runs them all."""
+"""Kernels and training steps on an NVIDIA GPU; `make bench-gpu` tunes them and runs most."""

@@ -1,8 +1,11 @@
-"""The convolutions of ResNet-50 at batch 256 on a GPU: outputs and both gradients, our kernels beside cuDNN in BF16 with channels last.
-
-The products are those of a training step in INT8, as `qsync tune benchmarks.gpu.models:resnet50 --precision int8` tunes them: outputs of
-INT8 operands, gradients of BF16 ones. "cuDNN bf16" is the convolution alone, on BF16 operands that lie ready; "torch" is what a graph
-without kernels does with the operands at hand, conversions and epilogue included.
+"""Convolutions of ResNet-50 on a GPU, compared with cuDNN in BF16, channels-last.
+The batch size is 256. The products are the outputs and both gradients of a training step in INT8
+(--precision): outputs have INT8 operands, gradients have BF16 operands. `qsync tune
+benchmarks.gpu.models:resnet50 --precision int8` tunes them. "cuDNN bf16" is the convolution alone
+with BF16 operands; "torch" is the eager fallback for the same operands, with conversions and
+epilogue; "qsync::conv2d_product" includes dispatch, and "CUTLASS" is the kernel alone. Runs are
+interleaved; times are medians. "to_cudnn" is cuDNN's time divided by the row's (target: at least
+0.97), and "tuned" says whether the tuning table has the problem.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ BF16 = torch.bfloat16
 
 
 def problems(options: argparse.Namespace) -> list[ConvProblem]:
-    """Returns the products of a training step, the longest first."""
+    """Return the convolution products of a training step, in order of decreasing FLOPs."""
     from benchmarks.gpu.models import resnet50
 
     model, args = resnet50()
@@ -46,14 +49,14 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
 
 
 def operator(p: ConvProblem, o: TimedOperands) -> Call:
-    """Returns a call of `qsync::conv2d_product`, which decides, checks and falls back as it does in training."""
+    """Return a call of `qsync::conv2d_product` with dispatch, checks and fallback."""
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
     how = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
     return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
 
 
 def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
-    """Returns a call of cuDNN's product alone; what it is told of the shape of a gradient lies ready, as it does in training."""
+    """Return a call of cuDNN's product alone; shape-only arguments are allocated before."""
     a, b = o.a.to(BF16), o.b.to(BF16)
     geometry = list(p.stride), list(p.padding), list(p.dilation), False, [0, 0], 1
     if p.operation == "fprop":

@@ -1,10 +1,11 @@
-"""What is foreseen of steps on a GPU beside what they take there: seconds and memory of uniform and mixed plans, the device of the catalog.
-
-A plan is compiled and trained. `milliseconds` is a step by the clock on the wall, forward, backward and SGD, the median of steps that take
-turns with those of the other plans; `peak_mb` the most that torch's allocator holds of it, with parameters. `foreseen_ms` and
-`foreseen_mb` are what `replay` says of the plan, from a profile that `devices.get(NAME).profile` made without the GPU. Errors are in
-percent. `faster` is how many times as fast a plan is as that of the widest format, and `foreseen_faster` what was foreseen of it. With
---measure there are rows of a profile that `measure` has made on the GPU, too, which has not seen the mixed plans.
+"""Error of predicted step time and memory on a GPU, for uniform and mixed plans.
+Each plan is compiled and trained. Columns: "milliseconds" is the median wall time of a step
+(forward, backward and SGD), with plans interleaved; "peak_mb" is the peak of torch's allocator,
+parameters included. The column after each of them is its prediction by `qsync_fx.replay`, and
+"time_error" and "peak_error" are the signed errors in percent. "profile" is the profile that
+predicts: "catalog" is made by `catalog_profile` without the GPU; "measured" (--measure) is measured
+on the GPU and does not contain the mixed plans. "faster" and the next column are the measured and
+the predicted speedup over FP32.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MIXED = 2
 
 
 def bert_wide() -> Case:
-    """Two layers of BERT-base's size, 32 x 128 tokens."""
+    """Return BERT with two layers of BERT-base's size and 32 x 128 tokens."""
     from transformers import BertConfig, BertModel
 
     model = BertModel(BertConfig(num_hidden_layers=2), add_pooling_layer=False)
@@ -61,7 +62,7 @@ QUICK: Mapping[str, Callable[[], Case]] = {"BERT, small": lambda: bert(1, 2, 16)
 
 
 def on(case: Case, device: torch.device) -> Case:
-    """Returns a case on a device, with an optimizer that keeps nothing."""
+    """Return a case on a device, with SGD, which has no state."""
     model: nn.Module = case.model.to(device)
     return Case(
         model,
@@ -87,7 +88,7 @@ def stepping(case: Case, plan: Plan, inner: str) -> Call:
 
 
 def peak(run: Call, device: torch.device, model: nn.Module) -> float | None:
-    """Returns the most bytes that a step holds, with parameters and buffers; None on a CPU."""
+    """Return a step's peak bytes, with parameters and buffers; None on a CPU."""
     if device.type != "cuda":
         return None
     synchronize(device)
@@ -100,7 +101,7 @@ def peak(run: Call, device: torch.device, model: nn.Module) -> float | None:
 
 
 def timed(steps: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each, by turns."""
+    """Return the median seconds of each step, measured interleaved."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, run in steps.items():
@@ -121,7 +122,7 @@ def main() -> None:
     options = read(__doc__, measure=measure)
     rows, device = Rows(options), options.device
     gpu = device.type == "cuda"
-    # The H200 is in the catalog as itself, and other cards by the part of their name that it knows.
+    # The catalog has these cards; other devices use the H100's entry.
     name = next(
         (
             d

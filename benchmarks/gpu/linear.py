@@ -1,8 +1,11 @@
-"""Matrix products and linear layers on a GPU: our kernels beside cuBLAS, torch's narrow products, and torchao where it is installed.
-
-"product" rows are one GEMM with its epilogue (scales, bias, BF16 output) on operands that are quantized already; "forward" and "forward +
-backward" rows are a whole linear layer with parameters and input in BF16, quantizing included. `tflops` counts 2 m n k a product. Run
-after `qsync tune benchmarks.gpu.models:linears`, as `make bench-gpu` does: untuned shapes say so.
+"""Matrix products and linear layers on a GPU, compared with cuBLAS, torch and torchao.
+Peers are torch's products in BF16, INT8 and FP8, and torchao if installed. Rows "product" are one
+GEMM with its epilogue (scales, bias, BF16 output) on quantized operands: "qsync::gemm" includes
+dispatch, "CUTLASS" is the kernel alone. Rows "forward" and "forward + backward" are a linear layer
+with parameters and input in BF16, including quantization. Runs are interleaved; times are medians.
+"tflops" counts 2 m n k per product, "to_bf16" is the speedup over `F.linear` in BF16, and "tuned"
+says whether the tuning table has the shape. Run `qsync tune benchmarks.gpu.models:linears` first,
+as `make bench-gpu` does.
 """
 
 from __future__ import annotations
@@ -46,14 +49,16 @@ LARGE = "8192^3"
 BF16_KERNEL = Target(">= 0.9 of cuBLAS BF16", least=0.9)
 NARROW_KERNEL = Target(">= 1100 T(FL)OP/s and >= the best peer", least=1.0)
 INT8_STEP = Target(">= 1.38 x BF16, forward + backward", least=1.38)
-"""Of INT8 with INT8 gradients. With gradients in BF16 two products of three have BF16's speed, and all can gain 1.2 at the most."""
+"""Target for INT8 with INT8 gradients.
+With BF16 gradients, two of three products run at BF16's speed, which limits the speedup to 1.2.
+"""
 FORMATS = {"bf16": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 Shape = tuple[int, int, int]
 
 
 def dequantized(product: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor) -> Tensor:
-    """What follows an integer product where there is no epilogue: one pass over the result, if a compiler fuses it."""
+    """Return the dequantized product with bias: the epilogue as a separate, fusible pass."""
     return (product.float() * a_scale * b_scale + bias).to(BF16)
 
 
@@ -70,7 +75,7 @@ def problem_of(o: TimedOperands) -> Problem:
 def product_cases(
     shape: Shape, options: argparse.Namespace
 ) -> tuple[dict[str, Call], dict[str, TimedOperands]]:
-    """Returns the calls to be compared, and the operands of ours by format."""
+    """Return the calls to compare, and the native kernels' operands by format."""
     (m, n, k), device = shape, options.device
     bias = torch.randn(n, device=device)
     one = (torch.rand((), device=device) + 0.5, torch.rand((), device=device) + 0.5)
@@ -157,7 +162,7 @@ def judged_product(case: str, name: str, tflops: float, times: Times) -> dict[st
 
 
 def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns linear layers in BF16 by what trains them."""
+    """Return linear layers in BF16, by the compiler or library that trains them."""
     _, n, k = shape
 
     def plain() -> nn.Module:
@@ -181,7 +186,7 @@ def layers(shape: Shape, options: argparse.Namespace) -> dict[str, Callable[[Ten
 
 
 def torchao_layers(plain: Callable[[], nn.Module]) -> dict[str, nn.Module]:
-    """Returns torchao's layers for training in INT8 and FP8; none of those that cannot be imported."""
+    """Return torchao's layers for training in INT8 and FP8, as far as they can be imported."""
     found: dict[str, nn.Module] = {}
     with contextlib.suppress(ImportError, AttributeError):
         found["torchao fp8"] = import_module("torchao.float8").convert_to_float8_training(

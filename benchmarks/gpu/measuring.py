@@ -1,8 +1,8 @@
-"""What the benchmarks on a GPU share: timing by CUDA events, kernels of ours by themselves, targets, rows that are kept as they come.
+"""Common parts of the GPU benchmarks: CUDA event timing, kernel calls, targets, incremental rows.
 
-Invariant: the cases of a comparison take turns (`support.harness`), on random data, and find nothing of it in the GPU's cache; the
-time that Python takes to queue a call is not part of a kernel's. A case that does not run here is a row that says why. With `--device cpu`
-the same code runs without a GPU, which shows that it works and measures nothing.
+Invariant: the cases of a comparison run interleaved (support/harness.py), on random data, with a
+cold GPU cache. Kernel times exclude the time in which Python enqueues calls. A case that fails is a
+row with its error. `--device cpu` runs the same code as a dry run, without valid times.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from qsync_fx.backend.cuda.selection.select import known, way
 Call = Callable[[], object]
 
 FLUSHED = 256 * 2**20
-"""Bytes that are written before each call: more than the largest cache of a GPU (60 MB on an H200)."""
+"""Bytes written before each call to flush the cache; the largest GPU cache has 60 MB (H200)."""
 
 ROW_SECONDS = 0.02
 CYCLES = 2.0e9
-"""Clock cycles a second, at most: what `torch.cuda._sleep` is told waits at least as long as it should."""
+"""Upper bound of the clock rate in Hz, for `torch.cuda._sleep`, which counts cycles."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a number should reach, as the issue that ordered it says."""
+    """Required value of a measurement."""
 
     text: str
     least: float | None = None
     most: float | None = None
 
     def judged(self, value: float | None) -> dict[str, Any]:
-        """Returns the columns of a row: the target, and whether a value meets it; None where it was not measured."""
+        """Return the columns "target" and "met"; "met" is None without a value."""
         met = None
         if value is not None:
             met = (self.least is None or value >= self.least) and (
@@ -67,9 +67,9 @@ GATE = Target("never slower than BF16 (within 3 %)", least=0.97)
 def read(
     description: str | None, argv: Sequence[str] | None = None, **more: dict[str, Any]
 ) -> argparse.Namespace:
-    """Reads the arguments of all benchmarks, --device, --only and --seconds.
+    """Parse the arguments of all benchmarks, --device, --only and --seconds.
 
-    Exits with status 1 where there is no such GPU: what is asked for cannot be measured.
+    Exit with status 1 if the requested GPU does not exist.
     """
     options = arguments(
         description,
@@ -91,7 +91,7 @@ def read(
         torch.cuda.set_device(options.device)
     if options.quick:
         os.environ["QSYNC_BENCH_QUICK"] = "1"
-    # Variants of one model are compiled from the same code, which counts as compiling it anew.
+    # Variants of one model compile the same code, which Dynamo counts as recompilations.
     torch._dynamo.config.recompile_limit = 64
     options.until = time.monotonic() + options.seconds
     return options
@@ -99,14 +99,14 @@ def read(
 
 @dataclass
 class Rows:
-    """The rows of a benchmark; the file is written anew with each case, so that what was measured is kept whatever comes."""
+    """Rows of a benchmark; the file is written after each case."""
 
     options: argparse.Namespace
     rows: list[Row] = field(default_factory=list)
 
     def add(self, *rows: Row) -> None:
         dry = self.options.quick or self.options.device.type == "cpu"
-        # A dry run meets and misses nothing.
+        # A dry run neither meets nor misses a target.
         self.rows += [dict(row) | {"met": None} if dry and "met" in row else row for row in rows]
         if self.options.json:
             device = self.options.device
@@ -118,7 +118,7 @@ class Rows:
             write_json(self.options.json, self.rows, quick=self.options.quick, environment=where)
 
     def wanted(self, names: Sequence[str]) -> Iterator[str]:
-        """Yields the names of cases to be measured, as long as there is time; says which are left out."""
+        """Yield the selected cases until the time is over; add a row for each that is left out."""
         chosen = [name for name in names if self.options.only in name]
         for at, name in enumerate(chosen):
             if time.monotonic() > self.options.until:
@@ -142,10 +142,10 @@ class Rows:
 def measure(
     cases: Mapping[str, Call], options: argparse.Namespace, rounds: int = 11
 ) -> tuple[Times, dict[str, str]]:
-    """Times the cases in turns.
+    """Time the cases interleaved.
 
     Returns:
-        Seconds a call, by case; and why the cases that did not run did not.
+        Seconds per call of each case, and the error of each case that failed.
     """
     running, failed = dict(cases), {}
     for name, case in cases.items():
@@ -184,7 +184,10 @@ def _measure_on_gpu(cases: Mapping[str, Call], rounds: int) -> Times:
 
 
 def _row(case: Call, calls: int, flush: Tensor, wait: float) -> float:
-    """Returns the median seconds of some calls that are queued while the GPU waits, so that none of them waits for Python."""
+    """Return the median seconds of calls that are enqueued while the GPU sleeps for `wait` seconds.
+
+    The GPU therefore never waits for Python.
+    """
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
     torch.cuda._sleep(int(wait * CYCLES))  # type: ignore[no-untyped-call]
     for start, end in pairs:
@@ -202,14 +205,15 @@ def synchronize(device: torch.device) -> None:
 
 
 def errors(case: str, failed: Mapping[str, str]) -> list[Row]:
-    """Returns a row for each case that did not run."""
+    """Return a row for each case that failed."""
     return [{"case": case, "name": name, "error": why} for name, why in failed.items()]
 
 
 def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem] | None:
-    """Returns the fastest of our kernels for a problem, by what was tuned, and the problem as it takes it.
+    """Return the fastest tuned kernel for a problem, and the problem in the form that it accepts.
 
-    Untuned it is the first candidate; None where no kernel takes the problem, or the device has none.
+    Return the first candidate if the problem is not tuned, and None if no kernel applies or the
+    device supports none.
     """
     found = known_of(device)
     if found.arch is None:
@@ -224,13 +228,13 @@ def best(problem: Problem, device: torch.device) -> tuple[KernelConfig, Problem]
 
 
 def tuned(problem: Problem, device: torch.device) -> bool:
-    """Whether a problem's bucket was measured on this device."""
+    """Return whether the tuning table of this device has the problem's bucket."""
     table = known_of(device).table
     return table is not None and table.choice(problem) is not None
 
 
 def by_kernel(problem: Problem, given: TimedOperands, device: torch.device) -> Call | None:
-    """Returns a call of the fastest of our kernels on some operands, without what decides and checks; None where there is none."""
+    """Return a call of the fastest kernel without dispatch; None if no kernel applies."""
     found = best(problem, device)
     if found is None:
         return None

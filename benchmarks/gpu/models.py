@@ -1,8 +1,8 @@
-"""What is tuned and measured on a GPU: linear layers of the usual sizes, BERT-base, ResNet-50; as `qsync tune` takes them.
+"""Models that are tuned and measured on a GPU: linear layers, BERT-base and ResNet-50.
 
     qsync tune benchmarks.gpu.models:linears --precision int8
 
-Invariant: shapes are those that the benchmarks measure, types those that they measure in; so what was tuned is what runs.
+Invariant: the benchmarks use the same shapes and dtypes, so that they run the tuned kernels.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ TRANSFORMERS = {
     "Llama-7B down, 4096 tokens": (4096, 4096, 11008),
 }
 SHAPES = SQUARES | TRANSFORMERS
-"""Case -> m (rows of the input), n (outputs), k (inputs)."""
+"""Case to m (rows of the input), n (outputs), k (inputs)."""
 
 TINY = {"33 x 48 x 64": (33, 48, 64)}
-"""For dry runs."""
+"""Shapes for dry runs."""
 
 
 def quick() -> bool:
-    """Whether this is a dry run; a variable says so, since `qsync tune` passes no arguments on."""
+    """Return whether this is a dry run.
+
+    An environment variable says so, since `qsync tune` passes no arguments.
+    """
     return bool(os.environ.get("QSYNC_BENCH_QUICK"))
 
 
 class Linears(nn.Module):
-    """Linear layers beside each other, with parameters in BF16, each with an input of its own."""
+    """Independent linear layers with BF16 parameters, each with its own input."""
 
     def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ def linears() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def resnet50(batch: int = 256) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """ResNet-50 (He et al. 2016) on images of 224 x 224, channels last; in dry runs a small one."""
+    """Return ResNet-50 (He et al., 2016), 224 x 224, channels-last; small in dry runs."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     how: dict[str, Any] = {"depths": [3, 4, 6, 3], "layer_type": "bottleneck", "num_labels": 1000}
@@ -85,7 +88,7 @@ def resnet50(batch: int = 256) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def bert_base(batch: int = 64, length: int = 128) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """BERT-base (Devlin et al. 2019); in dry runs a small one."""
+    """Return BERT-base (Devlin et al., 2019); small in dry runs."""
     from transformers import BertConfig, BertModel
 
     how: dict[str, Any] = {}

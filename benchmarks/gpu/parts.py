@@ -1,9 +1,11 @@
-"""Tunes, then runs the benchmarks of a GPU, each within its time: `make bench-gpu`.
+"""Runner of `make bench-gpu`: tunes the kernels, then runs each GPU benchmark with a time limit.
+Rows are written to benchmarks/results/gpu_*.json; gpu_parts.json contains the exit status and the
+seconds of each part, and whether it ran out of time.
 
     python benchmarks/gpu/parts.py --parts tune linear --seconds 480
 
-Each benchmark keeps its rows in benchmarks/results/gpu_*.json as it goes; `gpu_parts.json` there says how each part ended. Tuning is one
-command for each model and precision, so that what is tuned stays tuned if the next does not come to its end.
+Each model and precision is tuned by a separate command, so that an interruption does not lose
+earlier results.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ TUNED = (
     ("resnet50", "int8"),
     ("transformers", "int8_grad"),
 )
-"""Models of models.py and precisions, what targets are set for first."""
+"""Models of models.py and precisions, in order of priority: first those with targets."""
 
 MARGIN = 45.0
-"""Seconds that a part gets beyond the time after which it starts nothing new."""
+"""Seconds between the time at which a part starts no further case and its end."""
 
 
 def commands(
     part: str, seconds: float, rounds: int, rest: list[str], results: Path
 ) -> list[list[str]]:
-    """Returns the commands of a part."""
+    """Return the commands of a part."""
     if part == "tune":
         qsync = [sys.executable, "-m", "qsync_fx.cli", "tune"]
         return [
@@ -68,7 +70,7 @@ def commands(
 
 
 def ran(command: list[str], until: float, environment: dict[str, str]) -> int | None:
-    """Runs a command from the root of the repository and returns its status; None where it was interrupted at its time."""
+    """Run a command from the repository root; return its exit status, or None after a timeout."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         return process.wait(max(0.1, until - time.monotonic()))

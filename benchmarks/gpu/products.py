@@ -1,11 +1,10 @@
-"""Times of a GPU's library products in every format: what the catalog's constants are fitted to where such a GPU is at hand.
-
-Matrix products by cuBLAS and all three products of convolutions by cuDNN (channels last, as Inductor lays them out), on random data, the
-same call again and again, as DeepBench measures them; nothing of ours is run. `--shapes` is a folder with deepbench_gemm.csv and
-deepbench_conv.csv, of which sizes and layouts alone are read; without it the layers of BERT-base and ResNet-50 are measured. Beside them,
-copies of 1 KiB to 4 GiB and an addition of one number, which tell bandwidths and what a launch takes.
-
-`benchmarks/published/catalog.py --measured FILE` fits to the rows.
+"""Times of a GPU's library products in every format, for fitting the catalog's constants.
+The products are cuBLAS matrix products and the three products of cuDNN convolutions (channels-last,
+as under Inductor), on random data. As in DeepBench the same call is repeated with a warm cache.
+--shapes names a folder with deepbench_gemm.csv and deepbench_conv.csv, which provide only sizes and
+layouts; by default the layers of BERT-base and ResNet-50 are measured. "seconds" is the median per
+call. Rows "copy" (1 KiB to 4 GiB) and "launch" give bandwidths and launch overhead.
+benchmarks/published/catalog.py --measured FILE fits constants to the rows.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ LAYERS = (
     (256, 56, 64, 1, 1),
     (256, 56, 512, 1, 2),
 )
-"""Channels, side, filters, side of a filter and stride of layers of ResNet-50."""
+"""Channels, height and width, filters, filter size and stride of layers of ResNet-50."""
 BATCH = 32
 
 Gemm = tuple[int, int, int, str]
@@ -57,14 +56,14 @@ ROUNDS, CALLS, ENOUGH = 5, 8, 0.02
 
 
 def gemms(folder: Path | None) -> list[Gemm]:
-    """Returns m, n, k and layout, as BLAS counts, each once."""
+    """Return the distinct (m, n, k, layout) in BLAS notation."""
     if folder is None:
         return LINEAR
     return list(dict.fromkeys((*point.shape, point.layout) for point in catalog.gemms(folder)))  # type: ignore[misc]
 
 
 def convolutions(folder: Path | None) -> list[tuple[int, ...]]:
-    """Returns sizes in the order of the catalog's SIZES, each once."""
+    """Return the distinct convolution sizes, in the order of `catalog.SIZES`."""
     if folder is None:
         return [
             (BATCH, c, h, h, k, r, r, stride, stride, r // 2, r // 2)
@@ -80,7 +79,10 @@ def values(shape: tuple[int, ...], precision: str, device: torch.device) -> Tens
 
 
 def product(shape: Gemm, precision: str, device: torch.device) -> Call:
-    """Returns a call of a matrix product. BLAS sees matrices by columns, so what it calls the first factor is the second one here."""
+    """Return a call of a matrix product.
+
+    BLAS is column-major: its first operand is the second one here.
+    """
     m, n, k, layout = shape
     right = (
         values((k, m), precision, device)
@@ -118,7 +120,7 @@ def convolved(sizes: tuple[int, ...], which: str, precision: str, device: torch.
 
 
 def seconds(call: Call, device: torch.device) -> float:
-    """Returns the median seconds of a call, of rounds that are queued while the GPU waits."""
+    """Return the median seconds per call, over rounds that are enqueued while the GPU sleeps."""
     call()
     synchronize(device)
     since = time.perf_counter()
@@ -142,13 +144,13 @@ def seconds(call: Call, device: torch.device) -> float:
 
 
 def row_of(make: Callable[[], Call], device: torch.device, **what: Any) -> Row:
-    """Returns a row with the seconds of a call, or with why there are none."""
+    """Return a row with the seconds of a call, or with its error."""
     try:
         return {**what, "seconds": seconds(make(), device)}
     except (
         RuntimeError,
         ValueError,
-    ) as error:  # a library does not take every size in every format
+    ) as error:  # libraries do not support every size in every format
         return {**what, "error": (str(error).splitlines() or [""])[0][:120]}
 
 
@@ -181,7 +183,7 @@ def convolution_rows(
 
 
 def measured(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Row]]]:
-    """Returns what measures each case."""
+    """Return a function that measures each case."""
     device, few = options.device, 2 if options.quick else None
     found: dict[str, Callable[[], Iterator[Row]]] = {
         "copies": partial(copies, device, options.quick)

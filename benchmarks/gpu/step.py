@@ -1,10 +1,11 @@
-"""Whole training steps on a GPU: ResNet-50 at batch 256 and BERT-base, qsync in each precision beside Inductor.
-
-Forward, backward, SGD. Each variant takes turns with the first, Inductor's FP32, and with compiled autocast, so that every row is a
-comparison that was interleaved; a row is kept as soon as it is measured. `peak_mb` is the most that torch's allocator holds in a step
-beyond what it held before (the optimizer keeps no state). `milliseconds` are the device's, with launches queued ahead; `wall_ms` are a
-user's, who waits for Python too. "quantizing" rows are the time of the quantizer's kernels within an INT8 step,
-as a part of the FP16 step: what INT8 costs before it gains anything (LP-PyTorch, Fig. 7b).
+"""Training steps of ResNet-50 and BERT-base on a GPU, compared with Inductor and autocast.
+The variants are qsync in each precision, and Inductor in FP32 and under autocast. A step is
+forward, backward and SGD. Each variant runs interleaved with Inductor's FP32 and with compiled BF16
+autocast; times are medians. "milliseconds" is device time with launches enqueued ahead, "wall_ms"
+includes Python. "to_fp32" and "to_autocast_bf16" are speedups. "peak_mb" is the peak of torch's
+allocator in a step, beyond the bytes before it. Rows "quantizing" give the time of quantization
+kernels in an INT8 step as a fraction of the FP16 step ("of_fp16"): the overhead of INT8
+(LP-PyTorch, Fig. 7b).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ OURS = (
     "absmax_columns",
     "scales_of_parts",
 )
-"""Kernels of the quantizer (cpp/cutlass)."""
+"""Quantization kernels (cpp/cutlass)."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: what compiles, and the type that autocast converts to, if any."""
+    """Training variant: torch.compile's backend, qsync's precision, and autocast's dtype."""
 
     backend: str
     precision: str | None = None
@@ -66,7 +67,7 @@ VARIANTS = {
 def models() -> dict[
     str, tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], Callable[[Any], Tensor]]
 ]:
-    """Returns model and loss by case."""
+    """Return model and loss by case."""
     from benchmarks.gpu.models import bert_base, resnet50
 
     def classified(output: Any) -> Tensor:
@@ -86,7 +87,7 @@ def models() -> dict[
 
 
 def step(case: str, how: Variant, options: argparse.Namespace) -> Call:
-    """Returns a training step, which compiles when it is first called."""
+    """Return a training step, which compiles in its first call."""
     make, loss_of = models()[case]
     torch.manual_seed(0)
     model, args = make()
@@ -112,7 +113,7 @@ def step(case: str, how: Variant, options: argparse.Namespace) -> Call:
 
 
 def peak(run: Call, options: argparse.Namespace) -> float | None:
-    """Returns the most bytes that are held in a step; None on a CPU."""
+    """Return the peak bytes of a step beyond the bytes before it; None on a CPU."""
     if options.device.type != "cuda":
         return None
     run()
@@ -125,7 +126,7 @@ def peak(run: Call, options: argparse.Namespace) -> float | None:
 
 
 def wall(run: Call, options: argparse.Namespace) -> float:
-    """Returns the median seconds of a step by the clock on the wall, one step after the other."""
+    """Return the median wall time of a step in seconds."""
     seconds = []
     for _ in range(2 if options.quick else 10):
         synchronize(options.device)
@@ -137,7 +138,7 @@ def wall(run: Call, options: argparse.Namespace) -> float:
 
 
 def quantizing(run: Call) -> float:
-    """Returns the seconds that kernels of the quantizer take in a step."""
+    """Return the seconds of quantization kernels in a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -146,7 +147,7 @@ def quantizing(run: Call) -> float:
 
 
 def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
-    """Measures the variants of a model, each as soon as it is compiled."""
+    """Measure the variants of a model, each as soon as it is compiled."""
     steps: dict[str, Call] = {}
     seconds: dict[str, float] = {}
     peaks: dict[str, float | None] = {}
@@ -180,7 +181,7 @@ def measured(case: str, rows: Rows, options: argparse.Namespace) -> None:
     if "qsync int8" in steps and "qsync fp16" in seconds and options.device.type == "cuda":
         try:
             took = quantizing(steps["qsync int8"])
-        except RuntimeError as error:  # a profiler is not allowed everywhere
+        except RuntimeError as error:  # some systems do not permit profiling
             rows.add(*errors(case, {"quantizing": str(error).splitlines()[0]}))
             return
         part = took / seconds["qsync fp16"]

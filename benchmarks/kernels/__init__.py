@@ -1,1 +1,1 @@
-"""Single kernels, beside the peers that compute the same, and how long it takes to build and to call them."""
+"""CPU kernels compared with peer kernels, and the time to build and to call a kernel."""

@@ -1,10 +1,11 @@
-"""From which size on a layer is faster in BF16 than in FP32 on the CPU: what `on_cpu.ENOUGH_WORK` says of 16 bits.
-
-The three products of a training step, of linear layers and of convolutions whose channels lie last. BF16 converts weight and bias from FP32
-and the weight's gradient back to FP32, as autocast and this backend do; activations and their gradients are in BF16 already, as between
-layers. `work` is the binary logarithm of the multiplications of the output; `to_fp32` is BF16's time by that of FP32, in turns. One thread
-is timed by its own clock, which leaves out what else runs on its core. "few rows"
-are layers with weights around the size from which on the allocator asks the system for memory anew (`on_cpu.LARGE_WEIGHT`).
+"""Layer size from which BF16 is faster than FP32 on the CPU.
+It determines `ENOUGH_WORK` and `LARGE_WEIGHT` in backend/operators/gemm/cpu_kernels.py. A case is
+the three products of a training step of a linear layer or of a channels-last convolution. In BF16
+it includes the casts of weight and bias from FP32 and of the weight gradient to FP32, as under
+autocast; activations and their gradients are BF16 already. Runs are interleaved; times are medians.
+"work" is log2 of the multiplications of the output, and "to_fp32" the median ratio of BF16's time
+to FP32's. The kind "few rows" has weights around the size from which the allocator requests memory
+from the system in each step. With --threads 1 the clock counts CPU time of the process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LAYERS = tuple(
     for rows in (8, 32, 128, 512, 1024, 4096)
     if 2**19 <= rows * outputs * inputs <= 2**24
 )
-"""Rows, outputs and inputs."""
+"""Rows, output and input features."""
 ONE_ROW = tuple(
     (1, outputs, inputs)
     for outputs, inputs in ((512, 512), (1024, 1024), (2048, 2048), (4096, 1024), (1024, 4096))
@@ -50,7 +51,7 @@ CONVOLUTIONS = tuple(
     for batch, side in ((1, 4), (8, 4), (1, 16), (8, 8), (8, 16))
     if 2**19 <= batch * side**2 * inputs * outputs * kernel**2 <= 2**24.5
 )
-"""Images, pixels of a side, channels of the input and of the output, values of a side of the kernel."""
+"""Images, height and width, input and output channels, kernel height and width."""
 
 Step = Callable[[], object]
 
@@ -89,7 +90,7 @@ def convolution(
 
 
 def steps(quick: bool) -> Iterator[tuple[str, str, int, Step, Step]]:
-    """Yields what is compared: kind, name, multiplications, BF16 and FP32."""
+    """Yield kind, name, multiplications, and the steps in BF16 and FP32."""
     for shape in (*LAYERS[:2], ONE_ROW[0]) if quick else (*LAYERS, *ONE_ROW):
         kind, name = "layer" if shape[0] > 1 else "one row", "x".join(map(str, shape))
         yield (

@@ -1,10 +1,13 @@
-"""Products of BF16 by the native module beside oneDNN's, as torch calls it, and beside its kernel for blocks (brgemm); see `cpu_kernels`.
+"""BF16 products of the native module compared with oneDNN and its block kernel (brgemm).
 
-Operands are ready, in BF16; the gradient of a weight is given out in FP32. Ours and oneDNN's pack operands, brgemm's lie packed and its
-results stay in FP32, or INT32 of unsigned by signed bytes: that is what the kernel alone reaches over the blocks that ours has. Signed by
-signed it is wrong without AMX (torch 2.13), and not measured. `faster_than_bf16` is oneDNN's time to each.
+`cpu_kernels.py --only bf16` runs these cases. Operands are BF16 in memory; weight gradients are
+FP32. The native kernel and oneDNN, called through torch, pack operands in each call. brgemm reads
+packed operands and leaves results in FP32, or INT32 for unsigned by signed bytes, so it shows the
+rate of the inner kernel on the native kernel's block sizes. Signed by signed brgemm is excluded: it
+is wrong without AMX (torch 2.13). "faster_than_bf16" is oneDNN's time divided by a case's.
 
-An activation in the epilogue is compared with the product and Inductor's kernel for it behind that, as `of_behind`.
+Fused activations are compared with the product followed by Inductor's activation kernel;
+"of_behind" is the ratio to this sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ SHAPES: Final = (
     (1576, 768, 768),
     (1576, 3072, 768),
 )
-"""Rows, output and input channels: layers of BERT-base, projections of GPT-2, layers of ViT-B with 8 x 197 tokens."""
+"""Rows, output and input channels of layers of BERT-base, GPT-2 and ViT-B (8 x 197 tokens)."""
 
 BF16: Final = torch.bfloat16
 _NAMES: Final[dict[torch.dtype, str]] = {
@@ -42,7 +45,7 @@ _WIDE: Final = 64  # columns of a packed block, as in brgemm.cpp
 
 @functools.cache
 def brgemm() -> ctypes.CDLL | None:
-    """Returns torch's kernel for blocks, compiled; None where it cannot be."""
+    """Return the compiled library of brgemm.cpp, or None if compilation fails."""
     from torch.utils.cpp_extension import load
 
     try:
@@ -56,7 +59,7 @@ def brgemm() -> ctypes.CDLL | None:
 
 
 def packed(b: Tensor) -> Tensor:
-    """Returns `[K, N]` as brgemm reads it: blocks of columns, words of four bytes together."""
+    """Return `b` [K, N] in brgemm's format: column blocks, 4-byte groups along K contiguous."""
     values = 4 // b.itemsize
     k, n = b.shape
     return b.reshape(k // values, values, n // _WIDE, _WIDE).permute(2, 0, 3, 1).contiguous()
@@ -65,7 +68,7 @@ def packed(b: Tensor) -> Tensor:
 def by_blocks(
     name: str, a: Tensor, b: Tensor, dtype: torch.dtype
 ) -> dict[str, Callable[[], object]]:
-    """Returns a call of brgemm, or none where there is no such kernel or it does not give the right numbers."""
+    """Return a call of brgemm; empty if the kernel is unavailable or its result is wrong."""
     library, (m, k), n = brgemm(), a.shape, b.shape[1]
     if library is None or n % _WIDE or k % 4:
         return {}
@@ -76,7 +79,7 @@ def by_blocks(
 
     def call() -> Sequence[Tensor]:
         function(*sizes, *addresses)
-        return left, right, result  # which live as long as the call does
+        return left, right, result  # the closure owns the operands
 
     exact = left.double() @ b.double()
     if function(*sizes, *addresses) or not torch.allclose(
@@ -151,7 +154,7 @@ def activations(
         torch.randint(-100, 101, shape).to(dtype) for shape in ((rows, inner), (channels, inner))
     )
     bias = torch.randn(channels)
-    # By Inductor's formulas, whose parameters are no tensors.
+    # Inductor's kernel contains the same formula; these calls have no tensor parameters.
     kernels: dict[_C.Activation, Callable[[Tensor], Tensor]] = {
         "relu": torch.compile(lambda y: torch.relu(y)),
         "gelu": torch.compile(lambda y: F.gelu(y)),

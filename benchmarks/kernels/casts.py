@@ -1,10 +1,9 @@
-"""How many conversions and quantizations the passes leave in a training step of ten models, by counting them in the lowered graph.
-
-A conversion is one that changes the type of a tensor, whoever asked for it; a quantization is a `qsync::quantize`. Each goes through
-memory once where nothing is fused with it. Depths are those of the real models and widths are small: nothing is timed.
-
-`--before PATH` takes the counts of an earlier commit from a file that this script wrote with PYTHONPATH naming a checkout of it; without
-it those stay that the file of `--json` has.
+"""Number of casts and quantizations in a training step of ten models.
+They are counted in the lowered graphs. "casts" counts nodes that only change the dtype of a
+floating-point tensor, and "quantizes" counts `qsync::quantize`; each is a pass over memory unless
+it is fused. "*_before" are the counts of an earlier commit: of the file given by --before, else of
+the file given by --json. Create the file of --before by running this script with PYTHONPATH set to
+its checkout. The models have their published depths and small widths; the script measures no times.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from benchmarks.support.harness import Row, arguments, show, write_json
 
 Model = tuple[nn.Module, dict[str, Tensor]]
 
-os.environ.setdefault("QSYNC_VERIFY", "raise")  # a graph that falls back has nothing to count
+# A graph that falls back to eager has no nodes to count.
+os.environ.setdefault("QSYNC_VERIFY", "raise")
 
 WORDS = 97
 HEADS: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4}
@@ -51,7 +51,7 @@ def tokens() -> dict[str, Tensor]:
 def resnet(depths: tuple[int, ...], kind: str) -> Model:
     widths = (
         [8, 16, 24, 32] if kind == "basic" else [32, 64, 96, 128]
-    )  # so that the blocks have the shortcuts that they have
+    )  # chosen so that the same blocks have shortcut convolutions as in the full model
     config = hf.ResNetConfig(
         embedding_size=8, hidden_sizes=widths, depths=list(depths), layer_type=kind, num_labels=2
     )
@@ -59,7 +59,7 @@ def resnet(depths: tuple[int, ...], kind: str) -> Model:
 
 
 class Vgg16(nn.Module):
-    """VGG-16 with batch norms (Simonyan and Zisserman, configuration D), an eighth as wide."""
+    """VGG-16 with batch norm (Simonyan and Zisserman, configuration D), an eighth as wide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def count(build: Callable[[], Model], precision: str) -> dict[str, int]:
 
 
 def converts(node: fx.Node) -> bool:
-    """Whether a node does nothing but change the type of a floating-point tensor."""
+    """Return whether a node only changes the dtype of a floating-point tensor."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name != "aten::to":
         return False
     source = node.args[0]
@@ -199,7 +199,7 @@ def converts(node: fx.Node) -> bool:
 
 
 def earlier(options: Any) -> dict[str, Any]:
-    """Returns the counts to compare with: of the file that --before names, else those that the result has had until now."""
+    """Return the counts of --before, else the earlier counts in the file of --json."""
     if options.before:
         found = json.loads(options.before.read_text())
         rows = [

@@ -1,13 +1,15 @@
-"""INT8 products on the CPU: our kernel beside oneDNN's BF16 and `torch._int_mm`, at the shapes of BERT-base, ResNet-18 and VGG-16.
+"""INT8 products on the CPU, compared with oneDNN's BF16 and `torch._int_mm`.
+The shapes are layers of BERT-base, ResNet-18 and VGG-16. Each layer has rows for the three products
+of a training step, and "layer" for their sum. INT8 includes quantization (stochastic, one scale per
+tensor) of activation, weight and output gradient; the weight gradient reuses the quantized
+gradient. BF16 includes the casts of activation and weight from FP32, and of the weight gradient to
+FP32, as under autocast. Rows "product alone", and all convolutions (channels-last), start from
+converted operands. Runs are interleaved; times are medians. "gops" counts 2 m n k operations per
+product; "faster_than_bf16" is oneDNN's time divided by the row's; "of_peak" is the fraction of the
+peak rate measured in the L1 cache, times the threads. With --threads 1 the clock counts CPU time of
+the process.
 
-Of each layer the three products of a training step, and all of them together ("layer"). What a step has to do for them counts: ours
-quantizes the activation (FP32, stochastic, one scale), the weight and, for the input gradient, the gradient, which the weight gradient
-shares; BF16 converts activation and weight from FP32, as autocast does, and gives the weight's gradient out in FP32. Rows "product alone"
-start from operands that are ready, and those of convolutions do, channels last. `gops` counts 2 m n k a product; `of_peak` is of what
-this unit reached in this run, from the first cache, on as many threads. One thread is timed by its own clock, which leaves out what else
-runs on its core.
-
-Grouped and depthwise convolutions are `grouped_convolutions`, products of BF16 `bf16_products`.
+Grouped and depthwise convolutions are in `grouped_convolutions`, BF16 products in `bf16_products`.
 """
 
 from __future__ import annotations
@@ -36,10 +38,13 @@ BF16 = torch.bfloat16
 PEER = bf16_products.PEER
 ROWS = (512, 2048)
 LAYERS = ((768, 768), (3072, 768), (768, 3072))
-"""Output and input channels: projections of attention, and the two layers of the perceptron."""
+"""Output and input channels: attention projections, and the two layers of the MLP."""
 
 SMALL = tuple((rows, width, width) for rows in (64, 256, 1024) for width in (64, 128, 256, 512))
-"""Rows and channels of layers around the size from which on INT8, and BF16, are faster (`on_cpu.ENOUGH_WORK`); FP32 is measured, too."""
+"""Rows, outputs and inputs of layers around the size from which INT8 and BF16 are faster.
+
+See `backend.operators.gemm.cpu_kernels.ENOUGH_WORK`. These rows also measure FP32.
+"""
 
 CONVOLUTIONS = {
     "ResNet-18": (
@@ -52,7 +57,7 @@ CONVOLUTIONS = {
     "VGG-16": ((64, 112, 64, 3, 1), (128, 56, 128, 3, 1), (256, 28, 256, 3, 1)),
     "fewer channels": ((16, 32, 16, 3, 1), (32, 32, 32, 3, 1)),
 }
-"""Input channels, side of the image, output channels, side of the kernel, stride; batches of eight."""
+"""Input channels, height and width, output channels, kernel size, stride; the batch size is 8."""
 BATCH = grouped_convolutions.BATCH
 
 Cases = Mapping[str, Callable[[], object]]
@@ -193,7 +198,7 @@ def convolution_rows(repeats: int, threads: int, quick: bool) -> list[Row]:
             peak = _C.gemm_peak() * threads
             for what, compared in convolution_cases(*layer).items():
                 if what == "input gradient" and stride > 1:
-                    continue  # oneDNN's, whatever the format
+                    continue  # the backend computes this in oneDNN for every format
                 work = 2 * BATCH * (side // stride) ** 2 * inner * channels * kernel**2
                 case = f"{model} {inner}x{side}x{side} to {channels}, {kernel}x{kernel}, stride {stride}"
                 rows += told(

@@ -1,7 +1,8 @@
-"""Grouped and depthwise convolutions, which are left to oneDNN: its BF16 beside its FP32, the three products each.
+"""Grouped and depthwise convolutions, which the backend leaves to oneDNN: BF16 compared with FP32.
 
-Beside them a copy of what they read and write in BF16 ("copy"): no kernel that goes over memory once is much faster than that. Gradients
-that are slow in BF16 are measured as this backend has them computed, too, with what is converted for them.
+`cpu_kernels.py --only grouped` runs these cases. "copy" copies the BF16 activation and output
+gradient: a lower bound of the time of a memory-bound kernel. Gradients that are slow in BF16 are
+also measured as the backend computes them, with their conversions ("bf16 by way of fp32").
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ GROUPED = {
         (256, 4, 256, 3, 1, 256),
     ),
 }
-"""Input channels, side of the image, output channels, side of the kernel, stride, groups; batches of eight."""
+"""Input channels, height and width, output channels, kernel size, stride, groups."""
 BATCH = 8
 
 
 def layers(quick: bool) -> Iterator[tuple[str, float, dict[str, Cases]]]:
-    """Yields the name of each layer, the operations of one product, and what is measured, by product; a layer a model if quick."""
+    """Yield each layer's name, operations per product, and cases by product.
+
+    With `quick`, only the first layer of each model.
+    """
     for model, of_model in GROUPED.items():
         for layer in of_model[:1] if quick else of_model:
             inner, side, channels, kernel, stride, groups = layer
@@ -80,7 +84,7 @@ def cases(
     copy = {"copy": lambda: (x.clone(), gradient.clone())}
 
     def converted(of_input: bool) -> Cases:
-        """What Inductor is given in place of a gradient that is slow in BF16."""
+        """Return the backend's replacement for a gradient that is slow in BF16."""
         mask = [of_input, not of_input, False]
         arguments = gradient, x, weight, None, *rest, mask
         slow = layouts.slow(weight, [stride] * 2, False, groups)[not of_input]

@@ -1,7 +1,8 @@
-"""What a user waits for before a BERT layer trains on a GPU: the first compile of its CUDA kernels, and loading them from the cache.
-
-No GPU is needed. The first compile is measured once, with as many compilers as cores and memory allow, into an empty cache; loading, with
-all that is checked before, in a process of its own each time.
+"""Time to compile the CUDA kernels of a BERT layer, and to load them from the kernel cache.
+The layer trains in INT8, with INT8 gradients. No GPU is needed. The first compilation runs once,
+into an empty cache, with as many parallel compilers as cores and memory allow. "from the cache" is
+the median time to validate and load all libraries, each time in a new process. "target" and "met"
+give the required value and whether it is reached.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LOAD = Target("from the cache below 50 ms", most=50)
 
 
 def units_of_layer(arch: Arch) -> list[TranslationUnit]:
-    """Returns the kernels that a layer of BERT-base is trained with in INT8, its gradients too, where nothing was tuned."""
+    """Return the untuned kernels for training a BERT-base layer in INT8, gradients included."""
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 
@@ -48,7 +49,7 @@ def units_of_layer(arch: Arch) -> list[TranslationUnit]:
 
 
 def loaded(units: list[TranslationUnit], folder: Path) -> float:
-    """Returns the seconds until libraries that are in the cache can be called."""
+    """Return the seconds to load cached libraries until they are callable."""
     since = time.perf_counter()
     for unit, path in compiler.build(units, progress=False, folder=folder).items():
         library.load(path, unit)

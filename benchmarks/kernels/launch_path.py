@@ -1,10 +1,11 @@
-"""What a call of a CUDA kernel takes in Python: from the function behind `qsync::gemm` to the kernel's library, which does nothing here.
-
-A training step calls hundreds of kernels, and a small GPU waits for Python where it has nothing else to do. No GPU is needed: operands lie
-on the CPU, which counts as a T4, and the library is a few functions of C that return at once, so what is left is ours: checks, the call's
-site, filling in its arguments, the memory of the result. "decided anew" forgets the site after each call, as if each had to find out which
-kernel computes, how operands lie and what it is told; "torch.mm" is a product of 2 x 2, of which torch's own way to a kernel is most.
-Times are the processor's, cases take turns.
+"""Python overhead of a CUDA kernel call.
+It is measured from the implementation of `qsync::gemm` to the kernel library, which is a no-op
+here. A training step calls hundreds of kernels, and the GPU waits for Python when it has no queued
+work. No GPU is needed: operands are CPU tensors that count as on a T4. The time covers checks, the
+call cache, kernel arguments and the allocation of the result. Rows: "a call" hits the call cache,
+the next row misses it and selects the kernel again, and "torch.mm" multiplies 2 x 2 matrices, which
+is mostly torch's dispatch overhead. Runs are interleaved; "microseconds" is the median CPU time per
+call, and "to_mm" the median ratio to torch.mm.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ const char *qsync_error(int status) {{ return 0; }}
 
 
 def had(unit: TranslationUnit, folder: Path) -> None:
-    """Has a unit's library loaded, as one that launches nothing."""
+    """Register a no-op library for a translation unit."""
     source, library = folder / f"{unit.name}.c", folder / f"{unit.name}.so"
     source.write_text(_NOTHING.format(abi=abi.VERSION, name=unit.name))
     subprocess.run(["g++", "-x", "c", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
@@ -65,14 +66,14 @@ def had(unit: TranslationUnit, folder: Path) -> None:
 
 
 def chosen(problem: Problem, folder: Path) -> None:
-    """Has the kernel that computes a problem loaded."""
+    """Register a no-op library for the kernel that is selected for a problem."""
     config = decision(problem, CPU).config
     assert config is not None, problem
     had(kernel_registry.unit_of(config), folder)
 
 
 def product(folder: Path, size: int) -> Callable[[], Tensor]:
-    """Returns the call of a linear layer's product in INT8, with scales and bias."""
+    """Return the call of a linear layer's INT8 product with scales and bias."""
     a = torch.ones(64 * size, 256, dtype=torch.int8)
     b = torch.ones(64, 256, dtype=torch.int8).t()
     scale, bias = torch.ones(()), torch.ones(64)
@@ -81,7 +82,7 @@ def product(folder: Path, size: int) -> Callable[[], Tensor]:
 
 
 def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
-    """Returns the call of a convolution's output in INT8, with scales and bias, channels last."""
+    """Return the call of a channels-last INT8 convolution (output) with scales and bias."""
     image = torch.ones(size, 64, 8, 8, dtype=torch.int8).to(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=torch.int8).to(memory_format=torch.channels_last)
     scale, bias = torch.ones(()), torch.ones(64)
@@ -99,19 +100,22 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
 
 
 def quantizer(folder: Path, size: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Returns the call that quantizes an activation to INT8."""
+    """Return the call that quantizes an activation to INT8."""
     x, seed = torch.randn(64 * size, 256), torch.zeros(1, dtype=torch.int64)
     had(kernel_registry.quantizer(ARCH, "fp32", "int8"), folder)
     return lambda: quantize._quantize_kernel(x, seed, 3, "int8", "stochastic", [])
 
 
 def anew(call: Callable[[], object]) -> Callable[[], object]:
-    """Returns a call that finds no site: of operands that no other case has."""
+    """Return `call` with its entry removed from the call cache after each run.
+
+    `call` must use operands of other shapes than all other cases.
+    """
 
     def run() -> object:
         before = len(call_cache.cached_call)
         found = call()
-        # The last one that was kept, which is this call's.
+        # `popitem` removes the entry that was added last, which is this call's.
         (
             call_cache.cached_call
             if len(call_cache.cached_call) > before
@@ -130,7 +134,7 @@ CASES: dict[str, Callable[[Path, int], Callable[[], object]]] = {
 
 
 def often(call: Callable[[], object]) -> Callable[[], None]:
-    """Returns `CALLS` calls, as in a step: one by itself finds the processor's caches full of something else."""
+    """Return a function that makes `CALLS` calls: a single call would measure cold CPU caches."""
 
     def run() -> None:
         for _ in range(CALLS):

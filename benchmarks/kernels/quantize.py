@@ -1,8 +1,9 @@
-"""The native quantizer beside a copy of the same memory, PyTorch's eager operators, and Inductor.
-
-Every one of them quantizes to INT8 with stochastic rounding and its own scales: absmax, division, random numbers, rounding, clamping.
-`to_copy` says how far the quantizer is from what memory alone allows. Where tensors fit into a cache the hash of the random numbers takes
-longer than memory: with AVX-512 it is 8 of some 18 instructions for sixteen values.
+"""Stochastic INT8 quantization on the CPU, compared with a copy, Inductor and eager PyTorch.
+Each case computes its own scales (per tensor or per row): absmax, division, random numbers,
+rounding and clamping. Runs are interleaved; "milliseconds" is the median, "to_copy" and
+"to_inductor" are median ratios. "to_copy" compares with the memory bound. For tensors that fit into
+the cache, hashing of random numbers dominates: with AVX-512 it is 8 of about 18 instructions per 16
+values.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def cases(x: torch.Tensor, per_row: bool) -> dict[str, Callable[[], object]]:
     )
 
     def native(rounding: _C.Rounding, isa: str | None = None) -> Callable[[], object]:
-        def call() -> None:  # a closure and not addresses alone: it keeps the tensors alive
+        def call() -> None:  # the closure owns the tensors behind the addresses
             where = (x.data_ptr(), q.data_ptr(), scales.data_ptr(), rows, x.numel() // rows)
             _C.quantize(
                 *where, dtype, rounding, seed=1, stream=2, threads=torch.get_num_threads(), isa=isa

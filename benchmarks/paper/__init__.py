@@ -1,1 +1,1 @@
-"""Tables and figures of QSync, AQGB and DUO, from trainings that really run; see docs/experiments.md."""
+"""Tables and figures of QSync, AQGB and DUO, reproduced by training; see docs/experiments.md."""

@@ -1,11 +1,14 @@
-"""AQGB's Fig. 3 on real sockets: how much of communication hides behind computing, and which ratio is chosen when, with and without AQGB.
-
-Two ranks, each in a network namespace, send the paper's blocks: 40, 20, 30 and 10 MB that come at 0.27, 0.41, 0.61 and 0.68 s of a step,
-the last to be delivered at 0.765 s. Computing is sleep. Once over links of 1 Gbps, and once over links of 650 Mbps and 1 Gbps in turns.
-Overlap is the share of the time on the link that lies before 0.765 s; `overlap_last` that before the last block comes, at 0.68 s. Beside it
-stands what the paper's rule gives for an ideal link (`broadcast`), and what the paper prints. AQGB is run with its rule for the rate of the
-link, which counts idle time (`elapsed`), and with ours, which does not; each rank's first step is left out: it shows when blocks come.
-Where other programs run, `chrt -r 1` before it keeps ranks from waiting for a core; the file says so (`real_time`).
+"""AQGB's Fig. 3 over real sockets: overlap of communication and computation.
+Two ranks in network namespaces send the paper's blocks: 40, 20, 30 and 10 MB, ready at 0.27, 0.41,
+0.61 and 0.68 s of a step, with the deadline at 0.765 s. Sleeping replaces computation. The link has
+1 Gbps, or alternates between 650 Mbps and 1 Gbps. Column "way": "fp32" is uncompressed; AQGB
+estimates the link rate by the paper's rule, which counts idle time ("paper's rate"), or by this
+project's rule, which does not ("our rate"). Other columns: "by the rule" and "rule_last" are the
+results of the paper's allocation rule on an ideal link, "paper" the published number. "overlap" is
+the fraction of transfer time before the deadline, "overlap_last" before the last block is ready
+(0.68 s), and "end" the end of the last transfer in seconds: medians over the steps of both ranks,
+without the first step, which learns the block times. "ratios" are the chosen compression ratios. On
+a noisy machine, run it under `chrt -r 1`, which the result file reports as "real_time".
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ SLOW, FAST, TURN = "650mbit", "1gbit", 0.05
 LINKS = {"1 Gbps": (FAST,), "650 Mbps and 1 Gbps": (SLOW, FAST)}
 WAYS = ("fp32", "paper's rate", "our rate")
 PAPER = {"fp32": 0.51, "paper's rate": 0.98}
-"""Of a link whose rate varies, to the paper's precision."""
+"""Published overlap on the link with varying rate, to the paper's precision."""
 
 
 class Bucket:
-    """One block, with what a hook asks of it."""
+    """One block, with the parts of `GradBucket` that the communication hook uses."""
 
     def __init__(self, index: int, parameter: nn.Parameter, values: Tensor, last: bool) -> None:
         self._index, self._parameter, self._values, self._last = index, parameter, values, last
@@ -105,7 +108,7 @@ def main() -> None:
 
 
 def foreseen(way: str, rates: tuple[str, ...]) -> Broadcast:
-    """Returns what the rule makes of an ideal link; how it measures the link matters little there."""
+    """Return the paper's rule on an ideal link, where its rate estimate has little effect."""
     blocks = [Block(size, ready) for size, ready in BLOCKS]
     bits = [links.bits_per_second(rate) for rate in rates]
 
@@ -117,7 +120,7 @@ def foreseen(way: str, rates: tuple[str, ...]) -> Broadcast:
 
 
 def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the medians over steps of both ranks."""
+    """Return medians over the steps of both ranks."""
     stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder, links.shaped(2, rates[0]) as places:
         turning = (
@@ -163,7 +166,7 @@ def measured(way: str, rates: tuple[str, ...], job: dict[str, Any]) -> dict[str,
 
 
 def turn(places: list[links.Place], rates: tuple[str, ...], stop: threading.Event) -> None:
-    """Gives the links another rate every 50 ms."""
+    """Switch the link rate every `TURN` seconds."""
     at = 0
     while not stop.wait(TURN):
         at += 1
@@ -171,7 +174,7 @@ def turn(places: list[links.Place], rates: tuple[str, ...], stop: threading.Even
 
 
 def rank(job: dict[str, Any]) -> None:
-    """What each process does: steps whose blocks come when they should."""
+    """Run one rank: steps whose blocks are ready at the scheduled times."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     own, scale = distributed.get_rank(), job["scale"]
@@ -194,14 +197,14 @@ def rank(job: dict[str, Any]) -> None:
     began = 0.0
 
     class Recorded(PendingTransfers):
-        """Notes from when to when each message is under way."""
+        """Transfers that record when each message is in flight."""
 
         def __init__(self, group: Any, about: str) -> None:
             super().__init__(group, about)
             self.sent: dict[int, float] = {}
 
         def send(self, rank: int, message: torch.Tensor, number: int = 0) -> None:
-            if message.numel() > 1000:  # no head
+            if message.numel() > 1000:  # headers are smaller
                 self.sent[number] = time.perf_counter() - began
             super().send(rank, message, number)
 

@@ -1,10 +1,10 @@
-"""The study's table of accuracies, and DUO's curves of loss: networks trained by two ranks whose gradients travel in few bits.
-
-A ResNet on images, an LSTM that tells texts apart and a GPT that says the next word (`support.studied`), by two processes over loopback.
-All ways begin from the same weights and see the same batches; beside them stands PowerSGD, as torch has it. A row is the mean of all
-seeds: the accuracy at the end and its deviation, what it is more than FP32's (`points`) with the standard error of that over seeds, and the
-loss of rank 0 as means over twentieths of the training.
-Rows of networks that --only leaves out stay in the file, and so do those of ways that --way leaves out, FP32's apart.
+"""Accuracy of data-parallel training with compressed gradients, and loss curves of DUO.
+Two processes train a ResNet on images, an LSTM text classifier and a GPT over loopback, with each
+codec and with torch's PowerSGD hook as the peer. All codecs start from the same weights and read
+the same batches. A row is the mean over all seeds: final "accuracy" and its standard "deviation",
+"points" is the difference to FP32 in percentage points and "error" its standard error, "each" lists
+the seeds' accuracies, and "loss" gives rank 0's mean loss in twentieths of the training. Rows of
+tasks that --only excludes, and of codecs that --way excludes, stay in the file; FP32 always runs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ WHOLE = "fp32"
 PEER = "powerSGD_hook"
 WAYS = (WHOLE, "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "duo0", "duo1", "duo2", PEER)
 CURVES = (WHOLE, "qsgd2", "duo0", "duo1", "duo2")
-"""Whose losses are drawn."""
+"""Codecs in the loss curves."""
 PARTS = 20
-"""Of a training, whose mean loss is told."""
+"""Number of segments of a training whose mean losses are reported."""
 PEER_RANK = 2
-"""Of the matrices that PowerSGD sends: torch's documentation has users begin with 1, and double it until accuracy is as they want it."""
+"""Rank of PowerSGD's matrices.
+
+torch's documentation recommends starting with 1 and doubling until the accuracy suffices.
+"""
 PEER_BEGINS = 0.1
-"""The share of the training that PowerSGD sends in FP32 before it begins, as its documentation advises."""
+"""Fraction of the training in FP32 before PowerSGD starts, as its documentation recommends."""
 
 
 def main() -> None:
@@ -106,7 +109,7 @@ def main() -> None:
 
 
 def duo_curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Returns what DUO's losses are beside FP32's and those of a codec with as many bits, by network and way; of networks DUO trained."""
+    """Return the loss curves by task and codec, for tasks that a codec other than FP32 trained."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for one in rows:
         if one["way"] in CURVES:
@@ -135,7 +138,7 @@ def row(
 
 
 def trained(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns accuracy and losses of each way."""
+    """Return the accuracy and losses of each codec."""
     found: dict[str, Any] = found_by(__file__, job, RANKS, None, seconds=3600)
     for way, one in found.items():
         print(f"{job['task']}, seed {job['seed']}, {way}: {one['accuracy']:.2%}", flush=True)
@@ -143,7 +146,7 @@ def trained(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank(job: dict[str, Any]) -> None:
-    """What each process does: trains once a way."""
+    """Run one rank: one training per codec."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     found = {

@@ -1,9 +1,9 @@
-"""QSync's Fig. 8: the rank of each operator's sensitivity over the first 50 updates of a training.
-
-Three networks on scikit-learn's digits, from their first update on: a ViT of transformers (in the place of BERT), convolutions with batch
-norm (in that of ResNet50), and a perceptron of ReLUs. A plan is chosen from what is seen in these updates, so ranks must last: "kept" is
-the mean correlation of the ranks of an update with those of the next, "early" that of the mean of the first ten with that of the last ten.
-Rows hold the ranks, 0 for the most sensitive.
+"""QSync's Fig. 8: rank of each operator's sensitivity over the first 50 updates of a training.
+Three networks train on scikit-learn's digits: a ViT (instead of BERT), a CNN with batch norm
+(instead of ResNet50), and an MLP with ReLU. A plan is derived from these updates, so the ranks must
+be stable. "kept" is the mean Spearman correlation of the ranks of consecutive updates, and "early"
+the correlation of the mean sensitivity of the first ten updates with the last ten. The file
+contains the ranks of each operator by update; 0 is the most sensitive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def mean(found: Sensitivity, first: int, last: int) -> list[float]:
-    """Returns the mean over some updates of each operator."""
+    """Return the mean sensitivity of each operator over a range of updates."""
     trace = found.trace[first:last]
     return [
         statistics.fmean(values[name][PRECISION] for values in trace) for name in found.operators
@@ -47,12 +47,12 @@ def kept(found: Sensitivity) -> float:
 
 
 def ordered(found: Sensitivity) -> list[dict[str, int]]:
-    """Returns the ranks of each update, operators in the order in which they run."""
+    """Return the ranks of each update, with operators in execution order."""
     return [{name: ranks[name] for name in found.operators} for ranks in found.ranks(PRECISION)]
 
 
 def case(name: str, updates: int) -> tuple[list[Row], list[Row]]:
-    """Returns a summary of each method, and the ranks of each operator."""
+    """Return one summary row per method, and the ranks of each operator."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, few = NETWORKS[name](), max(1, updates // 5)

@@ -1,9 +1,10 @@
-"""Accuracy against time over slow links: a perceptron on images, by two ranks, with gradients in FP32 and in fewer bits.
-
-Each rank is in a network namespace of its own with a link of 1 Gbps or 100 Mbps; without root, loopback. All ways begin from the same
-weights and see the same batches. The clock of training stands still while test images are looked at. A row is the mean of all seeds:
-seconds a step, the accuracy at the end, and the seconds to what FP32 comes to in the end less half a point; `curve` has time and
-accuracy.
+"""Accuracy against training time over slow links, with FP32 or compressed gradients.
+Two ranks train an MLP on images. Each rank runs in a network namespace with a link of 1 Gbps or 100
+Mbps; without root the ranks use loopback. The peers are DistributedDataParallel in FP32 and its
+FP16 hook. All codecs start from the same weights and read the same batches, and run interleaved by
+seed. The clock stops during tests. A row is the mean over all seeds: "seconds a step", final
+"accuracy" and its standard "deviation", "aim" is FP32's final accuracy minus half a percentage
+point, "seconds to aim" the time to reach it, and "curve" lists (seconds, accuracy).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from benchmarks.support.harness import arguments, show, to_write, write_json
 
 RATES = ("1gbit", "100mbit")
 WAYS = ("fp32", "fp16", "qsgd8", "qsgd4", "aqgb")
-"""FP32 and FP16 are torch's own: DistributedDataParallel as it is, and its hook."""
+"""FP32 and FP16 are torch's: DistributedDataParallel without and with its compression hook."""
 SIZE = Size(samples=6_000, tests=2_000, epochs=3, batch=64)
 WIDTH, RATE, LOOKS = 1024, 0.1, 10
-"""Of the perceptron, of learning, and how often the test images are looked at."""
+"""Width of the MLP, learning rate, and number of tests during a training."""
 SHORT = 0.005
 
 
@@ -61,7 +62,7 @@ def main() -> None:
         RATES[:1] if options.quick and reason is None else RATES if reason is None else (None,)
     ):
         found: dict[str, list[dict[str, Any]]] = {}
-        # Ways take turns within a seed.
+        # Codecs run interleaved: all of them with one seed, then with the next.
         for seed in range(1 if options.quick else options.seeds):
             for way in WAYS:
                 job = {
@@ -111,7 +112,7 @@ def trained(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank(job: dict[str, Any]) -> None:
-    """What each process does: trains, and looks at the test images now and then."""
+    """Run one rank: train, and test at regular intervals."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     size = QUICK if job["quick"] else SIZE

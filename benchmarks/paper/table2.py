@@ -1,10 +1,11 @@
-"""QSync's Table II: which operators stay narrow, by several indicators, where memory is the same for all, and what accuracy comes of it.
-
-A T4 of the catalog is short of memory beside a V100 that trains in FP32, and a step may take as long as it likes: what is recovered from
-INT8, and how far, is the indicator's choice alone. "random" and "hessian" are the paper's own rivals, "paper" its formula, each with the
-paper's search; "second_order" is our formula with that search, and "second_order, milp" with the exact allocator. Variance is what our
-formula says of
-all of them. Accuracy is that of training on a CPU, where FP16 is BF16: the mean over seeds, and its deviation.
+"""QSync's Table II: plans of several indicators under one memory limit, and their accuracy.
+The cluster is a V100 in FP32 and a memory-limited T4 of the catalog, without a limit on step time,
+so the indicator alone selects the operators that are recovered from INT8, and their formats.
+"random" and "hessian" are the paper's baselines and "paper" its indicator, each with the paper's
+search; "second_order" is this project's indicator with that search, and "second_order, milp" with
+the exact allocator. "variance" is estimated by "second_order" for all plans. "accuracy" is the mean
+over seeds of training on a CPU, with BF16 for FP16, and "deviation" its standard deviation.
+"peak_mb" and "allowed_mb" are the T4's predicted peak memory and its limit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.support.harness import arguments, show
 
 
 def plans_of(known: Looked, batch: int) -> dict[str, PlanResult]:
-    """Returns the plan of each indicator, under one limit of memory."""
+    """Return the plan of each indicator, under one memory limit."""
     memory = capped(problem(known, batch))
     ours, theirs = (
         problem(known, batch, method, memory=memory) for method in ("second_order", "paper")

@@ -1,8 +1,9 @@
-"""QSync's Table III: how near steps come that are foreseen with the cost mapper, and as dPRO sees them: without casts and cascades.
-
-BERT with all linear layers in BF16, the paper's FP16, or in INT8, or with three of its layers in BF16, on this machine. None of the plans
-is among those that the profile was made from. Each repeat is a measurement of its own, of profile and plans in turns; errors are of the
-whole step, the mean over repeats.
+"""QSync's Table III: error of step times predicted with the cost mapper and by dPRO's model.
+dPRO's model has neither casts nor cascades. The network is BERT on this CPU, with all linear layers
+in BF16 (the paper's FP16) or in INT8, or with three of its four layers in BF16. The profile does
+not contain these plans. Each repeat measures a profile and the plans, interleaved. Columns:
+"step_ms" is the mean over repeats of the median measured step, "error_%" the mean absolute error of
+the predicted full step, and "each_%" lists the signed errors of the repeats.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ ROUNDS = 9
 
 @dataclass(frozen=True)
 class Setting:
-    """
+    """Model and plans of the experiment.
+
     Attributes:
-        build: makes the model, and what trains it.
-        part: a pattern of the operators of the layers that are in BF16 in the last of the plans.
+        build: creates the model with its training step.
+        part: regular expression of the operators that are BF16 in the third plan.
     """
 
     build: Callable[[], Case]
@@ -43,7 +45,7 @@ class Setting:
 
 
 class Small(nn.Module):
-    """Two linear layers, and a product between them that no linear layer is."""
+    """Two linear layers with a matrix product between them that belongs to no linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ QUICK = Setting(small, r"first/")
 
 
 def plans_of(ids: Mapping[str, str], part: str) -> dict[str, Plan]:
-    """Returns the paper's plans; `ids` are operators and what they are."""
+    """Return the paper's plans; `ids` maps adjustable operators to their operator types."""
 
     def plan(fmt: str, chosen: Callable[[str], bool]) -> Plan:
         return Plan(operators={name: fmt if chosen(name) else "fp32" for name in ids})
@@ -87,7 +89,7 @@ def plans_of(ids: Mapping[str, str], part: str) -> dict[str, Plan]:
 def repeats(
     setting: Setting, count: int, rounds: int, partial: Path | None
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """Yields what each measurement says of each plan: seconds measured, and by how many percent what was foreseen was off."""
+    """Yield measured seconds and prediction errors in percent, by repeat and plan."""
     for repeat in range(count):
         torch.manual_seed(repeat)
         torch._dynamo.reset()
@@ -115,7 +117,7 @@ def repeats(
 
 
 def rows(found: list[dict[str, dict[str, float]]]) -> Iterator[Row]:
-    """Yields a row a plan, over all repeats."""
+    """Yield one row per plan, over all repeats."""
     for name in found[0]:
         seen = [one[name] for one in found]
         row: dict[str, object] = {
@@ -138,7 +140,7 @@ def main() -> None:
             "help": "folder that keeps measurements that are interrupted, to go on from",
         },
     )
-    # One thread is timed by the processor's clock, which counts nothing of what others do meanwhile.
+    # With one thread, CPU time excludes the load of other processes.
     torch.set_num_threads(1)
     count, rounds = (1, 2) if options.quick else (options.repeats, options.rounds)
     found: list[dict[str, dict[str, float]]] = []

@@ -1,10 +1,12 @@
-"""QSync's Tables IV and V: full precision, dynamic batch sizing, uniform precision and ours: accuracy, and steps a second.
-
-ClusterA is a V100 that trains in FP32 and a T4 of the catalog; ClusterB's T4 is short of memory. Steps a second are those that the judge
-foresees of the catalog's devices with the batches that are trained, for a network that is wide enough to fill them (`support.devices`); its
-narrow image, which has the same operators, is what is trained. Uniform precision is the widest narrow one that fits, and ours has to
-be as fast. "oracle" is FP32 on both, which no cluster is asked to hold. Accuracy is that of training on a CPU, where FP16 is BF16: the
-mean over seeds, and its deviation.
+"""QSync's Tables IV and V: accuracy and throughput of training methods on two clusters.
+The methods are full precision, dynamic batch sizing, uniform precision and this project's plans.
+ClusterA is a V100 in FP32 and a T4 of the catalog; ClusterB limits the T4's memory. Throughput is
+predicted for a wide network on the catalog's devices, and a narrow network with the same operators
+is trained (paper/support/devices.py). The uniform plan is the widest narrow format that fits, and
+"ours" must reach its step time. "oracle" is FP32 on both ranks, regardless of limits. Columns:
+"accuracy" is the mean over seeds of training on a CPU, with BF16 for FP16, and "deviation" its
+standard deviation; "steps_per_second", "variance", "peak_mb" and "waiting_ms" are predicted;
+"allowed_mb" is the memory limit; "batches" are the ranks' batch sizes.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from benchmarks.plans.fleets import narrow
 from benchmarks.support.harness import Row, arguments, show
 
 Trained = Callable[[str, Mapping[str, str], Sequence[int]], Mapping[str, Any]]
-"""From what it is called, a plan of the T4, and both batches, to the accuracy over all seeds."""
+"""Function of a title, a T4 plan and both batch sizes that returns the accuracy over all seeds."""
 
 
 def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, PlanResult]]:
-    """Yields what each way of training makes of a cluster."""
+    """Yield the name and plan of each training method for a cluster."""
 
     def other(name: str, batch: int) -> object:
         return resized(asked.classes[name], known.graphs[name], batch)
@@ -48,7 +50,7 @@ def answers(known: Looked, asked: Problem) -> Iterator[tuple[str, PlanResult]]:
 def rows(
     known: Looked, batch: int, train: Trained, optimizer: OptimizerMemory = MOMENTUM
 ) -> Iterator[Row]:
-    """Yields how each way of training does on both clusters."""
+    """Yield one row per cluster and training method."""
     memory = capped(problem(known, batch, optimizer=optimizer))
     for cluster, allowed in (("A", None), ("B", memory)):
         for way, answer in answers(

@@ -1,9 +1,9 @@
-"""QSync's Table VI: a BERT that was trained on text before is fine-tuned: full precision, dynamic batch sizing, uniform precision and ours.
-
-The text is real and ships with packages (`support.text`): descriptions of functions and classes, to be told apart by the package that they
-are from. The BERT is small, of two layers; before, it has learned in FP32 to fill in words that are left out of the texts that it is to
-learn from. Clusters, ways of training and steps a second are those of table4.py, the latter of two layers of BERT-base's width. Accuracy is
-that of training on a CPU, where FP16 is BF16: the mean over seeds, and its deviation.
+"""QSync's Table VI: accuracy and throughput of fine-tuning a pretrained BERT.
+The texts are docstrings of installed packages, to be classified by package. The BERT has two layers
+and is pretrained in FP32 by masked language modeling on the training texts. Clusters, training
+methods and columns are as in table4.py; throughput is predicted for two layers with BERT-base's
+width. "accuracy" is the mean over seeds of training on a CPU, with BF16 for FP16, and "deviation"
+its standard deviation.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from benchmarks.support.harness import arguments, show
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained.
+    """Size of the trainings.
 
     Attributes:
-        before, epochs: over the texts, to fill in words and then to tell packages apart.
-        together: texts of a step before.
-        batch: texts of a rank in a step, where both have as many.
-        rate_before, rate: of learning, the second for two ranks with `batch` texts each.
-        each: texts of a package.
+        before, epochs: epochs of pretraining and of fine-tuning.
+        together: texts per step of pretraining.
+        batch: texts per rank and step of fine-tuning, if both ranks have equal batches.
+        rate_before, rate: learning rates; the second is for two ranks with `batch` texts each.
+        each: texts per package.
     """
 
     before: int = 10
@@ -66,11 +66,11 @@ class Size:
 
 QUICK = Size(before=1, epochs=1, each=40)
 NARROW, WIDE = (64, 2), (768, 12)
-"""Widths and heads of what is trained, and of what is planned for: BERT-base's."""
+"""Width and heads of the trained network, and of the planned network (BERT-base)."""
 
 
 class Classifier(nn.Module):
-    """BERT with a head for packages, and one for words that are left out."""
+    """BERT with a classification head and a masked-word head."""
 
     def __init__(self, words: int, shape: tuple[int, int] = NARROW) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def shuffled(texts: Texts, batch: int, seed: int) -> Iterator[Inputs]:
 
 
 def trained_before(texts: Texts, size: Size) -> Classifier:
-    """Returns the model after it has learned to fill in words: the same weights each time."""
+    """Return the pretrained model; its weights are reproducible."""
     torch.manual_seed(0)
     model = Classifier(texts.words)
     optimizer = torch.optim.AdamW(model.parameters(), size.rate_before)
@@ -130,7 +130,7 @@ def trained_before(texts: Texts, size: Size) -> Classifier:
 
 
 class Tuner:
-    """Fine-tunes a model under a plan of the T4 beside a V100 in FP32, seed after seed; it is compiled once."""
+    """Fine-tuning on a T4 with a plan and a V100 in FP32; compiles once for all seeds."""
 
     def __init__(
         self, model: Classifier, texts: Texts, plan: Plan, batches: Sequence[int], size: Size
@@ -140,7 +140,7 @@ class Tuner:
         self.pair = Pair(copy.deepcopy(model), (Plan.uniform("fp32"), plan), loss)
 
     def accuracy(self, seed: int, advance: Callable[[], None] = lambda: None) -> float:
-        """Returns the share of test texts that are right, in FP32."""
+        """Fine-tune with a seed, and return the test accuracy in FP32."""
         torch.manual_seed(seed)
         fresh = copy.deepcopy(self.model)
         nn.init.normal_(fresh.head.weight, std=0.02)
@@ -149,7 +149,7 @@ class Tuner:
         optimizer = torch.optim.AdamW(
             own.parameters(), size.rate * sum(self.batches) / (2 * size.batch)
         )
-        # To nothing, as BERT's authors have it: what is left at the end is less by chance.
+        # Linear decay to zero, as in BERT, makes the final accuracy less noisy.
         steps = size.epochs * (len(self.texts.train[1]) // sum(self.batches))
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(1, steps))
         for epoch in range(size.epochs):

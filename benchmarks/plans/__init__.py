@@ -1,1 +1,1 @@
-"""How good plans are that the allocator finds, and how fast it finds them."""
+"""Plan quality and solve time of the allocators."""

@@ -1,10 +1,13 @@
-"""How near to the best allocators come, and how long they take.
-
-Models on a catalog's device, and one as it was measured here, with sensitivities that are drawn (lognormal, sigma 2), are planned on within
-limits of seconds, between those of the fastest uniform plan and of FP32, and of memory, between the least and the most of uniform plans.
-`gap` is how far the plan may be above what no plan is below; `seconds` and `processor` are what finding it took, by the clock and by the
-processor, which on a machine that others use is the one to go by; `judged` says whether the judge finds all limits kept; `above` is how far
-another allocator's plan that keeps them is above the exact one's.
+"""Optimality gap and solve time of the exact allocator, compared with the other allocators.
+The problems are models on the catalog's A100, a model measured on this CPU, and synthetic graphs of
+up to 10,000 operators. Sensitivities are random (lognormal, sigma 2). "limit" gives the limit on
+step time as a percentage of the way from the fastest to the slowest uniform plan, and the limit on
+memory as a percentage of the way from the lowest to the highest peak of the uniform plans. Columns:
+"goal" and "gap" are the requested and the proven relative gap to the lower bound; "seconds" and
+"processor" are wall time and CPU time of the solver (use CPU time on a shared machine); "rounds"
+counts its iterations; "judged" says whether the plan evaluator confirms that the plan is within its
+limits; "NAME above" is the relative excess of another allocator's variance over the exact one's, if
+its plan is within the limits.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ CASES: Mapping[str, Callable[[bool], Case]] = {
 MEASURED: Mapping[str, Callable[[bool], Case]] = {
     "measured: BERT 2 layers": lambda quick: perceptron() if quick else bert(2, 8),
 }
-"""Times that were measured follow each operator's neighbours, and scatter, as a catalog's do not."""
+"""Measured times, which depend on neighboring operators and vary; catalog times do not."""
 
 
 def drawn(graph: ModelGraph, seed: int) -> Sensitivity:
@@ -122,7 +125,8 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
     found |= {"goal": gap, "gap": answer.gap, "seconds": time.perf_counter() - begin}
     found |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
     found["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
-    # Under limits of memory the paper's allocator asks for a peak at each of its steps.
+    # With a memory limit the paper's allocator evaluates the peak at each of its steps: too slow
+    # here.
     for name in HOMES if others and part.memory is None else ():
         if name != "milp":
             try:
@@ -135,7 +139,7 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
 
 
 def write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes what there is so far."""
+    """Write the rows so far."""
     if options.json:
         clocks = "processor is the time of the processor in this process, to go by where others use the machine"
         write_json(options.json, rows, quick=options.quick, clocks=clocks)

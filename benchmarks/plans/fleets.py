@@ -1,15 +1,17 @@
-"""Fleets of T4 and V100 of the catalog (QSync, section VII): what each allocator makes of them, and whether Tables IV and V hold.
+"""Plans of each allocator for clusters of V100 and T4 from the catalog (QSync, section VII).
+ClusterA has 16 V100 and 16 T4; ClusterB limits a plan to 30% of a T4's memory. If uniform INT8
+exceeds this limit, ClusterB allows its peak plus 30% of the distance to uniform FP16's peak. The
+same clusters with 2,048 devices of each kind show that the solve time depends on the number of
+device classes, not on the number of devices. Step times are predicted. The uniform plan is the
+widest narrow format that fits into memory, and plans must reach its step time. Columns:
+"steps_per_second" at equal global batch, "variance" of the plan, "waiting_*" in seconds per step,
+"peak_t4" and "allowed_t4" in bytes, "gap" to the lower bound, "found_in" in seconds, "why not"
+names exceeded limits. Rows "orderings" say whether the paper's orderings of throughput (Tables IV
+and V) are reproduced: ours >= uniform, ours >= dynamic batch sizing >= full precision.
 
-ClusterA is 16 V100 in FP32 and 16 T4; in ClusterB a plan may take 30% of a T4's memory. A model that fits into that in no format may take
-what it holds in INT8, and 30% of what FP16 holds beyond that. The same with 2,048 of each shows that what a plan takes to be found depends
-on classes of devices and not on their count. A model is traced once for each device, with its batch as a symbol.
-
-Throughput is in steps of the same global batch a second. The uniform plan is the widest narrow one that fits into memory, as in the
-paper, and what we plan has to be as fast. The paper's orderings of throughput are ours >= uniform, ours >= dynamic batch sizing, and all
-of them above full precision; each is written beside its numbers, with what stands against it.
-
-Variances come from the heuristic "depth" on random weights and two samples (`VARIANCES`): they order the allocators in one objective,
-and are no measurement of accuracy.
+Each model is traced once per device, with a symbolic batch size. Variances come from the heuristic
+"depth" on random weights and two samples (`VARIANCES`). They give all allocators the same
+objective; they do not measure accuracy.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ VARIANCES = (
     'Variances come from the heuristic "depth" on random weights and two samples, '
     "until measured sensitivities replace them."
 )
-"""Note of the results that are written."""
+"""Note in the result file."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs with TRACED samples, and the samples of a device in a step."""
+    """Model, its inputs with TRACED samples, and the samples per device and step."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Tensor]]
@@ -67,7 +69,7 @@ class Case:
 
 
 class Vgg(nn.Module):
-    """VGG-16, with batch norms or without (configuration D), and its three linear layers."""
+    """VGG-16 (configuration D) with or without batch norm, with its three linear layers."""
 
     def __init__(self, norms: bool) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class Vgg(nn.Module):
 
 
 class Loss(nn.Module):
-    """A model of transformers that gives its loss alone."""
+    """Model of transformers that returns only its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a model on a device, as a profile would."""
+    """Graph, times and sensitivity of a model on a device, with the interface of a profile."""
 
     graph: ModelGraph
     device: str
@@ -158,7 +160,7 @@ class Known:
 
 
 def traced(case: Case) -> tuple[dict[str, ModelGraph], qsync_fx.Sensitivity]:
-    """Returns the model as each device runs it, its batch a symbol, and what its operators disturb on a T4."""
+    """Return the graph of each device with a symbolic batch size, and the sensitivity on a T4."""
     torch.manual_seed(0)
     model, inputs = case.build().train(), case.inputs()
     found = {}
@@ -192,7 +194,10 @@ def problem(
     count: int,
     memory: int | None,
 ) -> Problem:
-    """Returns the problem of a fleet, as fast as the uniform plan; a T4 may hold so many bytes, or as many as it has."""
+    """Return the problem of a cluster whose limit on step time is the uniform plan's.
+
+    `memory` limits a T4, in bytes; None allows all of its memory.
+    """
     devices = {name: ClusterDevice(count=count, device=name, batch=batch) for name in FORMATS}
     known: dict[str, Any] = {
         name: Known(_at(graph, batch), name, sensitivity, FORMATS[name])
@@ -207,7 +212,7 @@ def problem(
 
 
 def allowed(whole: Problem) -> int:
-    """Returns the bytes that a plan of a T4 may take in ClusterB."""
+    """Return the memory limit in bytes of a T4 plan in ClusterB."""
     share = int(SHARE * get("t4").memory.bytes)
     held = {
         fmt: Uniform(fmt).allocate(whole).judged.classes["t4"].peak_bytes or 0
@@ -221,7 +226,7 @@ def allowed(whole: Problem) -> int:
 
 
 def narrow(asked: Problem) -> PlanResult:
-    """Returns the widest narrow uniform plan that fits into memory; the narrowest where none does."""
+    """Return the widest narrow uniform plan that fits into memory, else the narrowest."""
     formats = [fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32]
     found = [Uniform(fmt).allocate(asked) for fmt in formats]
     return next((answer for answer in found if answer.fits), found[-1])
@@ -235,7 +240,7 @@ def _at(graph: ModelGraph, batch: int) -> ModelGraph:
 def answers(
     asked: Problem, graphs: dict[str, ModelGraph]
 ) -> Iterator[tuple[str, PlanResult | PlanError]]:
-    """Yields what each allocator makes of a fleet."""
+    """Yield each allocator's name with its plan or its error."""
 
     def other(name: str, batch: int) -> Any:
         return resized(asked.classes[name], graphs[name], batch)
@@ -284,7 +289,7 @@ def row(model: str, fleet: str, count: int, name: str, found: PlanResult | PlanE
 
 
 def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | PlanError]) -> Row:
-    """Returns which of the paper's orderings of throughput hold; None where one of the two has no plan that fits into memory."""
+    """Return a row of the paper's throughput orderings; None if a plan does not fit into memory."""
 
     def seconds(name: str) -> float | None:
         answer = found[name]
@@ -324,7 +329,7 @@ def orderings(model: str, fleet: str, count: int, found: dict[str, PlanResult | 
 def main() -> None:
     options = arguments(__doc__, only={"help": "models whose names begin so", "default": None})
     rows: list[Row] = []
-    # fig6.py has the other quick one.
+    # fig6.py covers the other quick case.
     for model, case in selected(
         options, {"bert": QUICK["bert"]} if options.quick else CASES
     ).items():

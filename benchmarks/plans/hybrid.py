@@ -1,10 +1,10 @@
-"""Hybrid training on two ranks, foreseen and measured: the demo, some times over, one row a run.
-
-Each run measures both ranks, finds a plan for the one that stands for an inference GPU, and trains under it and under uniform low
-precision in turns, with the demo's own settings. `longer` is what a step takes longer than under uniform low precision (wanted: at most
-0.02), `less` how much less variance its roundings add (0.3), `off` how far off the step was foreseen (0.05 either way), `waits` what the
-training rank waits longer, as a share of the step, `peak_to_cap` what the other rank held of what it may. Two ranks take two cores for
-themselves.
+"""Hybrid training on two ranks: predicted and measured steps of examples/demo.py, one row per run.
+Each run profiles both ranks, plans for the rank that emulates an inference GPU, and trains with
+this plan and with uniform low precision in interleaved order. Columns: "longer" is the relative
+increase in step time over uniform low precision (goal: at most 0.02), "less" the relative decrease
+in variance (goal: 0.3), "off" the relative error of the predicted step time (goal: within 0.05),
+"waits" the additional waiting time of the training rank as a fraction of the step, "peak_to_cap"
+the peak memory of the other rank divided by its limit. The two ranks need two idle cores.
 """
 
 from __future__ import annotations

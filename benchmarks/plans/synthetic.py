@@ -1,7 +1,8 @@
-"""Models of any number of operators, for what has to go on being quick: blocks of two layers, a gate and a residual.
+"""Synthetic model graphs of any number of operators, for tests and benchmarks of solve time.
 
-Invariant: a block is what `model_graph` makes of a real one; only what it is linked to is another. Each has times of its own: those of an
-A100 by the catalog, times a factor that is drawn.
+A graph repeats one block: two linear layers, a GELU and a residual connection. A block is the
+result of `build_model_graph` for a real module; only its connections change. Its operators take the
+catalog's times on an A100 times a random factor.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Block(nn.Module):
 
 
 class Repeated:
-    """Times of a model of many blocks."""
+    """Times of a repeated block: catalog times with a lognormal factor per operator."""
 
     def __init__(self, block: ModelGraph, seed: int) -> None:
         self._block, self._times, self._seed = block, DeviceTimes(get(DEVICE), block), seed
@@ -97,7 +98,7 @@ def precision_named(name: str | None) -> qsync_fx.Precision | None:
 
 
 def block_graph(width: int = 1024, rows: int = 2048) -> ModelGraph:
-    """Returns the graph of one block."""
+    """Return the graph of one block."""
     torch._dynamo.reset()
     batch = torch.randn(rows, width, requires_grad=True)
     return build_model_graph(
@@ -106,7 +107,7 @@ def block_graph(width: int = 1024, rows: int = 2048) -> ModelGraph:
 
 
 def repeated(block: ModelGraph, count: int) -> ModelGraph:
-    """Returns the graph of `count` blocks, one behind the other."""
+    """Return the graph of `count` blocks in sequence."""
     source = next(at for at, value in enumerate(block.values) if value.source == "input")
     last = block.outputs[0].value
     operators: list[ModelOperator] = []
@@ -138,7 +139,9 @@ def repeated(block: ModelGraph, count: int) -> ModelGraph:
             decided = one.decided
             if isinstance(decided, Follows):
                 inputs = tuple(at + ahead for at in decided.operators)
-                # The first block's input is in FP32, and would hold all residuals there.
+                # The FP32 input of the first block would force all of its residuals to FP32. Later
+                # blocks depend on
+                # the last operator of the previous block instead.
                 more = (ahead - 1,) if decided.given is not None and number else ()
                 decided = replace(decided, operators=(*more, *inputs), given=None)
             else:

@@ -1,1 +1,1 @@
-"""What the predictor foresees, beside what is measured: steps, memory, the loss of precision."""
+"""Predictions compared with measurements: step time, peak memory and loss of precision."""

@@ -1,17 +1,16 @@
-"""Foreseen against real: two ranks with gloo on this machine, each with a mixed plan of its own, that was not measured for the profile.
-
-Both ranks measure at the same time, as they train at the same time: they share memory and cores. First each measures a profile. Then each
-pair of plans is compiled under DistributedDataParallel, and all take turns. Before and behind each turn three things of a uniform plan are
-measured: steps that each rank makes without sending, a bucket that is sent while nothing is computed, and steps of both ranks together. By
-these it is known how fast ranks and network are in these minutes, and what sending takes of a rank that computes, as a profile finds it,
-too (`qsync_fx.profiler.links.link_measurement`). Pairs are then foreseen by `qsync_fx.replay` from the profiles and a cluster of the two
-ranks
-at that pace. All are compared by steps that nothing else made longer.
-`floor` is what errors differ by between odd and even rounds; `apart` what the slower rank takes alone, without gradients that travel;
-`no overlap` what it takes when they travel once all are whole; `bias` is the mean error with its sign. What was measured is kept in the
-folder of --partial, and judged anew where it stands.
-
-Two ranks take two cores for themselves: what else runs falls on the numbers.
+"""Error of predicted DistributedDataParallel steps of two gloo ranks on this machine.
+Each rank has its own mixed plan, which the profiles do not contain. The ranks measure their
+profiles concurrently, because they share memory bandwidth and cores in training. Then each pair of
+plans is compiled, and all pairs run interleaved. Around each run a uniform plan is measured: each
+rank's step without communication, an all-reduce of one bucket on idle ranks, and a DDP step. These
+calibrate the speed of ranks and network at that time, and the slowdown of a rank that communicates.
+`qsync_fx.replay` predicts each pair from the profiles and this calibration. "way" names the
+predictor or an ablation: "apart" is the slower rank without communication, "no overlap"
+communicates after the backward pass, and "floor" is the difference between odd and even rounds.
+Columns: "mean_%" and "worst_%" are absolute errors of the step time, "bias_%" is the mean signed
+error, and "each_%" lists the signed errors. All times are statistics of the faster half of the
+samples. Complete measurements in the folder of --partial are evaluated again without measuring. The
+two ranks need two idle cores.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SENDS = 5
 
 
 class Called(nn.Module):
-    """A module that a forward calls."""
+    """Module whose forward calls another module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ def main() -> None:
 
 
 def rank(own: int, job: dict[str, Any]) -> None:
-    """What each process does: measures, trains all pairs in turns, and writes what it saw."""
+    """Run one rank: measure the profile, train all pairs interleaved, and write the times."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder = Path(job["folder"])
@@ -114,7 +113,8 @@ def rank(own: int, job: dict[str, Any]) -> None:
         "gloo", init_method=f"file://{folder}/rendezvous-{os.getppid()}", rank=own, world_size=RANKS
     )
     case = (QUICK if job["quick"] else CASES)[job["case"]]()
-    # Dynamo compiles a Sequential where code calls it that it traces, and DistributedDataParallel's is none.
+    # Dynamo compiles a Sequential only if traced code calls it, which is not the case in
+    # DistributedDataParallel.
     case = replace(case, model=Called(case.model))
     if not all((folder / f"profile-{each}.json").exists() for each in range(RANKS)):
         profile = qsync_fx.measure(
@@ -134,7 +134,7 @@ def rank(own: int, job: dict[str, Any]) -> None:
     turns: list[list[float]] = []
     known: list[list[tuple[float, float, float]]] = []
     uniform = Plan.uniform(REFERENCE)
-    # All versions are of one function, of which Dynamo keeps few.
+    # All versions compile one function, for which Dynamo limits the number of recompilations.
     with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
         steps = [training(case, plan) for plan in plans]
         alone, together = (training(case, uniform, parallel) for parallel in (False, True))
@@ -155,7 +155,7 @@ def rank(own: int, job: dict[str, Any]) -> None:
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Returns the seconds of a step, which all ranks begin at once."""
+    """Return the seconds of a step, started by all ranks at the same time."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(STEPS):
@@ -164,7 +164,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def sending() -> float:
-    """Returns the seconds that a bucket travels while nothing is computed."""
+    """Return the median seconds of an all-reduce of one bucket on idle ranks."""
     bucket = torch.zeros(BUCKET_MIB * 2**20 // 4)
     found = []
     for _ in range(SENDS):
@@ -182,11 +182,11 @@ def training(
     bucket_mib: float | None = BUCKET_MIB,
     sends: Callable[[DistributedDataParallel], object] = lambda wrapped: None,
 ) -> Callable[[], None]:
-    """Returns a step of a copy of the model under a plan, compiled and run until DDP, if it is parallel, has built its buckets anew.
+    """Return a compiled step of a copy of the model, warmed up until DDP has rebuilt its buckets.
 
     Args:
-        bucket_mib: of DDP's buckets; its own where None.
-        sends: says how gradients are sent, where not as DDP does.
+        bucket_mib: bucket size in MiB; None for DDP's default.
+        sends: installs a communication hook on the DDP module; by default none.
     """
     model = copy.deepcopy(case.model)
     wrapped: nn.Module = model

@@ -1,7 +1,7 @@
-"""What two ranks measured, judged: each pair of plans replayed as fast as the ranks were in those minutes, against what its steps took.
+"""Evaluation of ddp_accuracy.py: predicted against measured step times of each pair of plans.
 
-Invariant: a step is foreseen from the ranks' profiles, and from steps of a uniform plan that were measured between; never from steps of
-plans that are judged.
+Invariant: a prediction uses the profiles and the interleaved steps of a uniform plan, never the
+steps of the evaluated plans.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from qsync_fx.profiler.run_statistics import faster_half
 
 RANKS = 2
 BUCKET_MIB = 5
-"""Smaller than DDP's own, so that models of these sizes send several."""
+"""Smaller than DDP's default, so that these models have several buckets."""
 REFERENCE = "bf16"
-"""The uniform plan whose steps say how fast ranks are."""
+"""Uniform plan whose steps calibrate the speed of the ranks."""
 NOTHING_COPIED, NO_CORE, OF_PROFILE, PROFILE_ALONE = (
     "replayed, nothing is copied",
     "replayed, sending takes no core",
@@ -40,11 +40,11 @@ WAYS = (REPLAYED, OF_PROFILE, PROFILE_ALONE, NOTHING_COPIED, NO_CORE, NO_OVERLAP
 
 @dataclass(frozen=True)
 class Known:
-    """Steps of the uniform plan between two turns.
+    """Measurement of the uniform plan between two runs.
 
     Attributes:
-        alone: seconds of a step without sending, beside the other rank's.
-        sending: seconds that a bucket travels while nothing is computed.
+        alone: seconds of a step without communication, concurrent with the other rank's.
+        sending: seconds of the all-reduce of one bucket on idle ranks.
         together: seconds of a step of both ranks under DistributedDataParallel.
     """
 
@@ -55,7 +55,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Seen:
-    """What both ranks measured in some rounds, where nothing else made it longer.
+    """Times of both ranks over some rounds, from the faster half of the samples.
 
     Attributes:
         alone: seconds of each rank's step of the uniform plan.
@@ -71,11 +71,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Pace:
-    """
+    """Speed of ranks and network relative to the profiles.
+
     Attributes:
-        devices: how much longer than in its profile each rank computes.
-        network: how much longer than in the table gradients travel.
-        busy: what of the time that they travel a rank computes later.
+        devices: slowdown of each rank's computation.
+        network: slowdown of the all-reduce.
+        busy: fraction of the communication time by which computation is delayed.
     """
 
     devices: list[float]
@@ -84,7 +85,7 @@ class Pace:
 
 
 def judged(name: str, folder: Path) -> list[Row]:
-    """Returns how far off what was foreseen is."""
+    """Return rows with the prediction errors of each predictor."""
     found = [json.loads((folder / f"rank-{own}.json").read_text()) for own in range(RANKS)]
     profiles = {
         f"rank {own}": Profile.load(folder / f"profile-{own}.json", any_machine=True)
@@ -140,10 +141,10 @@ def judged(name: str, folder: Path) -> list[Row]:
 
 
 def seen(found: Sequence[Mapping[str, Any]], rounds: Sequence[int]) -> Seen:
-    """Returns what is known of some rounds."""
+    """Return the times of some rounds."""
     known = [[Known(*one) for at in rounds for one in rank["known"][at]] for rank in found]
     turns = [[rank["turns"][at] for at in rounds] for rank in found]
-    # Ranks leave a step together, but for their optimizers: the mean of both is the step's time.
+    # Ranks end a step together, except for their optimizers: the mean of both is the step time.
     pairs = [
         [statistics.mean(both) for both in zip(*ranks, strict=True)]
         for ranks in zip(*turns, strict=True)
@@ -165,7 +166,7 @@ def ratios(
     pace: Pace,
     way: str,
 ) -> list[float]:
-    """Returns what is foreseen of each pair, of what its steps took."""
+    """Return the predicted step time of each pair, divided by the measured one."""
     return [
         replayed(plans, profiles, pace, way) / seconds
         for plans, seconds in zip(pairs, real.pairs, strict=True)
@@ -177,7 +178,7 @@ def links(profiles: Mapping[str, Profile]) -> Collective:
 
 
 def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
-    """Returns how much slower than in their profiles devices and network are, and what sending takes of them, by the uniform plan."""
+    """Return the slowdown of devices and network and the `busy` fraction, from the uniform plan."""
     uniform = Plan.uniform(REFERENCE)
     devices = [
         alone / qsync_fx.replay(uniform, profile).seconds
@@ -197,7 +198,7 @@ def pace(real: Seen, profiles: Mapping[str, Profile]) -> Pace:
 def replayed(
     plans: Mapping[str, Plan], profiles: Mapping[str, Profile], pace: Pace, way: str
 ) -> float:
-    """Returns the seconds of a step that is replayed at a pace, in one of the ways that are compared."""
+    """Return the predicted seconds of a step by one of the predictors in `WAYS`."""
     if way == APART:
         return max(
             qsync_fx.replay(plans[key], profile).seconds * slower

@@ -1,8 +1,6 @@
-"""What indicators say of single operators against Monte Carlo, as a picture: one panel a method, one point an operator in a format.
-
-On the line both are equal. What is drawn was measured by `sensitivity.py`, whose rows it reads.
-
-Invariant: both axes of all panels are the same powers of ten.
+"""Scatter plot of estimated variances against Monte Carlo, from the rows of sensitivity.py.
+Each panel is an indicator, each point an operator in one format. A point on the diagonal is exact.
+Both axes have the same logarithmic range in all panels.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Point = tuple[float, float]
 
 
 def points(rows: Sequence[Mapping[str, Any]], method: str) -> dict[str, list[Point]]:
-    """Returns (truth, what the method says) of each operator, as powers of ten, by the format; what is 0 has none."""
+    """Return log10 of (Monte Carlo, estimate) of each operator by format, without zeros."""
     found: dict[str, list[Point]] = {}
     for row in rows:
         if (each := row.get("each")) is None:
@@ -40,7 +38,7 @@ def points(rows: Sequence[Mapping[str, Any]], method: str) -> dict[str, list[Poi
 
 
 def picture(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the panels, as SVG."""
+    """Return the panels as an SVG document."""
     known = {method: points(rows, method) for method in METHODS}
     every = [
         value for by in known.values() for many in by.values() for point in many for value in point

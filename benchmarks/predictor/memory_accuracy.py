@@ -1,11 +1,13 @@
-"""Foreseen peaks of memory against the allocator's, to the byte: random mixed plans on models compiled with Inductor.
-
-Every plan is compiled and trained, and each allocation of the second step counted. `real_mb` and `foreseen_mb` are what a step holds at
-most beyond parameters, buffers and the optimizer's state; `error` is between the two, in percent, `whole_error` that of all that is held
-at most, and `anchored_error` that of the prediction corrected by the peaks of the uniform plans. Passes alone and the step with its
-optimizer are rows of their own. `saved` is what is kept for the backward pass.
-
-With --without-kernels the compiler's own kernels are neither built nor run: what is allocated is the same, and takes seconds a plan.
+"""Error of predicted peak memory, for random mixed plans compiled with Inductor.
+Each plan is compiled and trained, and all allocations of its second step are counted. "of" is
+"passes" (forward and backward) or "step" (with the optimizer). "real_mb" and the next column are
+the measured and the predicted peak without parameters, buffers and optimizer state. "error" is the
+difference in percent, "whole_error" the same with parameters, buffers and optimizer state included,
+and "anchored_error" the error after correction by the measured peaks of uniform plans. "at" is the
+operator at the predicted peak and "saved_mb" the predicted size of saved tensors. The last rows
+give the mean and the worst absolute errors of each model's mixed plans. With --without-kernels no
+Inductor kernel is built or run: the allocations are the same, and a plan needs seconds instead of
+minutes.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ SPACE = "passes", "step"
 
 
 class Words(nn.Module):
-    """Torch's own encoder in front of which tables are read: of words, and of places."""
+    """torch's encoder after word and position embeddings."""
 
     def __init__(self, words: int, width: int, length: int) -> None:
         super().__init__()
@@ -99,11 +101,11 @@ HELD_OUT: Mapping[str, Callable[[], Case]] = {
     "GPT-2, 2 layers 256 wide, 8 x 128 tokens": gpt2,
     "torch's encoder, 2 layers 128 wide, 16 x 64 words": words,
 }
-"""On which no rule of the memory model was found."""
+"""Models that were not used to develop the memory model."""
 
 
 def loss_of(case: Case) -> LossMemory:
-    """Returns what the loss takes, of results as large as the model's."""
+    """Return the memory of the loss for outputs of the model's size."""
     with torch.no_grad():
         returned = case.model(case.batch[0])
     plain = isinstance(returned, Tensor)
@@ -116,7 +118,7 @@ def loss_of(case: Case) -> LossMemory:
 
 
 def measured(case: Case, plan: Plan) -> dict[str, int]:
-    """Returns the most that the two passes hold, and that a whole step does."""
+    """Return the measured peak bytes of forward and backward, and of a full step."""
     torch._dynamo.reset()
     model = torch.compile(case.model, backend="qsync", options={"plan": plan})  # type: ignore[dict-item]
 
@@ -134,7 +136,7 @@ def measured(case: Case, plan: Plan) -> dict[str, int]:
 
 
 def rows_of(name: str, case: Case, count: int) -> Iterator[Row]:
-    # Of another size than the case before it would be explained with symbols.
+    # After a case of another size, Dynamo would trace with symbolic sizes.
     torch._dynamo.reset()
     explanation = qsync_fx.explain(case.model.train(), case.batch[0])
     graph = build_model_graph(explanation, PRECISIONS)
@@ -181,7 +183,7 @@ def _row(
 
 
 def summaries(rows: list[Row]) -> list[Row]:
-    """Returns the mean and the worst error of each model's mixed plans."""
+    """Return the mean and the worst error of each model's mixed plans."""
     found: list[Row] = []
     for name in dict.fromkeys(row["case"] for row in rows):
         for space in SPACE:

@@ -1,7 +1,10 @@
-"""How long it takes to measure a profile of BERT-base, its sensitivity included, and how long it says that it will take.
-
-Twelve layers, 4 texts of 128 tokens, FP32, BF16 and INT8, AdamW. Each measurement is a process of its own. The first compiles all plans,
-where torch's caches have none of them yet, for one turn of each; the second finds them there, as whoever measures a model again does.
+"""Time to measure a profile of BERT-base with its sensitivity, and the estimate printed before.
+The model has 12 layers; a batch is 4 texts of 128 tokens. The plans are FP32, BF16 and INT8, with
+AdamW. Each case runs in its own process: the first compiles all plans with cold torch caches, for
+one round and without sensitivity; the second measures the full profile with warm caches. Columns:
+"minutes" is the measured time, the bracketed minutes are the estimate (a range if it includes the
+sensitivity), "steps" is the number of timed steps; "sensitivity_steps" and "sensitivity_minutes"
+are the sensitivity's part.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def _minutes(words: str | None) -> float:
 
 
 def measured(layers: int, threads: int, how: dict[str, Any]) -> Row:
-    """Measures a profile here, and says what that took."""
+    """Measure a profile in this process, and return a row with its duration."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.set_num_threads(threads)

@@ -1,11 +1,12 @@
-"""Foreseen against real: random mixed plans, none of them measured for the profile, on models whose steps take 50 to 300 ms.
-
-One process a model: all plans, those of the profile and those to foresee, are compiled, and take turns. A step is foreseen from a profile
-of the first ones alone. The floor is what the same plans differ by between odd and even rounds: no error says anything below it. Plans are
-compared by steps that nothing else made longer, as in every profile (`qsync_fx.profiler.run_statistics.levelled`). Beside it stand what a
-profile of
-uniform plans alone would say, and the sum of operators without casts and cascades, as dPRO sees a step. A whole measurement that --partial
-has is judged anew, not measured again.
+"""Error of predicted step times for random mixed plans that the profile does not contain.
+The models have steps of 50 to 300 ms. All plans of a model, for the profile and for the evaluation,
+are compiled in one process and run interleaved. "mapper" predicts a plan with the cost mapper from
+the profile's plans; "mapper, uniform runs alone" from its uniform plans only; "additive" sums
+operator times without casts and cascades, as in dPRO. "floor" is the difference between odd and
+even rounds of the same plans: the resolution of the measurement. Columns: "passes_*" refer to
+forward and backward, "step_*" include the optimizer; "mean_%" and "worst_%" are absolute errors,
+and "each_%" are the signed errors of the plans. Complete measurements in --partial are evaluated
+again without measuring. See `qsync_fx.profiler.run_statistics` for the treatment of interference.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CLOCKS = {"processor": time.thread_time, "wall": time.perf_counter}
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its batch, and what trains it."""
+    """Model, batch, training step and optimizer."""
 
     model: nn.Module
     batch: Any
@@ -67,7 +68,7 @@ def bert(layers: int, batch: int, length: int) -> Case:
 
 
 class Block(nn.Module):
-    """Two convolutions and what goes past them."""
+    """Residual block with two convolutions."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """He et al., 2015, with two blocks a stage."""
+    """ResNet-18 (He et al., 2015)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class ResNet18(nn.Module):
 
 
 def vgg11_bn() -> nn.Module:
-    """Simonyan and Zisserman, configuration A, with batch norms and a smaller head."""
+    """Return VGG-11 with batch norm (Simonyan and Zisserman, configuration A), small head."""
     layers = vgg_layers(64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
     head = (
         nn.AdaptiveAvgPool2d(1),
@@ -152,7 +153,7 @@ QUICK: Mapping[str, Callable[[], Case]] = {
 
 
 def mixed_plans(ids: Sequence[str], count: int, seed: int = 1) -> dict[str, Plan]:
-    """Returns random plans: each operator drawn singly, most in one format, or block by block."""
+    """Return random plans: operators drawn independently, mostly in one format, or by block."""
     drawn, found = random.Random(seed), {}
     for at in range(count):
         kind = KINDS[at % len(KINDS)]
@@ -170,7 +171,7 @@ def mixed_plans(ids: Sequence[str], count: int, seed: int = 1) -> dict[str, Plan
 
 
 def _block(name: str) -> str:
-    """The block that an operator belongs to: of a stage or an encoder's layer, or of four modules in a row."""
+    """Return an operator's block: part of a stage, encoder layer, or four consecutive modules."""
     parts = re.match(r"(.*?)(\d+)(?:\.(\w+))?", name)
     if parts is None:
         return ""
@@ -178,14 +179,14 @@ def _block(name: str) -> str:
 
 
 def uniform_alone(profile: Profile) -> Profile:
-    """Returns the profile as it would be of uniform plans alone, where no product ever meets another format."""
+    """Return the profile restricted to its uniform plans, without products of mixed formats."""
     return replace(profile, runs=[run for run in profile.runs if run.label in PRECISIONS])
 
 
 def additive(profile: Profile, plan: Plan) -> float:
-    """Returns forward and backward pass as dPRO sees them: what each operator takes in its planned format, without casts and cascades.
+    """Return the seconds of forward and backward without casts and cascades, as in dPRO's model.
 
-    An operator that no plan decides on takes what it takes in FP32.
+    An operator that the plan does not contain runs in FP32.
     """
     runs = {
         run.label: {m.operator: m.forward + m.backward for m in run.operators}
@@ -197,13 +198,13 @@ def additive(profile: Profile, plan: Plan) -> float:
 
 
 def foreseen(profile: Profile, plan: Plan) -> float:
-    """Returns forward and backward pass of a plan, as the cost mapper sees it."""
+    """Return the seconds of forward and backward predicted by the cost mapper."""
     totals = CostMapper(profile.graph, profile.times(), plan).totals
     return totals.seconds - totals.optimizer
 
 
 def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float, float]:
-    """Returns how far off times are in percent, in the mean and at worst."""
+    """Return the mean and the worst absolute error in percent."""
     off = [100 * abs(found[name] / real[name] - 1) for name in real]
     return statistics.mean(off), max(off)
 
@@ -211,9 +212,10 @@ def errors(found: Mapping[str, float], real: Mapping[str, float]) -> tuple[float
 def measured(
     case: Case, plans: Sequence[Plan], rounds: int, partial: Path | None
 ) -> tuple[Profile, list[MeasuredRun]]:
-    """Measures a model and plans in turns; returns the profile without these, and what was measured of each, in their order.
+    """Measure a model with interleaved plans; return the profile without `plans`, and their runs.
 
-    A plan that puts operators into the states of one that every profile measures would test nothing: it is left out.
+    Runs are in the order of `plans`. A plan with the same operator states as one of the profile's
+    plans is omitted, since it would test no prediction.
     """
     if partial is not None and partial.exists():
         whole = Profile.load(partial)
@@ -242,7 +244,9 @@ def rows_of(name: str, case: Case, count: int, rounds: int, partial: Path | None
     profile, runs = measured(case, plans, rounds, partial)
     targets = {run.label: run for run in runs}
     real = {label: run.passes for label, run in targets.items()}
-    # An optimizer's temporary tensors are new memory in every step: now and then finding it takes a system far longer than the update.
+    # The median excludes slow page allocations: an optimizer's temporary tensors are new memory in
+    # every
+    # step, which occasionally takes the system far longer than the update.
     updates = [[update for *_, update in run.steps] for run in targets.values()]
     steps = {
         label: real[label] + pace * statistics.median(update)
@@ -316,7 +320,8 @@ def main() -> None:
         },
     )
     torch.set_num_threads(1)
-    # One thread is timed by the processor's clock, which counts nothing of what others do meanwhile: a user waits by the clock on the wall.
+    # With one thread, CPU time excludes the load of other processes. Wall time is what a user
+    # observes.
     measurement.clock_for = lambda threads: CLOCKS[options.clock]  # type: ignore[attr-defined]
     torch.manual_seed(0)
     rows: list[Row] = []
@@ -332,7 +337,7 @@ def main() -> None:
             partial,
         )
         if options.json:
-            # Minutes a case: what is measured is kept even if the next one is interrupted.
+            # A case takes minutes: write its rows before the next one starts.
             write_cases(options.json, rows, quick=options.quick)
         torch._dynamo.reset()
     finish(options, rows, cases=True)

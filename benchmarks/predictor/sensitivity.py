@@ -1,9 +1,12 @@
-"""How well indicators tell what narrow operators do to gradients: formulas against Monte Carlo, and methods against real quantized passes.
-
-Twelve networks on scikit-learn's digits: ReLU, GELU, tanh, residuals, attention, convolutions, batch norm, pooling, a ViT and a GPT-2 of
-transformers. Each has been trained for a few steps, and trains on between those that are looked at: where rounding is to nearest, weights
-that stay err by the same in every step, and one step says little. The truth is the mean square error of the gradients where one operator
-at a time runs in the precision, as the backend lowers it; "floor" is how well the truth of every other step tells that of the rest.
+"""Accuracy of sensitivity indicators, compared with Monte Carlo and quantized training steps.
+Twelve small networks train on scikit-learn's digits. Each is trained for a few steps before the
+measurement and between measured steps: with rounding to nearest, constant weights would have the
+same error in every step. The reference is the mean squared error of the gradients if one operator
+at a time runs in the precision, as lowered by the backend. Columns: "floor" is the rank correlation
+of the reference between odd and even steps; a column named after a method is its rank correlation
+with the reference, "METHOD/truth" its geometric mean ratio to it, and "METHOD s" its duration in
+seconds. "spread" is the ratio of the largest to the smallest reference value. "formula/Monte Carlo"
+and "paper/Monte Carlo" are ratios of variances (the latter of QSync's Eq. (4)).
 """
 
 from __future__ import annotations
@@ -38,11 +41,12 @@ from benchmarks.support.harness import Row, arguments, show, write_json
 
 Batch = tuple[Tensor, Tensor]
 DRAWN = ("second_order", "injected", "paper", "monte_carlo")
-"""Of whose numbers each operator's are kept."""
+"""Methods whose values are recorded for each operator."""
 STEPS = {"bf16": 24, "int8": 12}
-"""Where rounding is to nearest a step shows one draw of each error."""
+"""Steps by precision; rounding to nearest (BF16) needs more, one sample per error and step."""
 FLOOR, MORE = 0.95, (4, 8, 16)
-"""What half of the steps does not tell of the others to this is looked at in so many times the steps, as far as that takes."""
+"""If the floor is below `FLOOR`, the network is measured again with the next multiple of the steps.
+"""
 METHODS = ("second_order", "injected", "depth", "paper", "fisher", "random", "monte_carlo")
 
 
@@ -80,7 +84,7 @@ def residual(activation: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """torch.nn's own encoder, over the eight rows of an image."""
+    """torch.nn's transformer encoder over the eight rows of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +153,7 @@ class Vit(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """Reads an image pixel by pixel, 17 shades, and tells its digit at the last one."""
+    """GPT-2 that reads an image by pixels (17 gray levels) and classifies it at the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +205,7 @@ def train(model: nn.Module, batches: list[Batch]) -> None:
 
 
 def floor(truth: Sensitivity, precision: str) -> float:
-    """Returns how well half of the steps tells the other half."""
+    """Return the rank correlation of the reference between odd and even steps."""
     halves = [
         [
             statistics.fmean(values[name][precision] for values in truth.trace[first::2])
@@ -216,7 +220,8 @@ def network(name: str, precision: str, steps: int) -> Row:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = NETWORKS[name]()
-    batches = digits(18, 96)  # gates flip seldom: what a small batch shows is mostly chance
+    # activations rarely change sign: with a small batch, the result would be mostly noise
+    batches = digits(18, 96)
     train(model, batches)
 
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -249,12 +254,12 @@ def network(name: str, precision: str, steps: int) -> Row:
 
 
 def rounded(found: Sensitivity, precision: str) -> list[float | None]:
-    """Returns what each operator adds, for `indicator_scatter.py`."""
+    """Return the variance of each operator, for `indicator_scatter.py`."""
     values = [found.variance[name].get(precision) for name in found.operators]
     return [None if value is None else float(f"{value:.4g}") for value in values]
 
 
-# Formulas.
+# Variance formulas against Monte Carlo.
 
 PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "linear": (F.linear, (64, 96), (48, 96)),
@@ -271,7 +276,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
 
 
 def drawn(x: Tensor, fmt: Precision, generator: torch.Generator) -> Tensor:
-    """Rounds stochastically in FP64, by the definition."""
+    """Return `x` rounded stochastically to `fmt`, computed in FP64 from the definition."""
     factor = scale(x, fmt)
     units = x.double() / factor
     size = grid_step(units, fmt)
@@ -361,7 +366,7 @@ def main() -> None:
             if options.json:
                 write_json(
                     options.json, rows, options.quick
-                )  # it takes long: what there is is kept
+                )  # Save intermediate results, because each network takes long.
             print(
                 {
                     k: round(v, 3) if isinstance(v, float) else v

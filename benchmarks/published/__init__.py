@@ -1,1 +1,1 @@
-"""Constants that are fitted to times that others have published, and how near they come to those that were left out."""
+"""Constants fitted to published times, and their prediction error on held-out times."""

@@ -1,6 +1,7 @@
-"""Fits the constants of devices of the catalog to times of products that others measured.
+"""Calibration of catalog devices: fits of roofline constants to published times of products.
 
-Invariant: nothing that is held out is looked at by a fit, and what is held out is whole shapes, on all devices.
+Invariant: a fit reads only the points that it is given. Cross-validation holds out complete shapes,
+on all devices.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from qsync_fx.formats import FP32, precision
 
 @dataclass(frozen=True)
 class Point:
-    """One measured product.
+    """Measured product.
 
     Attributes:
-        device, precision: where, and in which format.
-        product: "gemm", or which product of a convolution.
-        shape: m, n, k, or the sizes of a convolution.
-        layout: which factor of a matrix product is transposed.
-        seconds: what it took.
+        device, precision: device and format.
+        product: "gemm", or a product of a convolution.
+        shape: (m, n, k), or the sizes of a convolution.
+        layout: transposed operands of a matrix product, in BLAS notation.
+        seconds: measured duration.
     """
 
     device: str
@@ -41,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Usual:
-    """What a constant usually is, how far from that is likely, and what is no fraction any more."""
+    """Prior of a constant: its usual value, its standard deviation and its upper limit."""
 
     value: float
     spread: float
@@ -52,7 +53,7 @@ class Usual:
 
 
 class Factor(Usual):
-    """The same of what is never 0: the spread is one of the logarithm."""
+    """Prior of a positive constant; the spread applies to its logarithm."""
 
     def at(self, away: float) -> float:
         return min(self.value * float(np.exp(self.spread * away)), self.most)
@@ -80,7 +81,7 @@ _CONVOLUTION = {"gather": Usual(0.05, 0.1), "floor": Factor(1e-5, 0.4)}
 _TENSOR_CORES = {"relayout": Usual(0.5, 0.4), "weights": Usual(1.0, 0.7)}
 _PADDED = {"ordinary": Factor(0.4, 0.3)}
 _LAID_OUT = {"floor": Factor(2.5e-5, 0.4)}
-"""Of tensor cores: programs before and behind the gradient of an input lay values out anew."""
+"""Tensor cores: kernels before and after the input gradient change layouts."""
 _FP32 = {
     "prologue": Usual(20.0, 20.0),
     "winograd": Factor(1.0, 0.2),
@@ -118,13 +119,16 @@ _KERNELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "v100 fp32": {"pointwise": 128, "splits": 64, "places": 32, "winograd_smallest": 128},
     },
 }
-"""Of each product the tiles that a library's kernels have on a device: what was seen in the times of all shapes."""
+"""Tile parameters of a library's kernels, by product, device and format.
+
+They were chosen by inspecting the times of all shapes, and are not fitted.
+"""
 _ALIGNED = {"fp16": 8, "bf16": 8, "tf32": 4, "int8": 4, "fp8": 16}
 
 
 @dataclass(frozen=True)
 class Part:
-    """Points of one device: its number, which they are, what they run on, their shapes, and which factor is transposed."""
+    """Points of one device: its index, point indices, machine, shapes [sides, points], layouts."""
 
     device: int
     at: NDArray[np.int_]
@@ -135,7 +139,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Problem:
-    """Points of one product in one format, to be explained by one set of constants a device."""
+    """Fit of one product in one format: each device has its own constants."""
 
     points: Sequence[Point]
     devices: tuple[str, ...]
@@ -174,7 +178,7 @@ class Problem:
         )
 
     def parts(self, points: Sequence[Point]) -> list[Part]:
-        """Returns the points of each device."""
+        """Return the points, grouped by device."""
         found = []
         for number, device in enumerate(self.devices):
             at = np.array(
@@ -189,7 +193,7 @@ class Problem:
         return found
 
     def reckon(self, away: Numbers, parts: Sequence[Part]) -> Numbers:
-        """Returns the logarithms of reckoned seconds."""
+        """Return the logarithms of the predicted seconds of all points."""
         seconds, fmt = np.zeros(sum(len(part.at) for part in parts)), precision(self.precision)
         width = fmt.dtype.itemsize
         for part in parts:
@@ -207,7 +211,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Constants that explain a problem."""
+    """Fitted constants of a problem."""
 
     problem: Problem
     away: Numbers
@@ -216,7 +220,7 @@ class Fitted:
         return np.exp(self.problem.reckon(self.away, self.problem.parts(points)))
 
     def of(self, device: str) -> dict[str, Any]:
-        """Returns the constants of one device, as its file has them."""
+        """Return the constants of one device, as in its catalog file."""
         by = self.problem.constants(self.away, self.problem.devices.index(device))
         return {
             name: getattr(by, name)
@@ -226,7 +230,7 @@ class Fitted:
 
 
 def fit(points: Sequence[Point], steps: int = 15, tries: int = 3) -> Fitted:
-    """Returns the constants that explain points best, without straying far from what is usual."""
+    """Return the constants that minimize the error on `points`, regularized towards the priors."""
     problem = Problem(points, tuple(sorted({point.device for point in points})))
     parts = problem.parts(points)
     fitting = Fitting(

@@ -1,10 +1,13 @@
-"""How near the catalog's devices come to times that others measured: matrix products, convolutions and all-reduces of T4 and V100.
-
-For each device, format and product, and of all products together, the mean and median of the absolute relative error, on shapes that
-constants were not fitted to (10 folds by shape; with `--by-layer` a convolution is held out at all of its batches) and on all shapes with
-the constants of the catalog. `--data` is a folder with deepbench_gemm.csv, deepbench_conv.csv (Baidu's DeepBench) and
-allreduce_v100_gpu*.csv.gz (nccl-tests); `--measured` a file of benchmarks/gpu/products.py, in place of it; without both nothing is done.
-`--write` fits to all of them, and writes what is found into the catalog.
+"""Prediction error of the device catalog on published times of T4 and V100.
+The times are of matrix products, convolutions and all-reduces. Each row is a device, format and
+product; the last rows pool all products and give the all-reduces. "points" is the number of
+measured times. "held_out_mape" and "held_out_median" are the mean and median absolute relative
+error on shapes that the constants were not fitted to (10 folds by shape; with --by-layer a
+convolution is held out at all batch sizes). "catalog_mape" is the mean error of the catalog's
+constants on all shapes. --data names a folder with deepbench_gemm.csv and deepbench_conv.csv
+(Baidu's DeepBench) and allreduce_v100_gpu*.csv.gz (nccl-tests); --measured names a result of
+benchmarks/gpu/products.py to use instead. Without either option the script prints a hint and ends.
+--write fits the constants to all shapes and writes them to the catalog.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ def convolutions(folder: Path) -> list[Point]:
 
 
 def measured(file: Path) -> list[Point]:
-    """Returns what was measured on GPUs that were at hand, which are in the catalog by the last word of their names."""
+    """Return the times in a result of gpu/products.py; a GPU's last word names its device."""
     found = json.loads(file.read_text())
     return [
         Point(
@@ -107,7 +110,10 @@ def folds(shapes: Sequence[Any]) -> dict[Any, int]:
 
 
 def held_out(points: Sequence[Point], quick: bool, by_layer: bool) -> Numbers:
-    """Returns the seconds of each point by constants that were fitted without its shape, or without its layer at any batch."""
+    """Return the seconds predicted for each point by constants fitted without its shape.
+
+    With `by_layer`, the fit excludes a convolution's layer at all batch sizes.
+    """
     shapes = [
         point.shape[1:] if by_layer and point.product != "gemm" else point.shape for point in points
     ]
@@ -122,7 +128,7 @@ def held_out(points: Sequence[Point], quick: bool, by_layer: bool) -> Numbers:
 
 
 _EFFORT = {False: (15, 3), True: (3, 0)}
-"""Steps and tries of a fit, by whether it is to be quick."""
+"""(steps, tries) of a fit, by whether it is quick."""
 
 
 def catalogued(point: Point) -> float:
@@ -148,7 +154,7 @@ def products(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    # Devices share the constants of convolutions, of which few were measured.
+    # All devices share one fit of the convolutions, because few were measured.
     keys = sorted(
         {(p.product, p.precision, p.device if p.product == "gemm" else "") for p in points}
     )
@@ -193,7 +199,7 @@ def products(
 
 
 def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the mean error of all products together, each measured time counted once; what was measured in more shapes counts more."""
+    """Return the mean error over all products; each measured time counts once."""
     points = sum(row["points"] for row in rows)
     means = {
         key: sum(row["points"] * row[key] for row in rows) / points
@@ -209,7 +215,7 @@ def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
-    """Returns sizes and seconds of all-reduces of V100 by the number of ranks."""
+    """Return sizes in bytes and seconds of V100 all-reduces, by number of ranks."""
     found = {}
     for path in sorted(folder.glob("allreduce_v100_gpu*.csv.gz")):
         with gzip.open(path, "rt") as file:
@@ -223,7 +229,7 @@ def reductions(folder: Path) -> dict[int, tuple[Numbers, Numbers]]:
 
 
 def knots(size: Numbers, seconds: Numbers) -> tuple[list[float], list[float]]:
-    """Returns points of straight lines, in logarithms, by least squares: one at each power of two."""
+    """Return knots, at powers of two, of a piecewise linear fit in log-log space."""
     at = [
         float(2**power)
         for power in range(int(math.log2(size.min())), math.ceil(math.log2(size.max())) + 1)
@@ -263,7 +269,7 @@ def written(
     folder: Path | None,
     source: str = SOURCE,
 ) -> None:
-    """Replaces what is fitted in a device's file."""
+    """Replace the fitted constants in a device's catalog file."""
     path = CATALOG / f"{device}.toml"
     lines = [path.read_text().partition(MARK)[0].rstrip(), "", MARK]
     for (precision, product), values in sorted(found.items()):

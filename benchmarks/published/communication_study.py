@@ -1,10 +1,12 @@
-"""How well steps with compressed gradients are predicted from steps without: samples a second of a published study, one network left out.
-
-The tables are those of Grubic et al., EDBT 2018 (data/communication_study.csv): six networks on 2 to 16 GPUs, with MPI and with
-NCCL, gradients in 32 bits and by QSGD in 16, 8, 4 and 2. For each primitive and number of GPUs two numbers are fitted to all networks but
-one (qsync_fx/predictor/replayer/collectives.py); what they make of that one's 32-bit row is compared with its other rows. `without` is the
-error
-of taking the 32-bit row itself, `all` that of numbers fitted to all networks, which are the ones that qsync_fx has.
+"""Error of step times predicted for compressed gradients from steps with FP32 gradients.
+The data are samples per second of six networks on 2 to 16 GPUs, with MPI and NCCL, and gradients in
+32 bits or compressed by QSGD to 16, 8, 4 or 2 bits (Grubic et al., EDBT 2018,
+data/communication_study.csv). For each primitive and number of GPUs, the two coefficients of
+qsync_fx/predictor/replayer/collectives.py are fitted to all networks but one, and predict that
+network's compressed steps from its 32-bit step. Columns: "median", "mean" and "worst" are the
+relative errors of these predictions; "all" is the median error of the coefficients that qsync_fx
+contains, fitted to all networks; "without" is the median error of using the 32-bit step time
+unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TABLE = Path(__file__).parent / "data" / "communication_study.csv"
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the study: samples a second with compression, and without."""
+    """Entry of the study's tables, with the times of a step with and without compression."""
 
     network: str
     primitive: str
@@ -38,7 +40,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Returns the rows of QSGD."""
+    """Return the rows of QSGD."""
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     rows = list(csv.DictReader(lines))
     full = {_place(row): _seconds(row) for row in rows if row["bits"] == "32"}
@@ -61,7 +63,7 @@ def cells() -> list[Cell]:
 
 
 def errors(found: Iterable[Cell], exchange: Exchange) -> list[float]:
-    """Returns relative errors of the seconds of a step."""
+    """Return the relative errors of predicted step times."""
     samples = [cell.sample for cell in found]
     return [
         abs(exchange.seconds(one.elements, one.element_bytes, one.without) / one.seconds - 1)
@@ -70,7 +72,7 @@ def errors(found: Iterable[Cell], exchange: Exchange) -> list[float]:
 
 
 def left_out(every: Sequence[Cell]) -> dict[Cell, float]:
-    """Returns the error of each cell, by numbers that were fitted to the other networks."""
+    """Return the error of each cell, predicted by coefficients fitted to the other networks."""
     found: dict[Cell, float] = {}
     for place in {(cell.primitive, cell.gpus) for cell in every}:
         here = [cell for cell in every if (cell.primitive, cell.gpus) == place]
@@ -82,7 +84,7 @@ def left_out(every: Sequence[Cell]) -> dict[Cell, float]:
 
 
 def rows() -> list[Row]:
-    """Returns the errors by primitive and number of GPUs, of each network, and of all rows."""
+    """Return rows by primitive and number of GPUs, by network, by primitive, and for all cells."""
     every = cells()
     out = left_out(every)
     places = sorted({(cell.primitive, cell.gpus) for cell in every})

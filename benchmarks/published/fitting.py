@@ -1,9 +1,10 @@
-"""Fits constants of a model to measured times: those of each device, which are much alike among devices.
+"""Levenberg-Marquardt fit of device constants with priors.
 
-The mean relative error is made small, by Levenberg and Marquardt's steps in what constants are away from what is usual; being away costs,
-and being away from what the other devices have costs more.
+The objective is a smoothed mean absolute relative error. Constants are expressed as deviations from
+their usual values, in units of the prior's spread. Two quadratic penalties apply: a small one on
+deviations, and a larger one on differences between devices.
 
-Invariant: only what is handed over is looked at, so that what is held out stays so.
+Invariant: a fit reads only its arguments, so held-out points do not influence it.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 Reckon = Callable[[Numbers], Numbers]
-"""From what constants are away from what is usual (a row a device) to the logarithms of seconds."""
+"""Function of the deviations, [devices, constants], that returns the logarithms of seconds."""
 
 _USUAL, _ALIKE = 0.05, 0.3
-"""What it costs to be away from what is usual, and from what other devices have."""
+"""Penalty weights of the deviation from the usual value, and from the mean of the devices."""
 _SMALL = 0.04
-"""Relative errors below which being nearer gains little."""
+"""Relative error below which the objective is quadratic, so that improvements gain little."""
 _STEP = 0.03
 _NEAR = 0.7
-"""How far from the best that is known others are looked for."""
+"""Standard deviation of the random starting points around the best solution."""
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """
+    """Least-squares problem.
+
     Attributes:
-        reckon: the model.
-        measured: logarithms of seconds.
-        owner: the device of each.
-        devices, constants: how many.
+        reckon: model.
+        measured: logarithms of measured seconds, [points].
+        owner: device index of each point, [points].
+        devices, constants: number of devices, and of constants per device.
     """
 
     reckon: Reckon
@@ -50,7 +52,7 @@ class Fitting:
         return float(np.sum(np.sqrt(error**2 + _SMALL**2) - _SMALL) + held)
 
     def best(self, steps: int, tries: int) -> Numbers:
-        """Returns what the constants are away from what is usual that explain the times best, of those found from there and near by."""
+        """Return the best deviations of descents from zero and from `tries` random points."""
         random = np.random.default_rng(0)
         away, cost = self._descended(np.zeros((self.devices, self.constants)), steps)
         for _ in range(tries):

@@ -1,1 +1,1 @@
-"""Whole training steps on the CPU, and what they take in compiling and in memory."""
+"""Full training steps on the CPU: step time, compile time and memory."""

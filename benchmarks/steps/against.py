@@ -1,9 +1,10 @@
-"""Whole steps and compiling, this checkout against another one: whether what came in between made anything slower.
-
-`--before` is the python of an environment that has the other checkout installed, native module and all, with the same torch. Each checkout
-runs in a process of its own; the two take turns step by step, so that what the machine does otherwise falls on both. `to_before` is the
-median of the ratios of neighbours, `low` and `high` hold it with 95% (of resampled turns). Processor time, one thread. Compiling is all
-that Python does: Inductor's C++ comes from its cache. What a run leaves out stays in the file that --json names, each row with its date.
+"""Training steps and compilation of this checkout, compared with another checkout.
+--before names the Python of an environment with the other checkout's package and native module, and
+the same torch. Each checkout runs in its own process; the two run interleaved, step by step, in CPU
+time with one thread. "seconds" is the median of this checkout, "to_before" the median ratio of
+adjacent runs to the other checkout, and "low" and "high" its bootstrap 95% confidence interval.
+"compile" excludes the C++ compiler: Inductor's code is in the cache. Rows that a run does not
+measure stay in the file of --json, with their dates.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import IO
 
 import torch
 
-if "--serve" not in sys.argv:  # where this checkout's package would hide the other one
+if "--serve" not in sys.argv:  # this checkout's package would hide the other one
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support.models import Case, bert, gpt2_block, perceptron, resnet, vgg16_bn, vit
 
-# The other checkout has no harness of today: what a process of its own runs must do without.
+# The other checkout may lack the current harness: code that its process runs must not use it.
 CASES: dict[str, Callable[[], Case]] = {
     "two layers": perceptron,
     "BERT 2 layers, 8 x 128 tokens": lambda: bert(2, 8),
@@ -41,7 +42,7 @@ CASES: dict[str, Callable[[], Case]] = {
 PRECISIONS = ("fp32", "bf16", "int8", "int8_grad")
 COMPILE = "compile"
 SHORTEST = 0.2
-"""Seconds of a turn at least: small models' steps are repeated within it."""
+"""Minimum seconds of a run: steps of small models are repeated within it."""
 
 
 def main() -> None:
@@ -106,25 +107,27 @@ def _what(row: Mapping[str, object]) -> tuple[object, ...]:
 
 
 def home(python: Path) -> Path:
-    """Returns where the package of an environment lies."""
+    """Return the package folder of an environment."""
     command = [str(python), "-P", "-c", "import qsync_fx; print(qsync_fx.__file__)"]
     found = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/")
     return Path(found.stdout.strip()).parent
 
 
 def commit(package: Path) -> str | None:
-    """Returns the commit that a checkout is at; None where it is none."""
+    """Return the commit of a checkout; None outside a git repository."""
     command = ["git", "-C", str(package), "log", "-1", "--format=%h %s"]
     found = subprocess.run(command, capture_output=True, text=True)
     return found.stdout.strip() or None
 
 
 class Served:
-    """A process of one checkout, which runs what it is asked for and says how long that took."""
+    """Process of one checkout, which runs requests and returns their seconds."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python = python
-        # Not this checkout's package beside the script. Both share a cache of Inductor's C++; no graph is taken from it (`compile_anew`).
+        # The folder makes `benchmarks` importable, but not this checkout's package. Both checkouts
+        # share
+        # Inductor's C++ cache, but no cached graphs (`compile_anew`).
         environment = {
             "PATH": "/usr/bin:/bin",
             "TORCHINDUCTOR_CACHE_DIR": str(folder),
@@ -161,7 +164,7 @@ def _stream(of: IO[str] | None) -> IO[str]:
 
 
 def turns(both: dict[str, Served], what: str, count: int) -> dict[str, list[float]]:
-    """Returns seconds of each, a turn; who begins changes."""
+    """Return the seconds of each run by checkout; the order alternates."""
     found: dict[str, list[float]] = {which: [] for which in both}
     for served in both.values():
         served.ask(what)
@@ -184,9 +187,9 @@ def judged(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def serve() -> None:
-    """Answers lines: a case and its precision, then what of it to run."""
+    """Serve requests by line: first case and precision, then runs."""
     torch.set_num_threads(1)
-    # What libraries print must not be taken for an answer.
+    # Library output must not appear on the answer stream.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     name, precision = sys.stdin.readline().rstrip("\n").split("\t")

@@ -1,8 +1,9 @@
-"""How much of a compile the pipeline takes: the passes and the verifier against the whole of Dynamo, AOTAutograd and Inductor.
-
-Cold: Inductor's caches are off. One training step of each model; the pipeline's time is that of `rewrite`, per pass beside it. "replanned"
-is what states, reasons and costs of another plan take once a model has been explained: the median over plans that give each operator a
-format by chance, in the processor's time.
+"""Compile time of the passes and the verifier, as a fraction of the total compile time.
+The total includes Dynamo, AOTAutograd and Inductor. Inductor's caches are off; a case is the first
+training step of a model. Columns in seconds: "compile" is the total, "pipeline" the time of
+`rewrite`, and "pipeline_share" their ratio; further columns are the passes. Rows "any" measure
+planning in CPU time: "explain" traces a model once, and "replanned" is the median time to compute
+states, reasons and costs of another plan with random formats.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FORMATS = ("fp32", "bf16", "fp16", "int8", "fp8")
 
 
 def measure_compile(case: Case, precision: str) -> dict[str, float]:
-    """Seconds of the first step, of the same step once compiled, and of the pipeline in between."""
+    """Return the seconds of compilation (first step minus second), pipeline, and each pass."""
     torch._dynamo.reset()
     timing, spent = Timing(), [0.0]
     original = backend.rewrite
@@ -59,13 +60,13 @@ def measure_compile(case: Case, precision: str) -> dict[str, float]:
     ):
         first = step()
     again = step()
-    # Where nothing watches the passes, as the stopwatch does here, costs are not counted: nobody would read them.
+    # Costs are computed only if an observer such as this timer watches the passes: exclude them.
     unpaid = timing.seconds.pop("annotate_cost")
     return {"compile": first - again - unpaid, "pipeline": spent[0] - unpaid, **timing.seconds}
 
 
 def measure_replanning(case: Case, plans: int) -> dict[str, float]:
-    """Seconds of explaining a model, and of another plan's states, reasons and costs."""
+    """Return the seconds to explain a model, and to compute another plan's states and costs."""
     begin = time.process_time()
     explanation = qsync_fx.explain(Step(case).train(), options={"precision": "int8"})
     explained = time.process_time() - begin

@@ -1,7 +1,8 @@
-"""Training steps with huge pages and without: what one variable in the environment is worth on Linux.
-
-glibc asks the kernel for them where GLIBC_TUNABLES says so before a process starts, so each variant is a process of its own, and the two
-take turns. Seconds are the processor's; a ratio is the median of those within a turn. Beside steps stands a copy of 16 MiB.
+"""Training steps with and without transparent huge pages on Linux, for qsync and Inductor.
+glibc requests huge pages if GLIBC_TUNABLES is set before a process starts, so each variant is a
+process, and the two run interleaved. "without_ms" and "huge_pages_ms" are medians, and "ratio" is
+the median of the ratios of each round. A copy of 16 MiB is measured for comparison. With --threads
+1 the clock counts CPU time of the process.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def measured(job: dict[str, object], huge: bool = False) -> dict[str, float]:
-    """Returns the seconds of steps in each way, and of a copy, of a process of its own."""
+    """Return the seconds of each case, measured in a new process."""
     name, _, value = SWITCH.partition("=")
     environment = {**os.environ, **({name: value} if huge else {})}
     command = [sys.executable, __file__, "--steps", json.dumps(job)]
@@ -85,7 +86,7 @@ def measured(job: dict[str, object], huge: bool = False) -> dict[str, float]:
 
 
 def seconds(name: str, quick: bool, threads: int, steps: int) -> dict[str, float]:
-    """Returns the median seconds of a step in each way, in turns, and of a copy of 16 MiB."""
+    """Return the median seconds of a step of each variant and of a copy, measured interleaved."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     source = torch.randn(COPY)
@@ -105,7 +106,7 @@ def seconds(name: str, quick: bool, threads: int, steps: int) -> dict[str, float
 
 
 def training(case: Case, given: dict[str, object]) -> Callable[[], None]:
-    """Returns a step of a case, compiled as given."""
+    """Return a step of a case, compiled with the arguments `given`."""
     compiled = torch.compile(case.model, dynamic=False, **given)  # type: ignore[call-overload]
 
     def run() -> None:

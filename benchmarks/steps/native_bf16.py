@@ -1,7 +1,9 @@
-"""Whole steps in BF16 whose products are the native module's, beside the same steps by oneDNN: what faster products alone are worth.
-
-A pass behind Inductor's own puts the module in for matrix products in BF16, of some kinds or of all: `output`, `input gradient`, `weight
-gradient`. No option does that; see docs/kernels.md for why not. One thread is timed by its own clock.
+"""BF16 training steps with products by the native module instead of oneDNN.
+They show the benefit of faster products alone. A post-grad pass of Inductor replaces matrix
+products of some kinds (output, input gradient, weight gradient) or all. No option of qsync does
+this; docs/kernels.md says why. Runs are interleaved; "milliseconds" is the median, "of_onednn" the
+median ratio to oneDNN, and "native products" the number of replaced products. With --threads 1 the
+clock counts CPU time of the process.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def kind(node: fx.Node) -> str:
-    """Returns which product of a layer this is: a bias is an output's, and only the weight's gradient has its first matrix turned."""
+    """Return which product of a layer a node computes.
+
+    Only an output has a bias, and only a weight gradient has a transposed first operand.
+    """
     if node.target is ADDMM:
         return "output"
     first: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -60,7 +65,7 @@ def kind(node: fx.Node) -> str:
 
 @contextlib.contextmanager
 def native(kinds: tuple[str, ...]) -> Iterator[None]:
-    """Lets what is compiled within multiply by the native module, products of these kinds."""
+    """Within the context, compile with the native module for products of `kinds`."""
 
     def replace(graph: fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -77,19 +82,19 @@ def native(kinds: tuple[str, ...]) -> Iterator[None]:
             node.replace_all_uses_with(new)
             graph.erase_node(node)
 
-    # What is cached is found by the graph before passes.
+    # Inductor's cache key ignores this pass.
     with config.patch(post_grad_custom_post_pass=replace, force_disable_caches=True):
         yield
 
 
 def compiler() -> Callable[..., object]:
-    """Returns qsync in BF16 as a backend of its own: what others have compiled of the same code is left alone."""
+    """Return qsync in BF16 as a separate backend, which shares no compiled code."""
     compile_graph: Callable[..., object] = torch._dynamo.lookup_backend("qsync")
     return lambda module, inputs: compile_graph(module, inputs, options={"precision": "bf16"})
 
 
 def native_products(run: Callable[[], None]) -> int:
-    """Returns how many products of a step the native module computes."""
+    """Return the number of products that the native module computes in a step."""
     before = calls
     run()
     return calls - before
@@ -112,7 +117,7 @@ def main() -> None:
         for name, kinds in VARIANTS.items():
             steps[name] = step(built, Variant(compiler={"backend": compiler()}))
             with native(kinds):
-                steps[name]()  # The backward pass is compiled when it is first run.
+                steps[name]()  # the backward pass compiles when it first runs
         products = {name: native_products(one) for name, one in steps.items()}
         times = measure(steps, 2 if options.quick else 21, clock=clock)
         rows += [

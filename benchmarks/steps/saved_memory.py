@@ -1,9 +1,10 @@
-"""What a training step keeps for its backward pass, and holds at most: qsync in BF16 and INT8 beside autocast in BF16.
-
-Bytes of torch's allocator, counted from the profiler's memory events, beyond what lay there before the step. `saved` is what is held once
-the forward pass is over; `activations` is the part of it that grows with the batch, which leaves out copies of weights; `peak` is the most
-of the passes together. Each `to_peer` is the ratio to the autocast variant (eager or compiled, fused or math attention) that takes least.
-Bytes do not depend on what else a machine does. The compiler's own kernels are neither built nor run: what is allocated is the same.
+"""Memory of saved tensors and peak memory of a training step, compared with BF16 autocast.
+qsync runs in BF16 and INT8. Bytes are counted in torch's allocator, from the profiler's memory
+events, beyond the bytes before the step. "saved_mb" is allocated after the forward pass;
+"activations_mb" is its part that grows with the batch, without copies of weights; "peak_mb" is the
+peak of forward and backward. "*_to_peer" is the ratio to the autocast variant with the smallest
+value (eager or compiled, fused or math attention). Inductor's kernels are neither built nor run;
+the allocations are the same, and independent of machine load.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def variants(case: Case) -> dict[str, Variant]:
 
 
 def held(run: Callable[[], object]) -> tuple[int, int]:
-    """Returns the bytes that are held when `run` is over, and at most; what it returns is held."""
+    """Return the bytes after `run`, including its result, and the peak bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         found = run()
     del found
@@ -59,7 +60,7 @@ def held(run: Callable[[], object]) -> tuple[int, int]:
 
 
 def measured(case: Case, variant: Variant) -> tuple[int, int]:
-    """Returns the bytes that a forward pass keeps, and those that a step holds at most."""
+    """Return the bytes after a forward pass, and the peak bytes of a step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = case.build(variant.attention).train()
@@ -89,7 +90,7 @@ def rows_of(name: str, make: Callable[[int], Case], batch: int) -> list[Row]:
     for variant, how in variants(whole).items():
         print(f"{name}: {variant}", flush=True)
         saved, peak = measured(whole, how)
-        # What does not grow with the batch is in both.
+        # Bytes that do not grow with the batch cancel.
         found[variant] = {
             "saved": saved,
             "activations": 2 * (saved - measured(half, how)[0]),

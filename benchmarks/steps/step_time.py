@@ -1,13 +1,13 @@
-"""Whole training steps: qsync in FP32, BF16 and INT8 against Inductor in FP32 and autocast in BF16, eager and compiled.
-
-Forward, backward, SGD. All variants of a model take turns in one process; one thread is timed by its own clock, which leaves out what else
-runs on its core. `to_peer` is the ratio to the fastest peer: Inductor for "fp32", the fastest of all autocast variants (fused and math
-attention, eager and compiled) for the others, and the fastest of all of these for "by default", which is qsync without an option.
-"int8_grad, all" has what else there is for speed, too: fast_dropout and the SGD of `qsync_fx.optim`. Transformers train by torchao in INT8,
-too, where that is installed, compiled by Inductor; its peer is the fastest autocast. Small models and those for which the default is in
-doubt have the peers of "by default" alone. Rows of cases that are not measured stay in the file, with the day they are of. Peak memory is
-what torch's allocator holds at most during a step beyond what it held before (the optimizer keeps no state), from the profiler's memory
-events.
+"""Training steps of qsync on the CPU, compared with Inductor in FP32 and BF16 autocast.
+qsync runs in FP32, BF16 and INT8, autocast eagerly and compiled. A step is forward, backward and
+SGD. All variants of a model run interleaved in one process; "seconds" is the median. With --threads
+1 the clock counts CPU time of the process. "to_peer" is the median ratio to "peer": Inductor for
+"fp32" variants, the fastest autocast variant (fused or math attention) for the others, and the
+faster of both for "qsync by default", which sets no options. "qsync int8_grad, all" adds
+fast_dropout and the SGD of `qsync_fx.optim`. For models with attention, torchao's INT8 training, if
+installed, is another variant, compiled by Inductor. Small models and cases with an uncertain
+default are measured only with the default and its peers. "peak_mb" is the peak of torch's allocator
+in a step beyond the bytes before it. Rows of other cases stay in the file of --json.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ from benchmarks.support.models import (
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: attention, autocast, what compiles (None: nothing), the optimizer, and the weights that torchao trains in INT8."""
+    """Training variant.
+
+    Attention implementation, BF16 autocast, arguments of torch.compile (None: eager), optimizer,
+    and dtype of the weights for torchao's INT8 training (None: without torchao).
+    """
 
     attention: str = "sdpa"
     autocast: bool = False
@@ -90,7 +94,7 @@ def step(case: Case, variant: Variant) -> Callable[[], None]:
     if variant.torchao is not None:
         torchao_peer.quantized(model, variant.torchao)
     optimizer = variant.optimizer(model.parameters(), lr=1e-3)
-    # Not model.compile(): torch skips the frames of nn.Sequential there, and the model would run eagerly.
+    # model.compile() would skip the frames of nn.Sequential, and the model would run eagerly.
     trained = model if variant.compiler is None else torch.compile(model, **variant.compiler)
 
     def run() -> None:
@@ -104,7 +108,7 @@ def step(case: Case, variant: Variant) -> Callable[[], None]:
 
 
 def peak_memory(run: Callable[[], None]) -> int:
-    """Bytes that torch's CPU allocator holds at most while `run` runs, beyond those held before."""
+    """Return the peak bytes of torch's CPU allocator during `run`, beyond the bytes before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     held = most = 0
@@ -153,7 +157,7 @@ def cases() -> dict[str, Case]:
 
 
 def by_default_alone() -> dict[str, Case]:
-    """Models of which the peers and the default alone are measured."""
+    """Return models that are measured only with the default and its peers."""
     return {
         **{
             f"dropout 0.1, encoder layer {width} wide": encoder_layer(width, dropout=0.1)
@@ -197,7 +201,7 @@ def main() -> None:
         show(found)
         rows += found
         if options.json:
-            # Minutes a case: what is measured is kept even if the next one is interrupted.
+            # A case runs for minutes: write its rows before the next one starts.
             write_cases(options.json, rows, quick=options.quick)
         torch._dynamo.reset()
 

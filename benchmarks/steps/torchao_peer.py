@@ -1,8 +1,9 @@
-"""torchao's training in INT8 as a peer of whole steps, where `pip install torchao` has put it.
+"""torchao's INT8 training as a peer for training steps (`pip install torchao`).
 
-It quantizes the three products of each linear layer, row by row, and multiplies them by `torch._int_mm` on the CPU; what else there is runs
-as it would without it. Its linear layers give out the type that they are given: with `weights` of FP32 the rest is autocast's, with weights
-in BF16, which its own examples take, all of the model and of what it is given is BF16, and no weights are held wider.
+It quantizes the three products of each linear layer per row, and multiplies with `torch._int_mm` on
+the CPU. Its linear layers return the dtype of their input. With FP32 weights the rest of the model
+runs under autocast. With BF16 weights, as in torchao's examples, model and inputs are BF16, without
+FP32 master weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def importable() -> bool:
 
 
 def quantized(model: nn.Module, weights: torch.dtype) -> nn.Module:
-    """Returns a model whose linear layers train in INT8, in place."""
+    """Convert the model in place: linear layers train in INT8."""
     found = _torchao()
     assert found is not None, "importable"
     general, training = found

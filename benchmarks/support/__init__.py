@@ -1,1 +1,1 @@
-"""What benchmarks of all folders share: arguments, timing, rows, models. Nothing here is run by itself."""
+"""Modules shared by all benchmarks: arguments, timing, rows and models."""

@@ -1,11 +1,12 @@
-"""What every benchmark shares: arguments, interleaved timing, a table, a JSON file.
+"""Common parts of the benchmark scripts: arguments, interleaved timing, result table, JSON file.
 
-Invariant: the cases of one comparison take turns, so that whatever else the machine does falls on all of them; a ratio is the median of
-the ratios within a turn, not a ratio of two medians. One row a case; the file is replaced whole or left alone.
+Invariant: the cases of one comparison run interleaved, so that load from other processes affects
+all of them. A ratio is the median of the ratios of each round, not a ratio of medians. A row is one
+case. The result file is replaced atomically.
 
     options = arguments(__doc__)
     times = measure({"ours": ours, "theirs": theirs}, repeats=5 if options.quick else 31)
-    rows = [{"case": "1536x768", "name": name, "seconds": times.median(name), "to_theirs": times.ratio(name, "theirs")} for name in times]
+    rows = [{"name": name, "seconds": times.median(name)} for name in times]
     finish(options, rows)
 """
 
@@ -35,12 +36,12 @@ from qsync_fx.serialization.atomic_files import check_writable, write_text
 Row = Mapping[str, Any]
 Case = TypeVar("Case")
 
-_SHORTEST = 1e-3  # seconds a sample lasts at the least: calls are repeated within it
+_SHORTEST = 1e-3  # minimum seconds of a sample: a shorter call is repeated within it
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds a call, by case, one sample a turn."""
+    """Seconds per call of each case, one sample per round."""
 
     samples: Mapping[str, Sequence[float]]
 
@@ -51,7 +52,7 @@ class Times:
         return statistics.median(self.samples[name])
 
     def ratio(self, name: str, to: str) -> float:
-        """Returns the median over all turns of the time of `name` divided by that of `to`."""
+        """Return the median over all rounds of the time of `name` divided by the time of `to`."""
         return statistics.median(
             a / b for a, b in zip(self.samples[name], self.samples[to], strict=True)
         )
@@ -63,7 +64,10 @@ def measure(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
-    """Times the cases in turns, each turn beginning with another case; `time.process_time` leaves out what else runs on a core."""
+    """Time the cases in interleaved rounds; each round starts with the next case.
+
+    `clock` returns seconds. `time.process_time` excludes the time of other processes on a core.
+    """
     calls = {}
     for name, case in cases.items():
         for _ in range(warmup):
@@ -88,7 +92,11 @@ def _time(case: Callable[[], object], calls: int, clock: Callable[[], float]) ->
 def arguments(
     description: str | None, argv: Sequence[str] | None = None, **more: dict[str, Any]
 ) -> argparse.Namespace:
-    """Reads --quick, --json PATH and --threads N, which it sets; `more` are further options with argparse's keywords."""
+    """Parse --quick, --json PATH, --threads N and the options `more`, and set torch's threads.
+
+    `more` maps option names to keywords of `add_argument`. The description in --help is the first
+    paragraph of `description`.
+    """
     parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
     parser.add_argument(
         "--quick",
@@ -110,10 +118,12 @@ def arguments(
 
 
 def to_write(path: str | Path) -> Path:
-    """Returns a path that a file can be written to, and makes its folder; for `type=`, so that it is known before anything is measured.
+    """Return `path` after creating its folder and checking that a file can be written there.
+
+    As an argparse `type=` it reports an unusable path before the measurement starts.
 
     Raises:
-        QSyncError: no file can be written there.
+        QSyncError: the folder cannot be created or the file cannot be written.
     """
     found = Path(path)
     try:
@@ -126,12 +136,12 @@ def to_write(path: str | Path) -> Path:
 
 
 def folder(path: str | Path) -> Path:
-    """Returns a folder that files can be written to, which it makes; see `to_write`."""
+    """Return a writable folder, created if necessary; see `to_write`."""
     return to_write(Path(path) / "file").parent
 
 
 def selected(options: argparse.Namespace, cases: Mapping[str, Case]) -> dict[str, Case]:
-    """Returns the cases whose names begin with what --only says; all where it says nothing."""
+    """Return the cases whose names start with the value of --only, or all without it."""
     only = (options.only or "").lower()
     return {name: case for name, case in cases.items() if name.lower().startswith(only)}
 
@@ -153,14 +163,14 @@ def finish(
 
 
 def write_cases(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any) -> None:
-    """Write rows as `write_json` does; rows of other cases stay in the file."""
+    """Write rows as `write_json` does, but retain the file's rows of other cases."""
     done = {row["case"] for row in rows}
     others = [row for row in standing(path, quick) if row["case"] not in done]
     write_json(path, [*others, *rows], quick=quick, **more)
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Prints rows, whose keys may differ, as a table."""
+    """Print rows as a table; rows may have different keys."""
     from rich.console import Console
     from rich.table import Table
 
@@ -178,9 +188,9 @@ def _cell(value: object) -> str:
 
 
 def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any) -> None:
-    """Writes the rows and what they were measured on to the file at `path`; `more` is what else it is to say of that.
+    """Write the rows, the machine, the versions and the keys `more` to the file at `path`.
 
-    Rows of the same machine that stand there are replaced, those of other machines are kept under "others".
+    Earlier rows of the same machine are replaced; runs of other machines stay under "others".
     """
     content = {
         "machine": {**_here(), "kernels": _C.isa(), "load": os.getloadavg()[0]},
@@ -200,14 +210,14 @@ def write_json(path: Path, rows: Sequence[Row], quick: bool = False, **more: Any
 
 
 def standing(path: Path, quick: bool = False) -> list[dict[str, Any]]:
-    """Returns the rows that a file has of this machine, each with the day it is of, for a script that takes some of them anew."""
+    """Return the file's rows of this machine, each with its date."""
     here = _machine({"machine": _here(), "quick": quick})
     runs = (run for run in _runs(path) if _machine(run) == here)
     return [{"date": run["date"][:10], **row} for run in runs for row in run["rows"]]
 
 
 def _here() -> dict[str, Any]:
-    """Returns what this process runs on."""
+    """Return the description of this machine."""
     processor = cpu()
     return {
         "cpu": processor.model,
@@ -219,7 +229,7 @@ def _here() -> dict[str, Any]:
 
 
 def _runs(path: Path) -> list[dict[str, Any]]:
-    """Returns what a file of results holds, machine by machine."""
+    """Return the runs in a result file, one per machine."""
     if not path.exists():
         return []
     found: dict[str, Any] = json.loads(path.read_text())
@@ -228,7 +238,7 @@ def _runs(path: Path) -> list[dict[str, Any]]:
 
 
 def _machine(run: dict[str, Any]) -> tuple[object, ...]:
-    """What makes runs comparable: what they ran on, and whether they measured or only showed that they work."""
+    """Return the key of comparable runs: machine, threads, ISA, and whether --quick was set."""
     machine = run["machine"]
     return (
         run["quick"],

@@ -1,4 +1,7 @@
-"""The models of the benchmarks: real architectures at sizes that two CPU cores train in seconds, with random weights and data."""
+"""Benchmark models: published architectures, sized to train in seconds on two CPU cores.
+
+Weights and data are random.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ Loss = Callable[[Callable[..., Any]], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the loss of one training step.
+    """Model and loss of one training step.
 
     Attributes:
-        build: makes the model; "sdpa" or "eager" attention where it has any.
-        loss: runs a step's forward pass on fixed inputs.
-        attention: whether `build` makes a difference between the two.
+        build: creates the model with the given attention implementation, "sdpa" or "eager".
+        loss: runs the forward pass on fixed inputs and returns the loss.
+        attention: whether the model has attention, so that `build` depends on its argument.
     """
 
     build: Callable[[str], nn.Module]
@@ -29,7 +32,7 @@ class Case:
 
 
 class Step(nn.Module):
-    """A model with its loss."""
+    """Model together with its loss."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ def bert(layers: int = 4, batch: int = 12, length: int = 128) -> Case:
 
 
 def perceptron(batch: int = 8, widths: tuple[int, ...] = (64, 64, 16)) -> Case:
-    """Linear layers with GELU between them: by default two, small, and to show of a benchmark that it runs."""
+    """Return linear layers with GELU between them; the default size serves for quick runs."""
     x, target = torch.randn(batch, widths[0]), torch.randn(batch, widths[-1])
 
     def build(attention: str) -> nn.Module:
@@ -73,7 +76,10 @@ def perceptron(batch: int = 8, widths: tuple[int, ...] = (64, 64, 16)) -> Case:
 
 
 def encoder_layer(width: int, batch: int = 8, length: int = 64, dropout: float = 0.0) -> Case:
-    """A layer of torch's transformer with four heads, small; with dropout torch's random numbers are most of it."""
+    """Return a small `nn.TransformerEncoderLayer` with four heads.
+
+    With dropout, most of its time is torch's random number generation.
+    """
     x, target = torch.randn(batch, length, width), torch.randn(batch, length, width)
 
     def build(attention: str) -> nn.Module:
@@ -92,7 +98,8 @@ def gpt2_block(batch: int = 4, length: int = 256) -> Case:
     target = torch.randn(batch, length, 768)
 
     def build(attention: str) -> nn.Module:
-        # The table of tokens is not the block: one word keeps it out of the way.
+        # The token embedding is not part of the block: a vocabulary of one makes its cost
+        # negligible.
         model: nn.Module = GPT2Model(
             GPT2Config(n_layer=1, vocab_size=1, attn_implementation=attention)
         )
@@ -121,7 +128,7 @@ def gpt2(layers: int = 12, batch: int = 8, length: int = 512) -> Case:
 
 
 def vit(layers: int = 2, batch: int = 8, size: int = 224) -> Case:
-    """The widths of ViT-Base, in patches of 16 by 16."""
+    """Return a ViT with the widths of ViT-Base and patches of 16 x 16."""
     from transformers import ViTConfig, ViTForImageClassification
 
     def build(attention: str) -> nn.Module:
@@ -154,7 +161,7 @@ def resnet(
 
 
 def vgg_layers(*widths: int, channels: int = 3) -> list[nn.Module]:
-    """Returns the convolutions of a VGG with batch norms, by their channels; 0 is a pooling."""
+    """Return the layers of a VGG with batch norm by their output channels; 0 is max pooling."""
     layers: list[nn.Module] = []
     for width in widths:
         if width == 0:
@@ -170,7 +177,7 @@ def vgg_layers(*widths: int, channels: int = 3) -> list[nn.Module]:
 
 
 def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
-    """VGG-16 with batch norms (Simonyan and Zisserman, configuration D), one linear layer for a head."""
+    """Return VGG-16 with batch norm (Simonyan and Zisserman, D) and one linear layer."""
 
     def build(attention: str) -> nn.Module:
         layers = vgg_layers(
@@ -182,7 +189,7 @@ def vgg16_bn(batch: int = 16, size: int = 64) -> Case:
 
 
 def small_cnn(batch: int = 32, size: int = 28) -> Case:
-    """Two convolutions and two linear layers, as in first lessons on digits."""
+    """Return a CNN with two convolutions and two linear layers."""
 
     def build(attention: str) -> nn.Module:
         features = (
@@ -201,7 +208,7 @@ def small_cnn(batch: int = 32, size: int = 28) -> Case:
 
 
 def convnext(batch: int = 8, size: int = 64) -> Case:
-    """Three stages of ConvNeXt-Tiny (depthwise convolutions of 7 x 7, each with two linear layers), one block each."""
+    """Return ConvNeXt-Tiny with three stages of one block (7 x 7 depthwise, two linear layers)."""
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     def build(attention: str) -> nn.Module:
@@ -215,7 +222,7 @@ def convnext(batch: int = 8, size: int = 64) -> Case:
 
 
 def mobilenet(batch: int = 8, size: int = 64) -> Case:
-    """MobileNetV2 (Sandler et al.): depthwise convolutions of 3 x 3 between those of one value."""
+    """Return MobileNetV2 (Sandler et al.): 3 x 3 depthwise between 1 x 1 convolutions."""
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
     def build(attention: str) -> nn.Module:

@@ -1,6 +1,7 @@
-"""Inductor's kernels neither built nor run: what is allocated is the same, and takes seconds where compiling them takes minutes.
+"""Inductor without kernel compilation, for measuring allocations in seconds instead of minutes.
 
-Invariant: outside of the context torch is as it was, and nothing that was compiled inside is found again.
+The allocations are the same as in a normal run. Invariant: after the context torch is unchanged,
+and code that was compiled inside is not cached.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch._inductor.graph import GraphLowering
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Lets Inductor's kernels do nothing, on buffers of zeros, so that indices they would write are right to read."""
+    """Replace Inductor's C++ kernels by no-ops that write to zero-initialized buffers.
+
+    The zeros keep indices valid that a skipped kernel would have written.
+    """
     build, compiled = AsyncCompile.cpp_pybinding, GraphLowering.compile_to_module
 
     def zeros(size: Any, stride: Any, dtype: Any) -> Tensor:

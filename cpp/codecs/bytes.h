@@ -1,4 +1,4 @@
-// What kernels of codecs read from bytes and write there.
+// Unaligned loads and stores, and common types, of the codec kernels.
 #pragma once
 
 #include "ahead.h"

@@ -1,3 +1,6 @@
+// Multithreaded gradient codecs: layout of the encoded buffer and distribution of units over
+// threads.
+
 #include "codecs/codecs.h"
 
 #include "parallel.h"
@@ -10,7 +13,7 @@
 namespace qsync {
 namespace {
 
-// Values worth waking a thread for.
+// Values per thread that amortize waking it.
 constexpr std::size_t GRAIN = std::size_t{1} << 15;
 
 constexpr int LOWEST = 12, HALF_BYTE = 4;
@@ -20,18 +23,19 @@ std::size_t ceiling(std::size_t n, std::size_t by) { return n / by + (n % by != 
 
 int width(int bits) { return bits == 2 ? 0 : bits == 4 ? 1 : bits == 8 ? 2 : 3; }
 
-// Bytes of n codes: groups of sixteen bytes, or of sixteen words.
+// Return the size of n codes in bytes: groups of sixteen bytes, or of sixteen 16-bit words.
 std::size_t code_bytes(std::size_t n, int bits) {
     const std::size_t values = bits < 8 ? 128u / static_cast<unsigned>(bits) : 16;
     return ceiling(n, values) * (bits == 16 ? 32 : 16);
 }
 
-// Calls work(begin, end) on threads, each range but the last a multiple of `unit` long.
+// Call work(begin, end) on threads. The length of each range but the last is a multiple of `unit`.
 template <class Work> void by_units(std::size_t n, std::size_t unit, int threads, const Work &work) {
     parallel(n, ceiling(GRAIN, unit) * unit, threads, [&](std::size_t begin, std::size_t end, std::size_t) { work(begin, end); });
 }
 
-// A header is the level, 0 for 12 bits to 5 for 32, and eight times the count of values.
+// Return the header of a partition: the level (0 for 12 bits to 5 for 32 bits) plus eight times the
+// number of values.
 std::uint32_t header(int bits, std::size_t count) {
     return static_cast<std::uint32_t>(count) << 3 | static_cast<std::uint32_t>((bits - LOWEST) / HALF_BYTE);
 }
@@ -40,7 +44,7 @@ std::size_t plane_bytes(std::size_t n, int bits) {
     return n * static_cast<std::size_t>(bits / 8) + (bits % 8 != 0 ? ceiling(n, 2) : 0);
 }
 
-// Where the next header lies: four bytes after four bytes.
+// Return the size rounded up to four bytes, the alignment of headers relative to the buffer.
 std::size_t aligned(std::size_t bytes) { return ceiling(bytes, 4) * 4; }
 
 } // namespace

@@ -1,6 +1,7 @@
-// Codecs of gradients: what one path (instruction set) offers, and the same over whole tensors, on threads.
+// Gradient compression codecs on the CPU: QSGD, 1bitSGD and truncation. The kernels of one ISA
+// variant, and multithreaded functions for entire tensors.
 //
-// Invariant: every table computes the same bits from the same arguments, and threads change nothing.
+// Invariant: all tables compute identical bits from identical arguments, for any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -11,22 +12,30 @@ namespace qsync {
 enum Layout { SIGN, ENDPOINTS, LAYOUTS };
 enum Norm { MAX_NORM, TWO_NORM };
 
-// Bits of a QSGD value: 2, 4, 8 or 16, by their logarithm.
+// Number of code widths of QSGD: 2, 4, 8 and 16 bits.
 constexpr int WIDTHS = 4;
 
-// How a tensor of n values is divided: into units of `unit` values, of which the last may have fewer.
+// Codec kernels of one ISA variant. A tensor of n values is divided into units of `unit` values;
+// the last unit may be shorter.
+//
+// Values are [n] float32, contiguous. Pointers to encoded data need no alignment. No buffers
+// overlap. `add` adds the decoded values to `y` instead of overwriting it. `last` states that the
+// output is not read soon: the kernel may use non-temporal stores.
 struct Codecs {
-    // What is decoded `last`, as nobody reads it soon, may be written past the caches.
-    // A scale a unit, and the codes of each, sixteen to a group, one group for each code that a byte takes.
+    // QSGD. scales: one float32 per unit; codes: groups of 16 bytes (32 for 16-bit codes), see
+    // `Packed` in qsgd.h. `counter`: the random counter of the first value.
     void (*qsgd_encode[WIDTHS][LAYOUTS])(const float *x, std::size_t n, std::size_t unit, Norm norm, std::uint8_t *scales,
                                          std::uint8_t *codes, std::uint32_t counter);
     void (*qsgd_decode[WIDTHS][LAYOUTS])(const std::uint8_t *scales, const std::uint8_t *codes, std::size_t n, std::size_t unit, float *y,
                                          bool add, bool last);
-    // Two means a unit and a bit a value. `residual` may be null; it takes what the code leaves of x + residual.
+    // 1bitSGD. means: two float32 per unit; words: one bit per value, each unit padded to 32 bits.
+    // `residual` is the error feedback buffer ([n] float32) or null: it is added to x and receives
+    // the quantization error of the sum.
     void (*onebit_encode)(const float *x, float *residual, std::size_t n, std::size_t unit, std::uint8_t *means, std::uint8_t *words);
     void (*onebit_decode)(const std::uint8_t *means, const std::uint8_t *words, std::size_t n, std::size_t unit, float *y, bool add,
                           bool last);
-    // The highest `bits` of each value, in planes of bytes and one of halves of bytes.
+    // Truncation to the highest `bits` of each value: byte planes, then one plane of half bytes if
+    // `bits` is not a multiple of 8. `residual` is as for 1bitSGD.
     void (*truncate_encode)(const float *x, float *residual, std::size_t n, int bits, std::uint8_t *planes);
     void (*truncate_decode)(const std::uint8_t *planes, std::size_t n, int bits, float *y, bool add);
 };
@@ -44,12 +53,16 @@ struct Qsgd {
     Layout layout;
 };
 
+// Return the size of n encoded values in bytes.
 std::size_t qsgd_bytes(std::size_t n, int bits, std::size_t unit);
 std::size_t onebit_bytes(std::size_t n, std::size_t unit);
-// How many values a whole partition of so many bytes takes, and how many bytes n values make.
+// Return the number of values in a full partition of `partition` bytes, and the size of n encoded
+// values in bytes.
 std::size_t partition_values(int bits, std::size_t partition);
 std::size_t truncate_bytes(std::size_t n, int bits, std::size_t partition);
 
+// Multithreaded codecs. `wire` is the encoded buffer: all scales or means, then all codes; for
+// truncation, consecutive partitions.
 void qsgd_encode(const Codecs &codecs, const Qsgd &how, const float *x, std::size_t n, std::uint8_t *wire, std::uint32_t counter,
                  int threads);
 void qsgd_decode(const Codecs &codecs, const Qsgd &how, const std::uint8_t *wire, std::size_t n, float *y, bool add, bool last,
@@ -60,7 +73,8 @@ void onebit_decode(const Codecs &codecs, std::size_t unit, const std::uint8_t *w
                    int threads);
 void truncate_encode(const Codecs &codecs, int bits, std::size_t partition, const float *x, float *residual, std::size_t n,
                      std::uint8_t *wire, int threads);
-// Returns whether the headers of `size` bytes say what n values were.
+// Return whether the headers in `size` bytes are consistent with n values. If not, `y` is
+// unchanged.
 bool truncate_decode(const Codecs &codecs, const std::uint8_t *wire, std::size_t size, std::size_t n, float *y, bool add, int threads);
 
 } // namespace qsync

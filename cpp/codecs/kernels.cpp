@@ -1,6 +1,7 @@
-// The codecs of gradients, written once and compiled once a path. What each computes is said in qsync_fx/_C.pyi.
+// Gradient codec kernels, compiled once per ISA variant. qsync_fx/_C.pyi specifies the encodings.
 //
-// Invariant: as in kernels.cpp: equal bits on every path, nothing inline and external.
+// Invariant: as in quantizer/kernels.cpp, identical bits in every ISA variant and no inline
+// function with external linkage.
 
 #include "codecs/qsgd.h"
 #include "codecs/truncation.h"
@@ -8,12 +9,12 @@
 namespace qsync {
 namespace {
 
-// The sums of a unit's values of either sign, and what has which.
+// Sums of the values of a unit by sign, and the number of non-negative ones.
 struct Signs {
     F above = all(0.0f), below = above;
     uint32_t count = 0;
 
-    // Adds the first ones of sixteen, as many as there are, and writes which are not negative.
+    // Add the first `there` of sixteen values and write a bit mask of the non-negative ones.
     void add(const F &v, size_t there, uint8_t *words) {
         const uint32_t valid = there >= LANES ? 0xFFFFu : (1u << there) - 1u, which = not_negative(v) & valid;
         above = with(above, which, v);
@@ -39,7 +40,7 @@ void onebit_encode(const float *x, float *residual, size_t n, size_t unit, uint8
             if (left_over != nullptr) ask_ahead(left_over + i, LANES * sizeof(float));
             signs.add(v, size - i, words + i / 8);
         };
-        // Most units have so many values: they are read once, and stay in registers.
+        // The common unit size: values are read once and stay in registers.
         const bool whole = size == HELD * LANES;
         F held[HELD];
         if (whole) {

@@ -1,4 +1,4 @@
-// The codecs of gradients in the Python module. The contract is in qsync_fx/_C.pyi.
+// Python bindings of the gradient codecs. qsync_fx/_C.pyi specifies the functions.
 
 #include "arguments.h"
 #include "random.h"
@@ -32,7 +32,8 @@ void check_truncation(int bits, std::size_t partition) {
 
 Layout layout_of(const std::string &name) { return static_cast<Layout>(named("layout", name, {"sign", "endpoints"})); }
 
-// Calls `run(codecs, source, target)` without Python's lock; `from` and `to` are n values, or bytes that stand for so many.
+// Call `run(codecs, source, target)` without the GIL. `from` and `to` are addresses of n values, or
+// of their encoding.
 template <class From, class To, class Run>
 auto coded(std::uintptr_t from, bool given, std::uintptr_t to, std::size_t n, int threads, const std::optional<std::string> &isa, Run run) {
     within("n", n, std::size_t{0}, MOST_VALUES);

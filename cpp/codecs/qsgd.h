@@ -1,6 +1,8 @@
-// QSGD for the path that a file is compiled for. What it computes is said in qsync_fx/_C.pyi.
+// QSGD codec, for the ISA variant that the including file is compiled for. qsync_fx/_C.pyi
+// specifies the encoding.
 //
-// Invariant: as in kernels.cpp: equal bits on every path, nothing inline and external.
+// Invariant: as in quantizer/kernels.cpp, identical bits in every ISA variant and no inline
+// function with external linkage.
 #pragma once
 
 #include "codecs/bytes.h"
@@ -12,7 +14,7 @@
 namespace qsync {
 namespace {
 
-// r < 2**24, one a lane: what random.h calls `uniform`, times 2**24.
+// Return random integers r < 2**24, one per lane: `uniform` of random.h, times 2**24.
 inline F random_lanes(const I &counter) {
     I x = counter;
     x = x ^ right<16>(x);
@@ -23,7 +25,7 @@ inline F random_lanes(const I &counter) {
     return to_float(right<8>(x));
 }
 
-// Counters of sixteen values in a row, of which the first one has `counter`.
+// Return the counters of sixteen consecutive values. `counter` belongs to the first.
 inline I counters(uint32_t counter) {
     float words[LANES];
     for (uint32_t i = 0; i < LANES; ++i) {
@@ -33,7 +35,7 @@ inline I counters(uint32_t counter) {
     return all(static_cast<int32_t>(counter)) + bits(load(words));
 }
 
-// Sign and magnitude, of 2**(B-1) - 1 steps.
+// Sign-magnitude code with 2**(B-1) - 1 steps.
 template <int B, Layout L> struct Code {
     static constexpr int32_t LEVELS = (1 << (B - 1)) - 1;
     static constexpr float SPAN = static_cast<float>(LEVELS);
@@ -51,7 +53,7 @@ template <int B, Layout L> struct Code {
     }
 };
 
-// 2**B points from -scale to scale, 2 / (2**B - 1) of it apart.
+// Code with 2**B points from -scale to scale, spaced by 2 * scale / (2**B - 1).
 template <int B> struct Code<B, ENDPOINTS> {
     static constexpr int32_t LAST = (1 << B) - 1;
     static constexpr float SPAN = static_cast<float>(LAST);
@@ -68,15 +70,16 @@ template <int B> struct Code<B, ENDPOINTS> {
     }
 };
 
-// Which of the values of a byte one is.
+// Position of a value within a byte.
 template <int K> struct Place {};
 
-// How codes of B bits lie in bytes: value k * 16 + l of a group is bits k * B and up of byte l; 16 bits take two bytes each.
+// Packing of B-bit codes: value k * 16 + l of a group is stored in bits k * B and up of byte l.
+// Codes of 16 bits use two bytes each.
 template <int B> struct Packed {
     static constexpr size_t PER_BYTE = B < 8 ? 8 / B : 1, VALUES = LANES * PER_BYTE, BYTES = B < 8 ? LANES : LANES * B / 8;
 
     static size_t bytes(size_t n) { return (n + VALUES - 1) / VALUES * BYTES; }
-    // Stores what `add` makes of the values of a byte, one after the other.
+    // Store the codes that `add` accumulates for the values of a byte, in order.
     template <class Add> static void store(uint8_t *p, Add &&add) {
         I packed = add(all(int32_t{0}), Place<0>{});
         if constexpr (PER_BYTE > 1) packed = add(packed, Place<1>{});
@@ -103,11 +106,12 @@ template <int B> struct Packed {
     }
 };
 
-// Adds the code of the value that comes as the K-th of a byte.
+// Add the code of the K-th value of a byte.
 template <int B, Layout L, int K, class Scaled>
 inline I with_code(const I &packed, const F &x, const Scaled &scaled, const I &counter, Place<K>) {
     if constexpr (B == 2 && L == SIGN) {
-        // Of one step: what is at its end or, by rounding, beyond, is above every random number.
+        // With one step, a value equal to the scale (or above it, through rounding) exceeds every
+        // random number, so no clamping is needed.
         const I signs = merged(packed, right<30 - 2 * K>(bits(x)), all(int32_t{2} << 2 * K));
         return joined(signs, all(int32_t{1} << 2 * K), random_lanes(counter), enlarged(scaled, magnitude(x)));
     } else if constexpr (K == 0) {
@@ -117,6 +121,7 @@ inline I with_code(const I &packed, const F &x, const Scaled &scaled, const I &c
     }
 }
 
+// Encode [n] float32 of one unit. `coming`: address to prefetch from.
 template <int B, Layout L, class Scaled>
 inline void encode_codes(const float *x, size_t n, const float *coming, const Scaled &scaled, uint8_t *codes, uint32_t counter) {
     using P = Packed<B>;
@@ -136,11 +141,12 @@ inline void encode_codes(const float *x, size_t n, const float *coming, const Sc
     if (i < n) P::store(codes, some);
 }
 
-// What of a unit is encoded at once. Behind each block as much of the next unit is searched for its scale: what one of them computes hides
-// what the other waits for, and no unit has to lie in a cache as a whole.
+// Values that are encoded per iteration. After each block, the same number of values of the next
+// unit is scanned for its scale: the arithmetic of one hides the memory latency of the other, and a
+// unit need not fit into a cache.
 constexpr size_t BLOCK = 2048;
 
-// The larger of two magnitudes, of which one may be NaN: as bits it comes last.
+// Return the larger of two magnitudes, or NaN if one is: its bit pattern compares largest.
 inline float larger(float a, float b) {
     int32_t x, y;
     std::memcpy(&x, &a, sizeof x);
@@ -153,7 +159,8 @@ inline void encode_units(const float *x, size_t n, size_t unit, Norm norm, uint8
     using P = Packed<B>;
     float ahead = 0.0f;
     bool known = false;
-    // What memory is asked for meanwhile: the next unit, or, where it would be searched before it has come, one behind it.
+    // Prefetch distance: the next unit, but at least BLOCK values, so that data arrives before the
+    // scan.
     const size_t further = unit < BLOCK ? BLOCK : unit;
     for (size_t begin = 0; begin < n; begin += unit, scales += sizeof(float), counter += WEYL * static_cast<uint32_t>(unit)) {
         const size_t size = smaller(unit, n - begin), bytes = P::bytes(size), next = smaller(unit, n - begin - size);
@@ -184,8 +191,10 @@ inline void encode_units(const float *x, size_t n, size_t unit, Norm norm, uint8
     }
 }
 
-// Of one step and short units, sixteen of them: they are searched for their scales, which brings them into the first cache, and then encoded.
-// What is set up for either is set up once. Returns whether it was done: not where values would have to be moved, or are not finite.
+// Fast path for one-step codes and short units: process TOGETHER units at once. The first pass
+// computes all scales, which loads the values into the L1 cache; the second pass encodes. Each pass
+// is set up once. Return false without writing if a scale is not finite or requires a power of two
+// (see `Scale`).
 constexpr size_t TOGETHER = 16, SHORT = BLOCK / TOGETHER;
 
 inline bool encode_together(const float *x, size_t unit, uint8_t *scales, uint8_t *codes, uint32_t counter) {

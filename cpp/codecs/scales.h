@@ -1,6 +1,7 @@
-// The scale of a unit of QSGD: how it is found, and how values are brought to it.
+// Scale of a QSGD unit: its computation, and the normalization of values by it.
 //
-// Invariant: as in kernels.cpp: equal bits on every path, nothing inline and external.
+// Invariant: as in quantizer/kernels.cpp, identical bits in every ISA variant and no inline
+// function with external linkage.
 #pragma once
 
 #include "codecs/bytes.h"
@@ -11,7 +12,8 @@
 namespace qsync {
 namespace {
 
-// The largest magnitude; NaN or infinite where a value is: as bits they come last.
+// Return the largest magnitude of [n] float32. The result is NaN or infinite if a value is, since
+// their bit patterns compare largest.
 inline float absmax(const float *x, size_t n) {
     I a = all(int32_t{0}), b = a;
     const I mask = all(int32_t{0x7FFFFFFF});
@@ -27,7 +29,8 @@ inline float absmax(const float *x, size_t n) {
     return found;
 }
 
-// Squares of FP32 are far from what FP64 ends at: the sum is finite where all values are.
+// Return the 2-norm of [n] float32, summed in FP64, where squares of FP32 values neither overflow
+// nor underflow. The norm is finite if all values are.
 inline float two_norm(const float *x, size_t n) {
     Squares sum;
     for (size_t i = 0; i < n; i += LANES) sum.add(load_some(x + i, n - i));
@@ -35,7 +38,8 @@ inline float two_norm(const float *x, size_t n) {
     return norm - norm == 0.0 && norm > static_cast<double>(FLT_MAX) ? FLT_MAX : static_cast<float>(norm);
 }
 
-// The scale of a unit, moved to where neither it nor its inverse is a denormal number: levels * x / scale = (x * before) * inverse.
+// Scale of a unit, multiplied by a power of two such that neither it nor its inverse is denormal:
+// levels * x / scale = (x * before) * inverse.
 struct Scale {
     float before = 1.0f, after = 1.0f, moved, levels;
 
@@ -52,7 +56,8 @@ struct Scale {
     float step() const {
         const float found = moved / levels;
         if (after <= 1.0f || levels * found * after <= FLT_MAX) return found;
-        // It was rounded up, and as many as there are would go beyond what FP32 holds.
+        // The step was rounded up, and levels * step would overflow FP32: use the next smaller
+        // float.
         uint32_t word;
         std::memcpy(&word, &found, sizeof word);
         --word;
@@ -62,7 +67,7 @@ struct Scale {
     }
 };
 
-// Values times levels / scale: where the scale was not moved, nothing comes before the inverse.
+// Functors that multiply values by levels / scale. `Whole` is for scales that need no power of two.
 struct Whole {
     F inverse;
     F operator()(const F &x) const { return x * inverse; }
@@ -71,8 +76,9 @@ struct Moved {
     F before, inverse;
     F operator()(const F &x) const { return x * before * inverse; }
 };
-// The same times 2**24 in one product. Both have the same bits but where a number is lost below the smallest one, which needs a scale
-// above 1; of one step a number that is there at all is above no random number but zero.
+// The same times 2**24 in one multiplication, for codes of one step. The codes are identical unless
+// x * inverse underflows to zero, which requires a scale above 1: a nonzero value then exceeds the
+// random number 0, but zero does not.
 struct Enlarged {
     F inverse;
 };

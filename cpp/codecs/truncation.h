@@ -1,9 +1,12 @@
-// Truncation, AQGB's, for the path that a file is compiled for. What it computes is said in qsync_fx/_C.pyi.
+// Truncation codec of AQGB, for the ISA variant that the including file is compiled for.
+// qsync_fx/_C.pyi specifies the encoding.
 //
-// What is kept of values lies in planes: the highest byte of each, the next one of each, and last the half bytes, where there are some: the
-// first half of the values have the lower halves of bytes.
+// Layout of the retained bits: planes of the most significant bytes of all values, then the next
+// bytes, and finally, if needed, a plane of half bytes: the low nibbles belong to the first half of
+// the values, the high nibbles to the second half.
 //
-// Invariant: as in kernels.cpp: equal bits on every path, nothing inline and external.
+// Invariant: as in quantizer/kernels.cpp, identical bits in every ISA variant and no inline
+// function with external linkage.
 #pragma once
 
 #include "codecs/bytes.h"
@@ -14,9 +17,10 @@ namespace {
 
 template <size_t N> struct Constant { static constexpr size_t value = N; };
 
-// Calls work(bytes, halved, i, half) for the values from i on in steps of PLANE, up to `half` of them: how many whole bytes are kept, whether
-// half a byte is, and then the values from half + i on are its work, too. Meanwhile memory is asked for as much of the partition behind this
-// one, of which planes are many places at once.
+// Call work(bytes, halved, i, half) for i = 0, PLANE, ... below `half`. `bytes` is the number of
+// full bytes retained per value and `halved` whether half a byte is retained as well; if so, the
+// call also processes the values from half + i on. Meanwhile prefetch the next partition: its
+// planes are too many streams for the hardware.
 template <class Work>
 void by_planes(const float *values, const float *left_over, const uint8_t *planes, size_t n, int bits, const Work &work) {
     const auto all_of = [&](auto bytes, auto halved) {
@@ -41,13 +45,15 @@ void by_planes(const float *values, const float *left_over, const uint8_t *plane
     }
 }
 
-// What is kept of PLANE values and of what is left over of the last ones, which becomes what is not kept: of finite ones, the others leave it.
+// Truncate PLANE values plus their error feedback. Write the retained bits to planes and the
+// discarded remainder to `left_over`, which is unchanged for values that are not finite.
 inline void keep(const float *values, float *left_over, const I &mask, Plane (&planes)[4]) {
     I words[4];
     for (size_t k = 0; k < 4; ++k) {
         const F own = load(values + k * LANES), left = left_over == nullptr ? own : load(left_over + k * LANES);
         const F v = left_over == nullptr ? own : own + left;
-        // What makes a NaN one may lie in its low bits alone: a bit that is kept is set. Of a NaN alone the sum reaches the sign.
+        // A NaN may have only low mantissa bits, and would be truncated to infinity: set the quiet
+        // bit, which is always retained. Only for a NaN does this sum carry into the sign bit.
         const I sign = (bits(v) & all(int32_t{0x7FFFFFFF})) + all(int32_t{0x007FFFFF});
         words[k] = merged(right<9>(sign) & all(int32_t{0x00400000}), bits(v), mask);
         if (left_over != nullptr) {
@@ -60,7 +66,7 @@ inline void keep(const float *values, float *left_over, const I &mask, Plane (&p
 
 void truncate_encode(const float *x, float *residual, size_t n, int bits, uint8_t *planes) {
     const I mask = all(static_cast<int32_t>(0xFFFFFFFFu << (32 - bits)));
-    // `count` values from `at` on, to their planes.
+    // Encode `count` values from `at` on into their planes.
     const auto part = [&](size_t at, size_t count, auto bytes, Plane (&found)[4]) {
         const float *values = x + at;
         float *left_over = residual == nullptr ? nullptr : residual + at;
@@ -87,7 +93,7 @@ void truncate_encode(const float *x, float *residual, size_t n, int bits, uint8_
 }
 
 void truncate_decode(const uint8_t *planes, size_t n, int bits, float *y, bool add) {
-    // `count` values from `at` on, of which `last` is the half byte.
+    // Decode `count` values from `at` on. `last` contains their half bytes.
     const auto part = [&](size_t at, size_t count, auto bytes, const Plane &last) {
         Plane found[4] = {last, last, last, last};
         for (size_t k = 0; k < decltype(bytes)::value; ++k) found[k] = load_some(planes + k * n + at, count);

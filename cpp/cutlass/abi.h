@@ -1,4 +1,6 @@
-// The C interface of compiled kernels. backend/cuda/kernel_build/library.py says the same in Python, and what each number means.
+// C interface (ABI) of compiled GPU kernel libraries. Mirrors the ctypes structures in
+// backend/cuda/kernel_build/library.py, which documents every field; a test compares sizes and
+// offsets.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +9,8 @@
 
 namespace qsync {
 
+// d = a @ b * a_scale * b_scale + bias, with a [m, k], b [k, n], d [m, n]. lda, ldb and ldd are the
+// strides of the non-contiguous dimension, in elements. Scales and bias are FP32 or null.
 struct GemmArguments {
     const void *a, *b;
     void *d;
@@ -17,6 +21,9 @@ struct GemmArguments {
     std::int32_t split, device, multiprocessors;
 };
 
+// Convolution over packed channels-last tensors: x [n, h, w, c], weight [k, r, s, c], y
+// [n, p, q, k]. (a, b, d) are (x, weight, y) for the output, (grad_y, weight, grad_x) for the input
+// gradient, and (grad_y, x, grad_weight) for the weight gradient.
 struct ConvArguments {
     const void *a, *b;
     void *d;
@@ -27,6 +34,8 @@ struct ConvArguments {
     std::int32_t split, device, multiprocessors;
 };
 
+// Quantization of x [rows, columns] with row stride ldx to q [rows, columns] and, unless null, qt
+// [columns, rows], both contiguous. `seed` points to one int64 in device memory.
 struct QuantizeArguments {
     const void *x;
     void *q, *qt;
@@ -38,6 +47,9 @@ struct QuantizeArguments {
     std::int32_t device, multiprocessors;
 };
 
+// Copy with optional transposition, zero padding and conversion of `batches` matrices x
+// [rows, columns] to y [y_batches, y_rows, y_columns], contiguous. `scale` points to one FP32 in
+// device memory or is null.
 struct ConvertArguments {
     const void *x;
     void *y;

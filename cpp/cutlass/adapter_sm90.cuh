@@ -1,4 +1,5 @@
-// What every kernel of CUTLASS 3.x on Hopper has, whatever it multiplies: how results are stored, and how its adapter is asked and run.
+// Common parts of the CUTLASS 3.x kernels for Hopper: the collective epilogue, hardware
+// information, and the exported functions on top of a CUTLASS device adapter.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@
 
 namespace qsync {
 
-// Stores `Tree`, the scales and the bias, as it leaves the registers; `Layout` is the result's.
+// Epilogue that applies `Tree` (scales and bias) and stores the result. `Layout` is the layout of
+// the result.
 template <class Config, class Layout, class Tree>
 using EpilogueSm90 = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Config::Tile, typename Config::Cluster,
@@ -28,8 +30,9 @@ cutlass::KernelHardwareInfo hardware(Arguments const &x) {
     return found;
 }
 
-// The functions that a library exports. `Own` has the types Kernel and Device, CUTLASS's adapter, and the static members
-//     cutlass::Status status(Arguments const &)      what CUTLASS does not look at
+// Exported functions of a library. `Own` provides the types Kernel and Device (the CUTLASS adapter)
+// and the static members
+//     cutlass::Status status(Arguments const &)      checks that CUTLASS omits
 //     Device::Arguments arguments(Arguments const &)
 template <class Own, class Arguments>
 struct AdapterSm90 {

@@ -1,4 +1,5 @@
-// The functions that every library has, by one macro, so that no kernel can leave one out. See backend/cuda/kernel_build/library.py.
+// Exported C functions of every kernel library, defined by one macro so that none is missing. See
+// backend/cuda/kernel_build/library.py.
 //
 // `Kernel` has the static members
 //     int can_implement(Arguments const &)
@@ -14,10 +15,11 @@
 #include "abi.h"
 #include "cutlass/cutlass.h"
 
-// Libraries are compiled with hidden symbols: two of them in one process share none.
+// Libraries are compiled with hidden visibility, so that two of them in one process share no
+// symbol.
 #define QSYNC_EXPORT extern "C" __attribute__((visibility("default")))
 
-// `Text` is what says in words what a status means.
+// `Text` converts a status to a message.
 #define QSYNC_FUNCTIONS(Kernel, Arguments, Name, Text)                                                                 \
     QSYNC_EXPORT int qsync_abi() { return QSYNC_ABI_VERSION; }                                                         \
     QSYNC_EXPORT const char *qsync_name() { return Name; }                                                             \

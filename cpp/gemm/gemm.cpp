@@ -1,3 +1,6 @@
+// Blocked GEMM around the micro-kernels: packing of operands, cache blocking, distribution over
+// threads.
+
 #include "gemm/gemm.h"
 
 #include "gemm/workspace.h"
@@ -10,33 +13,35 @@
 namespace qsync {
 namespace {
 
-// Of packed rows, and of packed columns, what is multiplied with each other, so that it stays in a core's second cache; sums that wait there
-// for the rest of a long sum; and sums of how many values wait so.
+// Cache blocking. A block of packed rows and a block of packed columns that are multiplied with
+// each other stay in the L2 cache of a core. SUMS_BYTES limits partial sums that wait for the next
+// K block. K is one block up to LONGEST, else it is split into blocks of PART.
 constexpr std::size_t ROWS_BYTES = std::size_t{1} << 18, COLUMNS_BYTES = 3 * (std::size_t{1} << 17), SUMS_BYTES = std::size_t{1} << 19,
                       LONGEST = 4096, PART = 1024;
 
-// Products below this many multiplications take less time than waking a thread.
+// Products with fewer multiplications take less time than waking a thread.
 constexpr std::size_t WORTH_A_THREAD = std::size_t{1} << 19;
 
 constexpr std::size_t MOST_TILE = 32 * 32, LINE = 64;
 
+// Return the quotient rounded up, and n rounded up to a multiple of `size`.
 std::size_t parts(std::size_t n, std::size_t size) { return (n + size - 1) / size; }
 std::size_t filled(std::size_t n, std::size_t size) { return parts(n, size) * size; }
 
-// The vectors from `first` on, `length` values of them from k on.
+// Return the vectors from `first` on, restricted to at most `length` values from k on.
 template <class T> Vectors<T> part_of(const Vectors<T> &all, std::size_t first, std::size_t k, std::size_t length) {
     const auto offset = static_cast<std::ptrdiff_t>(first) * all.apart + static_cast<std::ptrdiff_t>(k) * all.along;
     return {all.at + offset, all.count - first, std::min(length, all.length - k), all.apart, all.along};
 }
 
-// How the product is cut: tiles into blocks, blocks onto threads, the sum into parts.
+// Blocking of a product: tiles into blocks, blocks onto threads, K into K blocks.
 struct Cut {
-    std::size_t depth;                   // of the sum, filled up
-    std::size_t part;                    // of the sum that is computed at a time
-    std::size_t row_tiles, column_tiles; // of the result
-    std::size_t tall, wide;              // tiles of a block
+    std::size_t depth;                   // K, padded
+    std::size_t part;                    // K block
+    std::size_t row_tiles, column_tiles; // tiles of the result
+    std::size_t tall, wide;              // tiles per block
     std::size_t down, across;            // blocks of the result
-    std::size_t rows_bytes, sums_bytes, gathered_bytes; // memory of a thread
+    std::size_t rows_bytes, sums_bytes, gathered_bytes; // memory per thread
 
     template <class T> Cut(const Multiplier<T> &with, const Gemm<T> &what, std::size_t threads) {
         depth = filled(what.a.length, with.depth);
@@ -45,7 +50,7 @@ struct Cut {
         column_tiles = parts(what.b.count, with.columns);
         const std::size_t tile_bytes = std::max<std::size_t>(1, with.rows * part * with.value);
         tall = std::clamp<std::size_t>(ROWS_BYTES / tile_bytes, 1, row_tiles);
-        // As many blocks for each thread as for the others, where there are enough rows.
+        // Distribute the row blocks evenly over the threads if there are enough rows.
         down = std::min(filled(parts(row_tiles, tall), threads), row_tiles);
         tall = parts(row_tiles, down);
         down = parts(row_tiles, tall);
@@ -66,13 +71,14 @@ template <class T> struct Product {
     const Multiplier<T> &with;
     const Gemm<T> &what;
     const Cut &cut;
-    std::byte *columns; // packed: tile after tile
-    Sum<T> *offsets;    // one a column
+    std::byte *columns; // packed columns: consecutive tiles
+    Sum<T> *offsets;    // one per column
     Target target;
-    std::size_t value; // bytes of one in the result
+    std::size_t value; // bytes per value of the result
 
     std::byte *column_tile(std::size_t tile) const { return columns + tile * cut.depth * with.columns * with.value; }
 
+    // Pack columns of tiles [begin, end), over the full K.
     void pack_columns(std::size_t begin, std::size_t end) const {
         for (std::size_t tile = begin; tile < end; ++tile) {
             const Vectors<T> some = part_of(what.b, tile * with.columns, 0, what.b.length);
@@ -80,7 +86,8 @@ template <class T> struct Product {
         }
     }
 
-    // The vectors of a block's rows, values k and following, as they lie or in `memory`.
+    // Return the rows of a block, values [k, k + part): a view of the operand or, for a
+    // convolution, of im2col values that are gathered into `memory`.
     Vectors<T> block_rows(std::size_t block, std::size_t k, std::byte *memory) const {
         const std::size_t first = block * cut.tall * with.rows;
         Vectors<T> rows = part_of(what.a, first, k, cut.part);
@@ -113,7 +120,8 @@ template <class T> struct Product {
         with.finish(sums, std::min(with.rows, what.a.count - row), std::min(with.columns, what.b.count - column), to);
     }
 
-    // Multiplies part of the sum of one block of the result. Tiles beside each other come one after the other, as memory does.
+    // Multiply one block of the result by one K block, tile by tile along a row, in the memory
+    // order of the result.
     void multiply(std::size_t down, std::size_t across, std::size_t k, const std::byte *rows, Sum<T> *sums) const {
         const std::size_t length = std::min(cut.part, cut.depth - k), tile_sums = with.rows * with.columns;
         const bool first = k == 0, last = k + length == cut.depth;
@@ -131,10 +139,12 @@ template <class T> struct Product {
         }
     }
 
+    // Compute blocks [begin, end) of the result with one thread. `memory` stores its packed rows,
+    // partial sums and gathered windows.
     void run(std::size_t begin, std::size_t end, std::byte *memory) const {
         std::byte *rows = memory;
         auto *sums = reinterpret_cast<Sum<T> *>(memory + cut.rows_bytes);
-        std::size_t packed = SIZE_MAX; // the block whose rows are packed, whole
+        std::size_t packed = SIZE_MAX; // row block that is packed over the full K
         for (std::size_t block = begin; block < end; ++block) {
             const std::size_t down = block / cut.across, across = block % cut.across;
             std::size_t k = 0;
@@ -148,7 +158,8 @@ template <class T> struct Product {
     }
 };
 
-// Fills `to` with a value a column, and with as many as a whole tile reads.
+// Write one value per column to `to`, padded to `whole` columns: the given scales, one scale for
+// all, or `otherwise`.
 const float *each_column(const Scales &given, float otherwise, std::size_t count, std::size_t whole, float *to) {
     const bool each = given.at != nullptr && given.each;
     if (each) std::memcpy(to, given.at, count * sizeof *to);

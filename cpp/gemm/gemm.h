@@ -1,7 +1,10 @@
-// Products of matrices in INT8 and BF16: what one path (instruction set) offers, and the whole product, over blocks and threads.
-// Invariant: products are added to a sum in an order that its length alone decides, and what becomes of a sum is float32 arithmetic that
-// every path rounds alike. So a result depends neither on blocks nor on the number of threads; and not on the path, where sums are exact:
-// always in INT8, in BF16 where no sum on the way needs more bits than FP32 has.
+// GEMM in INT8 and BF16 on the CPU: micro-kernels of one ISA variant, and the blocked,
+// multithreaded product.
+//
+// Invariant: products are accumulated in an order that depends on K only, and the epilogue is
+// float32 arithmetic that every ISA variant rounds identically. So a result depends neither on the
+// blocking nor on the number of threads. It is also independent of the ISA variant if all sums are
+// exact: always in INT8, and in BF16 if no partial sum needs more bits than FP32 has.
 #pragma once
 
 #include "gemm/windows.h"
@@ -12,15 +15,15 @@
 
 namespace qsync {
 
-// Values of operands are of these types, and sums of their products of those.
+// Element types of the operands and of the accumulators.
 using Int8 = std::int8_t;
 struct Bfloat16 {
     std::uint16_t bits;
 };
 template <class T> using Sum = std::conditional_t<std::is_same_v<T, Int8>, std::int32_t, float>;
 
-// Vectors that are multiplied with those of another: rows of the first matrix, columns of the second. Value k of vector i is
-// at[i * apart + k * along].
+// Strided operand: rows of the first matrix or columns of the second. Element k of vector i is
+// at[i * apart + k * along]; strides are in elements.
 template <class T> struct Vectors {
     const T *at;
     std::size_t count, length;
@@ -31,32 +34,37 @@ enum Output { OUT_FLOAT32, OUT_BFLOAT16, OUT_SUMS, OUTPUTS };
 
 enum Activation { NO_ACTIVATION, RELU, GELU, GELU_TANH, ACTIVATIONS };
 
-// Where sums go, and what they are made before: sum * row_scales * column_scales + bias, and an activation of that.
+// Destination of sums and the epilogue: sum * row_scales * column_scales + bias, then the
+// activation, then the cast to the output dtype.
 struct Target {
     void *to;
-    std::size_t stride; // values from one row to the next
+    std::size_t stride; // elements between consecutive rows
     Output output;
     const float *row_scales;
-    std::size_t row_step; // 1, or 0 where one scale serves all rows
-    const float *column_scales, *bias; // one a column, readable up to a whole tile
+    std::size_t row_step; // 1, or 0 if one scale applies to all rows
+    const float *column_scales, *bias; // one per column, padded to a full tile
     Activation activation;
 };
 
-// A tile is what one call computes: `rows` by `columns` sums, a row after the other.
+// Micro-kernel of one ISA variant. A call computes a tile of `rows` x `columns` sums, row-major.
 template <class T> struct Multiplier {
-    const char *instruction; // that multiplies
+    const char *instruction; // multiply instruction
     std::size_t rows, columns;
-    std::size_t depth; // packed vectors are filled up with zeros to a multiple of that many values
-    std::size_t value; // bytes that a packed value takes
-    // Packs the first of the given vectors, as many as a tile has rows, or columns; if there are fewer, zeros take the place of the others.
-    // `offsets` is what the sums of each column begin with.
+    std::size_t depth; // packed vectors are zero-padded to a multiple of this length
+    std::size_t value; // bytes per packed value
+    // Pack the first `rows` (or `columns`) of the given vectors, zero-padding the missing ones.
+    // `packed` has room for vectors.length values, rounded up to `depth`, of each; its layout is
+    // private to the micro-kernel and the source must not overlap it. `offsets` ([columns])
+    // receives the initial value of the sums of each column.
     void (*pack_rows)(const Vectors<T> &vectors, void *packed);
     void (*pack_columns)(const Vectors<T> &vectors, void *packed, Sum<T> *offsets);
-    // Sums over `length` values, a multiple of `depth`, into the tile: added to it, or to the offsets.
+    // Accumulate `length` products (a multiple of `depth`) into the tile: add them to the tile if
+    // `add`, else to the offsets. tile: [rows, columns], row-major, aligned to 64 bytes.
     void (*multiply)(const void *rows, const void *columns, const Sum<T> *offsets, std::size_t length, Sum<T> *tile, bool add);
-    // Gives out the first `rows` by `columns` of a tile.
+    // Apply the epilogue to the first `rows` x `columns` sums of a tile and store them.
     void (*finish)(const Sum<T> *tile, std::size_t rows, std::size_t columns, const Target &target);
-    // Called by each thread before and after it multiplies; null where nothing is to be done.
+    // Set up and tear down the state of a thread, such as the AMX tile configuration. Null if not
+    // needed.
     void (*enter)();
     void (*leave)();
 };
@@ -73,35 +81,39 @@ extern const Multiplier<Bfloat16> avx512_vnni_bf16;
 #ifdef QSYNC_AMX
 extern const Multiplier<Int8> amx_int8;
 extern const Multiplier<Bfloat16> amx_bf16;
-// Whether this processor has the tiles, for both, and the system lets this process use them.
+// Return whether this processor supports AMX tiles for both types and the operating system lets
+// this process use them.
 bool amx_usable();
 #endif
 
-// Up to here no sum of products of two INT8 numbers leaves INT32.
+// Largest K for which no sum of products of two INT8 numbers overflows INT32.
 constexpr std::size_t MOST_DEPTH = 131071;
 
 struct Scales {
-    const float *at; // null for none
-    bool each;       // one a row (column), or one for all
+    const float *at; // null: no scale
+    bool each;       // one per row (column), or one for all
 };
 
 template <class T> struct Gemm {
-    Vectors<T> a; // the rows of the first matrix
-    Vectors<T> b; // the columns of the second, as long
+    Vectors<T> a; // rows of the first matrix: [m, k]
+    Vectors<T> b; // columns of the second matrix: [n, k]
     Scales a_scale, b_scale;
-    const float *bias; // one a column, or null
+    const float *bias; // one per column, or null
     Output output;
-    void *result; // a.count by b.count, without gaps
-    // If given, `a.at` are images, and the vectors of `a` their windows, or the taps of those, each for all windows. INT8 alone.
+    void *result; // [m, n], row-major, contiguous
+    // Convolution: if set, `a.at` points to images, and the vectors of `a` are the rows of their
+    // im2col matrix or, with `taps`, its columns. INT8 only.
     const Windows *windows = nullptr;
     bool taps = false;
     Activation activation = NO_ACTIVATION;
 };
 
-// Computes the product. The contract is in qsync_fx/_C.pyi.
+// Compute the product. qsync_fx/_C.pyi specifies the arithmetic. The result must not overlap an
+// operand.
 template <class T> void gemm(const Multiplier<T> &with, const Gemm<T> &what, int threads);
 
-// Returns multiplications and additions a second, of one thread whose operands lie in its first cache: what the unit can do.
+// Return the peak throughput of the micro-kernel on one thread with operands in the L1 cache, in
+// multiplications and additions per second.
 template <class T> double gemm_peak(const Multiplier<T> &with);
 
 } // namespace qsync

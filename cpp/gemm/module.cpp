@@ -1,4 +1,4 @@
-// Products of matrices in the Python module. The contract is in qsync_fx/_C.pyi.
+// Python bindings of GEMM, convolution and transposition. qsync_fx/_C.pyi specifies the functions.
 
 #include "arguments.h"
 #include "gemm/turn.h"
@@ -13,10 +13,10 @@ namespace py = pybind11;
 namespace qsync {
 namespace {
 
-// What a matrix may have of rows and columns, so that no product of sizes leaves 64 bits.
+// Largest number of rows or columns, so that products of sizes fit into 64 bits.
 constexpr std::size_t MOST_SIZE = std::size_t{1} << 40;
 
-using Strides = std::pair<std::ptrdiff_t, std::ptrdiff_t>; // of rows and columns
+using Strides = std::pair<std::ptrdiff_t, std::ptrdiff_t>; // of rows and columns, in elements
 
 enum Operands { INT8, BFLOAT16 };
 

@@ -1,3 +1,5 @@
+// Cache-blocked batched matrix transposition.
+
 #include "gemm/turn.h"
 
 #include "parallel.h"
@@ -8,18 +10,20 @@
 namespace qsync {
 namespace {
 
-// A block is read a line of memory a row, or parts of two, and written some lines a column. What lies between two rows is often a power of
-// two, of which the first cache holds few lines: none may be needed twice, and what is fetched ahead goes to the second one.
+// A block reads one cache line per row (or parts of two) and writes a few lines per column. Row
+// strides are often powers of two, which map to few sets of the L1 cache: each line is read only
+// once, and prefetches go to the L2 cache.
 constexpr std::size_t LINE = 64, LINES = 4, COLUMNS = 16;
 
-// How many rows are fetched before they are read: of each so little is read at once that no processor foresees it.
+// Prefetch distance in rows: a row contributes too few bytes per block for hardware prefetchers.
 constexpr std::size_t AHEAD = 64;
 
-// What a thread is worth waking for.
+// Bytes per thread that amortize waking it.
 constexpr std::size_t GRAIN_BYTES = std::size_t{1} << 16;
 
 template <class T> constexpr std::size_t BLOCK_ROWS = LINES * LINE / sizeof(T);
 
+// Transpose a block of full size. Row strides are in elements.
 template <class T> void whole_block(const T *from, std::size_t from_row, T *to, std::size_t to_row) {
     constexpr std::size_t ROWS = BLOCK_ROWS<T>;
     T block[COLUMNS][ROWS];
@@ -28,6 +32,7 @@ template <class T> void whole_block(const T *from, std::size_t from_row, T *to, 
     for (std::size_t j = 0; j < COLUMNS; ++j) std::copy(block[j], block[j] + ROWS, to + j * to_row);
 }
 
+// Transpose a block at the edge of the matrix.
 template <class T>
 void part_of_block(const T *from, std::size_t from_row, T *to, std::size_t to_row, std::size_t rows, std::size_t columns) {
     for (std::size_t i = 0; i < rows; ++i)
@@ -36,7 +41,8 @@ void part_of_block(const T *from, std::size_t from_row, T *to, std::size_t to_ro
 
 template <class T> void turn_values(const T *source, T *target, std::size_t count, std::size_t rows, std::size_t columns, int threads) {
     constexpr std::size_t ROWS = BLOCK_ROWS<T>;
-    // Bands of columns, of all matrices, since those of one may be few. What is written of them lies together.
+    // Parallelize over bands of columns of all matrices, since one matrix may have few bands. The
+    // output of a band is contiguous.
     const std::size_t bands = (columns + COLUMNS - 1) / COLUMNS, band_bytes = std::min(columns, COLUMNS) * rows * sizeof(T);
     parallel(count * bands, (GRAIN_BYTES + band_bytes - 1) / band_bytes, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
         for (std::size_t band = begin; band < end; ++band) {

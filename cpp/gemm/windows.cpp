@@ -1,3 +1,5 @@
+// Gathering of im2col rows from channels-last images.
+
 #include "gemm/windows.h"
 
 #include <algorithm>
@@ -6,7 +8,8 @@
 namespace qsync {
 namespace {
 
-// Copies `count` values of a row of an image from the `first` on, which may lie in front of the row or behind it; there are zeros.
+// Copy `count` values from index `first` of an image row of `length` values. Values in front of the
+// row and behind it are zeros.
 void copy_row(const std::int8_t *row, std::ptrdiff_t length, std::ptrdiff_t first, std::ptrdiff_t count, std::int8_t *to) {
     const std::ptrdiff_t before = std::clamp<std::ptrdiff_t>(-first, 0, count);
     const std::ptrdiff_t within = std::clamp<std::ptrdiff_t>(length - first - before, 0, count - before);
@@ -22,7 +25,7 @@ void gather(const Windows &windows, const std::int8_t *images, std::size_t pixel
             std::int8_t *to) {
     const Windows &w = windows;
     const std::ptrdiff_t row = w.size[1] * w.channels, plane = w.out[0] * w.out[1];
-    // Taps beside each other are values beside each other, if nothing is left out between them.
+    // Without dilation, the values of adjacent kernel columns are adjacent in memory.
     const std::ptrdiff_t line = w.kernel[1] * w.channels, together = w.dilation[1] == 1 ? line : w.channels;
     const auto begin = static_cast<std::ptrdiff_t>(tap), end = begin + static_cast<std::ptrdiff_t>(taps);
     for (auto at = static_cast<std::ptrdiff_t>(pixel); pixels != 0; --pixels, ++at) {

@@ -1,4 +1,5 @@
-// The windows of a convolution as a matrix that is not there: a row for each value of the output's plane, a column for each tap and channel.
+// Implicit im2col matrix of a convolution: one row per output pixel, one column per kernel position
+// and input channel. Parts of it are gathered on demand.
 #pragma once
 
 #include <cstddef>
@@ -6,14 +7,19 @@
 
 namespace qsync {
 
-// Images lie with their channels last. The first of each pair is for height.
+// Geometry of a convolution over channels-last images. The first element of each pair is for
+// height.
 struct Windows {
     std::ptrdiff_t size[2], channels;
     std::ptrdiff_t kernel[2], stride[2], padding[2], dilation[2];
     std::ptrdiff_t out[2];
 };
 
-// Copies `pixels` rows of the matrix from the one called `pixel` on, of each `taps` values from `tap` on, one row after the other.
+// Gather a submatrix of the im2col matrix: rows [pixel, pixel + pixels), columns [tap, tap + taps).
+// Pixels outside the image are zeros.
+//
+// images: [count, height, width, channels] int8, contiguous; to: [pixels, taps] int8, row-major,
+// must not overlap the images.
 void gather(const Windows &windows, const std::int8_t *images, std::size_t pixel, std::size_t pixels, std::size_t tap, std::size_t taps,
             std::int8_t *to);
 

@@ -1,3 +1,5 @@
+// Free list of scratch buffers, shared by all threads.
+
 #include "gemm/workspace.h"
 
 #include <cstdlib>
@@ -14,7 +16,7 @@ struct Piece {
     std::size_t bytes = 0;
 };
 
-// Never destroyed: threads may still run when a process ends.
+// Never destroyed: threads may still run when the process exits.
 struct Kept {
     std::mutex lock;
     Piece pieces[PIECES];

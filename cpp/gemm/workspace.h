@@ -1,13 +1,13 @@
-// Memory that a call needs while it runs, kept for the next one: given back to the system, it would cost a page fault for each 4 KB of it
-// at every call.
+// Scratch memory with a free list. Returning it to the operating system would cost a page fault per
+// 4 KB in every call.
 #pragma once
 
 #include <cstddef>
 
 namespace qsync {
 
-// Memory at a multiple of 64 bytes, alive as long as this. Of what is given back, a few pieces are kept for whoever comes next, on whatever
-// thread; so their number is that of calls at one time.
+// Scratch memory, aligned to 64 bytes, owned by this object. A few released buffers are retained
+// and reused by later calls on any thread, so as many buffers exist as calls run concurrently.
 class Workspace {
   public:
     explicit Workspace(std::size_t bytes);

@@ -1,4 +1,5 @@
-// Sixteen values in two registers of AVX2. Included by lanes.h alone.
+// Sixteen values in two AVX2 registers. Only lanes.h includes this file. avx512.h documents the
+// operations.
 #pragma once
 
 namespace qsync {

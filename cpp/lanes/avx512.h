@@ -1,4 +1,4 @@
-// Sixteen values in a register of AVX-512. Included by lanes.h alone.
+// Sixteen values in one AVX-512 register. Only lanes.h includes this file.
 #pragma once
 
 namespace qsync {
@@ -37,10 +37,11 @@ inline I one_more(I a, F b, F c) {
 inline I joined(I a, I bit, F b, F c) { return {_mm512_mask_or_epi32(a.v, _mm512_cmp_ps_mask(b.v, c.v, _CMP_LT_OQ), a.v, bit.v)}; }
 // a | (b & mask)
 inline I merged(I a, I b, I mask) { return {_mm512_ternarylogic_epi32(a.v, b.v, mask.v, 0xF8)}; }
-// A bit for each lane that is zero or more, the first lane's the lowest.
+// Return a bit mask of the lanes that are zero or more; lane 0 is the lowest bit.
 inline std::uint32_t not_negative(F a) { return _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GE_OQ); }
+// a in the lanes of the mask, else b
 inline F chosen(std::uint32_t which, F a, F b) { return {_mm512_mask_blend_ps(static_cast<__mmask16>(which), b.v, a.v)}; }
-// a + b in these lanes, a in the others.
+// a + b in the lanes of the mask, else a
 inline F with(F a, std::uint32_t which, F b) { return {_mm512_mask_add_ps(a.v, static_cast<__mmask16>(which), a.v, b.v)}; }
 inline void store_bytes(std::uint8_t *p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline I load_bytes(const std::uint8_t *p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)))}; }
@@ -49,7 +50,7 @@ inline I load_words(const std::uint8_t *p) {
     return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)))};
 }
 
-// Sums of squares in FP64, one a lane.
+// Sums of squares in FP64, one per lane.
 struct Squares {
     __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
     void add(F a) {

@@ -1,7 +1,8 @@
-// Sixteen values at a time, for the instruction set that a file is compiled for: AVX-512, AVX2, or plain loops.
+// Portable vectors of sixteen 32-bit values: AVX-512, AVX2, or plain loops, by the flags that the
+// including file is compiled with.
 //
-// Invariant: an operation gives the same bits in all three. Only what IEEE rounds alike stands here, no operation contracts or
-// reorders, and minima and maxima are of integers.
+// Invariant: an operation gives identical bits in all three. All operations are exact or rounded
+// identically by IEEE 754, none contracts or reorders, and minima and maxima are of integers.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +32,7 @@ constexpr std::size_t LANES = 16;
 namespace qsync {
 namespace {
 
-// The largest lane; none is negative.
+// Return the largest lane. No lane is negative.
 #if defined(__AVX2__)
 inline std::int32_t highest(__m256i a) {
     const __m128i b = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -59,8 +60,10 @@ inline F with(const F &a, std::uint32_t which, const F &b) { return chosen(which
 
 inline F magnitude(const F &a) { return as_float(bits(a) & all(std::int32_t{0x7FFFFFFF})); }
 
-// Whether n values from `p` on, in units of so many, are better written past the caches, by `store_past`: more than a core's own cache holds,
-// each sixteen of them a line of it. What is not written so is first read into a cache, which takes as long again. `written_past` ends it.
+// Return whether n float32 at `p`, written in units of `unit` values, should bypass the caches with
+// `store_past` (non-temporal stores): they exceed the private cache of a core, and each store of
+// sixteen values fills an aligned cache line. A regular store first reads the line into the cache,
+// which costs the same time again. Call `written_past` after the last store.
 constexpr std::size_t PAST = std::size_t{1} << 18;
 inline bool goes_past(const float *p, std::size_t n, std::size_t unit) {
     return n >= PAST && unit % LANES == 0 && reinterpret_cast<std::uintptr_t>(p) % 64 == 0;
@@ -71,13 +74,14 @@ inline void written_past() {
 #endif
 }
 
-// `count` values of `p`, fewer than sixteen perhaps: zeros take the place of the others.
+// Load `count` values of `p`. If there are fewer than sixteen, the remaining lanes are zeros.
 inline F load_some(const float *p, std::size_t count) {
     if (count >= LANES) return load(p);
     float padded[LANES] = {};
     std::memcpy(padded, p, count * sizeof(float));
     return load(padded);
 }
+// Store the first `count` lanes.
 inline void store_some(float *p, const F &a, std::size_t count) {
     if (count >= LANES) return store(p, a);
     float padded[LANES];
@@ -85,7 +89,8 @@ inline void store_some(float *p, const F &a, std::size_t count) {
     std::memcpy(p, padded, count * sizeof(float));
 }
 
-// The sum of sixteen numbers, halves onto halves: an order that is nobody's instruction set's.
+// Return the sum of the lanes. Halves are added to halves, an order that does not depend on the
+// instruction set.
 inline double folded(const Squares &a) {
     double lanes[LANES];
     a.store(lanes);

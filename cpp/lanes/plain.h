@@ -1,4 +1,5 @@
-// Sixteen values in plain loops. Included by lanes.h alone.
+// Sixteen values in plain loops. Only lanes.h includes this file. avx512.h documents the
+// operations.
 #pragma once
 
 namespace qsync {

@@ -1,6 +1,7 @@
-// The bytes of 64 words, parted by their place: a plane has one byte of each word, and plane 0 the highest.
+// Byte planes of 64 words: plane p contains byte p of each word, where plane 0 is the most
+// significant byte.
 //
-// Invariant: as in lanes.h: a plane has the same bytes on every path.
+// Invariant: as in lanes.h, a plane has identical bytes in every ISA variant.
 #pragma once
 
 #include "lanes/lanes.h"
@@ -8,7 +9,7 @@
 namespace qsync {
 namespace {
 
-// Words of a plane.
+// Words per plane.
 constexpr std::size_t PLANE = 4 * LANES;
 
 #if defined(__AVX512BW__)
@@ -20,13 +21,14 @@ inline void store_plane(std::uint8_t *p, Plane a) { _mm512_storeu_si512(p, a.v);
 inline Plane no_plane() { return {_mm512_setzero_si512()}; }
 inline __m512i higher() { return _mm512_set1_epi8(static_cast<char>(0xF0)); }
 
-// Bytes whose lower halves are the higher ones of `a`, and whose higher halves are those of `b`.
+// Combine high nibbles: the low nibble of each result byte is the high nibble of `a`, the high
+// nibble is the high nibble of `b`.
 inline Plane halves(Plane a, Plane b) { return {_mm512_ternarylogic_epi32(_mm512_srli_epi16(a.v, 4), b.v, higher(), 0xD8)}; }
-// The two planes that `halves` took them from, as far as it did.
+// Restore the high nibbles of both arguments of `halves`; the low nibbles are zero.
 inline Plane of_lower(Plane a) { return {_mm512_and_si512(_mm512_slli_epi16(a.v, 4), higher())}; }
 inline Plane of_higher(Plane a) { return {_mm512_and_si512(a.v, higher())}; }
 
-// Each quarter of a register has four words: their bytes by place, and back.
+// Reorder the bytes of the four words in each 128-bit lane: by significance, and the inverse.
 inline __m512i quarters_by_place(__m512i a) {
     const __m128i place = _mm_setr_epi8(3, 7, 11, 15, 2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12);
     return _mm512_shuffle_epi8(a, _mm512_broadcast_i32x4(place));
@@ -37,7 +39,8 @@ inline __m512i quarters_by_word(__m512i a) {
 }
 
 inline void to_planes(const I (&words)[4], Plane (&planes)[4]) {
-    // Of two registers that are by place: the places `at` and `at` + 1 of both, 32 bytes each.
+    // Select bytes `at` and `at` + 1 of two registers that are ordered by significance, 32 bytes
+    // each.
     const auto two = [](__m512i a, __m512i b, int at) {
         const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
         return _mm512_permutex2var_epi32(a, _mm512_add_epi32(first, _mm512_set1_epi32(at)), b);
@@ -52,7 +55,7 @@ inline void to_planes(const I (&words)[4], Plane (&planes)[4]) {
 }
 
 inline void from_planes(const Plane (&planes)[4], I (&words)[4]) {
-    // The inverse, word by word of the registers that are by place.
+    // The inverse: gather the words of registers that are ordered by significance.
     const __m512i first = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(4));
     for (int half = 0; half < 2; ++half) {
@@ -95,7 +98,7 @@ inline Plane of_higher(const Plane &a) {
 
 inline void to_planes(const I (&words)[4], Plane (&planes)[4]) {
     for (std::size_t k = 0; k < 4; ++k) {
-        const I mask = all(std::int32_t{255}); // what is narrowed to bytes may saturate
+        const I mask = all(std::int32_t{255}); // narrowing to bytes may saturate
         store_bytes(planes[0].v + k * LANES, right<24>(words[k]));
         store_bytes(planes[1].v + k * LANES, right<16>(words[k]) & mask);
         store_bytes(planes[2].v + k * LANES, right<8>(words[k]) & mask);
@@ -112,13 +115,14 @@ inline void from_planes(const Plane (&planes)[4], I (&words)[4]) {
 
 #endif
 
-// `count` bytes of `p`, fewer than there are in a plane perhaps: zeros take the place of the others.
+// Load `count` bytes of `p`. If there are fewer than in a plane, the remaining bytes are zeros.
 inline Plane load_some(const std::uint8_t *p, std::size_t count) {
     if (count >= PLANE) return load_plane(p);
     std::uint8_t padded[PLANE] = {};
     std::memcpy(padded, p, count);
     return load_plane(padded);
 }
+// Store the first `count` bytes.
 inline void store_some(std::uint8_t *p, const Plane &a, std::size_t count) {
     if (count >= PLANE) return store_plane(p, a);
     std::uint8_t padded[PLANE];

@@ -1,7 +1,8 @@
-// The kernels of optimizers, written once and compiled once a path: plain loops that the compiler vectorizes.
+// Optimizer kernels, compiled once per ISA variant: plain loops that the compiler vectorizes.
 //
-// Invariant: the operations of torch.optim's single-tensor step in their order, each rounded once, but for those that torch's own vector
-// kernels contract (lerp_, addcmul_, add with alpha), which are fused multiply-adds here by name. So bits are equal on every path.
+// Invariant: the operations of the single-tensor step of torch.optim in the same order, each
+// rounded once. Operations that the vector kernels of torch contract (lerp_, addcmul_, add with
+// alpha) are explicit fused multiply-adds. So bits are identical in every ISA variant.
 
 #include "optimizers/optimizers.h"
 
@@ -23,7 +24,8 @@ template <Decay DECAY, bool LARGEST, bool SCALED>
 void adam(float *__restrict parameter, float *__restrict gradient, float *__restrict first, float *__restrict second,
           float *__restrict largest, size_t n, const AdamRule &given, float negative_step, float root) {
     const AdamRule rule = given;
-    // As lerp_ has it: from the end that is nearer, so that a weight of 1 gives the gradient itself.
+    // As in lerp_: interpolate from the nearer end, so that a weight of 1 yields the gradient
+    // itself.
     const bool near = rule.first_weight < 0.5f && rule.first_weight > -0.5f;
     const float weight = near ? rule.first_weight : rule.first_weight - 1.0f;
     for (size_t i = 0; i < n; ++i) {
@@ -37,7 +39,7 @@ void adam(float *__restrict parameter, float *__restrict gradient, float *__rest
         float bound = v_now;
         if (LARGEST) {
             const float before = largest[i];
-            bound = before >= v_now || before != before ? before : v_now; // NaN where either is
+            bound = before >= v_now || before != before ? before : v_now; // NaN if either is NaN
             largest[i] = bound;
         }
         first[i] = m_now;

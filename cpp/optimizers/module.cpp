@@ -1,4 +1,4 @@
-// Steps of optimizers in the Python module. The contract is in qsync_fx/_C.pyi.
+// Python bindings of the optimizer steps. qsync_fx/_C.pyi specifies the functions.
 
 #include "arguments.h"
 
@@ -16,7 +16,7 @@ void same_length(const char *name, std::size_t found, std::size_t expected) {
         throw py::value_error(std::string(name) + " has " + std::to_string(found) + " entries, not " + std::to_string(expected));
 }
 
-// Entry i of `addresses`, or null where it is empty and `optional`.
+// Return entry i of `addresses`, or null if the list is empty and `optional`.
 float *entry(const char *name, const Addresses &addresses, std::size_t i, const std::vector<std::size_t> &sizes, bool optional) {
     if (optional && addresses.empty()) return nullptr;
     same_length(name, addresses.size(), sizes.size());

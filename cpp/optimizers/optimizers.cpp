@@ -1,3 +1,5 @@
+// Multithreaded optimizer steps: all tensors of a call are one index range that the threads divide.
+
 #include "optimizers/optimizers.h"
 
 #include "parallel.h"
@@ -9,10 +11,11 @@
 namespace qsync {
 namespace {
 
-// What a thread is worth waking for.
+// Elements per thread that amortize waking it.
 constexpr std::size_t GRAIN = std::size_t{1} << 13;
 
-// Whether two parameters have memory in common. Then they take their steps one after the other, as torch's do.
+// Return whether two parameters share memory. Their steps then run one after the other, as in
+// torch.
 template <class Tensor> bool overlap(const Tensor *tensors, std::size_t count) {
     std::vector<std::pair<const float *, const float *>> ranges;
     for (std::size_t i = 0; i < count; ++i)
@@ -23,7 +26,8 @@ template <class Tensor> bool overlap(const Tensor *tensors, std::size_t count) {
     return false;
 }
 
-// Calls work(tensor, begin, size) on parts of all tensors, which lie behind each other as one range that the threads divide.
+// Call work(tensor, begin, size) on segments of the concatenation of all tensors, which the threads
+// divide.
 template <class Tensor, class Work> void over_all(const Tensor *tensors, std::size_t count, int threads, const Work &work) {
     std::vector<std::size_t> ends(count);
     std::size_t total = 0;

@@ -1,6 +1,7 @@
-// Steps of optimizers: what one path (instruction set) offers, and the same over many tensors, on threads.
+// Fused optimizer steps (Adam, AdamW, SGD) on the CPU: the kernels of one ISA variant, and
+// multithreaded functions for lists of tensors.
 //
-// Invariant: every table computes the same bits from the same arguments, and threads change nothing.
+// Invariant: all tables compute identical bits from identical arguments, for any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +9,11 @@
 
 namespace qsync {
 
-// What all tensors of one call share. `sign` is -1 where the objective is to grow; `grad_scale` is what gradients were multiplied by.
+// Hyperparameters that all tensors of a call share. `sign` is -1 to maximize the objective.
+// Gradients were multiplied by `grad_scale`.
 struct AdamRule {
-    float kept;         // what decay leaves of a parameter, where it is apart from the gradient
-    float weight_decay; // what of a parameter is added to its gradient
+    float kept;         // factor of decoupled weight decay: 1 - lr * weight_decay
+    float weight_decay; // factor of weight decay in the gradient
     float first_weight; // 1 - beta1
     float second_kept;  // beta2
     float second_weight;
@@ -29,13 +31,16 @@ struct SgdRule {
     float grad_scale;
 };
 
-// How a parameter decays: not at all, before the step, or by way of its gradient.
+// Weight decay: none, decoupled (AdamW), or added to the gradient.
 enum Decay { NO_DECAY, APART, IN_GRADIENT, DECAYS };
-// What there is of a momentum: nothing, a buffer that this step fills first, or one that goes on.
+// Momentum: none, a buffer that this step initializes, or an existing buffer; both also with
+// Nesterov momentum.
 enum Momentum { NO_MOMENTUM, FIRST, GOING_ON, NESTEROV_FIRST, NESTEROV, MOMENTA };
 
 struct Optimizers {
-    // `largest` is not null where [1] is; [scaled] divides the gradient by its scale and stores it.
+    // All pointers are [n] float32, contiguous, and do not overlap. `largest` (AMSGrad) is null
+    // unless the second index of `adam` is 1. With [scaled], the gradient is divided by its scale
+    // and stored.
     void (*adam[DECAYS][2][2])(float *parameter, float *gradient, float *first, float *second, float *largest, std::size_t n,
                                const AdamRule &rule, float negative_step, float root);
     void (*sgd[2][MOMENTA][2])(float *parameter, float *gradient, float *buffer, std::size_t n, const SgdRule &rule);
@@ -60,6 +65,7 @@ struct SgdTensor {
     bool first;
 };
 
+// Update `count` tensors. If parameters overlap, the steps run one after the other.
 void adam(const Optimizers &optimizers, const AdamTensor *tensors, std::size_t count, const AdamRule &rule, Decay decay, bool scaled,
           int threads);
 void sgd(const Optimizers &optimizers, const SgdTensor *tensors, std::size_t count, const SgdRule &rule, bool decays, bool nesterov,

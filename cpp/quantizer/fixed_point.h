@@ -1,11 +1,15 @@
-// Stochastic quantization for AVX-512, in fixed point: a fifth fewer instructions than in floats.
+// Stochastic quantization for AVX-512 in fixed point, with a fifth fewer instructions than in
+// floating point.
 //
-// Invariant: the bits of kernels.cpp's loop. With u = x / scale and U = u * 2**24, the random number being R * 2**-24,
+// Invariant: bit-identical to the loop of kernels.cpp. With u = x / scale, U = u * 2**24 and the
+// random number R * 2**-24,
 //     floor(u) + (R * 2**-24 < u - floor(u))  =  (C + 2**24 - 1 - R) >> 24,
-// C being U rounded up to an integer: R < U - 2**24 floor(u) for integers R is R < C - 2**24 floor(u). Where u is in (-1/2, 0) the loop
-// rounds u - floor(u) to a multiple of 2**-24, ties to even, so there C is U rounded to nearest; from 2**23 on U is an integer and any
-// rounding will do. To clamp U before is to clamp the result. The divisor scale * 2**-24 is exact from 2**-126 on; with a scale of at
-// most 1/2 no quotient underflows to zero, which is all that matters of one that is small.
+// where C is U rounded up to an integer. For integers R, `R < U - 2**24 floor(u)` is equivalent to
+// `R < C - 2**24 floor(u)`. For u in (-1/2, 0) the loop rounds `u - floor(u)` to a multiple of
+// 2**-24, ties to even, so C is U rounded to nearest. From 2**23 on U is an integer and the
+// rounding mode has no effect. Clamping U is equivalent to clamping the result. The divisor scale *
+// 2**-24 is exact for scales from 2**-102 on. With a scale of at most 1/2 no quotient underflows to
+// zero, which suffices for small quotients.
 #pragma once
 
 #include "ahead.h"
@@ -19,13 +23,13 @@ namespace qsync {
 namespace {
 
 inline __m512 sixteen(const std::uint32_t *x) { return _mm512_loadu_ps(x); }
-// Only BF16 comes so: what is stored are the high halves of floats.
+// BF16 input: the high halves of floats.
 inline __m512 sixteen(const std::uint16_t *x) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
-// 2**24 - 1 - R for sixteen counters.
+// Return 2**24 - 1 - R for sixteen counters.
 inline __m512i random_left(__m512i x) {
     x = _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
     x = _mm512_mullo_epi32(x, _mm512_set1_epi32(0x7FEB352D));
@@ -36,7 +40,9 @@ inline __m512i random_left(__m512i x) {
     return _mm512_srli_epi32(x, 8);
 }
 
-// Quantizes values 64 at a time; returns how many it did: none where the scale is not one that it takes.
+// Quantize blocks of 64 values. Return the number of quantized values: 0 for an unsupported scale.
+//
+// x: [n] float32 or BF16 bit patterns; target: [n] int8; `next`: address to prefetch from.
 template <class Stored>
 std::size_t quantize_in_fixed_point(const Stored *x, std::int8_t *target, std::size_t n, float scale, float levels, std::uint32_t counter,
                                     const void *next) {

@@ -1,8 +1,9 @@
-// The kernels, written once and compiled once a path: plain loops that the compiler vectorizes for the path's instruction set. One
-// has another form for AVX-512 (fixed_point.h).
+// Quantizer kernels, compiled once per ISA variant: plain loops that the compiler vectorizes. For
+// AVX-512, stochastic quantization also has a fixed-point version (fixed_point.h).
 //
-// Invariant: only IEEE operations that every instruction set rounds alike (no reciprocal, no contraction), hence equal bits. Nothing
-// here may be inline and external (a standard library template, say): the linker would keep one path's code for all of them.
+// Invariant: only IEEE operations that every instruction set rounds identically (no reciprocal, no
+// contraction), hence identical bits. No function may be inline with external linkage (such as a
+// template of the standard library): the linker would use the code of one ISA variant for all.
 
 #include "ahead.h"
 #include "quantizer/kernels.h"
@@ -50,7 +51,8 @@ template <> struct Element<BFLOAT16> {
 template <> struct Element<FLOAT16> {
     using Stored = uint16_t;
     static constexpr Stored MAGNITUDE = 0x7FFFu;
-    // Shifted into place the exponent is 112 too small; the product repairs that, for denormals too.
+    // After the shift, the exponent is too small by 112. The multiplication corrects it, for
+    // denormals too.
     static float value(Stored x) {
         const float wide = bits_as<float>(static_cast<uint32_t>(x & MAGNITUDE) << 13) * 0x1p112f;
         return bits_as<float>(bits_as<uint32_t>(wide) | static_cast<uint32_t>(x & 0x8000u) << 16);
@@ -58,7 +60,8 @@ template <> struct Element<FLOAT16> {
     static uint32_t magnitude(Stored x) { return x >= 0x7C00u ? 0x7F800000u | x : bits_as<uint32_t>(value(x)); }
 };
 
-// Magnitudes order as their bits do, and NaN and infinities come last: an integer maximum finds them too.
+// Return the bits of the largest magnitude as float32. Magnitudes compare like their bit patterns,
+// with infinities and NaN last, so an integer maximum also detects these.
 template <Type T> uint32_t absmax(const void *source, size_t n) {
     using Stored = typename Element<T>::Stored;
     const auto *x = static_cast<const Stored *>(source);
@@ -78,7 +81,8 @@ template <Type T> uint32_t absmax(const void *source, size_t n) {
     return Element<T>::magnitude(most);
 }
 
-// floor(u) + (r < u - floor(u)) and not floor(u + r): the sum would be rounded, which biases where |u| is large.
+// Compute floor(u) + (r < u - floor(u)). The alternative floor(u + r) is biased for large |u|,
+// since the sum is rounded.
 template <Rounding R> inline float rounded(float u, uint32_t counter) {
     if (R == NEAREST) return __builtin_rintf(u);
     const float below = __builtin_floorf(u);
@@ -101,7 +105,7 @@ void quantize(const void *source, int8_t *target, size_t n, float scale, float l
     if constexpr (R == STOCHASTIC && T != FLOAT16) i = quantize_in_fixed_point(x, target, n, scale, levels, counter, next);
     counter += static_cast<uint32_t>(i) * WEYL;
 #endif
-    // In parts, as what asks for memory is no loop that a compiler vectorizes.
+    // In blocks: the compiler does not vectorize a loop that contains prefetches.
     constexpr size_t PART = 256;
     while (i < n) {
         const size_t end = n - i < PART ? n : i + PART;
@@ -115,7 +119,7 @@ void quantize(const void *source, int8_t *target, size_t n, float scale, float l
     }
 }
 
-// In double: the distance between two values of the grid, 2**-149 at the least, and its inverse are both exact there.
+// In double, where both the grid spacing (at least 2**-149) and its inverse are exact.
 inline double power_of_two(int32_t exponent) { return bits_as<double>(static_cast<int64_t>(exponent + 1023) << 52); }
 
 template <Rounding R> void round_float(const float *source, float *target, size_t n, Grid grid, uint32_t counter) {
@@ -127,7 +131,7 @@ template <Rounding R> void round_float(const float *source, float *target, size_
         double y = rounded<R>(u, counter) * power_of_two(exponent - grid.mantissa_bits);
         y = y > grid.max ? grid.max : y;
         y = y < -grid.max ? -grid.max : y;
-        // The sign comes from the source: -0.0 stays, and so does the sign of what becomes zero.
+        // Use the sign of the source: -0.0 and values that round to zero retain their sign.
         const uint32_t signed_bits = (bits_as<uint32_t>(static_cast<float>(y)) & 0x7FFFFFFFu) | (bits & 0x80000000u);
         target[i] = bits_as<float>(own == 128 ? bits : signed_bits);
     }

@@ -1,3 +1,5 @@
+// Multithreaded quantization of tensors on top of the kernels of one ISA variant.
+
 #include "quantizer/quantizer.h"
 
 #include "ahead.h"
@@ -13,7 +15,8 @@
 namespace qsync {
 namespace {
 
-// What a thread is worth waking for, and a piece that stays in a core's own cache between two looks at it.
+// Elements per thread: enough work to amortize waking the thread, and few enough to stay in the
+// private cache of a core between the absmax pass and the rounding pass.
 constexpr std::size_t GRAIN = std::size_t{1} << 14;
 
 constexpr std::uint32_t NOT_FINITE = 0x7F800000u;
@@ -30,7 +33,8 @@ float scale_of(std::uint32_t absmax_bits, int levels) {
     return std::max(absmax / static_cast<float>(levels), 0x1p-126f);
 }
 
-// Calls work(offset, size, counter) on the parts of n elements, the first with index `first`, between which the index's high half changes.
+// Split n elements, whose first index is `first`, where the high 32 bits of the index change. Call
+// work(offset, size, counter) on each segment.
 template <class Work> void by_counter(std::uint32_t key, std::uint64_t first, std::size_t n, const Work &work) {
     for (std::size_t done = 0; done < n;) {
         const std::uint64_t index = first + done;
@@ -49,7 +53,7 @@ struct Quantizer {
     int levels;
     std::uint32_t key;
 
-    // `next` is where the values lie that come next, as many of them.
+    // `next`: address of the n values that this thread reads next, for prefetching.
     void run(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, float scale, const void *next) const {
         if (scale != scale) {
             std::memset(target, 0, n);
@@ -62,7 +66,7 @@ struct Quantizer {
     }
 
     std::uint32_t absmax(const void *source, std::size_t n, int threads) const {
-        if (threads == 1) return kernels.absmax[type](source, n); // a short row would wait for memory to be allocated
+        if (threads == 1) return kernels.absmax[type](source, n); // no allocation per short row
         std::vector<std::uint32_t> most(static_cast<std::size_t>(threads), 0);
         parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t thread) {
             most[thread] = kernels.absmax[type](at(source, begin, type), end - begin);
@@ -70,11 +74,12 @@ struct Quantizer {
         return *std::max_element(most.begin(), most.end());
     }
 
-    // One row on all threads: every thread finds the largest of its range, then quantizes the same range.
+    // Quantize one row on all threads: each thread computes the absmax of its range, then quantizes
+    // the same range.
     float row(const void *source, std::int8_t *target, std::size_t n, std::uint64_t first, int threads) const {
         const float scale = scale_of(absmax(source, n, threads), levels);
         parallel(n, GRAIN, threads, [&](std::size_t begin, std::size_t end, std::size_t) {
-            // Of a short range all values are in a core's caches now, and those of the next row may be asked for.
+            // The values of a short range are in cache by now, so prefetch the next row.
             const std::size_t next = end - begin <= GRAIN ? end : begin + AHEAD / size_of(type);
             run(at(source, begin, type), target + begin, end - begin, first + begin, scale, at(source, next, type));
         });

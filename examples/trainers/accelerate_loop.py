@@ -1,8 +1,9 @@
-"""A convolutional network in a loop with Accelerate, over ranks that differ:
+"""CNN trained in a loop with Hugging Face Accelerate, on unequal ranks:
 
     torchrun --nproc-per-node 2 examples/trainers/accelerate_loop.py
 
-The ranks find their plan, the model is compiled in place before `prepare` wraps it, and a guard stands around the loop.
+The ranks find their plan, `model.compile` compiles in place before `prepare` wraps the model, and
+`guard` surrounds the loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Handwritten digits, which scikit-learn ships, and what the examples say when they are done."""
+"""Data, network and report of the trainer examples: the handwritten digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ import qsync_fx
 
 CLASSES = ("training", "inference")
 FORMATS = {"training": ["fp32"], "inference": ["fp32", "bf16"]}
-"""Both ranks run on one processor here: the first one stands for a device that trains in FP32, the second for one that has BF16, too."""
+"""Formats by device class.
+
+Both ranks run on one processor: the first emulates a device that trains in FP32, the second a
+device that also supports BF16.
+"""
 MAX_REPLANS = 1
-"""How often the ranks run what they have found and choose again: on one processor they only see how they disturb one another."""
+"""Maximum rounds of running the plan and solving again.
+
+On one processor the ranks only observe each other's interference, so one round suffices.
+"""
 
 
 def device_class(rank: int) -> str:
-    """Returns the class of a rank's device; on GPUs leave that to qsync_fx, which goes by their names."""
+    """Return the device class of a rank; on GPUs qsync_fx derives it from the device name."""
     return CLASSES[rank % 2]
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Returns images of 8 x 8 pixels with their labels, to train on and to test with."""
+    """Return images of 8 x 8 pixels with labels, for training and for testing."""
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).div(16)
     labels = torch.tensor(found.target)
@@ -34,7 +41,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Network(nn.Module):
-    """Two convolutions and two layers."""
+    """Two convolutions and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +58,7 @@ class Network(nn.Module):
 
 
 def tell(rank: int, model: nn.Module, right: Tensor) -> None:
-    """Prints in which formats a rank trained, and how much of the test came out right."""
+    """Print the formats in which a rank trained, and its test accuracy."""
     ran = (
         operator
         for operator in qsync_fx.plan_coverage(model).operators

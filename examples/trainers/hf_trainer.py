@@ -1,8 +1,9 @@
-"""A vision transformer under the Trainer of Hugging Face, over ranks that differ:
+"""Vision transformer trained with Hugging Face's Trainer, on unequal ranks:
 
     torchrun --nproc-per-node 2 examples/trainers/hf_trainer.py
 
-The ranks find their plan, the model is compiled in place before Trainer gets it, and a guard stands around `train`.
+The ranks find their plan, `model.compile` compiles in place before Trainer receives the model, and
+`guard` surrounds `train`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ def main(folder: str) -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    assert (
-        arguments.device.type == "cpu"
-    )  # asked for, and by that Trainer has brought the process group up
+    assert arguments.device.type == "cpu"  # access to `device` initializes the process group
     rank = distributed.get_rank()
     set_seed(0)
     config = ViTConfig(

@@ -1,9 +1,9 @@
-"""A convolutional network under Lightning, over ranks that differ:
+"""CNN trained with Lightning, on unequal ranks:
 
     torchrun --nproc-per-node 2 examples/trainers/lightning_fit.py
 
-The process group is brought up first, which Lightning takes as it is. The ranks find their plan, the network that the LightningModule
-holds is compiled in place, and a guard stands around `fit`.
+The script initializes the process group, which Lightning reuses. The ranks find their plan, the
+network in the LightningModule is compiled in place, and `guard` surrounds `fit`.
 """
 
 from __future__ import annotations

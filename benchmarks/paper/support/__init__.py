@@ -1,1 +1,1 @@
-"""What experiments share: data, networks, pairs of ranks, what is kept between runs, pictures."""
+"""Modules shared by the experiments: data, networks, simulated ranks, run cache, figures."""

@@ -1,6 +1,6 @@
-"""Curves as a picture: one panel below the other, each with the same series, as SVG.
+"""Line charts as SVG, with panels below each other.
 
-Invariant: a series has the same colour in all panels, and its points are where their numbers are on the panel's own axes.
+Invariant: a series has the same color in all panels; each panel has its own axes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TICKS = 5
 
 
 def picture(panels: Mapping[str, Series], across: str, up: str) -> str:
-    """Returns panels, by their titles, of series, by their names; `across` and `up` say what the axes are."""
+    """Return an SVG of `panels` (title to series); `across` and `up` label the axes."""
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
     colors = {name: COLORS[at % len(COLORS)] for at, name in enumerate(names)}
     high = HIGH * len(panels)
@@ -80,7 +80,7 @@ def _panel(
 
 
 def ticks(values: Sequence[float]) -> list[float]:
-    """Returns round numbers at equal distances, between the first and the last of which all values lie."""
+    """Return equidistant round numbers; the first and last enclose all values."""
     low, high = min(values), max(values)
     step = round_step((high - low) / TICKS or abs(high) or 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -1,11 +1,12 @@
-"""A V100 that trains in FP32 and a T4 that may take FP16 and INT8, of the catalog: what is asked of allocators, and what plans cost there.
+"""Allocation problems for a V100 in FP32 and a T4 in FP16 or INT8, both from the device catalog.
 
-A CPU trains the plans: FP16 becomes BF16 there (`trained`), which has fewer bits of mantissa and needs no scale of the loss. What it trains
-in minutes is too narrow for a GPU, where a T4 is no quicker in FP16 than in FP32, so that there would be nothing to choose: a plan is made
-for a wide network of the same operators, and trained in the narrow one.
+A CPU trains the plans, with BF16 instead of FP16 (`trained`): BF16 has fewer mantissa bits and
+needs no loss scaling. A network that a CPU trains in minutes is too narrow for a GPU: there FP16 on
+a T4 is no faster than FP32, and a plan has no trade-off. Each plan is therefore made for a wide
+network with the same operators, and trained in the narrow network.
 
-Invariant: seconds and bytes are the catalog's, of the wide network with batches that are trained; variance and accuracy are of what is
-trained. Both networks have the same operators.
+Invariant: seconds and bytes are predictions for the wide network at the trained batch size;
+variance and accuracy belong to the narrow network. Both networks have the same operators.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from qsync_fx.profiler.sensitivity.estimate import several
 NARROW = tuple(fmt for fmt in FORMATS["t4"] if EVERY[fmt].bits < 32)
 SLOW = "t4"
 CAP = 0.3
-"""What ClusterB's T4 may hold: this share of the way from what uniform INT8 holds to what uniform FP16 does. Small networks fill no T4."""
+"""Memory limit of ClusterB's T4, between the peaks of uniform INT8 (0) and uniform FP16 (1).
+
+A share of the device memory would not bind for small networks.
+"""
 
 
 @dataclass(frozen=True)
 class Looked:
-    """A model as it was looked at.
+    """Graphs and sensitivities of a network.
 
     Attributes:
-        graphs: as each device runs what is planned for, its batch a symbol.
-        sensitivities: of what is trained, by the method that found them.
+        graphs: of the wide network by device name, with a symbolic batch size.
+        sensitivities: of the trained network, by method.
     """
 
     graphs: Mapping[str, ModelGraph]
@@ -57,10 +61,13 @@ def looked(
     inputs: Sequence[Tensor],
     methods: Sequence[str],
 ) -> Looked:
-    """Looks at a model and at the wide one of the same operators; `inputs` are those of its forward, their first dimension the batch.
+    """Trace the wide network and estimate the sensitivities of the trained one.
+
+    Args:
+        inputs: of the wide network's forward; dimension 0 is the batch.
 
     Raises:
-        ValueError: they have other operators.
+        ValueError: the two networks have different operators.
     """
     graphs = {}
     for device, formats in FORMATS.items():
@@ -92,7 +99,10 @@ def problem(
     optimizer: OptimizerMemory = MOMENTUM,
     memory: float | None = None,
 ) -> Problem:
-    """Returns the problem of two ranks with as many samples each, its T4 limited in memory, without a limit of seconds."""
+    """Return the problem of two ranks with `batch` samples each and no limit on step time.
+
+    `memory` limits the T4's peak memory, in bytes.
+    """
     devices = {name: ClusterDevice(device=name, batch=batch) for name in FORMATS}
     profiles: dict[str, Any] = {}
     for name, graph in known.graphs.items():
@@ -106,7 +116,7 @@ def problem(
 
 
 def capped(asked: Problem, share: float = CAP) -> float:
-    """Returns the bytes at a share of the way from what uniform INT8 takes to what uniform FP16 does."""
+    """Return the bytes at `share` of the way from uniform INT8's peak memory to uniform FP16's."""
     low, high = (
         evaluate_plan(asked, asked.uniform(fmt)).classes[SLOW].peak_bytes or 0
         for fmt in reversed(NARROW)
@@ -115,10 +125,10 @@ def capped(asked: Problem, share: float = CAP) -> float:
 
 
 def within(asked: Problem, seconds: float | None) -> Problem:
-    """Returns the problem where a step takes no longer."""
+    """Return the problem with `seconds` as its limit on step time."""
     return replace(asked, seconds=seconds)
 
 
 def trained(plan: Mapping[str, str]) -> Plan:
-    """Returns the plan as a CPU trains it: FP16 becomes BF16."""
+    """Return the plan for training on a CPU: FP16 becomes BF16."""
     return Plan(operators={op: "bf16" if fmt == "fp16" else fmt for op, fmt in plan.items()})

@@ -1,6 +1,6 @@
-"""What the experiments that train share: a row of a table from runs with several seeds, and how a network on images is looked at.
+"""Table rows from trainings with several seeds, and the set-up of image networks.
 
-Invariant: a run that has been kept is not run again; a row is of all seeds, or is not written.
+Invariant: a cached run is not repeated; a row is written only when all its seeds are complete.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from qsync_fx import Plan
 from qsync_fx.profiler.progress import progress
 
 METHODS = ("second_order", "paper", "hessian")
-"""Sensitivities that are measured."""
+"""Sensitivity methods that are measured."""
 LOOKED = 8
-"""Steps that they are the mean over, of a training that begins."""
+"""Number of training steps that the sensitivities are averaged over."""
 SEEDS = 3
 
 OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -49,20 +49,20 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 
 
 class Trains(Protocol):
-    """What trains under one plan; compiled once, for all seeds."""
+    """Trainer for one plan, compiled once for all seeds."""
 
     def accuracy(self, seed: int, advance: Callable[[], None]) -> float:
-        """Trains anew, says when an epoch is through, and returns the share of what it is tested with that is right."""
+        """Train from new weights and return the test accuracy; call `advance` after each epoch."""
 
 
 class Experiment:
-    """Rows of a table, each of runs with several seeds.
+    """Rows of a table, each from runs with several seeds.
 
     Args:
-        options: of the command line.
-        kept: the name of the file that keeps runs.
-        epochs: of a run.
-        said: what else the results say of themselves.
+        options: command-line options.
+        kept: name of the run cache file.
+        epochs: epochs per run.
+        said: further top-level keys of the result file.
     """
 
     def __init__(self, options: argparse.Namespace, kept: str, epochs: int, **said: Any) -> None:
@@ -73,7 +73,7 @@ class Experiment:
         self._kept = Kept(options.partial / f"{'quick-' if options.quick else ''}{kept}.json")
 
     def add(self, row: Row) -> None:
-        """Adds a row to the table, which is written with all that there are."""
+        """Add a row and write all rows to the result file."""
         self.rows.append(row)
         if self._options.json:
             write_json(self._options.json, self.rows, self.quick, **self._said)
@@ -81,7 +81,7 @@ class Experiment:
     def accuracy(
         self, title: str, settings: Mapping[str, Any], begin: Callable[[], Trains]
     ) -> dict[str, Any]:
-        """Returns the accuracy over all seeds; `begin` makes what trains, where a run is not kept yet."""
+        """Return the accuracy over all seeds; `begin` creates the trainer for uncached runs."""
         trains: list[Trains] = []
 
         def run(seed: int, advance: Callable[[str], None]) -> float:
@@ -101,17 +101,20 @@ class Experiment:
 
 
 def beside(each: Sequence[float], whole: Sequence[float]) -> dict[str, float]:
-    """Returns what accuracies are more than those of the same seeds in FP32, in points of a hundred: the mean, and its standard error."""
+    """Return the mean accuracy minus FP32's at equal seeds, and its standard error.
+
+    Both are percentage points.
+    """
     points = [100 * (one - other) for one, other in zip(each, whole, strict=True)]
     error = statistics.stdev(points) / math.sqrt(len(points)) if len(points) > 1 else 0.0
     return {"points": statistics.fmean(points), "error": error}
 
 
 class OnImages(Experiment):
-    """Networks on images, trained under plans of a pair of ranks.
+    """Image networks that two ranks train under plans.
 
     Args:
-        options: of the command line.
+        options: command-line options.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -121,12 +124,12 @@ class OnImages(Experiment):
         super().__init__(options, "trained", self.images.size.epochs, images=self.images.name)
 
     def networks(self) -> Iterator[tuple[str, Looked]]:
-        """Yields the networks that were asked for, the last alone where nothing is measured, and what is known of each."""
+        """Yield the selected networks with graphs and sensitivities; only the last with --quick."""
         for name in list(selected(self._options, NETWORKS))[-1 if self.quick else 0 :]:
             yield name, self.look(name)
 
     def look(self, name: str) -> Looked:
-        """Returns what the operators of a network take where it is wide, and disturb where it is trained."""
+        """Return the wide network's graphs and the trained network's sensitivities."""
         images = self.images
         model, wide = (
             built(build, images.classes, 0) for build in (NETWORKS[name].build, WIDE[name])
@@ -140,7 +143,7 @@ class OnImages(Experiment):
     def row(
         self, name: str, what: str, plan: Mapping[str, str], batches: Sequence[int]
     ) -> dict[str, Any]:
-        """Returns the accuracy of a plan of the T4 beside a V100 in FP32, over all seeds."""
+        """Return the accuracy over all seeds of a T4 plan, trained with a V100 in FP32."""
         low = trained(plan)
         settings = {
             "network": name,

@@ -1,8 +1,10 @@
-"""The convolutional networks of the experiments, at a size that one core trains in seconds, and how a pair of ranks trains them.
+"""Convolutional networks of the experiments, small enough to train in seconds on one core.
 
-Images are Fashion-MNIST's where Debian's package is there, else scikit-learn's digits; a subset of the training images, drawn by the seed.
+The images are Fashion-MNIST if Debian's package is installed, else scikit-learn's digits. The seed
+selects a subset of the training images.
 
-Invariant: with the same seed all plans begin from the same weights and see the same images in the same order.
+Invariant: with the same seed, all plans start from the same weights and read the same images in the
+same order.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from qsync_fx import Plan
 
 @dataclass(frozen=True)
 class Network:
-    """
+    """Network and its learning rate.
+
     Attributes:
-        build: makes the network, for so many classes.
-        rate: of learning, for a global batch of 256.
+        build: creates the network for a number of classes.
+        rate: learning rate for a global batch of 256.
     """
 
     build: Callable[[int], nn.Module]
@@ -41,12 +44,12 @@ class Network:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained.
+    """Size of a training.
 
     Attributes:
-        samples, tests: training and test images.
-        epochs: over the training images.
-        batch: images of a rank in a step, where both have as many.
+        samples, tests: number of training and test images.
+        epochs: number of passes over the training images.
+        batch: images per rank and step, if both ranks have equal batches.
     """
 
     samples: int = 16_000
@@ -59,7 +62,10 @@ QUICK = Size(256, 128, 1, 32)
 
 
 def vgg_bn(classes: int, width: int = 8) -> nn.Module:
-    """A VGG with batch norms (Simonyan and Zisserman) of six convolutions, for images of one channel: three poolings, one linear layer."""
+    """Return a VGG with batch norm (Simonyan and Zisserman) for images of one channel.
+
+    It has six convolutions, three max poolings and one linear layer.
+    """
     first, second, third = width, 2 * width, 4 * width
     layers = vgg_layers(first, first, 0, second, second, 0, third, third, 0, channels=1)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(third, classes))
@@ -73,7 +79,7 @@ WIDE: Mapping[str, Callable[[int], nn.Module]] = {
     "ResNet-8": lambda classes: ResNet(classes, width=128),
     "VGG-6-BN": lambda classes: vgg_bn(classes, width=128),
 }
-"""What is planned for in the place of each: the same operators, with channels enough for a GPU to have something to do."""
+"""Wide variant of each network, with enough channels to occupy a GPU; plans are made for it."""
 
 
 def loss(model: Any, part: Inputs) -> Tensor:
@@ -81,7 +87,7 @@ def loss(model: Any, part: Inputs) -> Tensor:
 
 
 class Images:
-    """Normalized images, of which each seed trains on a subset."""
+    """Normalized images; each seed trains on a subset."""
 
     def __init__(self, size: Size, source: str | None = None) -> None:
         self.size, self._data = size, load(source)
@@ -93,7 +99,7 @@ class Images:
     def parts(
         self, data: Data, batches: Sequence[int], seed: int, epoch: int
     ) -> Iterator[list[Inputs]]:
-        """Yields what each rank has of each step of an epoch."""
+        """Yield, for each step of an epoch, the inputs of each rank."""
         order = torch.randperm(
             len(data.train[1]), generator=torch.Generator().manual_seed(1000 * seed + epoch)
         )
@@ -112,12 +118,12 @@ def built(build: Callable[[int], nn.Module], classes: int, seed: int) -> nn.Modu
 
 
 class Trainer:
-    """Trains a network under the plans of both ranks, seed after seed; it is compiled once.
+    """Trainer of a network under one plan per rank; compiles once for all seeds.
 
     Args:
-        network, images: what is trained, and on what.
-        plans: of both ranks.
-        batches: images of each in a step.
+        network, images: network and data.
+        plans: one per rank.
+        batches: images per step, one number per rank.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class Trainer:
         self.pair = Pair(built(network.build, images.classes, 0), plans, loss)
 
     def accuracy(self, seed: int, advance: Callable[[], None] = lambda: None) -> float:
-        """Trains from new weights, and returns the share of test images that are right, in FP32."""
+        """Train from new weights and return the accuracy on the test images, evaluated in FP32."""
         images, pair, size = self.images, self.pair, self.images.size
         pair.restart(built(self.network.build, images.classes, seed))
         data, model = images.subset(seed), pair.model.train()

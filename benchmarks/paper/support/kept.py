@@ -1,6 +1,7 @@
-"""What has been trained so far, in a file, so that an experiment that is interrupted goes on from there.
+"""Cache of completed runs in a file, from which an interrupted experiment resumes.
 
-Invariant: the file is replaced whole after each run; what was run with other settings is not taken for this one's.
+Invariant: the file is replaced atomically after each run; the key of a run is a hash of all its
+settings.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from qsync_fx.serialization.atomic_files import write_text
 
 
 class Kept:
-    """
+    """Cache of run results.
+
     Args:
-        path: of the file; None to keep nothing.
+        path: of the file, or None to cache in memory only.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -28,7 +30,7 @@ class Kept:
         )
 
     def get(self, settings: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """Returns what a run with these settings gave, as JSON has it; runs it where it has not been yet."""
+        """Return the cached JSON value of a run with these settings; call `run` if missing."""
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
         if key not in self._known:
             self._known[key] = {"settings": settings, "found": run()}

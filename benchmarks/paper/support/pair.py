@@ -1,10 +1,11 @@
-"""Two ranks in one process: the gradient is averaged over two parts of a batch, each computed under a plan of its own.
+"""Two data-parallel ranks simulated in one process, each with its own plan.
 
-Where nothing is drawn to round it, the sum is that of two ranks under DistributedDataParallel to the last bit: each part's gradient is
-halved, which is exact, and both are added in FP32; tests/benchmarks/test_paper_experiments.py compares the
-two. In INT8 the draws are others.
+Without stochastic rounding the averaged gradient is bit-equal to the gradient of two ranks under
+DistributedDataParallel: each part's gradient is halved, which is exact, and both are added in FP32.
+tests/benchmarks/test_paper_experiments.py compares the two. INT8 rounds stochastically, with other
+random numbers than the two ranks.
 
-Invariant: both replicas have the same parameters, which are one in memory, and statistics of batch norms of their own.
+Invariant: the replicas share their parameters' memory and have their own batch norm statistics.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from qsync_fx import Plan
 
 Inputs = tuple[Tensor, ...]
 Loss = Callable[[Any, Inputs], Tensor]
-"""From a model, and what a part of a batch is, to the mean loss over its samples."""
+"""Function of a model and a rank's inputs that returns the mean loss over the samples."""
 
 
 class Pair:
-    """
+    """Replicas of a model, one per plan, that share parameters.
+
     Args:
-        model: that is trained.
-        plans: of both ranks.
-        loss: of a part of a batch.
-        inner: what compiles the rewritten graphs.
+        model: to train.
+        plans: one per rank.
+        loss: of a rank's inputs.
+        inner: backend that compiles the rewritten graphs.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class Pair:
             )
 
     def backward(self, parts: Sequence[Inputs]) -> float:
-        """Adds the mean gradient over all samples to the parameters' gradients, and returns their mean loss.
+        """Accumulate the mean gradient over all samples, and return the mean loss.
 
-        A part counts by its samples, as where a rank multiplies its loss with its share.
+        A rank's loss is weighted with its share of the samples.
         """
         samples = sum(len(part[0]) for part in parts)
         total = 0.0
@@ -58,13 +60,13 @@ class Pair:
         return total
 
     def restart(self, like: nn.Module) -> None:
-        """Takes over the parameters and buffers of a model; what was compiled stays."""
+        """Load the parameters and buffers of a model without recompiling."""
         for replica in self.replicas:
             replica.load_state_dict(like.state_dict())
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Gives all replicas the mean of their batch norms' statistics, as ranks do at the end of an epoch."""
+        """Set batch norm statistics to their mean over the replicas, as ranks do per epoch."""
         for same in zip(*(replica.buffers() for replica in self.replicas), strict=True):
             if same[0].is_floating_point():
                 mean = sum(buffer / len(same) for buffer in same)
@@ -73,6 +75,6 @@ class Pair:
 
 
 def _sharing(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model with its parameters, and buffers of its own."""
+    """Return a copy of a model that shares its parameters but not its buffers."""
     same = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, same)

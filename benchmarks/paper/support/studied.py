@@ -1,6 +1,7 @@
-"""What the study of codecs trains: a ResNet on images, an LSTM that tells texts apart, and a GPT that says the next word.
+"""Training tasks of the codec study: ResNet on images, LSTM text classifier, GPT language model.
 
-Invariant: with the same seed all ways of sending gradients begin from the same weights, and a rank sees the same batches in the same order.
+Invariant: with the same seed, all gradient codecs start from the same weights, and each rank reads
+the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from benchmarks.paper.support.images import NETWORKS, QUICK, Images, Size, evalu
 
 IMAGES = Size(samples=12_000, tests=10_000, epochs=5, batch=64)
 ALL_IMAGES = Size(samples=60_000, tests=10_000, epochs=5, batch=64)
-"""Five times the training: the study trained its networks until accuracy grew no more."""
+"""Five times the training images of `IMAGES`: the codec study trains its networks to convergence.
+"""
 TEXTS, EACH = 800, 32
-"""Texts of a package, and of a rank in a step."""
+"""Texts per package, and texts per rank and step."""
 EPOCHS = {"LSTM": 8, "GPT": 12, "GPT, longer": 36}
 WIDTH = 64
 
@@ -31,13 +33,13 @@ class Training:
     """One training of a network.
 
     Attributes:
-        model: with its first weights.
-        optimizer: makes what steps parameters.
-        rate: of learning, at most.
-        steps: in all.
-        batches: yields what all ranks have of each step: inputs and labels.
-        loss: of a model and a rank's part.
-        accuracy: of the model, in FP32: the share of tests that are right.
+        model: with its initial weights.
+        optimizer: creates the optimizer from parameters and a learning rate.
+        rate: maximum learning rate.
+        steps: total number of steps.
+        batches: yields for each step the (inputs, labels) of each rank.
+        loss: of a model and a rank's batch.
+        accuracy: of the model in FP32, as the fraction of correct test predictions.
     """
 
     model: nn.Module
@@ -50,7 +52,7 @@ class Training:
 
 
 Task = Callable[[int, int, bool], Training]
-"""What makes a training, of ranks, a seed, and whether it is a quick one."""
+"""Function of the number of ranks, a seed, and whether the run is quick."""
 
 
 def resnet(ranks: int, seed: int, quick: bool, of: Size = IMAGES) -> Training:
@@ -77,7 +79,7 @@ def resnet(ranks: int, seed: int, quick: bool, of: Size = IMAGES) -> Training:
 
 
 class Lstm(nn.Module):
-    """The package that a text is of, from what an LSTM made of its words; int64 (texts, words) -> (texts, packages)."""
+    """LSTM classifier of a text's package: int64 (texts, words) -> (texts, packages)."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class Lstm(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The next word after each of a text; int64 (texts, words) -> (texts, words, vocabulary)."""
+    """GPT next-word predictor: int64 (texts, words) -> (texts, words, vocabulary)."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class Gpt(nn.Module):
 
 @functools.cache
 def _loaded(quick: bool) -> text.Texts:
-    """Returns what `text.load` does, which parses a thousand files."""
+    """Return the texts; cached, because `text.load` parses many files."""
     return text.load(40, text.FEW) if quick else text.load(TEXTS)
 
 
@@ -200,4 +202,4 @@ SIZES: Mapping[str, str] = {
     "GPT, next word": f"{EPOCHS['GPT']} epochs over {_TEXTS}",
     "GPT, next word, longer": f"{EPOCHS['GPT, longer']} epochs over {_TEXTS}",
 }
-"""How much each is trained, where it is not a quick run."""
+"""Training size of each task without --quick."""

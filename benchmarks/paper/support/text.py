@@ -1,9 +1,11 @@
-"""Real text that ships with packages: what functions and classes of five of them are described as, and from which package it is.
+"""Text data set of docstrings from five installed packages, labeled with the package.
 
-The first paragraph of each docstring, in lower case, without what is no word, and without the packages' own names. English prose about
-programming, by many authors; a task like telling topics apart.
+A text is the first paragraph of a function's or class's docstring, in lower case, letters only,
+without words that contain a package name. It is English prose by many authors; the task resembles
+topic classification.
 
-Invariant: the same installed versions give the same texts in the same order; training and test texts have none in common.
+Invariant: the same installed versions give the same texts in the same order; training and test
+texts are disjoint.
 """
 
 from __future__ import annotations
@@ -28,28 +30,31 @@ PACKAGES = {
     "sklearn": "scikit-learn",
     "transformers": "transformers",
 }
-"""What is imported, and what it is installed as."""
+"""Import name to distribution name."""
 NAMES = (*PACKAGES, "scikit", "huggingface")
-"""What words that have it in them are left out for: they tell the package."""
+"""A word that contains one of these names is dropped, because it reveals the label."""
 FILES, FEW = 600, 30
-"""Of a package, drawn from all, that are looked through: it takes seconds, and thousands of them would take a minute. Few are enough where
-nothing is measured."""
+"""Number of files to sample per package, normally and in quick runs.
+
+Parsing `FILES` takes seconds; all files would take a minute.
+"""
 LENGTH, WORDS, LEAST = 32, 3000, 6
 PADDING, UNKNOWN, FIRST, MASK = range(4)
 SPECIAL = 4
 
 Text = tuple[str, ...]
-"""Its words."""
+"""Words of a text."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of the numbers of words, and the package of each.
+    """Encoded texts with their labels.
 
     Attributes:
-        name: what they are, for reports.
-        train, test: numbers of words, int64 of shape (texts, LENGTH), and labels.
-        words: how many different ones there are.
+        name: description for reports.
+        train, test: word indices, int64 of shape (texts, LENGTH), and labels, int64 of shape
+            (texts,).
+        words: size of the vocabulary.
     """
 
     name: str
@@ -59,7 +64,7 @@ class Texts:
 
 
 def load(each: int, files: int = FILES) -> Texts:
-    """Returns the texts, so many of a package and from so many of its files at most; a fifth of them to test with."""
+    """Return up to `each` texts per package from up to `files` files; a fifth are test texts."""
     of = {package: set(_all(package, files)) for package in PACKAGES}
     told = Counter(text for texts in of.values() for text in texts)
     found = [

@@ -1,6 +1,8 @@
-"""Timelines as a picture, one below the other on one scale: a track for what each class of devices computes, and one for what it sends.
+"""Timelines as SVG, below each other on one time scale.
 
-Invariant: a rectangle is as wide as what it stands for takes; only those of one kind between which nothing is to be seen are one.
+Each device class has a track for computation and a track for communication. Invariant: the width of
+a rectangle is proportional to its duration; adjacent pieces of one kind merge if the gap between
+them is invisible.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ COLORS = {
 }
 WIDE, LEFT, RIGHT, TRACK, BAR, HEAD = 960, 190, 20, 26, 20, 24
 SEEN = 0.3
-"""Pixels; nothing narrower is to be seen."""
+"""Smallest visible gap, in pixels."""
 
 
 def picture(timelines: Mapping[str, Timeline]) -> str:
-    """Returns timelines as SVG."""
+    """Return the timelines as an SVG document."""
     scale = (WIDE - LEFT - RIGHT) / max(timeline.seconds for timeline in timelines.values())
     parts, high = list(_legend()), 56
     for name, timeline in timelines.items():
@@ -59,7 +61,7 @@ def _tracks(timeline: Timeline) -> Iterator[tuple[str, Sequence[TimelinePiece]]]
 
 
 def _joined(pieces: Sequence[TimelinePiece], nearest: float) -> Iterator[tuple[str, float, float]]:
-    """Yields pieces by their kinds, where those of one kind that follow one another are one."""
+    """Yield (kind, begin, end); pieces of one kind merge if their gap is below `nearest` s."""
     current: tuple[str, float, float] | None = None
     for piece in pieces:
         if current is not None and current[0] == piece.kind and piece.begin - current[2] < nearest:

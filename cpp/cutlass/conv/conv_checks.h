@@ -1,4 +1,5 @@
-// Whether arguments suit a convolution kernel; see gemm_checks.h for why CUTLASS's own answer is not enough.
+// Argument checks of the convolution kernels; gemm_checks.h explains why the checks of CUTLASS are
+// not sufficient.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@ namespace qsync {
 
 using cutlass::conv::Operator;
 
-// The size of what strides, padding and dilation make of an image.
+// Return the output size of a convolution along one dimension.
 inline std::int64_t convolved(std::int64_t size, std::int64_t filter, std::int64_t padding, std::int64_t stride, std::int64_t dilation) {
     return (size + 2 * padding - dilation * (filter - 1) - 1) / stride + 1;
 }
@@ -28,12 +29,13 @@ inline bool geometry_fits(ConvArguments const &x) {
            x.q == convolved(x.w, x.s, x.pad_w, x.stride_w, x.dilation_w);
 }
 
+// Return whether a pointer is not null and aligned to `bytes`.
 template <int bytes>
 bool tensor_suits(const void *pointer) {
     return pointer != nullptr && reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
 }
 
-// `Config` is the structure that conv_source.py writes.
+// `Config` is the structure that `conv_source` (backend/cuda/codegen.py) generates.
 template <class Config>
 cutlass::Status conv_status(ConvArguments const &x) {
     constexpr int operand_bytes = Config::alignment * cutlass::sizeof_bits<typename Config::A>::value / 8;
@@ -45,7 +47,8 @@ cutlass::Status conv_status(ConvArguments const &x) {
     if (!tensor_suits<operand_bytes>(x.a) || !tensor_suits<operand_bytes>(x.b) || !tensor_suits<output_bytes>(x.d)) {
         return cutlass::Status::kErrorMisalignedOperand;
     }
-    // Of dgrad and wgrad both channel counts are contiguous in an operand; the innermost one of the output has its own alignment.
+    // In dgrad and wgrad, both channel counts are the contiguous dimension of an operand. The
+    // contiguous dimension of the output has its own alignment.
     if (x.c % Config::alignment != 0 || (!fprop && x.k % Config::alignment != 0) || (fprop ? x.k : x.c) % Config::out_alignment != 0) {
         return cutlass::Status::kErrorMisalignedOperand;
     }

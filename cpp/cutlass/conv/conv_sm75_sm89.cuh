@@ -1,8 +1,10 @@
-// Two-dimensional convolution as an implicit GEMM by CUTLASS 2.x: output, input gradient, weight gradient; channels last.
-// For sm_75 to sm_89, and for sm_90 where CUTLASS 3.x has nothing: strided input gradients, weight gradients whose sum is cut into parts.
+// 2D convolution as implicit GEMM with CUTLASS 2.x: fprop, dgrad and wgrad, channels-last. For
+// sm_75 to sm_89, and on sm_90 for the cases that CUTLASS 3.x does not cover: strided dgrad and
+// split-K wgrad.
 //
-// `Config`, which conv_source.py writes, has the types A, B, Accumulator, Output, Arch, Unit, Operator, Tile, Warp, Instruction, Swizzle and the
-// constants operation, alignment, out_alignment, stages, strided, splits, scaled, biased.
+// `Config`, which `conv_source` (backend/cuda/codegen.py) generates, has the types A, B,
+// Accumulator, Output, Arch, Unit, Operator, Tile, Warp, Instruction, Swizzle and the constants
+// operation, alignment, out_alignment, stages, strided, splits, scaled, biased.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +15,7 @@
 #include "cutlass/conv/kernel/default_conv2d_fprop.h"
 #include "cutlass/conv/kernel/default_conv2d_wgrad.h"
 #include "cutlass/epilogue/thread/linear_combination.h"
-// After the kernels: it includes nothing of what it needs.
+// Must follow the kernel headers, since it does not include its dependencies.
 #include "cutlass/epilogue/threadblock/epilogue_with_visitor_callbacks.h"
 #include "conv/conv_checks.h"
 #include "epilogue/epilogue_sm75_sm89.cuh"
@@ -24,7 +26,8 @@ namespace qsync {
 using Nhwc = cutlass::layout::TensorNHWC;
 using Problem = cutlass::conv::Conv2dProblemSize;
 
-// The epilogue of gradients: both scales, then one rounding. Of a sum in parts each adds its own to what the one before it has written.
+// Epilogue of dgrad and wgrad: both scales, then one rounding. With serial split-K, each part adds
+// its scaled sum to the output that the previous part wrote.
 template <class Output_, int count, class Sum, bool scaled>
 struct Scaled {
     using ElementOutput = Output_;
@@ -81,7 +84,7 @@ struct ConvBase {
         Config::operation == Operator::kDgrad && !Config::strided ? cutlass::conv::StrideSupport::kUnity : cutlass::conv::StrideSupport::kStrided;
     static constexpr auto iterator = cutlass::conv::IteratorAlgorithm::kOptimized;
 
-    // See gemm_sm75_sm89.cuh for what sums are passed through shared memory as.
+    // gemm_2x.cuh explains the type that sums have in shared memory.
     using Stored = std::conditional_t<!fprop || Config::out_alignment == 8, typename Config::Output, float>;
     using Plain = cutlass::epilogue::thread::LinearCombination<Stored, Config::out_alignment, typename Config::Accumulator, float>;
     using Gradient = Scaled<typename Config::Output, Config::out_alignment, typename Config::Accumulator, Config::scaled>;
@@ -110,8 +113,8 @@ struct ConvBase {
     using Kernel = typename Choice<Config::operation>::Kernel;
 };
 
-// cutlass::conv::kernel::ImplicitGemmConvolution with the visitor of GEMMs for its epilogue: packed, the output is a row-major matrix with a
-// row for each pixel and a column for each channel.
+// cutlass::conv::kernel::ImplicitGemmConvolution with the GEMM epilogue visitor: the packed output
+// is a row-major matrix with one row per pixel and one column per channel.
 template <class Base, class Visitor>
 struct VisitedFprop {
     using Mma = typename Base::Mma;
@@ -174,8 +177,10 @@ struct Conv {
     using Visitor = Dequantize<Map, typename Config::Tile, typename Config::Output, Config::scaled, Config::biased>;
     using Visited = VisitedFprop<BaseKernel, Visitor>;
 
-    // A weight's gradient has few tiles, each a sum over all pixels. Parts of it run side by side and add up one after the other: as many as
-    // keep the device busy twice over, none shorter than eight steps of the loop.
+    // Return the number of split-K parts: x.split if set, else a heuristic for wgrad, whose output
+    // has few tiles, each a sum over all pixels. The parts run concurrently and add their sums
+    // serially. The heuristic yields about two threadblocks per multiprocessor, at least eight
+    // main-loop iterations per part, and at most 64 parts.
     static int parts(ConvArguments const &x) {
         if (!Config::splits || x.split > 1) {
             return std::max(x.split, 1);
@@ -192,6 +197,7 @@ struct Conv {
                        {x.dilation_h, x.dilation_w}, {x.n, x.p, x.q, x.k}, cutlass::conv::Mode::kCrossCorrelation, parts(x), 1);
     }
 
+    // Packed layouts of x, weight and y.
     static Nhwc activations(ConvArguments const &x) { return Nhwc::packed({x.n, x.h, x.w, x.c}); }
     static Nhwc filters(ConvArguments const &x) { return Nhwc::packed({x.k, x.r, x.s, x.c}); }
     static Nhwc outputs(ConvArguments const &x) { return Nhwc::packed({x.n, x.p, x.q, x.k}); }
@@ -205,7 +211,7 @@ struct Conv {
         return {data, Config::operation == Operator::kWgrad ? activations(x) : filters(x)};
     }
 
-    // What CUTLASS's own checks look at, in both cases.
+    // Arguments of the stock CUTLASS kernel: for its checks, and to run gradients.
     static typename Stock::Arguments stock(ConvArguments const &x) {
         auto *data = static_cast<typename Base::Stored *>(x.d);
         typename BaseKernel::TensorRefC const d{data, fprop ? outputs(x) : Config::operation == Operator::kDgrad ? activations(x) : filters(x)};
@@ -253,7 +259,7 @@ struct Conv {
             void *given[] = {&params};
             error = cudaLaunchKernel(kernel, Visited::Swizzle::get_grid_shape(params.tiles), dim3(Visited::kThreadCount), given, bytes, stream);
         }
-        cudaGetLastError(); // it is told here and must not be found again by whoever asks next
+        cudaGetLastError(); // clear the error, which is reported here
         return error == cudaSuccess ? cutlass::Status::kSuccess : cutlass::Status::kErrorInternal;
     }
 

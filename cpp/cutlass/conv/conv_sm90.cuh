@@ -1,12 +1,13 @@
-// Two-dimensional convolution by CUTLASS 3.x on Hopper: TMA loads that unfold the image (im2col), warp-specialized wgmma; channels last.
-// Compile for sm_90a with -DNDEBUG, or wgmma is serialized.
+// 2D convolution with CUTLASS 3.x for Hopper: TMA im2col loads and warp-specialized wgmma,
+// channels-last. Compile for sm_90a with -DNDEBUG, otherwise wgmma is serialized.
 //
-// `Config`, which conv_source.py writes, has the types A, B, Accumulator, Output, Tile, Cluster, Schedule, EpilogueSchedule and the constants
-// operation, alignment, out_alignment, stages, strided, splits, scaled, biased.
+// `Config`, which `conv_source` (backend/cuda/codegen.py) generates, has the types A, B,
+// Accumulator, Output, Tile, Cluster, Schedule, EpilogueSchedule and the constants operation,
+// alignment, out_alignment, stages, strided, splits, scaled, biased.
 #pragma once
 
 #include "cute/tensor.hpp"
-// In this order: they include little of what they need.
+// The order matters: these headers do not include all their dependencies.
 #include "cute/atom/mma_atom.hpp"
 #include "cute/atom/copy_traits_sm90_im2col.hpp"
 #include "cutlass/kernel_hardware_info.hpp"
@@ -23,7 +24,8 @@
 
 namespace qsync {
 
-// As `Dequantize`, but that rows are pixels, which have no scales of their own, and only outputs have one for each channel.
+// Variant of `Dequantize` for convolutions: rows are pixels and have no individual scales, and only
+// fprop has one scale per channel.
 template <class Tile, class Output, Operator operation, bool scaled, bool biased>
 struct DequantizeConv {
     static constexpr bool fprop = operation == Operator::kFprop;
@@ -62,7 +64,8 @@ struct Conv : AdapterSm90<Conv<Config>, ConvArguments> {
     static constexpr bool wgrad = operation == Operator::kWgrad;
 
     using Nhwc = cutlass::layout::TensorNHWC;
-    // The gradient of the weight is a matrix of output channels by (input channel, column, row of the filter).
+    // The weight gradient is a matrix of output channels by (input channel, filter column, filter
+    // row).
     using OutputLayout = std::conditional_t<wgrad, cutlass::layout::TensorKCSR, Nhwc>;
     using Fusion = DequantizeConv<
         typename Config::Tile, typename Config::Output, operation, Config::scaled, Config::biased>;
@@ -82,7 +85,8 @@ struct Conv : AdapterSm90<Conv<Config>, ConvArguments> {
     static typename Kernel::StrideD strides(Shape const &shape) {
         typename Kernel::StrideD stride{};
         if constexpr (wgrad) {
-            // Of k; then of channel (1), column and row of the filter, of which the problem tells k, r, s, c.
+            // Strides of k, then of channel (1), filter column and filter row. shape.stride_C is
+            // ordered k, r, s, c.
             cute::get<0>(stride) = shape.stride_C[0];
             cute::get<1, 1>(stride) = shape.stride_C[2];
             cute::get<1, 2>(stride) = shape.stride_C[1];

@@ -1,8 +1,10 @@
-// What happens to a sum of products before it is stored: scales, bias, one rounding.
+// Dequantization epilogue of GEMM and convolution: scales, bias, cast.
 //
-// Invariant: the same roundings in the same order on every architecture, written with intrinsics so that no compiler flag changes them:
-//     y = fma(float(sum) * a_scale, b_scale, bias), each of the two rounded to FP32; then one rounding.
-// tests/support/cuda/on_cpu/cuda_emulation.py computes the same on the CPU.
+// Invariant: identical roundings in identical order on every architecture, written with intrinsics
+// so that compiler flags do not change them:
+//     y = fma(float(sum) * a_scale, b_scale, bias)
+// with the product and the fma each rounded to FP32, followed by one rounding to the output dtype.
+// tests/support/cuda/on_cpu/cuda_emulation.py emulates it on the CPU.
 #pragma once
 
 #include "cutlass/array.h"
@@ -23,10 +25,10 @@ CUTLASS_DEVICE float finished(float sum, float a_scale, float b_scale, float bia
     return y;
 }
 
-// `finished` on arrays, as CUTLASS 3.x wants its functors.
+// `finished` on arrays, in the form that CUTLASS 3.x requires of functors.
 template <bool scaled, bool biased>
 struct Finish {
-    // Sm90Compute looks for hyperparameters in the functor of one element: there are none.
+    // Sm90Compute looks for hyperparameters in the functor of a single element; there are none.
     template <class T>
     struct Apply {};
 

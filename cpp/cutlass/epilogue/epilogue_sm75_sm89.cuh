@@ -1,8 +1,9 @@
-// The epilogue as a visitor of CUTLASS 2.x.
+// Dequantization epilogue as an epilogue visitor of CUTLASS 2.x.
 //
-// Why not a tree of CUTLASS's own visitors: they take every kernel for a tensor-core one when they say which thread has which element,
-// which is wrong for FP32 on the ordinary units; and they keep the scales of all rows of a tile in registers, which spills beside stream-K.
-// Here rows and columns follow the thread map of the kernel's own epilogue, and the scales of rows are read as the rows come.
+// The visitor trees of CUTLASS are not used for two reasons. They assume the thread map of
+// tensor-core kernels, which is wrong for FP32 SIMT kernels. They also store the scales of all rows
+// of a tile in registers, which causes spills in stream-K kernels. This visitor follows the thread
+// map of the kernel's own epilogue and loads row scales row by row.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,8 @@
 
 namespace qsync {
 
-// Which element of a threadblock's tile a thread holds: the walk of epilogue::threadblock::PredicatedTileIterator, in closed form.
+// Mapping from a thread to its elements of a threadblock tile: the iteration order of
+// epilogue::threadblock::PredicatedTileIterator in closed form.
 template <class Map>
 struct Walk {
     using Count = typename Map::Count;
@@ -29,7 +31,7 @@ struct Walk {
     static constexpr int columns = Iterations::kColumn;
     static constexpr int width = Map::kElementsPerAccess;
 
-    // Rows between a thread's first one and that of `row` in `step`.
+    // Return the row offset of `row` in `step`, relative to the first row of the thread.
     CUTLASS_HOST_DEVICE static constexpr int row_offset(int step, int row) {
         int const step_row = step % Count::kRow, step_group = step / Count::kRow % Count::kGroup;
         int const step_cluster = step / Count::kRow / Count::kGroup;
@@ -46,6 +48,8 @@ struct Walk {
 
 template <class Map, class Tile, class Output, bool scaled, bool biased>
 struct Dequantize {
+    // d: [m, n], row-major with row stride `ldd`. Scales and bias are FP32 or null (scale 1, bias
+    // 0).
     struct Arguments {
         Output *d = nullptr;
         std::int64_t ldd = 0;

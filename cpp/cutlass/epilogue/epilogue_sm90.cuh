@@ -1,4 +1,5 @@
-// The epilogue as a tree of CUTLASS 3.x: sum, scale of the row, scale of the column, bias -> qsync::Finish.
+// Dequantization epilogue as an epilogue visitor tree of CUTLASS 3.x: accumulator, row scale,
+// column scale and bias -> qsync::Finish.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +10,8 @@
 
 namespace qsync {
 
-// Stands where a kernel has no scales or no bias; `finished` does not look at it, and nothing of it is left in the machine code.
+// Placeholder node for absent scales or bias. `finished` ignores its value, and the compiler
+// removes it.
 struct Nothing : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     using cutlass::epilogue::fusion::Sm90VisitorImpl<>::Sm90VisitorImpl;
 
@@ -30,7 +32,8 @@ struct Nothing : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
 
 template <class Tile, class Output, bool scaled, bool biased>
 struct Dequantize {
-    // A stride of type bool: a scale for each row (column) or one for all, as the arguments say.
+    // The stride of type bool is 1 for one scale per row (column) and 0 for one scale in total,
+    // depending on the arguments.
     using RowScale = std::conditional_t<
         scaled, cutlass::epilogue::fusion::Sm90ColBroadcast<0, Tile, float, float, cute::Stride<bool, cute::_0, cute::_0>, 1>, Nothing>;
     using ColumnScale = std::conditional_t<

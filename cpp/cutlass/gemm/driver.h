@@ -1,11 +1,13 @@
-// A kernel's machine code, which lies in the library as bytes, loaded and launched by CUDA's driver.
+// Loading and launching of embedded machine code through the CUDA driver API.
 //
-// Why not by CUDA's runtime: that of CUDA 13 takes no code for sm_70 in the form in which nvcc embeds code, and one library must serve
-// with whichever runtime torch has brought. The driver's library is opened at the first run, so that a machine without it can load this
-// one, and ask what a kernel takes.
+// The CUDA runtime is not used: the runtime of CUDA 13 rejects code for sm_70 in the form that nvcc
+// embeds, and one library must work with any runtime version that torch ships. libcuda is opened at
+// the first run, so that this library can be loaded, and its kernel's resource requirements
+// queried, on a machine without a driver.
 //
-// Invariant: code is loaded once for each device, into its primary context, which is the one that CUDA's runtime and torch use; it stays.
-// Any number of threads may call. A thread's current context is the same after a call.
+// Invariant: code is loaded once per device into the primary context, which the CUDA runtime and
+// torch share, and is never unloaded. Calls are thread-safe. A call restores the current context of
+// the thread.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +19,7 @@
 
 #include "cutlass/cutlass.h"
 
-// The file is named by whoever compiles, relative to where the compiler runs.
+// QSYNC_CODE is the path of the machine code, relative to the working directory of the compiler.
 __asm__(".section .rodata\n"
         ".hidden qsync_code\n"
         ".balign 64\n"
@@ -29,7 +31,7 @@ extern "C" __attribute__((visibility("hidden"))) unsigned char const qsync_code[
 
 namespace qsync {
 
-// Statuses below are CUTLASS's, those above DRIVER_ERRORS the driver's.
+// Statuses below are CUTLASS statuses; statuses above DRIVER_ERRORS are driver errors.
 enum DriverStatus : int { NO_DRIVER = 900, DRIVER_ERRORS = 1000 };
 
 #define QSYNC_DRIVER_FUNCTIONS(X)                                                                                      \
@@ -39,7 +41,8 @@ enum DriverStatus : int { NO_DRIVER = 900, DRIVER_ERRORS = 1000 };
 
 struct Driver {
     bool found = true;
-// cuda.h makes some of these names macros, of the version that its types are for.
+// cuda.h defines some of these names as macros for the symbol version that its types match, so they
+// are expanded before they become strings.
 #define QSYNC_TEXT(name) #name
 #define QSYNC_MEMBER(name) decltype(&::name) f_##name = find<decltype(&::name)>(QSYNC_TEXT(name));
 #define QSYNC_NAMED(name) QSYNC_MEMBER(name)
@@ -79,7 +82,7 @@ inline char const *driver_text(int status) {
     return status == NO_DRIVER ? "there is no CUDA driver here (libcuda.so.1)" : "unknown status";
 }
 
-// Makes a context the calling thread's, for as long as it lives.
+// Makes a context current for the calling thread during the lifetime of this object.
 struct Current {
     int const status;
     explicit Current(CUcontext context) : status(driver_status(QSYNC_CALL(cuCtxPushCurrent)(context))) {}
@@ -92,13 +95,15 @@ struct Current {
     Current(Current const &) = delete;
 };
 
-// The kernel on one device, how many multiprocessors that has, and how many of its threadblocks one of them holds.
+// A kernel loaded on one device, the number of multiprocessors, and the number of resident
+// threadblocks per multiprocessor.
 struct Loaded {
     CUcontext context = nullptr;
     CUfunction kernel = nullptr;
     int multiprocessors = 1, resident = 1;
 };
 
+// Load the kernel on device `number` and query its occupancy. Return a status.
 inline int loaded_anew(int number, int threads, int shared, Loaded &made) {
     CUdevice device;
     CUmodule module;
@@ -124,6 +129,7 @@ inline int loaded_anew(int number, int threads, int shared, Loaded &made) {
     return driver_status(result);
 }
 
+// Return the kernel on `device` through `found`, loading it at the first call.
 inline int load(int device, int threads, int shared, Loaded &found) {
     static std::mutex busy;
     static std::map<int, Loaded> known;
@@ -152,10 +158,10 @@ inline int launch(Loaded const &loaded, dim3 grid, int threads, int shared, cuda
 
 } // namespace qsync
 
-// CUTLASS clears workspaces by this function of CUDA's runtime, which is not linked.
+// CUTLASS clears workspaces with this function of the CUDA runtime, which is not linked.
 extern "C" __attribute__((visibility("hidden"))) inline cudaError_t cudaMemsetAsync(void *pointer, int value, std::size_t bytes, cudaStream_t stream) {
     CUresult const result =
         QSYNC_CALL(cuMemsetD8Async)(reinterpret_cast<CUdeviceptr>(pointer), static_cast<unsigned char>(value), bytes, stream);
-    // The driver's numbers for errors and the runtime's are the same where both have one.
+    // Where both APIs define an error, its number is the same.
     return static_cast<cudaError_t>(result);
 }

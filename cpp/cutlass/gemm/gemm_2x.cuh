@@ -1,8 +1,10 @@
-// A GEMM kernel of CUTLASS 2.x and its arguments; who launches it is said elsewhere: gemm_sm75_sm89.cuh, and gemm_sm70.cuh, whose two halves
-// are compiled apart. Nothing here needs CUDA's runtime.
+// GEMM kernel type of CUTLASS 2.x and its arguments, without the launch: see gemm_sm75_sm89.cuh,
+// and gemm_sm70.cuh, whose device and host parts are compiled separately. It does not depend on the
+// CUDA runtime.
 //
-// `Config`, which gemm_source.py writes, has the types A, B, Accumulator, Output, LayoutA, LayoutB, Arch, Unit, Operator, Tile, Warp,
-// Instruction, Swizzle and the constants alignment, out_alignment, stages, largest_k, stream_k, scaled, biased.
+// `Config`, which `gemm_source` (backend/cuda/codegen.py) generates, has the types A, B,
+// Accumulator, Output, LayoutA, LayoutB, Arch, Unit, Operator, Tile, Warp, Instruction, Swizzle and
+// the constants alignment, out_alignment, stages, largest_k, stream_k, scaled, biased.
 #pragma once
 
 #include <limits>
@@ -13,7 +15,7 @@
 #include "cutlass/gemm/kernel/gemm_universal_with_visitor_streamk.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
-// After the kernels: it includes nothing of what it needs.
+// Must follow the kernel headers, since it does not include its dependencies.
 #include "cutlass/epilogue/threadblock/epilogue_with_visitor_callbacks.h"
 #include "epilogue/epilogue_sm75_sm89.cuh"
 #include "gemm/gemm_checks.h"
@@ -22,7 +24,8 @@ namespace qsync {
 
 template <class Config>
 struct GemmKernel {
-    // CUTLASS passes 32-bit sums through shared memory without bank conflicts on the way to 8 narrow values, or to 4 wide ones.
+    // The exchange of 32-bit sums through shared memory has no bank conflicts for accesses of 8
+    // narrow or 4 wide output values.
     using Stored = std::conditional_t<Config::out_alignment == 8, typename Config::Output, float>;
     using Plain = cutlass::epilogue::thread::LinearCombination<Stored, Config::out_alignment, typename Config::Accumulator, float>;
     using Base = typename cutlass::gemm::kernel::DefaultGemmUniversal<
@@ -54,7 +57,7 @@ struct GemmKernel {
         cutlass::Status status = gemm_status<Config>(x);
         std::int64_t const down = (std::int64_t(x.m) + Config::Tile::kM - 1) / Config::Tile::kM;
         std::int64_t const across = (std::int64_t(x.n) + Config::Tile::kN - 1) / Config::Tile::kN;
-        // The swizzle may multiply the first dimension of the grid by 8.
+        // The swizzle may multiply the first grid dimension by 8.
         bool const fits = down <= std::numeric_limits<std::int32_t>::max() / 8 && across <= std::numeric_limits<std::uint16_t>::max();
         if (status == cutlass::Status::kSuccess) {
             status = fits ? Kernel::can_implement(arguments(x)) : cutlass::Status::kErrorInvalidProblem;

@@ -1,4 +1,5 @@
-// Whether arguments suit a GEMM kernel. CUTLASS looks at sizes alone: a pointer off by 8 bytes passes there and fails on the device.
+// Argument checks of the GEMM kernels. CUTLASS checks sizes only: a misaligned pointer would pass
+// there and fail on the device.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@ namespace qsync {
 
 inline bool aligned(const void *pointer, std::int64_t bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; }
 
-// A matrix whose contiguous dimension has `extent` elements, read `alignment` at a time.
+// Check a matrix whose contiguous dimension has `extent` elements and is read in vectors of
+// `alignment` elements. `stride` is the leading dimension in elements.
 template <class Element, int alignment>
 cutlass::Status matrix_status(const void *pointer, std::int64_t stride, std::int64_t extent) {
     if (pointer == nullptr || stride < extent) {
@@ -21,6 +23,7 @@ cutlass::Status matrix_status(const void *pointer, std::int64_t stride, std::int
     return suits ? cutlass::Status::kSuccess : cutlass::Status::kErrorMisalignedOperand;
 }
 
+// Check a vector of scales or a bias. `wanted`: null is an error; `known`: the kernel supports it.
 inline cutlass::Status vector_status(const float *pointer, bool wanted, bool known) {
     if (pointer == nullptr) {
         return wanted ? cutlass::Status::kErrorInvalidProblem : cutlass::Status::kSuccess;
@@ -31,7 +34,7 @@ inline cutlass::Status vector_status(const float *pointer, bool wanted, bool kno
     return aligned(pointer, sizeof(float)) ? cutlass::Status::kSuccess : cutlass::Status::kErrorMisalignedOperand;
 }
 
-// `Config` is the structure that gemm_source.py writes.
+// `Config` is the structure that `gemm_source` (backend/cuda/codegen.py) generates.
 template <class Config>
 cutlass::Status gemm_status(GemmArguments const &x) {
     if (x.m < 1 || x.n < 1 || x.k < 1 || x.k > Config::largest_k || x.split < 0 || (x.split > 1 && !Config::stream_k)) {

@@ -1,10 +1,14 @@
-// GEMM for sm_70 by CUTLASS 2.x: FP16 on Volta's tensor cores, INT8 by dp4a and FP32 on the ordinary units.
+// GEMM for sm_70 with CUTLASS 2.x: FP16 on the tensor cores of Volta, INT8 with dp4a, FP32 with
+// SIMT instructions.
 //
-// nvcc 13 has no sm_70, so the text of a kernel is compiled twice and the parts are joined (see backend/cuda/toolchain.py):
-// NVRTC of CUDA 12 makes the machine code of `qsync_kernel` from it, and the host compiler all functions of the C interface, with the
-// machine code as bytes in the library. nvcc of CUDA 12 compiles it as it does those of later architectures.
+// nvcc 13 does not support sm_70, so the source of a kernel is compiled twice and the parts are
+// linked (see backend/cuda/toolchain.py): NVRTC of CUDA 12 compiles the machine code of
+// `qsync_kernel`, and the host compiler compiles all functions of the C interface, with the machine
+// code embedded in the library. nvcc of CUDA 12 compiles it in the same way as for later
+// architectures.
 //
-// Invariant: both parts take the kernel's type, hence the layout of its parameters, from the same `Config` and gemm_2x.cuh.
+// Invariant: both parts derive the kernel type, hence the layout of its parameters, from the same
+// `Config` and gemm_2x.cuh.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -49,7 +53,7 @@ struct HostGemm : GemmKernel<Config> {
     static std::int64_t workspace(GemmArguments const &x) {
         Loaded loaded;
         if (load(x.device, loaded) != 0) {
-            // Without a device: what one threadblock a multiprocessor would take, for tests.
+            // Without a device, assume one threadblock per multiprocessor (for tests).
             loaded.multiprocessors = x.multiprocessors > 0 ? x.multiprocessors : 1;
             loaded.resident = 1;
         }
@@ -84,7 +88,7 @@ struct HostGemm : GemmKernel<Config> {
 
 } // namespace qsync
 
-// How many bytes of parameters the host's half passes: the machine code says what its half takes.
+// Size of the kernel parameters in the host part, to be compared with the size in the machine code.
 #define QSYNC_GEMM(Config, Name)                                                                                       \
     QSYNC_EXPORT int qsync_parameters() { return sizeof(qsync::GemmKernel<Config>::Kernel::Params); }                  \
     QSYNC_FUNCTIONS(qsync::HostGemm<Config>, qsync::GemmArguments, Name, qsync::driver_text)

@@ -1,5 +1,6 @@
-// GEMM by CUTLASS 2.x, launched by CUDA's runtime: tensor cores of sm_75 to sm_89 (sm_90 runs them too, slower than its own), and the
-// ordinary units everywhere.
+// GEMM with CUTLASS 2.x, launched by the CUDA runtime: tensor cores of sm_75 to sm_89, and SIMT
+// instructions on every architecture. sm_90 also runs these tensor-core kernels, slower than its
+// own.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ struct Gemm : GemmKernel<Config> {
     using typename GemmKernel<Config>::Kernel;
     using GemmKernel<Config>::arguments;
 
-    // The fields of the base class that say how many threadblocks fit, which need a device.
+    // Access to the occupancy fields of the base class, whose initialization needs a device.
     struct Device : cutlass::gemm::device::GemmUniversalBase<Kernel> {
         using Parent = cutlass::gemm::device::GemmUniversalBase<Kernel>;
         static bool ready() { return Parent::init_device_props() == cutlass::Status::kSuccess; }
@@ -25,7 +26,7 @@ struct Gemm : GemmKernel<Config> {
         if (Device::ready()) {
             return static_cast<std::int64_t>(Device::get_workspace_size(arguments(x)));
         }
-        // Without a device: what one threadblock a multiprocessor would take, for tests.
+        // Without a device, assume one threadblock per multiprocessor (for tests).
         return static_cast<std::int64_t>(typename Kernel::Params(arguments(x), std::max(x.multiprocessors, 1), 1).get_workspace_size());
     }
 

@@ -1,7 +1,9 @@
-// GEMM by CUTLASS 3.x on Hopper: TMA loads, warp-specialized wgmma. Compile for sm_90a with -DNDEBUG, or wgmma is serialized.
+// GEMM with CUTLASS 3.x for Hopper: TMA loads and warp-specialized wgmma. Compile for sm_90a with
+// -DNDEBUG, otherwise wgmma is serialized.
 //
-// `Config`, which gemm_source.py writes, has the types A, B, Accumulator, Output, LayoutA, LayoutB, Tile, Cluster, Schedule,
-// EpilogueSchedule, Scheduler and the constants alignment, out_alignment, stages, swizzle, largest_k, stream_k, scaled, biased.
+// `Config`, which `gemm_source` (backend/cuda/codegen.py) generates, has the types A, B,
+// Accumulator, Output, LayoutA, LayoutB, Tile, Cluster, Schedule, EpilogueSchedule, Scheduler and
+// the constants alignment, out_alignment, stages, swizzle, largest_k, stream_k, scaled, biased.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +33,7 @@ struct Gemm : AdapterSm90<Gemm<Config>, GemmArguments> {
 
     static_assert(Mainloop::DispatchPolicy::Stages >= 2, "shared memory holds no pipeline");
 
-    // The stride that is not 1 is the leading dimension, whichever it is.
+    // Set the stride that is not statically 1 to the leading dimension.
     template <class Stride>
     static Stride strides(std::int64_t leading) {
         Stride stride{};

@@ -1,7 +1,8 @@
-// What CUTLASS's device code names and a host compiler does not know. It is declared for templates to be read, and never called: the host's
-// half of a library asks kernels for sizes, parameters and grids alone.
+// Declarations of CUDA device intrinsics for the host compiler. CUTLASS templates name them, but
+// the host part of a library never calls them: it only queries sizes, parameters and grids of
+// kernels.
 //
-// To be included before CUTLASS.
+// Include before CUTLASS.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,10 @@
-// The largest magnitude of a matrix, of each of its rows, or of each of its columns, in two steps: each threadblock or warp leaves what it
-// found of its part in the workspace, [parts][groups], and what comes next reduces those. No atomics, so nothing has to be cleared before.
+// Absolute maximum of a matrix, of each row, or of each column, as a two-step reduction. Each
+// threadblock or warp writes the maximum of its part to the workspace ([parts][groups] uint32); a
+// second step reduces the parts. Without atomics, the workspace needs no initialization.
 //
-// Magnitudes are compared as integers: the bits of a float without its sign are in the order of the values, Inf above all numbers and NaN
-// above Inf, so what no scale can stand for is found without looking for it.
+// Magnitudes are compared as integers: without the sign bit, the bit patterns of floats have the
+// order of their values, with Inf above all numbers and NaN above Inf. So NaN and Inf need no extra
+// test.
 #pragma once
 
 #include "plain/matrix.cuh"
@@ -11,14 +13,16 @@ namespace qsync {
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
-// What of eight elements counts for the largest magnitude.
+// Return the largest magnitude of eight elements, in the bits of the type, left-aligned for 16-bit
+// types.
 template <Type X> QSYNC_BOTH std::uint32_t magnitude(const Eight<X> &x) {
     std::uint32_t largest = 0;
     if constexpr (X == FLOAT32) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) largest = maximum(largest, x.word[i] & 0x7FFFFFFFu);
     } else {
-        // The upper halves decide over a pair before the lower ones, which are looked at on their own.
+        // Comparing pairs as words yields the maximum of the upper halves; the lower halves are
+        // compared separately.
         std::uint32_t lower = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -31,18 +35,20 @@ template <Type X> QSYNC_BOTH std::uint32_t magnitude(const Eight<X> &x) {
     return largest;
 }
 
-// The value whose magnitude it is.
+// Return the value of a magnitude.
 template <Type X> QSYNC_BOTH float magnitude_value(std::uint32_t word) { return widened<X>(X == FLOAT32 ? word : word >> 16); }
 
 #ifdef QSYNC_KERNELS
 
+// Return the maximum over a warp, in all lanes.
 __device__ __forceinline__ std::uint32_t maximum_of_warp(std::uint32_t word) {
 #pragma unroll
     for (int lane = 16; lane; lane /= 2) word = maximum(word, __shfl_xor_sync(0xFFFFFFFFu, word, lane));
     return word;
 }
 
-// All threads get the result. `shared` holds WARPS words and may be used again after the next barrier.
+// Return the maximum over a threadblock, in all threads. `shared` has WARPS words and may be reused
+// after the next barrier.
 __device__ __forceinline__ std::uint32_t maximum_of_block(std::uint32_t word, std::uint32_t *shared) {
     word = maximum_of_warp(word);
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = word;
@@ -53,7 +59,7 @@ __device__ __forceinline__ std::uint32_t maximum_of_block(std::uint32_t word, st
     return word;
 }
 
-// One number a threadblock.
+// Write one maximum per threadblock: parts [gridDim.x].
 template <Type X, bool WHOLE> __global__ void __launch_bounds__(THREADS) absmax_all(Matrix<X> x, std::uint32_t *parts) {
     constexpr int UNROLLED = !WHOLE ? 1 : X == FLOAT32 ? 4 : 8;
     __shared__ std::uint32_t shared[WARPS];
@@ -72,7 +78,8 @@ template <Type X, bool WHOLE> __global__ void __launch_bounds__(THREADS) absmax_
     if (threadIdx.x == 0) parts[blockIdx.x] = largest;
 }
 
-// One number for each row and each of its parts: a warp's work. Where a row is one part, the scale is known at once.
+// Write one maximum per row and part, computed by a warp: parts [parts_a_row][rows]. If a row has a
+// single part, write its scale directly: scale [rows].
 template <Type X, Format F>
 __global__ void __launch_bounds__(THREADS) absmax_rows(Matrix<X> x, std::uint32_t *parts, float *scale, std::uint32_t parts_a_row) {
     const std::uint32_t warps = gridDim.x * WARPS, length = (x.row_eighths + parts_a_row - 1) / parts_a_row;
@@ -97,7 +104,8 @@ __global__ void __launch_bounds__(THREADS) absmax_rows(Matrix<X> x, std::uint32_
     }
 }
 
-// One number for each column and each of `gridDim.y` parts of the rows: a threadblock has 256 columns, a warp every eighth row.
+// Write one maximum per column and part: parts [gridDim.y][columns], each part a range of rows. A
+// threadblock covers 256 columns, and each of its warps every eighth row.
 template <Type X> __global__ void __launch_bounds__(THREADS) absmax_columns(Matrix<X> x, std::uint32_t *parts) {
     __shared__ std::uint32_t shared[WARPS][8][33];
     const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -123,7 +131,7 @@ template <Type X> __global__ void __launch_bounds__(THREADS) absmax_columns(Matr
     if (mine < x.columns) parts[static_cast<std::uint64_t>(blockIdx.y) * x.columns + mine] = found;
 }
 
-// The second step for rows and columns.
+// Second step for rows and columns: reduce parts [number][groups] to scale [groups].
 template <Type X, Format F>
 __global__ void __launch_bounds__(THREADS) scales_of_parts(const std::uint32_t *parts, float *scale, std::uint32_t groups, std::uint32_t number) {
     const std::uint32_t group = blockIdx.x * THREADS + threadIdx.x;
@@ -133,14 +141,15 @@ __global__ void __launch_bounds__(THREADS) scales_of_parts(const std::uint32_t *
     scale[group] = scale_of<F>(magnitude_value<X>(largest));
 }
 
-// The second step for one scale, by every threadblock of the kernel that comes next, which saves one of its own.
+// Second step for a single scale. Every threadblock of the next kernel performs it, which saves a
+// kernel launch.
 template <Type X, Format F> __device__ __forceinline__ float scale_of_parts(const std::uint32_t *parts, std::uint32_t number, std::uint32_t *shared) {
     std::uint32_t largest = 0;
     for (std::uint32_t part = threadIdx.x; part < number; part += THREADS) largest = maximum(largest, parts[part]);
     return scale_of<F>(magnitude_value<X>(maximum_of_block(largest, shared)));
 }
 
-// Groups without elements.
+// Write the scale 1 for groups without elements.
 static __global__ void ones(float *scale, std::uint32_t groups) {
     const std::uint32_t group = blockIdx.x * THREADS + threadIdx.x;
     if (group < groups) scale[group] = 1.0f;

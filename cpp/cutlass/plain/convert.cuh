@@ -1,16 +1,19 @@
-// Copies of matrices: turned, filled up with zeros, converted, in one pass over memory.
+// Matrix copies with optional transposition, zero padding and dtype conversion, in one pass over
+// memory.
 //
-// A copy is bound by memory as long as each thread moves 16 bytes at a time on both sides. Turned ones go through shared memory: a thread
-// packs what becomes neighbours into words, which are placed so that neither the words written nor the sixteen bytes read of a warp meet in
-// a bank. Kernels are compiled apart for the case that all is aligned; else words are read and shifted, and the rest goes one by one.
+// A copy is memory-bound if each thread moves 16 bytes at a time on both sides. Transposed copies
+// go through shared memory: a thread packs elements that become neighbors into words, whose
+// positions avoid bank conflicts for both the word stores and the 16-byte loads of a warp. Kernels
+// are specialized for fully aligned data; otherwise words are read and shifted, and the remainder
+// is copied element by element.
 #pragma once
 
 #include "plain/matrix.cuh"
 
 namespace qsync {
 
-// What a matrix is made of. BITS*: whatever has that many bits, copied as it is. The numbers are those of
-// backend/cuda/codegen.py.
+// Element types. BITS*: arbitrary data of this width, copied unchanged. The numbers match
+// CONVERT_TYPES in backend/cuda/codegen.py.
 enum class Element : int { BITS8, BITS16, BITS32, INT8, E4M3, E5M2, FLOAT16, BFLOAT16, FLOAT32 };
 
 constexpr int size_of(Element x) {
@@ -18,11 +21,13 @@ constexpr int size_of(Element x) {
     return x == Element::BITS16 || x == Element::FLOAT16 || x == Element::BFLOAT16 ? 2 : 1;
 }
 
+// Return the value of a number given as its bits.
 template <Element X> QSYNC_BOTH float number(std::uint32_t code) {
     if constexpr (X == Element::INT8) return static_cast<float>(static_cast<std::int8_t>(code));
     if constexpr (X == Element::FLOAT16) return widened<FLOAT16>(code);
     if constexpr (X == Element::BFLOAT16) return widened<BFLOAT16>(code);
-    // The high half of an FP16 number; and one whose exponent counts from eight less, without infinities.
+    // E5M2 is the high byte of FP16. E4M3 has an exponent bias that is smaller by 8, and no
+    // infinities.
     if constexpr (X == Element::E5M2) return widened<FLOAT16>(code << 8);
     if constexpr (X == Element::E4M3) {
         const float value = multiply(widened<FLOAT16>((code & 0x80u) << 8 | (code & 0x7Fu) << 7), 256.0f);
@@ -31,7 +36,7 @@ template <Element X> QSYNC_BOTH float number(std::uint32_t code) {
     return as_float(code);
 }
 
-// To the nearest, ties to even; what is too large becomes infinite.
+// Return the bits of a value, rounded to nearest, ties to even. Overflow yields infinity.
 template <Element Y> QSYNC_BOTH std::uint32_t coded(float value) {
     if constexpr (Y == Element::FLOAT32) return bits(value);
     if constexpr (Y == Element::BFLOAT16) {
@@ -57,7 +62,7 @@ template <Element X, Element Y> QSYNC_BOTH std::uint32_t converted(std::uint32_t
     }
 }
 
-// Some elements of `SIZE` bytes as they lie in memory.
+// Consecutive elements of `SIZE` bytes in their memory layout.
 template <int SIZE, int number> struct Elements {
     static constexpr int WORDS = number * SIZE / 4;
     static constexpr std::uint32_t MASK = SIZE == 4 ? 0xFFFFFFFFu : (1u << 8 * (SIZE % 4)) - 1u;
@@ -68,16 +73,22 @@ template <int SIZE, int number> struct Elements {
     QSYNC_BOTH void put(int i, std::uint32_t code) { word[i * SIZE / 4] |= code << 8 * (i * SIZE % 4); }
 };
 
-// `batches` matrices [rows, columns], with `stride` elements between rows and `batch_stride` between matrices, to as many or more
-// that are as large or larger, without gaps: [y_rows, y_columns], of turned ones the columns first.
+// Arguments of a copy. x: `batches` matrices [rows, columns] with `stride` elements between rows
+// and `batch_stride` between matrices. y: contiguous matrices [y_rows, y_columns], at least as many
+// and as large; for a transposed copy, y_rows corresponds to the columns of x. Elements of y
+// without a source are zeros. x and y do not overlap.
 struct Copy {
     const std::uint8_t *x;
     std::uint8_t *y;
     const float *scale; // null: 1
     std::int64_t batches, rows, columns, stride, batch_stride, y_rows, y_columns;
-    std::uint32_t a_row;        // tiles, or vectors, of a row of y
-    Division by_row, by_matrix; // tiles of a row and of a matrix; vectors of a row, rows of a matrix
-    bool x_aligned, y_aligned;  // to what a thread moves at a time
+    // Tiles (vectors) per row of y.
+    std::uint32_t a_row;
+    // Divisions by the tiles per row and per matrix (transposed), or by the vectors per row and the
+    // rows per matrix.
+    Division by_row, by_matrix;
+    // Whether x and y are aligned to the access size of a thread.
+    bool x_aligned, y_aligned;
 };
 
 #ifdef QSYNC_KERNELS
@@ -118,7 +129,7 @@ template <int SIZE> __device__ __forceinline__ void store_one(std::uint8_t *to, 
     if constexpr (SIZE == 4) *reinterpret_cast<std::uint32_t *>(to) = code;
 }
 
-// Elements from a column on; zeros beyond the end of the row.
+// Load `number` elements of a row from `column` on; zeros past the end of the row.
 template <int SIZE, int number, bool WHOLE> __device__ __forceinline__ Elements<SIZE, number> load(const Copy &copy, std::int64_t matrix, std::int64_t row, std::int64_t column) {
     using Found = Elements<SIZE, number>;
     Found found = {};
@@ -126,7 +137,8 @@ template <int SIZE, int number, bool WHOLE> __device__ __forceinline__ Elements<
     if (WHOLE || (copy.x_aligned && column + number <= copy.columns)) {
         load_whole<number * SIZE>(from, found.word);
     } else if (column + number + 4 / SIZE - 1 <= copy.columns) {
-        // Words that hold at least one byte of these, and nothing from beyond the row's end.
+        // Unaligned: read aligned words. Each contains at least one of these bytes, and none
+        // extends past the end of the row.
         const auto off = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(from) % 4);
         const auto *words = reinterpret_cast<const std::uint32_t *>(from - off);
         std::uint32_t now = words[0];
@@ -157,9 +169,10 @@ template <int SIZE, int number, bool WHOLE> __device__ __forceinline__ void stor
     }
 }
 
-// A vector of y for each thread, or several, a stride of the grid apart: all loads first.
+// Elements per vector: 16 bytes of the wider type.
 template <Element X, Element Y> constexpr int ELEMENTS = 16 / (size_of(X) > size_of(Y) ? size_of(X) : size_of(Y));
 
+// Copy one or several vectors of y per thread, a grid stride apart. All loads are issued first.
 template <Element X, Element Y, bool WHOLE, int number> __device__ __forceinline__ void copy_vectors(const Copy &copy, float scale, std::uint32_t first, std::uint32_t stride) {
     constexpr int EACH = ELEMENTS<X, Y>;
     Elements<size_of(X), EACH> found[number];
@@ -192,13 +205,15 @@ template <Element X, Element Y, bool WHOLE> __global__ void __launch_bounds__(CO
     }
 }
 
-// A tile: what 256 threads load with 16 bytes of a row each, of as many rows as make a word of y. All tiles have 32 words of rows.
+// Tile of a transposed copy: 256 threads each load 16 bytes from as many rows as fill a word of y.
+// A tile always has 32 words of rows.
 template <Element X, Element Y> struct Tile {
     static constexpr int EACH = 16 / size_of(X), PACKED = 4 / size_of(Y);
     static constexpr int ROWS = 32 * PACKED, COLUMNS = 8 * EACH, BYTES = 128 * COLUMNS;
 };
 
-// Element i of the rows that a thread has, beside each other in a word; of four rows four at a time, as they are bytes.
+// Transpose in registers: word i contains element i of each row that the thread loaded, converted.
+// Four rows (bytes) are processed four elements at a time.
 template <Element X, Element Y, int number, int rows> __device__ __forceinline__ void pack(const Elements<size_of(X), number> (&found)[rows], float scale, std::uint32_t (&word)[number]) {
     if constexpr (rows == 4) {
         static_assert(X == Y);
@@ -222,7 +237,7 @@ template <Element X, Element Y, int number, int rows> __device__ __forceinline__
 template <Element X, Element Y, bool WHOLE> __global__ void __launch_bounds__(COPYING) copy_turned(Copy copy, std::uint32_t tiles) {
     using T = Tile<X, Y>;
     constexpr int OUT = 16 / size_of(Y); // elements of a row of y that a thread stores
-    // [column][32 words of rows], the words of column c at their place with 4 * (c / EACH) added bit by bit.
+    // [column][32 words of rows]. Swizzle: the word index of column c is XORed with 4 * (c / EACH).
     __shared__ __align__(16) std::uint32_t tile[T::BYTES / 4];
     const float scale = copy.scale ? *copy.scale : 1.0f;
     const std::uint32_t group = threadIdx.x / 8, eighth = threadIdx.x % 8;

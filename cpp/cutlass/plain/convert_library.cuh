@@ -1,6 +1,8 @@
-// The C interface of copies and conversions: what is launched for which arguments. See backend/cuda/kernel_build/library.py.
+// C interface of the copy and conversion kernels: argument checks and launch configuration. See
+// backend/cuda/kernel_build/library.py.
 //
-// Nothing here allocates, waits for the device or reads its memory, so all of it can be captured in a CUDA graph.
+// No function allocates memory, synchronizes with the device or reads its memory, so every call can
+// be captured in a CUDA graph.
 #pragma once
 
 #ifdef __CUDACC__
@@ -17,13 +19,13 @@ constexpr std::int64_t MOST = (std::int64_t{1} << 31) - 1;
 
 inline bool within(std::int64_t number, std::int64_t most) { return number >= 0 && number <= most; }
 
-// How the work is cut; a function of the arguments alone.
+// Launch configuration for one pair of element types. It depends on the arguments only.
 template <Element X, Element Y> struct Pair {
     using T = Tile<X, Y>;
 
     static bool serves(const ConvertArguments &given) { return given.x_type == static_cast<int>(X) && given.y_type == static_cast<int>(Y); }
 
-    // Work is counted in 32 bits: vectors of rows, or tiles.
+    // Work items, counted in 32 bits: vectors of rows or, for a transposed copy, tiles.
     struct Work {
         std::int64_t a_row, rows, all;
     };
@@ -42,7 +44,7 @@ template <Element X, Element Y> struct Pair {
     }
 
     static Status check(const ConvertArguments &given) {
-        constexpr std::int64_t FAR = std::int64_t{1} << 56; // sizes beyond this are no sizes of memory
+        constexpr std::int64_t FAR = std::int64_t{1} << 56; // larger sizes cannot exist in memory
         const std::int64_t rows = given.turned ? given.y_columns : given.y_rows, columns = given.turned ? given.y_rows : given.y_columns;
         for (const std::int64_t size : {given.batches, given.rows, given.columns, given.ldx, given.batch_stride, given.y_batches, given.y_rows, given.y_columns}) {
             if (!within(size, FAR)) return WRONG_SIZE;
@@ -58,7 +60,8 @@ template <Element X, Element Y> struct Pair {
 
     static bool empty(const ConvertArguments &given) { return !given.y_batches || !given.y_rows || !given.y_columns; }
 
-    // Without gaps and zeros: a single row, whose end no other one has.
+    // Merge a contiguous, unpadded copy into a single row, so that only its end is a partial
+    // vector.
     static ConvertArguments flat(ConvertArguments x) {
         const bool whole = x.batches == x.y_batches && x.rows == x.y_rows && x.columns == x.y_columns;
         const bool dense = (x.rows <= 1 || x.ldx == x.columns) && (x.batches <= 1 || x.batch_stride == x.rows * x.columns);
@@ -86,7 +89,8 @@ template <Element X, Element Y> struct Pair {
         copy.y_aligned = multiple(x.y, written) && (x.y_batches * x.y_rows == 1 || aligned(x.y_columns, size_of(Y), written));
         const bool whole = copy.x_aligned && copy.y_aligned && aligned(x.columns, size_of(X), read) && aligned(x.y_columns, size_of(Y), written);
         const auto all = static_cast<std::uint32_t>(found.all);
-        // Several times as many threadblocks as run at once, so that none is long alone with the last of the work.
+        // Launch several times as many threadblocks as can run at once, to shorten the tail of the
+        // last wave.
         const std::int64_t together = 32 * most(given.multiprocessors, 1);
         if (x.turned) {
             const dim3 grid(static_cast<unsigned>(least(found.all, together)));
@@ -97,7 +101,7 @@ template <Element X, Element Y> struct Pair {
     }
 };
 
-// The library of some pairs.
+// Library for a list of type pairs.
 template <class... Pairs> struct Converter {
     static int check(const ConvertArguments &given) {
         int status = WRONG_TYPE;
@@ -124,7 +128,8 @@ using Bits = Converter<Pair<Element::BITS8, Element::BITS8>, Pair<Element::BITS1
 
 } // namespace qsync
 
-// Libraries are compiled with hidden symbols: two of them in one process share none.
+// Libraries are compiled with hidden visibility, so that two of them in one process share no
+// symbol.
 #define QSYNC_CONVERT_FUNCTION extern "C" __attribute__((visibility("default")))
 
 #define QSYNC_CONVERT(NAME, ...)                                                                                       \

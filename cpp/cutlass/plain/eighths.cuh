@@ -1,18 +1,21 @@
-// Eight elements become eight bytes: the random numbers and the divisors that are theirs, and what is made of them.
+// Quantization of eight elements to eight bytes: their random numbers, divisors, rounding and
+// packing.
 //
-// What one element costs is said in rounding.cuh. Loops are unrolled, so that nothing here lies in memory but in registers.
+// rounding.cuh explains the cost per element. Loops are fully unrolled, so that all arrays are in
+// registers.
 #pragma once
 
 #include "plain/matrix.cuh"
 
 namespace qsync {
 
-// How the values of one vector of eight become bytes.
+// Rounding of vectors of eight elements. `columns` is the row length of the matrix.
 template <Type X, Format F, Rounding R> struct Rounder {
     Random random;
     std::int64_t columns;
 
-    // The random numbers of some eights of elements, the first of which are at these places.
+    // Draw the random numbers of several vectors of eight elements. `places` are the linear indices
+    // of their first elements.
     template <bool WHOLE, int number> QSYNC_BOTH void draw(const std::int64_t (&places)[number], Words (&words)[number]) const {
         if constexpr (R == STOCHASTIC) {
 #ifdef __CUDACC__
@@ -32,7 +35,7 @@ template <Type X, Format F, Rounding R> struct Rounder {
         }
     }
 
-    // The bytes of eight elements, of one divisor or eight.
+    // Quantize eight elements, with one divisor or one per element.
     template <class Divisors> QSYNC_BOTH void operator()(const Eight<X> &x, const Divisors &by, const Words &words, std::uint32_t (&out)[2]) const {
         float value[8];
 #ifdef __CUDACC__
@@ -49,7 +52,8 @@ template <Type X, Format F, Rounding R> struct Rounder {
         out[1] = packed(code[4], code[5], code[6], code[7]) & by.known(1);
     }
 
-    // The sixteen bytes from `by` elements on, of the 32 of two blocks.
+    // Shift two consecutive random blocks (32 bytes) by `by` elements and return the first sixteen
+    // bytes in `words`.
     QSYNC_BOTH static void shift(Words &words, const Words &next, int by) {
         std::uint32_t all[9] = {words.word[0], words.word[1], words.word[2], words.word[3], next.word[0], next.word[1], next.word[2], next.word[3], 0};
 #ifdef __CUDACC__
@@ -76,7 +80,8 @@ template <Type X, Format F, Rounding R> struct Rounder {
     }
 };
 
-// One scale for eight elements, or one for each. Elements whose scale is NaN become zero.
+// Divisors of eight elements: one scale for all, or one per element. Elements with a NaN scale
+// become zero.
 template <Rounding R> struct OneDivisor {
     Divisor divisor_;
     std::uint32_t known_;
@@ -84,7 +89,7 @@ template <Rounding R> struct OneDivisor {
     OneDivisor() = default;
     QSYNC_BOTH explicit OneDivisor(float scale) : divisor_(divisor<R>(scale)), known_(scale == scale ? 0xFFFFFFFFu : 0u) {}
     QSYNC_BOTH const Divisor &of(int) const { return divisor_; }
-    // Seldom needed, and then for all: a branch around eight multiplications.
+    // Rarely needed, and uniform over the vector: one branch around eight multiplications.
     QSYNC_BOTH void enlarge(float (&value)[8]) const {
         if (divisor_.enlarged == 1.0f) return;
 #ifdef __CUDACC__
@@ -97,7 +102,8 @@ template <Rounding R> struct OneDivisor {
 
 template <Rounding R> struct EightDivisors {
     Divisor divisors[8];
-    std::uint32_t known_[2], small; // small: the columns whose values are enlarged, a bit each
+    // small: bit mask of the columns whose values are enlarged.
+    std::uint32_t known_[2], small;
 
     EightDivisors() = default;
     QSYNC_BOTH EightDivisors(const float *scale, std::int64_t column, std::int64_t columns) : known_{}, small(0) {

@@ -1,4 +1,4 @@
-// What libraries of plain CUDA share: statuses, launches, arithmetic of sizes.
+// Common code of the plain CUDA libraries: statuses, kernel launch, integer arithmetic of sizes.
 #pragma once
 
 #include <cstdint>

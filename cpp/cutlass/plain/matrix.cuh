@@ -1,8 +1,10 @@
-// A matrix in memory, read eight elements of a row at a time.
+// Matrix views that are read in vectors of eight elements of a row ("eighths").
 //
-// Eight elements have one block of random numbers, and a store of eight bytes. Where all rows are aligned and whole eighths they are one load
-// of 16 bytes (two for FP32); kernels are compiled for that case apart, as the branches cost more than the work. Else each eighth is looked
-// at on its own; beyond the end of a row stand zeros, which are no one's largest magnitude and are not stored.
+// Eight elements share one block of random numbers and one store of eight bytes. If all rows are
+// aligned and their length is a multiple of eight, a vector is one 16-byte load (two for FP32).
+// Kernels are specialized for this case, since the branches cost more than the work. Otherwise each
+// vector is tested; elements past the end of a row read as zeros, which do not affect an absolute
+// maximum and are not stored.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +16,8 @@ namespace qsync {
 QSYNC_BOTH std::uint32_t maximum(std::uint32_t a, std::uint32_t b) { return a > b ? a : b; }
 QSYNC_BOTH std::uint32_t minimum(std::uint32_t a, std::uint32_t b) { return a < b ? a : b; }
 
-// Byte i of the result is the one, of the four of `a` and then the four of `b`, whose number is hexadecimal digit i of `order`.
+// Permute bytes: byte i of the result is the byte of (a, b) whose number is hexadecimal digit i of
+// `order`; `a` has bytes 0 to 3, `b` has 4 to 7.
 QSYNC_BOTH std::uint32_t permuted(std::uint32_t a, std::uint32_t b, std::uint32_t order) {
 #ifdef __CUDA_ARCH__
     return __byte_perm(a, b, order);
@@ -26,26 +29,27 @@ QSYNC_BOTH std::uint32_t permuted(std::uint32_t a, std::uint32_t b, std::uint32_
 #endif
 }
 
-// Eight elements as they lie in memory.
+// Eight elements in their memory layout.
 template <Type X> struct Eight {
     std::uint32_t word[X == FLOAT32 ? 8 : 4];
 
     QSYNC_BOTH float value(int i) const {
         if constexpr (X == FLOAT32) return as_float(word[i]);
-        // The high half of a word is a float already, but for bits that have to go.
+        // BF16 is the upper half of an FP32 word.
         if constexpr (X == BFLOAT16) return as_float(i % 2 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
         return widened<X>(word[i / 2] >> 16 * (i % 2) & 0xFFFFu);
     }
 
-    // Those of the magnitude of element i, as `magnitude` compares them.
+    // Return the magnitude bits of element i, in the representation that `magnitude` compares.
     QSYNC_BOTH std::uint32_t bits_of(int i) const {
         if constexpr (X == FLOAT32) return word[i] & 0x7FFFFFFFu;
         return (i % 2 ? word[i / 2] : word[i / 2] << 16) & 0x7FFF0000u;
     }
 };
 
-// Division of numbers below 2^31 by a number that stays: multiplication by a rounded inverse and a shift (T. Granlund, P. Montgomery,
-// "Division by Invariant Integers using Multiplication", PLDI 1994).
+// Division of integers below 2^31 by an invariant divisor: multiplication by a rounded inverse and
+// a shift (T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", PLDI
+// 1994).
 struct Division {
     std::uint32_t by, factor, shift;
 
@@ -62,6 +66,8 @@ struct Division {
     }
 };
 
+// View of a matrix [rows, columns] with `stride` elements between rows. `row_eighths` is the number
+// of vectors per row, and `by_row` divides by it.
 template <Type X> struct Matrix {
     using Element = std::conditional_t<X == FLOAT32, std::uint32_t, std::uint16_t>;
 
@@ -70,7 +76,8 @@ template <Type X> struct Matrix {
     std::uint32_t rows, row_eighths;
     std::int64_t columns;
     Division by_row;
-    bool aligned, dense; // dense: no gaps between rows
+    // aligned: every row starts at a multiple of 16 bytes. dense: rows have no gaps.
+    bool aligned, dense;
 
     QSYNC_BOTH std::uint32_t eighths() const { return rows * row_eighths; }
     bool whole_eighths() const { return aligned && columns % 8 == 0; }

@@ -1,9 +1,10 @@
-// Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
-// backend/numerics/philox.py computes the same numbers in torch.
+// Philox4x32-10 counter-based random numbers (Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers:
+// As Easy as 1, 2, 3", SC 2011). backend/numerics/philox.py computes the same numbers in torch.
 //
-// One block serves eight elements, sixteen bits each: counter (place / 8, low and high word; stream; 0), key the seed. The number of
-// element i of the eight is (bits + 1/2) * 2^-16, bits the low half of word i / 2 for even i, else the high half. So it lies strictly
-// between 0 and 1, its mean is 1/2, and a value that a format holds exactly is never rounded to its neighbour.
+// One block serves eight elements with sixteen bits each. Counter: (index / 8 as low and high word;
+// stream; 0); key: the seed. The number of element i of the eight is (bits + 1/2) * 2^-16, with the
+// low half of word i / 2 for even i and the high half for odd i. So it is strictly between 0 and 1,
+// its mean is 1/2, and a value that the format represents exactly is never rounded to a neighbor.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,8 @@ struct Words {
     std::uint32_t word[4];
 };
 
-// Counters to blocks, in place. Several at once share the keys of the rounds, and hide each other's latencies.
+// Convert counters to random blocks in place. Several blocks share the round keys and hide each
+// other's latency.
 template <int number> QSYNC_BOTH void philox4x32(Words (&blocks)[number], std::uint32_t key0, std::uint32_t key1) {
 #ifdef __CUDACC__
 #pragma unroll
@@ -45,7 +47,7 @@ template <int number> QSYNC_BOTH void philox4x32(Words (&blocks)[number], std::u
 struct Random {
     std::uint32_t key0, key1, stream;
 
-    // Of the eight elements whose places are 8 * eighth to 8 * eighth + 7.
+    // Return the counter of elements 8 * eighth to 8 * eighth + 7.
     QSYNC_BOTH Words counter(std::uint64_t eighth) const {
         return {{static_cast<std::uint32_t>(eighth), static_cast<std::uint32_t>(eighth >> 32), stream, 0}};
     }
@@ -53,7 +55,8 @@ struct Random {
     template <int number> QSYNC_BOTH void draw(Words (&counters)[number]) const { philox4x32(counters, key0, key1); }
 };
 
-// The sixteen bits of element i of the eight, in the low half; i is known when this is compiled.
+// Return the sixteen bits of element i of the eight in the low half. i is a compile-time constant
+// after unrolling.
 QSYNC_BOTH std::uint32_t sixteen(const Words &words, int i) {
     return i % 2 ? words.word[i / 2] >> 16 : words.word[i / 2] & 0xFFFFu;
 }

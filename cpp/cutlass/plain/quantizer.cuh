@@ -1,8 +1,9 @@
-// Rounding a matrix to INT8 or FP8, with the transposed matrix in the same pass where it is asked for.
+// Quantization of a matrix to INT8 or FP8, with an optional transposed copy in the same pass.
 //
-// The work is bound by memory only as long as an element costs some twenty instructions; what is spent where is said in rounding.cuh. Each
-// thread loads all it will need before it computes. Transposes go through shared memory in words of four rows, placed so that neither
-// the words written nor the sixteen bytes read of a warp meet in a bank.
+// The kernels are memory-bound only if an element costs at most about twenty instructions;
+// rounding.cuh explains the cost. Each thread issues all loads before it computes. The transposed
+// copy goes through shared memory in words of four rows, whose positions avoid bank conflicts for
+// both the word stores and the 16-byte loads of a warp.
 #pragma once
 
 #include "plain/absmax.cuh"
@@ -12,11 +13,14 @@ namespace qsync {
 
 #ifdef QSYNC_KERNELS
 
+// Outputs of a quantization kernel. q: [rows, columns] bytes; qt: [columns, rows] bytes or null;
+// both contiguous. scale: FP32 per tensor, row or column. seed: one int64 in device memory.
 struct Outputs {
     std::uint8_t *q, *qt;
     float *scale;
     const std::int64_t *seed;
-    const std::uint32_t *parts; // of the largest magnitude, where there is one scale
+    // Partial maxima of a per-tensor scale (`number_of_parts` words), else null.
+    const std::uint32_t *parts;
     std::uint32_t number_of_parts, stream;
     bool by_row, q_aligned, qt_aligned;
 
@@ -26,7 +30,7 @@ struct Outputs {
         return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32), stream};
     }
 
-    // Eight bytes at a place, of which only so many are left in the row.
+    // Store eight bytes at linear index `place`, or the `left` bytes up to the end of the row.
     template <bool WHOLE> __device__ __forceinline__ void store(const std::uint32_t (&bytes)[2], std::int64_t place, std::int64_t left) const {
         std::uint8_t *to = q + place;
         if (WHOLE || (q_aligned && left >= 8)) {
@@ -40,7 +44,8 @@ struct Outputs {
     }
 };
 
-// The scale of the whole, which one threadblock writes down; where there are several, NaN.
+// Return the per-tensor scale, which one threadblock also writes to memory. Return 1 if there are
+// several scales.
 template <Type X, Format F> __device__ __forceinline__ float whole_scale(const Outputs &to, std::uint32_t *shared) {
     if (!to.parts) return 1.0f;
     const float scale = scale_of_parts<X, F>(to.parts, to.number_of_parts, shared);
@@ -48,11 +53,12 @@ template <Type X, Format F> __device__ __forceinline__ float whole_scale(const O
     return scale;
 }
 
-// What takes more registers than the rest, so that fewer threadblocks share a multiprocessor. Kernels that nobody waits for take what they
-// need: a register that is spilled makes a library unusable.
+// Kernels that need more registers than others, so fewer threadblocks fit on a multiprocessor.
+// Kernels that are not performance-critical have no register limit, since a library with register
+// spills is rejected.
 template <Type X, Format F, Rounding R> constexpr bool WIDE = X == FLOAT16 || (F != INT8 && R == STOCHASTIC);
 
-// Some eights of elements, a stride of the grid apart: all loads first.
+// Quantize several vectors of eight elements, a grid stride apart. All loads are issued first.
 template <bool WHOLE, int number, Type X, Format F, Rounding R>
 __device__ __forceinline__ void round_eighths(const Matrix<X> &x, const Outputs &to, const Rounder<X, F, R> &round, OneDivisor<R> by, std::uint32_t first, std::uint32_t stride) {
     Eight<X> found[number];
@@ -64,7 +70,8 @@ __device__ __forceinline__ void round_eighths(const Matrix<X> &x, const Outputs 
         found[i] = x.template load<WHOLE>(at);
         row[i] = WHOLE && !to.by_row ? 0 : x.by_row(at);
         column[i] = 8 * static_cast<std::int64_t>(at - row[i] * x.row_eighths);
-        // Of whole eighths the number tells the place, in whichever row it is.
+        // For whole eighths, the vector number determines the linear index independently of the
+        // row.
         places[i] = WHOLE ? 8 * static_cast<std::int64_t>(at) : row[i] * x.columns + column[i];
     }
     Words words[number] = {};
@@ -78,7 +85,7 @@ __device__ __forceinline__ void round_eighths(const Matrix<X> &x, const Outputs 
     }
 }
 
-// Without a transpose, one scale for all or for each row.
+// Quantize without a transposed copy, with one scale per tensor or per row.
 template <Type X, Format F, Rounding R, bool WHOLE> __global__ void __launch_bounds__(THREADS, !WHOLE ? 1 : WIDE<X, F, R> ? 3 : 4) round_rows(Matrix<X> x, Outputs to) {
     constexpr int UNROLLED = !WHOLE ? 1 : X == FLOAT32 ? 2 : 4;
     __shared__ std::uint32_t shared[WARPS];
@@ -94,7 +101,7 @@ template <Type X, Format F, Rounding R, bool WHOLE> __global__ void __launch_bou
 
 constexpr int TILE = 128;
 
-// Four words, each with four bytes of one row, to four words, each with four bytes of one column.
+// Transpose a 4 x 4 block of bytes: from one word per row to one word per column.
 __device__ __forceinline__ void transpose(const std::uint32_t (&row)[4], std::uint32_t (&column)[4]) {
     const std::uint32_t a = permuted(row[0], row[1], 0x5140), b = permuted(row[2], row[3], 0x5140);
     const std::uint32_t c = permuted(row[0], row[1], 0x7362), d = permuted(row[2], row[3], 0x7362);
@@ -102,10 +109,11 @@ __device__ __forceinline__ void transpose(const std::uint32_t (&row)[4], std::ui
     column[2] = permuted(c, d, 0x5410), column[3] = permuted(c, d, 0x7632);
 }
 
-// Tiles of 128 rows and columns. A thread has eight columns of four rows, twice; a warp sixteen times eight columns of twice four rows.
+// Quantize tiles of 128 x 128. A thread processes eight columns of four rows, twice; a warp covers
+// sixteen times eight columns of twice four rows.
 template <Type X, Format F, Rounding R, bool TRANSPOSED, bool BY_COLUMN, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, BY_COLUMN || !WHOLE ? 1 : X == FLOAT32 || WIDE<X, F, R> ? 2 : 3) round_tiles(Matrix<X> x, Outputs to, std::uint32_t tiles_a_row, std::uint64_t tiles) {
-    // [column][four rows], the rows of column c at their place with 2 * (c / 8) added bit by bit.
+    // [column][four rows]. Swizzle: the word index of column c is XORed with 2 * (c / 8).
     __shared__ __align__(16) std::uint32_t tile[TRANSPOSED ? TILE * TILE / 4 : 4];
     __shared__ std::uint32_t shared[WARPS];
     const Rounder<X, F, R> round{to.random<R>(), x.columns};
@@ -129,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, BY_COLUMN || !WHOLE ? 1 : X == FLOAT3
             for (int i = 0; i < 4; ++i) {
                 if (first + i < x.rows && column < x.columns) found[i] = x.template load<WHOLE>(static_cast<std::uint32_t>(first + i), column);
             }
-            // Registers hold the numbers of two rows beside all else.
+            // Draw two rows at a time: registers do not suffice for the random numbers of four.
             constexpr int DRAWN = 2;
             std::uint32_t left[4], right[4];
 #pragma unroll

@@ -1,7 +1,8 @@
-// The C interface of the quantizer: what is launched for which arguments, and how large its workspace is. See
+// C interface of the quantizer: argument checks, workspace size and launch configuration. See
 // backend/cuda/kernel_build/library.py.
 //
-// Nothing here allocates, waits for the device or reads its memory, so all of it can be captured in a CUDA graph.
+// No function allocates memory, synchronizes with the device or reads its memory, so every call can
+// be captured in a CUDA graph.
 #pragma once
 
 #ifdef __CUDACC__
@@ -14,7 +15,7 @@
 
 namespace qsync {
 
-// How the work is cut; a function of the arguments alone.
+// Launch configuration for one input type and format. It depends on the arguments only.
 template <Type X, Format F> struct Quantizer {
     const QuantizeArguments &given;
     const std::int64_t multiprocessors;
@@ -23,7 +24,8 @@ template <Type X, Format F> struct Quantizer {
 
     std::int64_t groups() const { return given.group == 0 ? 1 : given.group == 1 ? given.rows : given.columns; }
     bool empty() const { return given.rows == 0 || given.columns == 0; }
-    // One scale and no gaps: a single row, whose end no other one has.
+    // One scale and contiguous rows: treat the matrix as a single row, so that only its end is a
+    // partial vector.
     bool flat() const { return given.group == 0 && !given.qt && (given.ldx == given.columns || given.rows == 1); }
 
     Status check() const {
@@ -56,13 +58,15 @@ template <Type X, Format F> struct Quantizer {
         return found;
     }
 
-    // Threadblocks that fit on the device together, unless there is less to do.
+    // Return the number of threadblocks: as many as the device can run concurrently (`together` per
+    // multiprocessor), but not more than the work requires.
     std::int64_t blocks(std::int64_t work, std::int64_t together) const { return most(1, least(work, together * multiprocessors)); }
 
     std::int64_t parts() const {
         const Matrix<X> x = matrix();
         if (given.group == 0) return blocks(ceiling(x.eighths(), THREADS), 4);
-        // Enough warps (threadblocks) for the device to be full, none with less than a kilobyte or so to read.
+        // Enough warps (threadblocks) to fill the device, each with at least about a kilobyte to
+        // read.
         const std::int64_t wanted = ceiling(4 * multiprocessors, given.group == 1 ? ceiling(x.rows, WARPS) : ceiling(x.columns, 256));
         return most(1, least(wanted, given.group == 1 ? x.row_eighths / 64 : x.rows / 32));
     }
@@ -100,7 +104,7 @@ template <Type X, Format F> struct Quantizer {
         to.by_row = given.group == 1;
         to.q_aligned = multiple(given.q, 8) && (x.rows == 1 || x.columns % 8 == 0);
         to.qt_aligned = multiple(given.qt, 16) && x.rows % 16 == 0;
-        // Rounding down is no one's inner loop.
+        // Rounding down is not performance-critical, so it has no specialized kernel.
         if constexpr (R != FLOOR) {
             if (x.whole_eighths() && to.q_aligned) return round<R, true>(x, to, stream);
         }
@@ -139,7 +143,8 @@ template <Type X, Format F> struct Quantizer {
 
 } // namespace qsync
 
-// Libraries are compiled with hidden symbols: two of them in one process share none.
+// Libraries are compiled with hidden visibility, so that two of them in one process share no
+// symbol.
 #define QSYNC_QUANTIZER_FUNCTION extern "C" __attribute__((visibility("default")))
 
 #define QSYNC_QUANTIZER(NAME, X, F)                                                                                    \

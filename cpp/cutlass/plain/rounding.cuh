@@ -1,5 +1,6 @@
-// Rounding one value to INT8 or FP8: the arithmetic of backend/numerics/reference.py to the last bit, in few instructions.
-// Compiles for the host too, where a test holds every function against the reference.
+// Rounding of one value to INT8 or FP8, bit-identical to backend/numerics/reference.py, in few
+// instructions. It also compiles for the host, where a test compares every function with the
+// reference.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,7 @@ QSYNC_BOTH float as_float(std::uint32_t word) {
 #endif
 }
 
-// Spelled out, so that no compiler fuses what is to be rounded twice, or rounds twice what is to be fused.
+// Explicit roundings: the compiler must neither contract separate operations nor split a fused one.
 #ifdef __CUDA_ARCH__
 QSYNC_BOTH float add_near(float a, float b) { return __fadd_rn(a, b); }
 QSYNC_BOTH float add_down(float a, float b) { return __fadd_rd(a, b); }
@@ -69,7 +70,7 @@ inline float divide(float a, float b) {
 }
 #endif
 
-// FLOAT16 and BFLOAT16 as their sixteen bits.
+// Return the value of `word`. FLOAT16 and BFLOAT16 are given as their sixteen bits.
 template <Type X> QSYNC_BOTH float widened(std::uint32_t word) {
     if constexpr (X == BFLOAT16) return as_float(word << 16);
     if constexpr (X == FLOAT32) return as_float(word);
@@ -89,7 +90,8 @@ template <Format F> constexpr float LEVELS = F == INT8 ? 127.0f : F == E4M3 ? 44
 
 constexpr float SMALLEST_SCALE = 0x1p-126f;
 
-// The scale of a group whose largest magnitude is `largest`: 1 for zeros, NaN for NaN and Inf.
+// Return the scale of a group whose largest magnitude is `largest`: 1 for zeros, NaN for NaN and
+// Inf.
 template <Format F> QSYNC_BOTH float scale_of(float largest) {
     if (largest == 0.0f) return 1.0f;
     if ((bits(largest) & 0x7F800000u) == 0x7F800000u) return as_float(0x7FC00000u);
@@ -97,10 +99,12 @@ template <Format F> QSYNC_BOTH float scale_of(float largest) {
     return scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
 }
 
-// Division by one scale, many times. With the reciprocal rounded correctly, two steps of Markstein's ("Computation of elementary
-// functions on the IBM RISC System/6000 processor", 1990, theorem 8.1) give the correctly rounded quotient, as long as the residual is
-// exact. For that, small scales are enlarged, and whoever divides enlarges the values likewise. Quotients below 2^-34 may be off, where rounding to nearest and
-// stochastic rounding do not see it; rounding down divides as it is written.
+// Repeated division by one scale. With a correctly rounded reciprocal, two of Markstein's
+// correction steps ("Computation of elementary functions on the IBM RISC System/6000 processor",
+// 1990, theorem 8.1) yield the correctly rounded quotient if the remainder is exact. To ensure
+// this, small scales are enlarged, and the caller must enlarge the values by the same factor.
+// Quotients below 2^-34 may be inexact, which does not affect rounding to nearest and stochastic
+// rounding; rounding down uses a true division.
 constexpr float ENLARGED = 0x1p64f;
 
 struct Divisor {
@@ -121,30 +125,36 @@ template <Rounding R> QSYNC_BOTH float quotient(float a, const Divisor &by) {
     return fused(fused(-by.scale, q, a), by.inverse, q);
 }
 
-// 3 * 2^22 + x has x, rounded to a whole number, in its low bits, and the mode of the addition is the mode of the rounding.
+// 3 * 2^22 + x contains x, rounded to an integer, in its low bits. The rounding mode of the
+// addition determines the rounding of x.
 constexpr float WHOLE = 12582912.0f;
 
-// A value in units of its scale to INT8, in the low byte. No value exceeds 127 * (1 + 2^-24), as the scale is that of its own group, so
-// only what is rounded down can leave the range.
+// Round a value in units of its scale to INT8, in the low byte of the result. No magnitude exceeds
+// 127 * (1 + 2^-24), since the scale is computed from the value's own group, so only rounding down
+// can leave the range.
 template <Rounding R> QSYNC_BOTH std::uint32_t to_int8(float units, std::uint32_t sixteen_bits) {
     if constexpr (R == NEAREST) return bits(add_near(units, WHOLE));
     const float value = fmaxf(units, -127.0f);
     const float whole = add_down(value, WHOLE);
     if constexpr (R == FLOOR) return bits(whole);
     const float fraction = add_near(value, -add_near(whole, -WHOLE));
-    // 2^23 + the sixteen bits is a float with them as its last bits; times 2^-16, less 2^7, plus half of 2^-16.
+    // A float with the bits of 2^23 plus sixteen low bits, times 2^-16, minus 2^7, plus half of
+    // 2^-16: (sixteen_bits + 1/2) * 2^-16.
     const float uniform = fused(as_float(0x4B000000u | sixteen_bits), 0x1p-16f, -128.0f + 0x1p-17f);
-    // The sign of the difference is the outcome of the comparison.
+    // The sign bit of the difference is the result of the comparison.
     return bits(whole) + (bits(add_near(uniform, -fraction)) >> 31);
 }
 
 template <Format F> struct Float8 {
     static constexpr int MANTISSA = F == E4M3 ? 3 : 2, CUT = 23 - MANTISSA;
-    static constexpr std::uint32_t SMALLEST = static_cast<std::uint32_t>(127 + (F == E4M3 ? -6 : -14)) << 23; // of the normal numbers
+    // SMALLEST: smallest normal number.
+    static constexpr std::uint32_t SMALLEST = static_cast<std::uint32_t>(127 + (F == E4M3 ? -6 : -14)) << 23;
     static constexpr std::uint32_t LARGEST = F == E4M3 ? 0x7Eu : 0x7Bu;
 };
 
-// Whole units of the last place, at the value's own exponent, by an addition; then the exponent beside it. A carry does the right thing.
+// Round to FP8 with an addition: scale the magnitude to units in the last place at its own
+// exponent, round it to an integer by adding 2^23, and add the exponent field. A carry out of the
+// mantissa increments the exponent.
 template <Format F, Rounding R> QSYNC_BOTH std::uint32_t float8_by_addition(float units) {
     using G = Float8<F>;
     const std::uint32_t word = bits(units), magnitude = word & 0x7FFFFFFFu;
@@ -157,9 +167,12 @@ template <Format F, Rounding R> QSYNC_BOTH std::uint32_t float8_by_addition(floa
     return (code > G::LARGEST ? G::LARGEST : code) | (word >> 24 & 0x80u);
 }
 
-// Up with the probability of the fraction, in integers: what is below the last place plus a random number, carried into it. The fraction is
-// compared with (bits + 1/2) * 2^-16; for negative values, whose magnitude grows when they are rounded down, with one less that, and
-// equality counts, which is the complement of all bits. Subnormal values get their places by an addition that rounds up.
+// Round to FP8 stochastically, in integer arithmetic: add a random number below the last place and
+// truncate after the carry. With u = (sixteen_bits + 1/2) * 2^-16, a value is rounded up if u is
+// less than its fraction. For positive values the addend is the bitwise complement of u. A negative
+// value is rounded down, which increases its magnitude, if the fraction of the magnitude is at
+// least 1 - u, so the addend is u itself. Subnormal values are aligned by an addition that rounds
+// up.
 template <Format F> QSYNC_BOTH std::uint32_t float8_stochastic(float units, std::uint32_t sixteen_bits) {
     using G = Float8<F>;
     const std::uint32_t word = bits(units), sign = word & 0x80000000u;
@@ -171,13 +184,14 @@ template <Format F> QSYNC_BOTH std::uint32_t float8_stochastic(float units, std:
     return (code > G::LARGEST ? G::LARGEST : code) | sign >> 24;
 }
 
-// `x`, enlarged, divided by its scale and rounded, in the low byte; the others hold anything.
+// Divide `x`, which the caller has enlarged, by its scale and round it. The result is in the low
+// byte; the other bytes are undefined.
 template <Format F, Rounding R> QSYNC_BOTH std::uint32_t rounded(float x, const Divisor &by, std::uint32_t sixteen_bits) {
     const float units = quotient<R>(x, by);
     if constexpr (F == INT8) {
         return to_int8<R>(units, sixteen_bits);
     } else {
-        // What becomes zero keeps its sign, which the steps of the division do not.
+        // Values that round to zero retain the sign of x, which the division steps may lose.
         const float value = as_float((bits(units) & 0x7FFFFFFFu) | (bits(x) & 0x80000000u));
         if constexpr (R == STOCHASTIC) return float8_stochastic<F>(value, sixteen_bits);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

@@ -1,5 +1,6 @@
-// Activations of what a product gives out, in float32. Formulas have no branch and no call, so that the compiler makes vectors of them, and
-// no step that paths might round otherwise.
+// Activation functions of the GEMM epilogue, in float32. The formulas have no branch and no call,
+// so that the compiler vectorizes them, and only operations that all ISA variants round
+// identically.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -8,11 +9,12 @@ namespace qsync {
 namespace {
 
 inline float clamped(float x, float most) {
-    const float low = x < -most ? -most : x; // A NaN stays.
+    const float low = x < -most ? -most : x; // NaN passes through
     return low > most ? most : low;
 }
 
-// Both are quotients of polynomials that were fitted to FP32 (those of Eigen's float functions), within 5e-7; beyond `MOST` they are 1.
+// erf and tanh as rational approximations in FP32 (coefficients from Eigen's float functions), with
+// an absolute error of at most 5e-7. Beyond +-MOST they are +-1.
 inline float erf_of(float x) {
     constexpr float MOST = 4.0f;
     const float z = clamped(x, MOST), s = z * z;

@@ -1,5 +1,7 @@
-// Products by AMX: signed by signed bytes, or BF16, in tiles of 16 by 16 sums over 64 bytes of each vector.
-// Rows are packed as tiles lie, 64 bytes of a vector together; columns in words, as VNNI's.
+// INT8 and BF16 GEMM micro-kernels for AMX: tiles of 16 x 16 sums over 64 bytes of each vector.
+//
+// Packed layout: rows as AMX tiles, 64 consecutive bytes per vector; columns in words, as for VNNI
+// (words.h).
 
 #include "gemm/paths/words.h"
 
@@ -21,7 +23,7 @@ template <class T> void pack_rows(const Vectors<T> &vectors, void *packed) {
             const std::size_t have = vectors.count > first ? vectors.count - first : 0, count = have < SIDE ? have : SIDE;
             __m512i x[LANES];
             if (vectors.apart == 1 && vectors.along != 1) {
-                // Words of sixteen vectors are the turned tile.
+                // Words of sixteen vectors are the transposed tile.
                 Vectors<T> part = vectors;
                 part.at += static_cast<std::ptrdiff_t>(first) + static_cast<std::ptrdiff_t>(k) * vectors.along;
                 part.count = count;
@@ -45,7 +47,7 @@ template <class T> void pack_columns(const Vectors<T> &vectors, void *packed, Su
     std::memset(offsets, 0, COLUMNS * sizeof *offsets);
 }
 
-// Adds the products of tiles, whose numbers GCC takes from the text.
+// Accumulate the products of tiles. GCC requires tile numbers as literals.
 #define QSYNC_DOT(SUMS, FIRST, SECOND)                                                                                                     \
     if constexpr (std::is_same_v<T, Int8>)                                                                                                 \
         _tile_dpbssd(SUMS, FIRST, SECOND);                                                                                                 \
@@ -84,8 +86,9 @@ void multiply(const void *rows, const void *columns, const Sum<T> *, std::size_t
     _tile_stored(3, tile + SIDE * COLUMNS + SIDE, LINE);
 }
 
-// What tiles are: kept as data, since GCC before 12.4 and 13.3 takes _tile_loadconfig to read its first 8 bytes only (PR 114098), and leaves
-// out what was to be written behind them on the stack.
+// Tile configuration, as static data: GCC before 12.4 and 13.3 assumes that _tile_loadconfig reads
+// only the first 8 bytes (PR 114098) and omits stores to the remaining bytes of a configuration on
+// the stack.
 struct Shapes {
     std::uint8_t palette = 1, start = 0, reserved[14] = {};
     std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -103,9 +106,9 @@ void leave() { _tile_release(); }
 bool amx_usable() {
 #ifdef __linux__
     unsigned a, b, c, d;
-    constexpr unsigned TILES = 1u << 22 | 1u << 24 | 1u << 25; // AMX-BF16, AMX-TILE and AMX-INT8
+    constexpr unsigned TILES = 1u << 22 | 1u << 24 | 1u << 25; // AMX-BF16, AMX-TILE, AMX-INT8
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) != TILES) return false;
-    // Memory for the tiles is given to processes that ask for it: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+    // A process must request memory for the tile state: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
     static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
     return granted;
 #else

@@ -1,5 +1,5 @@
-// BF16 products by AVX512-BF16. Its instruction adds the two products of a word one after the other, each sum rounded once, to the nearest;
-// what is denormal, of operands and of sums, counts as zero.
+// BF16 GEMM micro-kernel for AVX512-BF16. The instruction vdpbf16ps adds the two products of a word
+// one after the other, rounding each sum to nearest. It flushes denormal operands and sums to zero.
 
 #include "gemm/paths/words.h"
 

@@ -1,4 +1,5 @@
-// What becomes of a tile of sums. Included by the sources of every path, so that each compiles it for itself from the same text.
+// GEMM epilogue for a tile of sums: scales, bias, activation, cast. Every ISA variant includes this
+// file and compiles its own copy.
 #pragma once
 
 #include "gemm/paths/activation.h"
@@ -10,8 +11,9 @@
 namespace qsync {
 namespace {
 
-// Calls work with each number of [0, COUNT) as a constant. What is indexed by constants alone is kept in registers; by the counter of a
-// loop that the compiler unrolls late it is written to the stack in each round.
+// Call work with each number of [0, COUNT) as a compile-time constant. An array that is only
+// indexed by constants stays in registers; with the counter of a loop that the compiler unrolls
+// late, it is written to the stack in each iteration.
 template <class Work, std::size_t... NUMBERS> inline __attribute__((always_inline)) void each(std::index_sequence<NUMBERS...>, Work work) {
     (work(std::integral_constant<std::size_t, NUMBERS>{}), ...);
 }
@@ -19,6 +21,7 @@ template <std::size_t COUNT, class Work> inline __attribute__((always_inline)) v
     each(std::make_index_sequence<COUNT>{}, work);
 }
 
+// Round to BF16, ties to even; NaN becomes the canonical quiet NaN.
 inline std::uint16_t as_bfloat16(float x) {
     std::uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -26,8 +29,10 @@ inline std::uint16_t as_bfloat16(float x) {
     return static_cast<std::uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
-// A whole row of the tile is computed and the part that there is of it copied, so that no loop has a length that only a run knows. Nor
-// has the copy where the tile is `WHOLE`, which makes it a store.
+// Compute full rows of the tile and copy their valid part, so that the inner loops have constant
+// length. For a full tile (`WHOLE`) the copy has constant length too and compiles to a store.
+//
+// tile: [rows, COLUMNS], row-major; only the first `columns` of each row are stored.
 template <std::size_t COLUMNS, class T, bool WHOLE, class S>
 void finish_rows(const S *tile, std::size_t rows, std::size_t columns, const Target &target) {
     for (std::size_t row = 0; row < rows; ++row, tile += COLUMNS) {

@@ -1,5 +1,8 @@
-// BF16 products as products of FP32, which hold them exactly: by AVX2's fused multiply-adds, and in plain C++ where there are none. Values
-// are packed as FP32, those of all vectors side by side. Compiled once a path, which QSYNC_BF16 names.
+// BF16 GEMM micro-kernel with FP32 operations: fused multiply-add on AVX2 and above, plain C++
+// otherwise. Products of BF16 numbers are exact in FP32.
+//
+// Packed layout: FP32, [k][vector]. Compiled once per ISA variant; the macro QSYNC_BF16 names the
+// result.
 
 #include "gemm/paths/finish.h"
 
@@ -67,7 +70,7 @@ void multiply(const void *rows, const void *columns, const float *offsets, std::
 constexpr const char *INSTRUCTION = "none";
 
 void multiply(const void *rows, const void *columns, const float *offsets, std::size_t length, float *tile, bool add) {
-    // No memory that operands could lie in, as far as the compiler knows.
+    // A local array, which the compiler knows not to alias the operands.
     float sums[ROWS][COLUMNS];
     for (std::size_t r = 0; r < ROWS; ++r) std::memcpy(sums[r], add ? tile + r * COLUMNS : offsets, sizeof sums[r]);
     const auto *a = static_cast<const float *>(rows), *b = static_cast<const float *>(columns);

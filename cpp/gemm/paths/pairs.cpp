@@ -1,7 +1,9 @@
-// INT8 products by pairs of 16-bit numbers: AVX2's vpmaddwd, and plain C++ where there is none. The instructions for bytes (vpmaddubsw)
-// saturate at 16 bits, where two products of INT8 do not fit.
+// INT8 GEMM micro-kernel with pairs of 16-bit numbers: vpmaddwd on AVX2 and above, plain C++
+// otherwise. The byte instruction vpmaddubsw saturates at 16 bits, which two products of INT8
+// exceed.
 //
-// Packed, the two values of a pair lie together, and those of all vectors side by side. Compiled once a path, which QSYNC_INT8 names.
+// Packed layout: int16, [k / 2][vector][2]. Compiled once per ISA variant; the macro QSYNC_INT8
+// names the result.
 
 #include "gemm/paths/finish.h"
 

@@ -1,5 +1,7 @@
-// INT8 products by AVX512-VNNI. Its instruction multiplies unsigned by signed bytes: rows are packed with 128 added, which takes as much as
-// 128 times the sum of a column from each of its results. Nothing saturates: what leaves INT32 on the way wraps, and comes back.
+// INT8 GEMM micro-kernel for AVX512-VNNI. Its instruction vpdpbusd multiplies unsigned by signed
+// bytes: rows are packed with 128 added, and the initial value of the sums of a column is -128
+// times the column sum. The instruction does not saturate: an intermediate overflow of INT32 wraps
+// around and cancels.
 
 #include "gemm/paths/words.h"
 

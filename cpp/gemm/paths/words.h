@@ -1,6 +1,7 @@
-// Vectors packed for instructions that sum the products of a word at a time (AVX512-VNNI, AVX512-BF16, AMX): the four consecutive values
-// of INT8, or two of BF16, that make 32 bits lie together, and those of WIDTH vectors side by side. Included by the sources of the paths
-// that have such instructions.
+// Operand packing for instructions that multiply 32-bit words of several values (AVX512-VNNI,
+// AVX512-BF16, AMX). A word contains four consecutive INT8 or two consecutive BF16 values of a
+// vector; the packed layout is [word][vector]. Only the sources of these ISA variants include this
+// file.
 #pragma once
 
 #include "gemm/paths/finish.h"
@@ -11,11 +12,12 @@
 namespace qsync {
 namespace {
 
-constexpr std::size_t WORD = 4, LANES = 16, CHUNK = 64; // bytes of a word, words of a register, its bytes
+// Bytes per word, words per register, bytes per register.
+constexpr std::size_t WORD = 4, LANES = 16, CHUNK = 64;
 template <class T> constexpr std::size_t A_WORD = WORD / sizeof(T);
 template <class T> constexpr std::size_t A_CHUNK = CHUNK / sizeof(T);
 
-// Turns 16 by 16 numbers of 32 bits: number j of vector i becomes number i of vector j.
+// Transpose a 16 x 16 matrix of 32-bit numbers.
 inline void turn(__m512i (&x)[LANES]) {
     __m512i t[LANES], u[LANES];
     for (std::size_t i = 0; i < LANES; i += 2) {
@@ -38,7 +40,8 @@ inline void turn(__m512i (&x)[LANES]) {
     }
 }
 
-// Loads what fills a register, from the k-th value on, of `count` vectors; zeros where a vector, or its end, is none.
+// Load one register of values from index k on for each of `count` vectors. Missing vectors and
+// values past the end are zeros.
 template <class T> void load(const Vectors<T> &vectors, std::size_t first, std::size_t count, std::size_t k, __m512i (&x)[LANES]) {
     const std::size_t left = vectors.length - k;
     const T *from = vectors.at + static_cast<std::ptrdiff_t>(first) * vectors.apart + static_cast<std::ptrdiff_t>(k) * vectors.along;
@@ -58,10 +61,10 @@ template <class T> void load(const Vectors<T> &vectors, std::size_t first, std::
     for (std::size_t i = count; i < LANES; ++i) x[i] = _mm512_setzero_si512();
 }
 
-// How many words the values of a vector make.
+// Return the number of words per vector.
 template <class T> std::size_t words(const Vectors<T> &vectors) { return (vectors.length + A_WORD<T> - 1) / A_WORD<T>; }
 
-// The vectors are contiguous, or lie anyhow.
+// Pack vectors with contiguous or arbitrarily strided values.
 template <std::size_t WIDTH, class T> void pack_along(const Vectors<T> &vectors, __m512i flip, std::byte *to) {
     for (std::size_t first = 0; first < WIDTH; first += LANES) {
         const std::size_t have = vectors.count > first ? vectors.count - first : 0, lanes = WIDTH - first < LANES ? WIDTH - first : LANES;
@@ -79,8 +82,8 @@ template <std::size_t WIDTH, class T> void pack_along(const Vectors<T> &vectors,
     }
 }
 
-// Writes the words of `lanes` vectors, sixteen at most, whose values lie side by side at `from`, those of each word `step` values apart;
-// sixteen of each are read.
+// Write the words of `lanes` (at most 16) adjacent vectors. The values of a word are `step`
+// elements apart, starting at `from`; 16 elements are read for each.
 inline void interleave(const Int8 *from, std::ptrdiff_t step, std::size_t lanes, __m512i flip, std::byte *to) {
     __m128i x[A_WORD<Int8>];
     for (std::size_t i = 0; i < A_WORD<Int8>; ++i)
@@ -101,14 +104,14 @@ inline void interleave(const Bfloat16 *from, std::ptrdiff_t step, std::size_t la
     _mm512_mask_storeu_epi32(to, static_cast<__mmask16>((1u << lanes) - 1u), _mm512_xor_si512(both, flip));
 }
 
-// The vectors lie side by side: value k of all of them, then value k + 1.
+// Pack adjacent vectors (unit stride between vectors): value k of all vectors, then value k + 1.
 template <std::size_t WIDTH, class T> void pack_across(const Vectors<T> &vectors, __m512i flip, std::byte *to) {
     constexpr std::size_t VALUES = A_WORD<T>;
     for (std::size_t word = 0; word < words(vectors); ++word, to += WIDTH * WORD) {
         const T *from = vectors.at + static_cast<std::ptrdiff_t>(VALUES * word) * vectors.along;
         const std::size_t left = vectors.length - VALUES * word;
         std::ptrdiff_t step = vectors.along;
-        // Sixteen at a time are loaded, and there may be no memory behind the last.
+        // Each load reads 16 values, so copy to a padded buffer near the end of the operand.
         constexpr std::size_t READ = (WIDTH + LANES - 1) / LANES * LANES;
         alignas(64) T some[VALUES][READ];
         if (vectors.count < READ || left < VALUES) {
@@ -123,7 +126,7 @@ template <std::size_t WIDTH, class T> void pack_across(const Vectors<T> &vectors
     }
 }
 
-// Packs vectors with every byte's bits of `flip` turned over; WIDTH is a multiple of four.
+// Pack WIDTH vectors into words and XOR them with `flip`. WIDTH is a multiple of four.
 template <std::size_t WIDTH, class T> void pack_words(const Vectors<T> &vectors, __m512i flip, void *packed) {
     auto *to = static_cast<std::byte *>(packed);
     if (vectors.apart == 1 && vectors.along != 1)
@@ -132,8 +135,11 @@ template <std::size_t WIDTH, class T> void pack_words(const Vectors<T> &vectors,
         pack_along<WIDTH>(vectors, flip, to);
 }
 
-// Multiplies packed rows by two registers of packed columns, word by word. `dot` adds the products of words to sums; registers are taken
-// for integers, whatever they hold.
+// Multiply ROWS packed rows by two registers of packed columns, word by word. `dot` accumulates the
+// products of words; registers are typed as integers for every element type.
+//
+// rows: [count][ROWS] words; columns: [count][32] words; offsets: [32]; tile: [ROWS, 32],
+// row-major.
 template <std::size_t ROWS, class S, class Dot>
 inline __attribute__((always_inline)) void multiply_words(const void *rows, const void *columns, const S *offsets, std::size_t count, S *tile,
                                                           bool add, Dot dot) {
