@@ -24,14 +24,14 @@ def why_not(search: MilpSearch) -> PlanError:
         limit = problem.classes[name].memory
         if limit is None:
             continue
-        _judged(search, free, "memory", name)
-        peak = search.smallest[name]
+        _evaluate_best(search, free, "memory", name)
+        peak = search.state.smallest_peak_bytes[name]
         if beyond(peak, limit):
             do = f"allow {megabytes(peak)}, or give it a smaller batch"
             message = f"a step on {shown(name)} takes {megabytes(peak)} at least, {megabytes(peak - limit)} more than allowed"
             return PlanError(message, where=f"memory of {shown(name)}, {megabytes(limit)}", do=do)
     if problem.variance is not None:
-        calmest = _judged(search, free, "variance")
+        calmest = _evaluate_best(search, free, "variance")
         if beyond(calmest.variance, problem.variance):
             message = f"the variance is {calmest.variance:.4g} at least, {calmest.variance - problem.variance:.4g} more than allowed"
             return PlanError(
@@ -39,12 +39,16 @@ def why_not(search: MilpSearch) -> PlanError:
                 where=f"variance, {problem.variance:.4g}",
                 do="allow more, or wider formats",
             )
-    fastest = _judged(search, free, "seconds")
+    fastest = _evaluate_best(search, free, "seconds")
     where = f"seconds of a step, {milliseconds(problem.seconds or 0.0)}"
     if problem.seconds is not None and beyond(fastest.seconds, problem.seconds):
-        slowest = [name for name in _kept(search) if beyond(_alone(search, name), problem.seconds)]
+        slowest = [
+            name
+            for name in _fixed_classes(search)
+            if beyond(_step_seconds_alone(search, name), problem.seconds)
+        ]
         who = (
-            f": {shown(slowest[0])}, which no plan is chosen for, takes {milliseconds(_alone(search, slowest[0]))}"
+            f": {shown(slowest[0])}, which no plan is chosen for, takes {milliseconds(_step_seconds_alone(search, slowest[0]))}"
             if slowest
             else ""
         )
@@ -53,13 +57,13 @@ def why_not(search: MilpSearch) -> PlanError:
             f"a step takes {milliseconds(fastest.seconds)} at least, {more} more than allowed{who}"
         )
         return PlanError(message, where=where, do=f"allow {milliseconds(fastest.seconds)} a step")
-    live = replace(search.limits, seconds=None)
-    within = _judged(search, live, "seconds")
+    live = replace(search.state.limits, seconds=None)
+    within = _evaluate_best(search, live, "seconds")
     parts = [f"{milliseconds(within.seconds)} a step"]
     for name in problem.open:
         if problem.classes[name].memory is not None:
             parts.append(
-                f"{megabytes(_peak(_judged(search, replace(free, seconds=problem.seconds), 'memory', name), name))} on {shown(name)}"
+                f"{megabytes(_peak(_evaluate_best(search, replace(free, seconds=problem.seconds), 'memory', name), name))} on {shown(name)}"
             )
     limits = [where] if problem.seconds is not None else []
     limits += [
@@ -72,34 +76,34 @@ def why_not(search: MilpSearch) -> PlanError:
     return PlanError(message, where=" and ".join(limits), do=f"allow {', or '.join(parts)}")
 
 
-def _judged(
+def _evaluate_best(
     search: MilpSearch, limits: Constraints, least: str, name: str | None = None
 ) -> Evaluation:
     """Return the evaluation of the plans that minimize `least`; other classes do not change."""
     names = [name] if name is not None else list(search.problem.open)
     result = find(
         search.problem,
-        search.judge,
-        search.prices,
-        search.held,
+        search.evaluator,
+        search.state.state_costs,
+        search.state.memory_estimates,
         limits,
         least,
         names,
-        search.judge.plans,
+        search.evaluator.plans,
         search.gap,
         search.seconds,
     )
-    return search.look({**search.judge.plans, **(result.plans or {})}, result.codecs)
+    return search.evaluate({**search.evaluator.plans, **(result.plans or {})}, result.codecs)
 
 
-def _kept(search: MilpSearch) -> list[str]:
+def _fixed_classes(search: MilpSearch) -> list[str]:
     """Return the classes with a fixed plan."""
     return [name for name, part in search.problem.classes.items() if part.kept is not None]
 
 
-def _alone(search: MilpSearch, name: str) -> float:
+def _step_seconds_alone(search: MilpSearch, name: str) -> float:
     """Return the seconds of a step if all other classes were infinitely fast."""
-    played, transfer = search.judge.timeline.played, search.judge.transfer
+    played, transfer = search.evaluator.timeline.played, search.evaluator.transfer
     device, rest = played.devices[name], sum(transfer)
     arrived = [0.0]
     for ready, travels in zip(device.ready.tolist(), transfer, strict=True):
@@ -108,5 +112,5 @@ def _alone(search: MilpSearch, name: str) -> float:
     return max(device.computed, *arrived) + played.after(name)
 
 
-def _peak(judged: Evaluation, name: str) -> int:
-    return judged.classes[name].peak_bytes or 0
+def _peak(evaluation: Evaluation, name: str) -> int:
+    return evaluation.classes[name].peak_bytes or 0

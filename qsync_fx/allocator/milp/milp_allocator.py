@@ -1,8 +1,8 @@
 """Exact allocator `MilpAllocator`, with plans that are evaluated without a program.
 
-For approximate programs, the allocator also evaluates all plans if they are few (`every`), the plan
-of precision recovery (`begin_elsewhere`), and single changes of the best plan (`widen`). These
-steps never make the best plan worse.
+If the estimate of the search is approximate, the allocator also evaluates all plans if they are few
+(`enumerate_plans`), the plan of precision recovery (`evaluate_precision_recovery`), and single
+changes of the best plan (`widen_operators`). These steps never make the best plan worse.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from qsync_fx.allocator.problem import Problem
 from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.errors import PlanError
 
-FEW: Final = 300
-"""Maximum number of plans to enumerate if the program is approximate."""
-_LOOKS: Final = 500
-"""Budget of `widen`: maximum number of operators times evaluations."""
-_CHEAP: Final = 3
-"""Ratio of attempts to evaluations in `widen`: the memory bound excludes most attempts."""
-_ASKED: Final = 32
-"""Number of adjustable operators up to which precision recovery runs: it evaluates each step."""
+MAX_ENUMERATED_PLANS: Final = 300
+"""Maximum number of plans to enumerate if the estimate is approximate."""
+_WIDENING_BUDGET: Final = 500
+"""Maximum number of operators times evaluations in `widen_operators`."""
+_ATTEMPTS_PER_EVALUATION: Final = 3
+"""Ratio of attempts to evaluations in widening: the memory bound excludes most attempts."""
 
 
-def widen(search: MilpSearch) -> None:
+def widen_operators(search: MilpSearch) -> None:
     """Widen single operators of the best plan if the evaluator accepts more than the program."""
-    problem, judge = search.problem, search.judge
-    if search.best is None or not search.approximate or problem.tied or problem.least != "variance":
+    problem, evaluator, state = search.problem, search.evaluator, search.state
+    incumbent = state.incumbent
+    if incumbent is None or not state.is_approximate:
         return
-    plans = search.best[0]
-    judge.become(plans, search.best[1].codecs)
-    wins = [
+    if problem.tied or problem.least != "variance":
+        return
+    evaluator.become(incumbent.plans, incumbent.evaluation.codecs)
+    changes = [
         (
             problem.weight(name) * (part.omega(operator, fmt) - part.omega(operator, wider)),
             name,
@@ -49,58 +49,54 @@ def widen(search: MilpSearch) -> None:
         )
         for name in problem.open
         for part in (problem.classes[name],)
-        for operator, fmt in plans[name].items()
+        for operator, fmt in incumbent.plans[name].items()
         for wider in part.choices[operator]
     ]
-    tries = _LOOKS // max(1, sum(len(plans[name]) for name in problem.open))
+    operators = sum(len(incumbent.plans[name]) for name in problem.open)
+    evaluations = _WIDENING_BUDGET // max(1, operators)
     # A gain larger than the distance to the bound is infeasible.
-    most = search.best[1].variance * (1 + TOLERANCE) - (search.proved or 0.0)
-    first = sorted((win for win in wins if 0 < win[0] <= most), key=lambda win: -win[0])
-    for _, name, operator, wider in first[: _CHEAP * tries]:
+    most = incumbent.evaluation.variance * (1 + TOLERANCE) - (state.lower_bound or 0.0)
+    gains = sorted((change for change in changes if 0 < change[0] <= most), key=lambda it: -it[0])
+    for _, name, operator, wider in gains[: _ATTEMPTS_PER_EVALUATION * evaluations]:
         part = problem.classes[name]
-        if part.omega(operator, wider) < part.omega(operator, judge.plans[name][operator]):
-            judge.set(name, operator, wider)
-            excluded = search.excluded
-            tries -= not excluded
-            if excluded or not judge.fits():
-                judge.undo()
-            if tries <= 0:
+        if part.omega(operator, wider) < part.omega(operator, evaluator.plans[name][operator]):
+            evaluator.set(name, operator, wider)
+            excluded = search.exceeds_memory_bound()
+            evaluations -= not excluded
+            if excluded or not evaluator.fits():
+                evaluator.undo()
+            if evaluations <= 0:
                 break
-    search.look(judge.plans)
+    search.evaluate(evaluator.plans)
 
 
-def every(search: MilpSearch) -> bool:
-    """Evaluate all plans if they are few and the program is approximate; return whether it did."""
+def enumerate_plans(search: MilpSearch) -> bool:
+    """Evaluate all plans if there are few; return whether it did."""
+    problem = search.problem
     choices = {
-        (name, operator): entry
-        for name in search.problem.open
-        for operator, entry in search.problem.classes[name].choices.items()
+        (name, operator): formats
+        for name in problem.open
+        for operator, formats in problem.classes[name].choices.items()
     }
-    codecs = [tuple(by) for by in search.judge.options.coded]
-    many = math.prod(map(len, (*choices.values(), *codecs)))
-    if search.problem.tied or not search.approximate or many > FEW:
+    codecs = [tuple(by) for by in search.evaluator.options.coded]
+    count = math.prod(map(len, (*choices.values(), *codecs)))
+    if problem.tied or count > MAX_ENUMERATED_PLANS:
         return False
-    for picked in itertools.product(*choices.values()):
-        plans: dict[str, dict[str, str]] = {name: {} for name in search.problem.open}
-        for (name, operator), fmt in zip(choices, picked, strict=True):
+    for formats in itertools.product(*choices.values()):
+        plans: dict[str, dict[str, str]] = {name: {} for name in problem.open}
+        for (name, operator), fmt in zip(choices, formats, strict=True):
             plans[name][operator] = fmt
         for coded in itertools.product(*codecs):
-            search.look(plans, coded)
-    search.bound = search.best[1].value(search.problem) if search.best is not None else search.bound
+            search.evaluate(plans, coded)
     return True
 
 
-def few(search: MilpSearch) -> bool:
-    """Return whether there are few enough adjustable operators to evaluate every step."""
-    return sum(len(part.choices) for part in search.problem.classes.values()) <= _ASKED
-
-
-def begin_elsewhere(search: MilpSearch) -> None:
+def evaluate_precision_recovery(search: MilpSearch) -> None:
     """Evaluate the plan of precision recovery; learned costs can hide similar plans."""
-    if not few(search):
-        return
-    with contextlib.suppress(PlanError):
-        search.look(PrecisionRecovery().allocate(search.problem).plans, search.judge.options.plain)
+    if search.is_small:
+        with contextlib.suppress(PlanError):
+            plans = PrecisionRecovery().allocate(search.problem).plans
+            search.evaluate(plans, search.evaluator.options.plain)
 
 
 GAP: Final = 1e-4
@@ -114,7 +110,7 @@ class MilpAllocator:
 
     Attributes:
         gap: allowed gap between plan and bound, relative to the objective.
-        rounds: maximum number of rounds that learn from the evaluator.
+        rounds: maximum number of iterations that learn from the evaluator.
         seconds: time limit of each program; the best plan so far is used after it.
     """
 
@@ -134,38 +130,35 @@ class MilpAllocator:
     def _allocated(self, problem: Problem) -> PlanResult:
         began = time.perf_counter()
         search = MilpSearch(problem, self.gap, self.seconds)
-        if search.approximate:
-            search.bounded()
-        # With few operators a second search is inexpensive.
-        if not search.near and (not search.lean(self.rounds) or few(search)):
-            search.run(self.rounds)
-        if search.approximate:
-            search.sharpen()
-        full = not search.approximate or (not search.near and every(search))
-        if not full and not search.near:
-            begin_elsewhere(search)
-            widen(search)
-            search.bounded()
-        if search.best is None:
+        state = search.state
+        search.solve(self.rounds)
+        enumerated = False
+        if state.is_approximate and not search.is_within_gap():
+            enumerated = enumerate_plans(search)
+            if not enumerated:
+                evaluate_precision_recovery(search)
+                widen_operators(search)
+                search.compute_lower_bound()
+        if state.incumbent is None:
             raise why_not(search)
-        bound = search.bound if full else search.proved
-        plans = search.best[0]
-        judged = with_peaks(problem, *search.best)
-        value = judged.value(problem)
-        took = time.perf_counter() - began
-        notes = (
-            ()
-            if full or search.near
-            else (PlanNote(PlanNoteKind.RECKONED, numbers={problem.least: search.bound}),)
-        )
-        available = None if bound is None else min(bound, value)
+        plans = state.incumbent.plans
+        evaluation = with_peaks(problem, plans, state.incumbent.evaluation)
+        value, bound = evaluation.value(problem), state.lower_bound
+        notes = list(state.notes)
+        if enumerated:
+            bound = value
+        elif not state.is_approximate:
+            bound = state.program_bound
+        elif not search.is_within_gap():
+            numbers: dict[str, float] = {problem.least: state.program_bound}
+            notes.append(PlanNote(PlanNoteKind.RECKONED, numbers=numbers))
         return PlanResult(
             problem,
             plans,
-            judged,
+            evaluation,
             self.name,
-            available,
-            took,
-            tuple(search.rounds),
-            (*search.notes, *notes),
+            None if bound is None else min(bound, value),
+            time.perf_counter() - began,
+            tuple(state.iterations),
+            tuple(notes),
         )

@@ -18,7 +18,11 @@ from qsync_fx.allocator.milp import (
     neighbour_terms,
 )
 from qsync_fx.allocator.milp.linear_program import LinearProgram
-from qsync_fx.allocator.milp.milp_allocator import FEW, MilpAllocator, widen
+from qsync_fx.allocator.milp.milp_allocator import (
+    MAX_ENUMERATED_PLANS,
+    MilpAllocator,
+    widen_operators,
+)
 from qsync_fx.allocator.milp.search import MilpSearch
 from qsync_fx.allocator.recovery import PrecisionRecovery
 from qsync_fx.predictor.memory import TrainingMemory
@@ -62,7 +66,7 @@ def test_least_variance_is_that_of_brute_force(
         with pytest.raises(PlanError, match=r"more than allowed|at once"):
             MilpAllocator().allocate(problem)
         return
-    if memory is not None and len(known) > FEW:
+    if memory is not None and len(known) > MAX_ENUMERATED_PLANS:
         return
     answer = MilpAllocator().allocate(problem)
     assert answer.fits
@@ -77,7 +81,7 @@ def test_least_variance_is_that_of_brute_force(
 @ALL
 def test_memory_of_many_plans_is_near_that_of_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held is not linear in what is chosen, so that a plan may be missed; none is taken that does not fit, none bounded away."""
-    monkeypatch.setattr(milp_allocator, "FEW", 0)
+    monkeypatch.setattr(milp_allocator, "MAX_ENUMERATED_PLANS", 0)
     best = 0
     for seed in range(examples(6)):
         part = replace(
@@ -109,14 +113,15 @@ def test_a_plan_that_is_ruled_out_leaves_the_next_best(seed: int) -> None:
     seconds = sorted(judged.seconds for _, judged in known)[len(known) // 2]
     problem = replace(problem, seconds=seconds)
     best = [judged.variance for _, judged in known if not judged.exceeds(problem)]
-    found = MilpSearch(problem, 1e-7, 60.0)
+    search = MilpSearch(problem, 1e-7, 60.0)
     for variance in best[:4]:
-        program = found._found(problem.uniform())
-        assert program.plans is not None
-        assert found.look(program.plans).variance == pytest.approx(variance, rel=1e-6)
-        assert program.bound == pytest.approx(variance, rel=1e-6)
-        ruled_out = [*found.limits.without.get("a", ()), program.plans["a"]]
-        found.limits = replace(found.limits, without={"a": ruled_out})
+        solution = search.solve_estimate_from(problem.uniform())
+        assert solution.plans is not None
+        assert search.evaluate(solution.plans).variance == pytest.approx(variance, rel=1e-6)
+        assert solution.bound == pytest.approx(variance, rel=1e-6)
+        limits = search.state.limits
+        excluded = [*limits.without.get("a", ()), solution.plans["a"]]
+        search.state.limits = replace(limits, without={"a": excluded})
 
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -191,19 +196,20 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
         problem = replace(problem, seconds=seconds[len(seconds) // 2])
         best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
         search = MilpSearch(problem, 1e-4, 60.0)
-        search.run(6)
-        widen(search)
-        assert search.best is not None
-        assert not search.best[1].exceeds(problem)
-        assert search.approximate
-        near += search.best[1].variance <= best * 1.5
+        search.iterate_to_fixed_point(6)
+        widen_operators(search)
+        incumbent = search.state.incumbent
+        assert incumbent is not None
+        assert not incumbent.evaluation.exceeds(problem)
+        assert search.state.is_approximate
+        near += incumbent.evaluation.variance <= best * 1.5
         bounds = []
         with monkeypatch.context() as patch:
             for columns, splits in ((0, 0), (neighbour_terms.COLUMNS, 0), (10**9, 10**9)):
                 patch.setattr(neighbour_terms, "COLUMNS", columns)
                 patch.setattr(neighbour_terms, "SPLITS", splits)
-                search.proved = None
-                bound = search.bounded()
+                search.state.lower_bound = None
+                bound = search.compute_lower_bound()
                 assert bound is not None
                 assert 0 <= bound <= best * (1 + 1e-6) + 1e-12, "what a solver takes for zero"
                 bounds.append(bound)
@@ -214,7 +220,7 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
         assert exact.judged.variance == pytest.approx(best, rel=1.1e-4)
         assert exact.gap is not None
         assert exact.gap <= 1e-4
-        if len(known) <= FEW:
+        if len(known) <= MAX_ENUMERATED_PLANS:
             assert MilpAllocator().allocate(problem).judged.variance == pytest.approx(best)
     assert near >= 2
 

@@ -158,7 +158,7 @@ def test_plans_along_a_stream_are_those_of_brute_force(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what is written behind norms in the program, near each limit of memory."""
-    monkeypatch.setattr(milp_allocator, "FEW", 0)
+    monkeypatch.setattr(milp_allocator, "MAX_ENUMERATED_PLANS", 0)
     part, draw = device(7, seed), random.Random(seed)
     free = draw.sample(
         [operator for operator in part.choices if "conv" in operator or "linear" in operator], 5
@@ -184,13 +184,10 @@ def test_plans_along_a_stream_are_those_of_brute_force(
         assert answer.judged.variance == pytest.approx(best, rel=1.1e-4) or answer.gap > 1e-4
         # With all that is certain at every moment, what is best is still a plan of the program.
         search = MilpSearch(limited, 1e-6, 60.0)
-        search.bounded()
-        for certain in search._certain.values():
-            certain.moments = list(certain.during.moments)
-        found = search._found(
-            search.judge.plans, search._least_prices, search._certain, search._asked
-        )
-        assert found.bound <= best * (1 + 1e-6)
+        search.compute_lower_bound()
+        for memory_bound in search.state.memory_bounds.values():
+            memory_bound.moments = list(memory_bound.during.moments)
+        assert search.solve_bound(search.gap).bound <= best * (1 + 1e-6)
 
 
 def _pinned(operator: ModelOperator, fmt: str) -> ModelOperator:
