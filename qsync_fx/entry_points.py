@@ -1,18 +1,44 @@
-"""Entry points of installed packages.
+"""Extension points: values that modules of a package, or installed packages, add to a table.
 
-Invariant: an error of a broken package names the package and its entry point, because the user may
-not know that it is installed.
+Invariant: an error of a broken installed package names the package and its entry point, because the
+user may not know that it is installed.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from qsync_fx.errors import QSyncError
 
 Value = TypeVar("Value")
+
+
+def listed_in_modules(parent: str, attribute: str) -> dict[str, Any]:
+    """Return the values that the modules of a package list, by their `name`.
+
+    Args:
+        parent: name of the package; its modules are imported, those of its subpackages are not.
+        attribute: name of the tuple of values in a module; most modules have none.
+
+    Raises:
+        QSyncError: two values have the same name.
+    """
+    result: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    for entry in pkgutil.iter_modules(importlib.import_module(parent).__path__, f"{parent}."):
+        for value in getattr(importlib.import_module(entry.name), attribute, ()):
+            if value.name in result:
+                raise QSyncError(
+                    f"two {attribute} are called {value.name!r}",
+                    where=f"{owner[value.name]} and {entry.name}",
+                    do="rename one of them",
+                )
+            result[value.name], owner[value.name] = value, entry.name
+    return result
 
 
 def tuples(group: str, kind: type[Value], wanted: str) -> dict[str, tuple[Value, ...]]:

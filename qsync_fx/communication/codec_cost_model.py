@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from qsync_fx.communication.bucket import gathered, threshold
-from qsync_fx.communication.codecs import NAMES, PLAIN, codec_named
+from qsync_fx.communication.codecs import PLAIN, codec_named
+from qsync_fx.communication.codecs.casts import CODECS as CASTS
 from qsync_fx.communication.codecs.codec import Codec
 from qsync_fx.communication.codecs.truncation import Adaptive
 from qsync_fx.communication.point_to_point import HEADER, VALUES
@@ -85,10 +86,9 @@ _TO_COPY: Final = {
     "aqgb28": (0.88, 0.87),
     "aqgb32": (0.88, 0.96),
     "aqgb": (0.88, 0.96),  # its highest level
+    **dict.fromkeys((codec.name for codec in CASTS[1:]), (1.16, 0.50)),  # mean of FP16 and BF16
 }
 """Encode and decode speed relative to memcpy: benchmarks/results/gradient_codecs.json, AVX-512."""
-_CASTS: Final = (1.16, 0.50)
-"""The same for torch's casts to 16 bits and back, mean of FP16 and BF16."""
 _TO_COPY_OF_A_GPU: Final = {
     PLAIN.name: (1.0, 1.0),
     "1bit*": (0.063, 0.31),
@@ -99,23 +99,22 @@ _TO_COPY_OF_A_GPU: Final = {
     "qsgd16": (0.17, 0.34),
     **dict.fromkeys((f"aqgb{bits}" for bits in (12, 16, 20, 24, 28, 32)), (0.057, 0.089)),
     "aqgb": (0.057, 0.089),
+    **dict.fromkeys((codec.name for codec in CASTS[1:]), (1.13, 0.73)),
 }
 """The same relative to a copy in GPU memory, fused by Inductor: H200, 100 MB (gpu_codecs.json)."""
-_CASTS_OF_A_GPU: Final = (1.13, 0.73)
 _MANY: Final = 2**20
 
 
 def of_copy(copy: float, source: str) -> Rates:
-    """Return predicted rates for memory that copies `copy` bytes/s."""
-    shares = {name: _TO_COPY.get(name, _CASTS) for name in NAMES}
+    """Return predicted rates of the codecs in the table, for memory that copies `copy` bytes/s."""
     return Rates(
         source,
-        {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in shares.items()},
+        {name: Rate(copy * encode, copy * decode) for name, (encode, decode) in _TO_COPY.items()},
     )
 
 
 def of_gpu(copy: float, host: float, source: str) -> Rates:
-    """Return predicted rates for a GPU.
+    """Return predicted rates for a GPU, of the codecs in the table.
 
     Args:
         copy: bytes/s of a copy in GPU memory.
@@ -128,12 +127,11 @@ def of_gpu(copy: float, host: float, source: str) -> Rates:
             + codec_named(name).fitted((1024, 1024)).theory(_MANY) / (4 * _MANY) / host
         )
 
-    shares = {name: _TO_COPY_OF_A_GPU.get(name, _CASTS_OF_A_GPU) for name in NAMES}
     return Rates(
         source,
         {
             name: Rate(rate(encode, name), rate(decode, name))
-            for name, (encode, decode) in shares.items()
+            for name, (encode, decode) in _TO_COPY_OF_A_GPU.items()
         },
     )
 

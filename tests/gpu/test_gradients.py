@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from qsync_fx.communication.codecs import Codec, codec_named, torch_kernels
+from qsync_fx.communication.codecs.casts import CastCodec
 from qsync_fx.communication.codecs.codec import Draw
 from qsync_fx.communication.codecs.onebit import Reshaped
 from qsync_fx.communication.codecs.qsgd import Qsgd
-from qsync_fx.communication.codecs.truncation import CastCodec, Truncated
+from qsync_fx.communication.codecs.truncation import Truncated
 from tests.gpu import kit
 from tests.support.processes import ranks
 

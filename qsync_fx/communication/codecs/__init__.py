@@ -1,37 +1,27 @@
 """Codecs of gradients, by name: `codec_named` returns one, `NAMES` lists them.
 
-`Codec` (codec.py) is the interface; implementations are QSGD (qsgd.py), 1bitSGD (onebit.py), and
-AQGB's truncation and casts (truncation.py). The kernels are in cpp/codecs/kernels.cpp, with equal
-bits on AVX-512, AVX2 and any other processor; torch_kernels.py has the same codecs for GPUs.
+`Codec` (codec.py) is the interface. Each module that implements codecs defines `CODECS`, a tuple of
+them; a new codec is a new module (docs/howto-codec.md). Implementations are casts (casts.py), QSGD
+(qsgd.py), 1bitSGD (onebit.py) and AQGB's truncation (truncation.py). Their kernels are in
+cpp/codecs/kernels.cpp, with equal bits on AVX-512, AVX2 and any other processor; torch_kernels.py
+has the same codecs for GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
+from qsync_fx.communication.codecs.casts import PLAIN
 from qsync_fx.communication.codecs.codec import Codec, Draw
-from qsync_fx.communication.codecs.onebit import Columns, Reshaped
-from qsync_fx.communication.codecs.qsgd import UNITS, Qsgd
-from qsync_fx.communication.codecs.truncation import LEVELS, Adaptive, CastCodec, Truncated
+from qsync_fx.entry_points import listed_in_modules
 from qsync_fx.errors import OptionError, nearest
-from qsync_fx.formats import FORMATS
 
 __all__ = ["NAMES", "PLAIN", "Codec", "Draw", "codec_named"]
 
 
-PLAIN: Final = CastCodec(FORMATS["fp32"])
-"""FP32 without coding: for tensors too small to benefit from a codec."""
-
-_CODECS: Final[tuple[Codec, ...]] = (
-    PLAIN,
-    *(CastCodec(row) for row in FORMATS.values() if row.plain and row.bits == 16),
-    Columns(),
-    Reshaped(64),
-    *(Qsgd(bits, size) for bits, size in UNITS.items()),
-    *(Truncated(bits) for bits in LEVELS),
-    Adaptive(),
-)
-NAMES: Final = tuple(codec.name for codec in _CODECS)
+_CODECS: Final[Mapping[str, Codec]] = listed_in_modules(__name__, "CODECS")
+NAMES: Final = tuple(_CODECS)
 
 
 def codec_named(name: str) -> Codec:
@@ -42,7 +32,6 @@ def codec_named(name: str) -> Codec:
     Raises:
         OptionError: the name is unknown.
     """
-    for codec in _CODECS:
-        if codec.name == name:
-            return codec
-    raise OptionError(f"no codec of gradients is called {name!r}", do=nearest(name, NAMES))
+    if name not in _CODECS:
+        raise OptionError(f"no codec of gradients is called {name!r}", do=nearest(name, NAMES))
+    return _CODECS[name]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -113,3 +113,6 @@ class _Column(Reshaped):
         if gradient.dim() == 2:
             return gradient.t()
         return None if gradient.is_contiguous() else gradient
+
+
+CODECS: Final = (Columns(), Reshaped(64))

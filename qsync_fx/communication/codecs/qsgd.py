@@ -11,7 +11,7 @@ Invariant: unbiased up to 2**-24 of a step; the error is less than one step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -105,3 +105,6 @@ class Qsgd(Codec):
         buffers.kernels().qsgd_decode(
             *where, n, self.bits, self.size, self.layout, add, buffers.threads(), last=last
         )
+
+
+CODECS: Final = tuple(Qsgd(bits, size) for bits, size in UNITS.items())

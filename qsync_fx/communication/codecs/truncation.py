@@ -1,66 +1,22 @@
-"""AQGB's truncation codec (X. Liu et al., 2022), and casts to torch's narrower formats.
+"""AQGB's truncation codec (X. Liu et al., 2022).
 
 Truncation sends the highest 12, 16, 20, 24, 28 or 32 bits of each FP32 value, in partitions of
 equal bytes at every level, except for the last of a tensor. A partition contains its level, so that
-a reader need not know it. Casts are like torch's comm hooks.
+a reader need not know it.
 
-Invariant: truncation moves a value towards zero by less than 2**-(bits - 9) of it; NaN stays NaN. A
-cast decodes to torch's conversion, and rounds a mean to the format like torch's hooks.
+Invariant: truncation moves a value towards zero by less than 2**-(bits - 9) of it; NaN stays NaN.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from qsync_fx.communication.codecs import buffers, torch_kernels
 from qsync_fx.communication.codecs.codec import Codec, Draw
-from qsync_fx.formats import Precision
-
-
-@dataclass(frozen=True)
-class CastCodec(Codec):
-    """Cast to a plain float format of torch, or FP32 unchanged."""
-
-    format: Precision
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.format.name
-
-    @property
-    def unit(self) -> int:
-        return 2
-
-    def nbytes(self, n: int) -> int:
-        return -(-n * self._dtype.itemsize // 4) * 4
-
-    def encode(
-        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
-    ) -> None:
-        self._sent(wire, values.numel()).copy_(values)
-
-    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        sent = self._sent(wire, values.numel())
-        if add:
-            values += sent
-        else:
-            values.copy_(sent)
-
-    def settle(self, values: Tensor) -> Tensor:
-        return values if self._dtype == values.dtype else values.copy_(values.to(self._dtype))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.format.dtype
-
-    def _sent(self, wire: Tensor, n: int) -> Tensor:
-        buffers.long_enough(wire, self.nbytes(n))
-        return wire[: n * self._dtype.itemsize].view(self._dtype)
-
 
 LEVELS = (12, 16, 20, 24, 28, 32)
 STEP = 420
@@ -156,3 +112,6 @@ class Adaptive(Truncated):
     @property
     def name(self) -> str:  # type: ignore[override]
         return "aqgb"
+
+
+CODECS: Final = (*(Truncated(bits) for bits in LEVELS), Adaptive())

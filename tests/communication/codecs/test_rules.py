@@ -263,21 +263,45 @@ def test_columns_are_those_of_cntk() -> None:
 
 
 def test_a_codec_of_another_name_is_an_error_that_names_the_nearest() -> None:
-    assert NAMES[:9] == (
-        "fp32",
-        "bf16",
-        "fp16",
-        "1bit",
-        "1bit*",
-        "qsgd2",
-        "qsgd4",
-        "qsgd8",
-        "qsgd16",
-    )
-    assert NAMES[9:] == (*(f"aqgb{bits}" for bits in LEVELS), "aqgb")
+    study = {"fp32", "bf16", "fp16", "1bit", "1bit*", "qsgd2", "qsgd4", "qsgd8", "qsgd16"}
+    assert {*study, *(f"aqgb{bits}" for bits in LEVELS), "aqgb"} <= {*NAMES}
+    assert NAMES[0] == "fp32"
     assert all(codec_named(name).name == name for name in NAMES)
     with pytest.raises(OptionError, match="did you mean 'qsgd8'"):
         codec_named("qsgd_8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_every_codec_keeps_to_its_interface(name: str, bad: float) -> None:
+    """Cuts between units change no value, error feedback is what coding leaves, and what is not finite is not hidden."""
+    codec = codec_named(name).fitted((96,))
+    n, cut = 3 * codec.unit + 5, 2 * codec.unit
+    x, before = torch.randn(n), torch.randn(n) if codec.residual else None
+    x[1] += bad
+    residual = None if before is None else before.clone()
+    found = sent(codec, x, residual=residual)
+    assert codec.nbytes(n) % 4 == 0
+    assert codec.nbytes(n) <= codec.nbytes(cut) + codec.nbytes(n - cut)
+    parts = [
+        sent(
+            codec, x[part], Draw(first=part.start), None if before is None else before[part].clone()
+        )
+        for part in (slice(0, cut), slice(cut, n))
+    ]
+    assert torch.equal(torch.cat(parts).nan_to_num(3.0), found.nan_to_num(3.0))
+    wire, total = torch.empty(codec.nbytes(n), dtype=torch.uint8), torch.ones(n)
+    codec.encode(x, wire, Draw(), None if residual is None else torch.zeros(n))
+    codec.decode(wire, once := torch.empty(n))
+    codec.decode(wire, total, add=True)
+    torch.testing.assert_close(total, once + 1, equal_nan=True)
+    assert found[: codec.unit].isfinite().all() == (bad == 0)
+    if before is None or residual is None:
+        return
+    whole = found.isfinite() & x.isfinite()
+    whole[: codec.unit] &= bad == 0
+    torch.testing.assert_close((found + residual)[whole], (x + before)[whole])
+    assert residual.isfinite().all()
 
 
 def test_what_a_kernel_cannot_take_is_an_error() -> None:

@@ -1,0 +1,66 @@
+"""Casts to torch's plain float formats, like torch's communication hooks, and FP32 without coding.
+
+Invariant: a cast decodes to torch's conversion, and rounds a mean to the format like torch's hooks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qsync_fx.communication.codecs import buffers
+from qsync_fx.communication.codecs.codec import Codec, Draw
+from qsync_fx.formats import FORMATS, Precision
+
+
+@dataclass(frozen=True)
+class CastCodec(Codec):
+    """Cast to a plain float format of torch, or FP32 unchanged."""
+
+    format: Precision
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.format.name
+
+    @property
+    def unit(self) -> int:
+        return 2
+
+    def nbytes(self, n: int) -> int:
+        return -(-n * self._dtype.itemsize // 4) * 4
+
+    def encode(
+        self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
+    ) -> None:
+        self._sent(wire, values.numel()).copy_(values)
+
+    def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
+        sent = self._sent(wire, values.numel())
+        if add:
+            values += sent
+        else:
+            values.copy_(sent)
+
+    def settle(self, values: Tensor) -> Tensor:
+        return values if self._dtype == values.dtype else values.copy_(values.to(self._dtype))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.format.dtype
+
+    def _sent(self, wire: Tensor, n: int) -> Tensor:
+        buffers.long_enough(wire, self.nbytes(n))
+        return wire[: n * self._dtype.itemsize].view(self._dtype)
+
+
+PLAIN: Final = CastCodec(FORMATS["fp32"])
+"""FP32 without coding: for tensors too small to benefit from a codec."""
+
+CODECS: Final = (
+    PLAIN,
+    *(CastCodec(row) for row in FORMATS.values() if row.plain and row.bits == 16),
+)
