@@ -3,6 +3,6 @@
 The model's parameters are one optimizer step ahead of the committed ones, and only that step uses
 low-bit gradients. Start with `duo_hook` (comm hook and handle) and `optimizer_steps` (commit and
 lookahead step). `pending_step` has the gradients that await their FP32 mean; `sign_codecs` names
-the codecs of the fast reduction. `replicated_optimizer` and `sharded_optimizer` have the parameters
-that a rank's optimizer steps, and `functional_optimizer` repeats or rolls back its steps.
+the codecs of the fast reduction. `optimizer_parameters` has the parameters that a rank's optimizer
+steps, and `functional_optimizer` repeats or rolls back its steps.
 """

@@ -26,10 +26,9 @@ from qsync_fx.communication.codecs import PLAIN, Codec
 from qsync_fx.communication.compressor_state import CompressorState
 from qsync_fx.communication.ddp_hook import Assigned, DdpCompressor
 from qsync_fx.communication.duo import functional_optimizer, pending_step
+from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters, ShardedParameters
 from qsync_fx.communication.duo.optimizer_steps import Outstanding, Steps
 from qsync_fx.communication.duo.pending_step import PendingStep, SavedBucket, versions
-from qsync_fx.communication.duo.replicated_optimizer import ReplicatedParameters
-from qsync_fx.communication.duo.sharded_optimizer import ShardedParameters
 from qsync_fx.communication.statistics import DuoReport
 from qsync_fx.errors import OptionError
 

@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from qsync_fx.communication.duo import functional_optimizer
+from qsync_fx.communication.duo.optimizer_parameters import ReplicatedParameters
 from qsync_fx.communication.duo.pending_step import BufferPool, PendingStep, Use
-from qsync_fx.communication.duo.replicated_optimizer import ReplicatedParameters
 from qsync_fx.communication.statistics import LookaheadStatistics
 from qsync_fx.errors import OptionError
 
