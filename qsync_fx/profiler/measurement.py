@@ -399,8 +399,8 @@ def measure(
         measured = session.time_plans(formats, requested, repeats, sensitivity, bool(all_reduce))
         measured = replace(measured, codecs=coding_speeds(session.device))
         if sensitivity is not None:
-            found = session.measure_sensitivity(model, batches, sensitivity, formats)
-            measured = replace(measured, sensitivity=found)
+            variances = session.measure_sensitivity(model, batches, sensitivity, formats)
+            measured = replace(measured, sensitivity=variances)
         if all_reduce:
             if callable(all_reduce):
                 all_reduce()
