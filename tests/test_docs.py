@@ -197,6 +197,14 @@ def test_links_lead_somewhere() -> None:
             )
 
 
+def test_links_to_code_are_called_like_the_file() -> None:
+    """A module that moves leaves no old name on a page."""
+    source = r"[^\])#\s]+\.(?:py|cpp|h|cuh)"
+    for path in PAGES.values():
+        for label, target in re.findall(rf"\[({source})\]\(({source})\)", path.read_text()):
+            assert Path(label).name == Path(target).name, f"{path.name}: {label} leads to {target}"
+
+
 def headings(path: Path) -> list[str]:
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
