@@ -6,8 +6,10 @@ So that adding a format, an operator or a pass takes no more files than the how-
 from __future__ import annotations
 
 import ast
+import functools
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
@@ -153,18 +155,28 @@ def module_of(name: str) -> str:
 MODULES = {module_of(name): path for name, path in SOURCES.items()}
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Return all modules of the project that a file imports.
+def loaded(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when a module is loaded: not functions, and not types alone."""
+    for node in ast.iter_child_nodes(tree):
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not typing_only and not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from loaded(node)
+
+
+@functools.cache
+def imported_modules(path: Path, deferred: bool = True) -> frozenset[str]:
+    """Return all modules of the project that a file imports; those as it is loaded unless `deferred`.
 
     Imports inside functions and under TYPE_CHECKING count. In a file that uses importlib every string that is the
     name of a module counts, too: importlib takes such strings, directly or by way of a table.
     """
     result: set[str] = set()
     tree = ast.parse(path.read_text())
-    has_importlib = any(
+    has_importlib = deferred and any(
         isinstance(node, ast.Name) and node.id == "importlib" for node in ast.walk(tree)
     )
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if deferred else loaded(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             result |= {name if name in MODULES else node.module for name in names}
@@ -172,7 +184,7 @@ def imported_modules(path: Path) -> set[str]:
             result |= {alias.name for alias in node.names}
         elif has_importlib and isinstance(node, ast.Constant) and isinstance(node.value, str):
             result.add(node.value)
-    return {name for name in result & MODULES.keys() if MODULES[name] != path}
+    return frozenset(name for name in result & MODULES.keys() if MODULES[name] != path)
 
 
 def layer(module: str) -> tuple[int, str]:
@@ -211,6 +223,22 @@ def test_import_cycles_are_short() -> None:
         assert len(cycle) <= LONGEST_CYCLE, f"these files import one another: {sorted(cycle)}"
 
 
+def test_siblings_are_loaded_without_cycles() -> None:
+    """Of the files and folders in one folder, none loads another that loads it."""
+    siblings: dict[str, nx.DiGraph] = {}
+    for module, path in MODULES.items():
+        for imported in imported_modules(path, deferred=False):
+            ours, theirs = module.split("."), imported.split(".")
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            depth = next((number for number, (a, b) in pairs if a != b), None)
+            if depth is not None:
+                graph = siblings.setdefault(".".join(ours[:depth]), nx.DiGraph())
+                graph.add_edge(ours[depth], theirs[depth])
+    assert {"qsync_fx", "qsync_fx.passes", "qsync_fx.backend.cuda"} <= siblings.keys()
+    for folder, graph in siblings.items():
+        assert nx.is_directed_acyclic_graph(graph), (folder, nx.find_cycle(graph))
+
+
 def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
@@ -230,6 +258,7 @@ def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
         "qsync_fx.plan.plan",
     }
     assert imported_modules(path) == expected
+    assert imported_modules(path, deferred=False) == set()
 
 
 def test_the_page_on_architecture_tells_the_layers() -> None:

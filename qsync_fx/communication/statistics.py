@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from qsync_fx.communication.aqgb.controller import Adapted
 from qsync_fx.communication.codecs.codec import Codec
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Summary of a controller's decisions so far.
+
+    Attributes:
+        decisions: their number.
+        levels: share of all sent values by number of bits.
+        rate: link bandwidth in bytes/s in the last step with transfers; None before.
+    """
+
+    decisions: int
+    levels: Mapping[int, float]
+    rate: float | None
+
+    def __str__(self) -> str:
+        shares = ", ".join(
+            f"{share:.1%} in {bits} bits" for bits, share in sorted(self.levels.items())
+        )
+        rate = (
+            "the link is not measured yet"
+            if self.rate is None
+            else f"the link takes {self.rate / 1e6:.1f} MB/s"
+        )
+        return f"{self.decisions} decisions: {shares or 'nothing sent'}; {rate}"
 
 
 @dataclass

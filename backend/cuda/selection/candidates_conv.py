@@ -26,7 +26,7 @@ from qsync_fx.backend.cuda.kernel_config import (
     wide,
 )
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem
-from qsync_fx.backend.cuda.selection import candidates, select
+from qsync_fx.backend.cuda.selection import constraints_conv, select
 from qsync_fx.formats import FORMATS
 
 
@@ -179,7 +179,7 @@ def _configs(
         )
         for shape in shapes
     )
-    return [config for config in result if not candidates.problems(config)]
+    return [config for config in result if not constraints_conv.broken(config)]
 
 
 def _parts(fmt: str) -> tuple[_Tile, ...]:

@@ -26,7 +26,7 @@ from qsync_fx.backend.cuda.kernel_config import (
     size_of,
 )
 from qsync_fx.backend.cuda.problem import GemmProblem, Major
-from qsync_fx.backend.cuda.selection import candidates, select
+from qsync_fx.backend.cuda.selection import constraints_gemm, select
 from qsync_fx.formats import FORMATS
 
 
@@ -208,7 +208,7 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
         _config3(kind, tile) if isinstance(tile, _Tile3) else _config2(kind, tile)
         for tile in _tiles(kind)
     ]
-    return [config for config in made if not candidates.problems(config)]
+    return [config for config in made if not constraints_gemm.broken(config)]
 
 
 def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:

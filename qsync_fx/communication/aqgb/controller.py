@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from qsync_fx.communication.aqgb.bit_allocation import BitDecision, decide
+from qsync_fx.communication.statistics import Adapted
 
 _STEPS: Final = 5
 """Number of past steps for the prediction."""
@@ -48,32 +49,6 @@ class AqgbEntry:
     @property
     def ratio(self) -> float:
         return 1.0 if self.decision is None else self.decision.ratio
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """Summary of a controller's decisions so far.
-
-    Attributes:
-        decisions: their number.
-        levels: share of all sent values by number of bits.
-        rate: link bandwidth in bytes/s in the last step with transfers; None before.
-    """
-
-    decisions: int
-    levels: Mapping[int, float]
-    rate: float | None
-
-    def __str__(self) -> str:
-        shares = ", ".join(
-            f"{share:.1%} in {bits} bits" for bits, share in sorted(self.levels.items())
-        )
-        rate = (
-            "the link is not measured yet"
-            if self.rate is None
-            else f"the link takes {self.rate / 1e6:.1f} MB/s"
-        )
-        return f"{self.decisions} decisions: {shares or 'nothing sent'}; {rate}"
 
 
 @dataclass
