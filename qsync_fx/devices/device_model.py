@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from qsync_fx.devices.format_support import ANY, row_at
 from qsync_fx.devices.roofline import (
@@ -37,10 +37,6 @@ from qsync_fx.devices.spec import (
 from qsync_fx.errors import DeviceError, nearest, shown
 from qsync_fx.formats import FORMATS, FP32, Precision, encoding, precision
 from qsync_fx.serialization.schema import TomlSchema
-
-if TYPE_CHECKING:
-    pass
-
 
 PRODUCTS: tuple[Product, ...] = get_args(Product)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

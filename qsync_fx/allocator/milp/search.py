@@ -225,13 +225,17 @@ class MilpSearch:
         if self.state.is_approximate:
             self.compute_lower_bound()
         if not self.is_within_gap():
-            self.iterate_to_fixed_point(max_iterations)
-            if self.state.incumbent is None:
-                self.evaluate_uniform_plans()
-                self.refine_model()
-                self.iterate_to_fixed_point(max_iterations)
+            self.iterate_with_restart(max_iterations)
         if self.state.is_approximate:
             self.tighten_bound()
+
+    def iterate_with_restart(self, max_iterations: int) -> None:
+        """Iterate the estimate; without a feasible plan, once more from the uniform plans."""
+        self.iterate_to_fixed_point(max_iterations)
+        if self.state.incumbent is None:
+            self.evaluate_uniform_plans()
+            self.refine_model()
+            self.iterate_to_fixed_point(max_iterations)
 
     def solve_with_memory_cuts(self, max_iterations: int) -> None:
         """Bound the objective with cuts, then solve with corrected and with estimated memory."""

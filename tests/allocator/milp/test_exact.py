@@ -196,7 +196,7 @@ def test_times_that_follow_neighbours_are_learned_or_in_the_program(
         problem = replace(problem, seconds=seconds[len(seconds) // 2])
         best = min(judged.variance for _, judged in known if not judged.exceeds(problem))
         search = MilpSearch(problem, 1e-4, 60.0)
-        search.iterate_to_fixed_point(6)
+        search.iterate_with_restart(6)
         widen_operators(search)
         incumbent = search.state.incumbent
         assert incumbent is not None
