@@ -150,7 +150,7 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(
         (["linear", "--device", "t4", "--repeats", "3"], "--repeats is for profiles measured here"),
         (
             ["linear", "--device", "t4", "--cache", "--scaling", "row"],
-            "--scaling, --cache are of what is measured",
+            "--scaling, --cache are for profiles measured here",
         ),
         (["linear", "--precision", "int8"], "a profile is of several precisions"),
         (["linear", "--precisions", "fp23"], "did you mean 'fp32'?"),
