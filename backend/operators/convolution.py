@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.operators.conv_gradients import Geometry, convolution_backward, forward
-from qsync_fx.backend.operators.gemm import dispatch, implicit_gemm
+from qsync_fx.backend.operators.gemm import implicit_gemm
+from qsync_fx.backend.operators.gemm.dispatch import Dispatcher, partner
 from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.backend.operators.once_differentiable import first_only, link, place
 from qsync_fx.backend.operators.product_utils import (
@@ -118,6 +119,7 @@ def output(
     geometry: Geometry,
     row: Precision,
     out_dtype: torch.dtype,
+    dispatcher: Dispatcher,
 ) -> Tensor:
     """Return the convolution of a batch, with scales and bias; plain formats use torch's own layer.
 
@@ -126,8 +128,17 @@ def output(
     if row.plain:
         plain_bias = None if bias is None else bias.to(row.dtype)
         return forward(xq, wq, plain_bias, geometry).to(out_dtype)
-    result = dispatch.convolved(
-        xq, wq, x_scale, w_scale, bias, wq, geometry, "fprop", out_dtype, row
+    result = dispatcher.convolution_product(
+        xq,
+        wq,
+        a_scale=x_scale,
+        b_scale=w_scale,
+        bias=bias,
+        like=wq,
+        geometry=geometry,
+        operation="fprop",
+        out_dtype=out_dtype,
+        row=row,
     )
     if result is not None:
         return result
@@ -150,14 +161,25 @@ def input_gradient(
     geometry: Geometry,
     row: Precision,
     dtype: torch.dtype,
+    dispatcher: Dispatcher,
 ) -> Tensor | None:
     """Return the input gradient of a batch by a kernel; None if there is none.
 
     `gradient` is rounded; `saved` is (input, weight); `factor` is the weight's scale.
     """
     (g, scale), (xq, wq) = gradient, saved
-    return dispatch.convolved(
-        g, wq, scale, factor, None, xq, geometry, "dgrad", dtype, row, dispatch.partner(g)
+    return dispatcher.convolution_product(
+        g,
+        wq,
+        a_scale=scale,
+        b_scale=factor,
+        bias=None,
+        like=xq,
+        geometry=geometry,
+        operation="dgrad",
+        out_dtype=dtype,
+        row=row,
+        b_dtype=partner(g),
     )
 
 
@@ -168,11 +190,22 @@ def weight_gradient(
     geometry: Geometry,
     row: Precision,
     dtype: torch.dtype,
+    dispatcher: Dispatcher,
 ) -> Tensor | None:
     """Return the weight gradient by a kernel; None if there is none. See `input_gradient`."""
     (g, scale), (xq, wq) = gradient, saved
-    return dispatch.convolved(
-        g, xq, scale, factor, None, wq, geometry, "wgrad", dtype, row, dispatch.partner(g)
+    return dispatcher.convolution_product(
+        g,
+        xq,
+        a_scale=scale,
+        b_scale=factor,
+        bias=None,
+        like=wq,
+        geometry=geometry,
+        operation="wgrad",
+        out_dtype=dtype,
+        row=row,
+        b_dtype=partner(g),
     )
 
 
@@ -192,12 +225,21 @@ class _Convolution(torch.autograd.Function):
         linked = link()
         ctx.save_for_backward(xq, x_scale, wq, w_scale, inputs.seed, linked)
         ctx.how = inputs.stream, geometry, inputs.rounding, inputs.gradients
-        ctx.fmt, ctx.place = inputs.fmt, place(inputs.stream)
+        ctx.fmt, ctx.place, ctx.dispatcher = inputs.fmt, place(inputs.stream), inputs.dispatcher
         ctx.dtypes = inputs.x.dtype, inputs.weight.dtype, None if bias is None else bias.dtype
         ndim = wq.dim()
         ctx.order = order if len(order) == ndim else [0, *(dim + 1 for dim in order)]
-        settings = geometry, precision(inputs.fmt), inputs.out_dtype
-        y = output(_batched(xq, ndim), x_scale, wq, _per_channel(w_scale, ndim), bias, *settings)
+        y = output(
+            _batched(xq, ndim),
+            x_scale,
+            wq,
+            _per_channel(w_scale, ndim),
+            bias,
+            geometry=geometry,
+            row=precision(inputs.fmt),
+            out_dtype=inputs.out_dtype,
+            dispatcher=inputs.dispatcher,
+        )
         # A view that an autograd.Function returns could not be modified in place.
         result: Tensor = (
             y if xq.dim() == ndim else torch.ops.aten._unsafe_view.default(y, y.shape[1:])
@@ -225,15 +267,27 @@ class _Convolution(torch.autograd.Function):
             folds[Role.WEIGHT] = None if uniform(x_left) else x_left
         rounded = round_gradients(g, folds, seed, stream, fmt, rounding, gradients=gradients)
         factors = w_left if uniform(w_left) else None, x_left if uniform(x_left) else None
-        saved, settings = (xc, wc), (geometry, row)
+        saved, dispatcher = (xc, wc), ctx.dispatcher
         grad_x = grad_weight = grad_bias = None
         if need_x:
             grad_x = input_gradient(
-                rounded[Role.ACTIVATION], saved, factors[0], *settings, summed(x_dtype, gradients)
+                rounded[Role.ACTIVATION],
+                saved,
+                factors[0],
+                geometry=geometry,
+                row=row,
+                dtype=summed(x_dtype, gradients),
+                dispatcher=dispatcher,
             )
         if need_weight:
             grad_weight = weight_gradient(
-                rounded[Role.WEIGHT], saved, factors[1], *settings, summed(weight_dtype, gradients)
+                rounded[Role.WEIGHT],
+                saved,
+                factors[1],
+                geometry=geometry,
+                row=row,
+                dtype=summed(weight_dtype, gradients),
+                dispatcher=dispatcher,
             )
         missing = [need_x and grad_x is None, need_weight and grad_weight is None]
         # A separate sum would extend the life of the gradient to the end of the step, where all

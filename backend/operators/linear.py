@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from qsync_fx import rounding as stream_layout
-from qsync_fx.backend.operators.gemm import dispatch, int_mm
+from qsync_fx.backend.operators.gemm import int_mm
+from qsync_fx.backend.operators.gemm.dispatch import Dispatcher, MatrixProduct, partner
 from qsync_fx.backend.operators.memory_order import in_order
 from qsync_fx.backend.operators.once_differentiable import first_only, link, place
 from qsync_fx.backend.operators.product_utils import (
@@ -107,6 +108,7 @@ def output(
     bias: Tensor | None,
     row: Precision,
     out_dtype: torch.dtype,
+    dispatcher: Dispatcher,
 ) -> Tensor:
     """Return `rows @ wq.T`, `[M, N]`, with scales and bias; plain formats use torch's own layer.
 
@@ -128,12 +130,20 @@ def output(
                 else torch.baddbmm(added, rows, transposed(wq))
             )
         return plain.to(out_dtype)
-    operands = rows, wq, x_scale, w_scale, bias, out_dtype, row
-    result = dispatch.product(*operands, transposed=True)
+    call = MatrixProduct(
+        rows,
+        wq,
+        a_scale=x_scale,
+        b_scale=w_scale,
+        bias=bias,
+        out_dtype=out_dtype,
+        row=row,
+        transposed=True,
+    )
+    result = dispatcher.matrix_product(call)
     if result is not None:
         return result
-    full = dispatch.integers_pay(*operands, transposed=True)
-    product = int_mm.product(rows, wq, (row, row)) if full else None
+    product = int_mm.product(rows, wq, (row, row)) if dispatcher.integers_pay(call) else None
     if product is None:
         # The product is rounded to its compute dtype, so an FP32 output requires FP32.
         dtype = torch.promote_types(multiplied_in(row, row, rows.device), out_dtype)
@@ -150,12 +160,16 @@ def input_gradient(
     w_scale: Tensor | None,
     row: Precision,
     dtype: torch.dtype,
+    dispatcher: Dispatcher,
     gradients: str = "nearest",
 ) -> Tensor:
     """Return `g @ wq`, `[M, K]`, of the rounded gradient, `[M, N]`; scales are single numbers."""
-    result = dispatch.product(g, wq, scale, w_scale, None, dtype, row, dispatch.partner(g))
+    call = MatrixProduct(
+        g, wq, a_scale=scale, b_scale=w_scale, out_dtype=dtype, row=row, b_dtype=partner(g)
+    )
+    result = dispatcher.matrix_product(call)
     if result is None:
-        result = _by_integers(g, wq, scale, w_scale, row, dtype)
+        result = _by_integers(call, dispatcher)
     if result is not None:
         return result
     narrow = summed(multiplied_in(row, incoming(row, g.device), g.device), gradients)
@@ -171,6 +185,7 @@ def weight_gradient(
     x_scale: Tensor | None,
     row: Precision,
     dtype: torch.dtype,
+    dispatcher: Dispatcher,
     flipped: Tensor | None = None,
     by_columns: bool = False,
     gradients: str = "nearest",
@@ -180,13 +195,20 @@ def weight_gradient(
     Scales are single numbers. `flipped` is a row-major copy of `g.T`, if there is one.
     `by_columns`: the weight is column-major, so its gradient is too.
     """
-    if incoming(row, g.device).kind == "integer" or not dispatch.silent(g.device):
+    if incoming(row, g.device).kind == "integer" or dispatcher.covers(g.device):
         by_rows = transposed(g) if flipped is None else flipped
-        result = dispatch.product(
-            by_rows, xq, scale, x_scale, None, dtype, row, dispatch.partner(g)
+        call = MatrixProduct(
+            by_rows,
+            xq,
+            a_scale=scale,
+            b_scale=x_scale,
+            out_dtype=dtype,
+            row=row,
+            b_dtype=partner(g),
         )
+        result = dispatcher.matrix_product(call)
         if result is None:
-            result = _by_integers(by_rows, xq, scale, x_scale, row, dtype)
+            result = _by_integers(call, dispatcher)
         if result is not None:
             return result
     narrow = summed(multiplied_in(row, incoming(row, g.device), g.device), gradients)
@@ -196,22 +218,15 @@ def weight_gradient(
     return scaled(product, combined(scale, x_scale), None, dtype)
 
 
-def _by_integers(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    row: Precision,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Return `a @ b` by torch's integer unit; None if it cannot or should not compute it."""
-    rounded = incoming(row, a.device)
-    if rounded.kind != "integer" or not dispatch.integers_pay(
-        a, b, a_scale, b_scale, None, dtype, row
-    ):
+def _by_integers(call: MatrixProduct, dispatcher: Dispatcher) -> Tensor | None:
+    """Return a gradient by torch's integer unit; None if it cannot or should not compute it."""
+    rounded = incoming(call.row, call.a.device)
+    if rounded.kind != "integer" or not dispatcher.integers_pay(call):
         return None
-    product = int_mm.product(a, transposed(b), (rounded, row))
-    return None if product is None else scaled(product, combined(a_scale, b_scale), None, dtype)
+    product = int_mm.product(call.a, transposed(call.b), (rounded, call.row))
+    if product is None:
+        return None
+    return scaled(product, combined(call.a_scale, call.b_scale), None, call.out_dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -238,14 +253,22 @@ class _Linear(torch.autograd.Function):
         )
         ctx.shape = xq.shape
         ctx.how = inputs.stream, inputs.rounding, inputs.gradients
-        ctx.fmt, ctx.place = inputs.fmt, place(inputs.stream)
+        ctx.fmt, ctx.place, ctx.dispatcher = inputs.fmt, place(inputs.stream), inputs.dispatcher
         ctx.stacked = stacked = wq.dim() == 3
         ctx.by_columns = not wq.is_contiguous() and transposed(wq).is_contiguous()
         # torch returns the gradient of a column-major matrix column-major.
         ctx.x_by_columns = xq.dim() == 2 and not xq.is_contiguous() and xq.t().is_contiguous()
         ctx.dtypes = inputs.x.dtype, inputs.weight.dtype, None if bias is None else bias.dtype
-        factors = _rows(xq, stacked), _per_row(x_scale, stacked), wq, _per_column(w_scale)
-        y = output(*factors, bias, precision(inputs.fmt), inputs.out_dtype)
+        y = output(
+            _rows(xq, stacked),
+            _per_row(x_scale, stacked),
+            wq,
+            _per_column(w_scale),
+            bias,
+            row=precision(inputs.fmt),
+            out_dtype=inputs.out_dtype,
+            dispatcher=inputs.dispatcher,
+        )
         # A view that an autograd.Function returns could not be modified in place.
         result: Tensor = torch.ops.aten._unsafe_view.default(y, [*xq.shape[:-1], wq.shape[-2]])
         return result, linked
@@ -255,6 +278,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _linked: Tensor) -> tuple[Tensor | None, ...]:
         xq, x_scale, wq, w_scale, seed, _ = ctx.saved_tensors
         fmt, (stream, rounding, gradients) = ctx.fmt, ctx.how
+        dispatcher: Dispatcher = ctx.dispatcher
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         stacked: bool = ctx.stacked
@@ -273,7 +297,7 @@ class _Linear(torch.autograd.Function):
         if (
             need_weight
             and not folded
-            and dispatch.wants_turned(rows, _rows(xq, stacked), factor, weight_dtype, row)
+            and dispatcher.reads_transpose(rows, _rows(xq, stacked), factor, weight_dtype, row)
         ):
             g, transposed, scale = quantize_transposed(
                 rows, seed, stream + stream_layout.SHARED, row.gradient.name, rounding
@@ -286,21 +310,33 @@ class _Linear(torch.autograd.Function):
             )
         owned = seed, stream
         if need_x:
-            w_factor = w_scale if _uniform(w_scale, stacked) else None
+            rounded_g, g_scale = rounded[Role.ACTIVATION]
             to_x = input_gradient(
-                *rounded[Role.ACTIVATION], wq, w_factor, row, summed(x_dtype, gradients), gradients
+                rounded_g,
+                g_scale,
+                wq,
+                w_scale if _uniform(w_scale, stacked) else None,
+                row=row,
+                dtype=summed(x_dtype, gradients),
+                dispatcher=dispatcher,
+                gradients=gradients,
             )
             grad_x = result(to_x, x_dtype, *owned, Role.ACTIVATION, gradients).view(ctx.shape)
             if ctx.x_by_columns:
                 grad_x = in_order(grad_x, (1, 0))
         if need_weight:
-            values, by_columns, dtype = (
-                _rows(xq, stacked),
-                ctx.by_columns,
-                summed(weight_dtype, gradients),
-            )
+            rounded_g, g_scale = rounded[Role.WEIGHT]
             to_weight = weight_gradient(
-                *rounded[Role.WEIGHT], values, factor, row, dtype, transposed, by_columns, gradients
+                rounded_g,
+                g_scale,
+                _rows(xq, stacked),
+                factor,
+                row=row,
+                dtype=summed(weight_dtype, gradients),
+                dispatcher=dispatcher,
+                flipped=transposed,
+                by_columns=ctx.by_columns,
+                gradients=gradients,
             )
             grad_weight = result(to_weight, weight_dtype, *owned, Role.WEIGHT, gradients)
         if need_bias:

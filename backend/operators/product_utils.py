@@ -5,8 +5,9 @@ A product multiplies only values of its formats. Operands are cast to the format
 scale that varies along the contracted dimension: it is multiplied into the incoming gradient before
 rounding (`round_gradients`), or into the saved operand (`backward_operand`).
 
-`define_product` derives each operator's schema from `ProductArguments`. `qsync::widen` is a cast
-whose gradient is rounded stochastically.
+`define_product` derives each operator's schema from `ProductArguments`; `compute_product` computes
+a call of such an operator with another dispatcher. `qsync::widen` is a cast whose gradient is
+rounded stochastically.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from qsync_fx import rounding as stream_layout
 from qsync_fx.backend.operators.convert import carry
+from qsync_fx.backend.operators.gemm.dispatch import KERNELS, Dispatcher
 from qsync_fx.backend.operators.quantize import quantize
 from qsync_fx.backend.operators.registration import define
 from qsync_fx.backend.operators.stochastic_round import round_to
@@ -218,6 +221,8 @@ class ProductArguments(NamedTuple):
         rounding: rounding mode of gradients in other than plain formats.
         out_dtype: dtype of the output.
         gradients: rounding mode of gradients in 16-bit types, "nearest" or "stochastic".
+        dispatcher: chooses between kernels and torch for each product. It is no argument of the
+            operators: their schemas have no type for it.
     """
 
     x: Tensor
@@ -233,11 +238,15 @@ class ProductArguments(NamedTuple):
     rounding: str
     out_dtype: torch.dtype
     gradients: str
+    dispatcher: Dispatcher = KERNELS
 
 
 _TENSORS = "Tensor x, Tensor weight, {third}, Tensor xq, Tensor? x_scale, Tensor wq, Tensor? w_scale, Tensor seed, int stream"
 _HOW = "str fmt, str rounding, ScalarType out_dtype"
-_LEFT_OUT = {"bias": None, "gradients": "nearest"}
+_LEFT_OUT = {"gradients": "nearest"}
+
+_IMPLEMENTATIONS: Final[dict[OpOverload, Callable[..., Tensor]]] = {}
+"""Implementation of each operator of `define_product`."""
 
 
 def define_product(
@@ -261,13 +270,28 @@ def define_product(
     available = ', str gradients="nearest"' if gradients else ""
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        by_name = filled(getattr(torch.ops.qsync, name).default, args, kwargs)
-        inputs = ProductArguments(
-            *(by_name.pop(field, _LEFT_OUT.get(field)) for field in ProductArguments._fields)
-        )
-        return compute(inputs, **by_name)
+        return compute_product(operator, args, kwargs, KERNELS)
 
     define(f"{name}({arguments}{available}) -> Tensor", {"CompositeImplicitAutograd": kernel})
+    operator: OpOverload = getattr(torch.ops.qsync, name).default
+    _IMPLEMENTATIONS[operator] = compute
+
+
+def compute_product(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dispatcher: Dispatcher
+) -> Tensor:
+    """Compute a call of an operator of `define_product`, its products chosen by `dispatcher`.
+
+    A call by torch has the dispatcher `KERNELS`.
+    """
+    by_name = filled(operator, args, kwargs)
+    shared = {
+        name: by_name.pop(name, _LEFT_OUT.get(name))
+        for name in ProductArguments._fields
+        if name != "dispatcher"
+    }
+    inputs = ProductArguments(**shared, dispatcher=dispatcher)
+    return _IMPLEMENTATIONS[operator](inputs, **by_name)
 
 
 def without_gradients(

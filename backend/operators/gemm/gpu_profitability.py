@@ -61,7 +61,7 @@ def because(
     """
     if not fmt.scaled:
         return None
-    requested = _asked(node, row, fmt, context, emit, keep)
+    requested = _problems_on_trial(node, row, fmt, context, emit, keep)
     if requested is None:
         return None
     narrow = [p for p in requested if p.a in NARROW or p.b in NARROW]
@@ -86,7 +86,7 @@ def _by_cublas(problem: Problem) -> bool:
     )
 
 
-def _asked(
+def _problems_on_trial(
     node: fx.Node, row: OperatorRow, fmt: Precision, context: Context, emit: Emit, keep: Dimensions
 ) -> list[Problem] | None:
     """Return the problems of a lowered layer for both output dtypes; None if a size is unknown."""

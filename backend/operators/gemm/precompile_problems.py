@@ -1,7 +1,7 @@
 """Kernel problems of a graph's layers, found and compiled before the model runs.
 
-Each lowered operator runs forward and backward on meta tensors, and so requests the same kernels as
-in training. Symbolic sizes have the sizes of the example.
+Each lowered operator runs forward and backward on meta tensors with a `RecordingDispatcher`, and so
+requests the same kernels as in training. Symbolic sizes have the sizes of the example.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -24,7 +25,8 @@ from qsync_fx.backend.cuda.problem.problem_from_tensors import format_name, outl
 from qsync_fx.backend.cuda.runtime import quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import decision, known_of
 from qsync_fx.backend.cuda.selection.select import KernelDecision
-from qsync_fx.backend.operators.product_utils import incoming
+from qsync_fx.backend.operators.gemm.dispatch import RecordingDispatcher
+from qsync_fx.backend.operators.product_utils import compute_product, incoming
 from qsync_fx.devices import standing_for
 from qsync_fx.graph import node_metadata
 
@@ -95,10 +97,10 @@ def problems_of(graphs: Iterable[PrecisionGraph]) -> list[Problem]:
 
 
 def _problems(graph: PrecisionGraph) -> list[Problem]:
-    return [problem for operator in _layers(graph) for problem in _asked(operator)]
+    return [problem for operator in _layers(graph) for problem in _problems_of_operator(operator)]
 
 
-def _asked(operator: Operator) -> list[Problem]:
+def _problems_of_operator(operator: Operator) -> list[Problem]:
     available = operator.note.computed
     return (
         [product.problem for product in available.products]
@@ -114,10 +116,10 @@ def _layers(graph: PrecisionGraph) -> list[Operator]:
         for operator in graph.operators()
         if operator.note.stream is not None and operator.row is not None
     ]
-    return [operator for operator in ours if _asks(operator)]
+    return [operator for operator in ours if _uses_kernels(operator)]
 
 
-def _asks(operator: Operator) -> bool:
+def _uses_kernels(operator: Operator) -> bool:
     lowering = (
         operator.graph.context.lowerings.get(operator.row.name)
         if operator.row is not None
@@ -132,25 +134,24 @@ def problems_of_layer(node: fx.Node) -> list[Problem]:
     Products for gradients that are not needed are omitted; the list is empty if a size depends on
     values.
     """
-    from qsync_fx.backend.operators.gemm.dispatch import collected
-
     arguments = [valueless(argument) for argument in node.args]
     if any(argument is _UNKNOWN for argument in arguments):
         return []
     wanted = [index for index in (0, 1) if _trained(node.args[index])]
     leaves = [arguments[index].requires_grad_() for index in wanted]
+    operator, recorder = node.target, RecordingDispatcher()
+    assert isinstance(operator, OpOverload), operator
     # Active tracing and fake-tensor modes must not see these tensors.
     with (
         _disable_current_modes(),
         disable_proxy_modes_tracing(),
         torch.enable_grad(),
         standing_for(node.meta["val"].device),
-        collected() as result,
     ):
-        y = node.target(*arguments)  # type: ignore[operator]
+        y = compute_product(operator, arguments, {}, recorder)
         if leaves:
             torch.autograd.grad(y, leaves, torch.empty_like(y))
-    return result
+    return recorder.problems
 
 
 _UNKNOWN = object()

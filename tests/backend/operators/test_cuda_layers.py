@@ -23,8 +23,9 @@ from qsync_fx.backend.cuda.selection.candidates import candidates
 from qsync_fx.backend.cuda.selection.select import decide, known, way
 from qsync_fx.backend.cuda.tuning import Environment, TunedChoice, TuningTable
 from qsync_fx.backend.operators import linear
-from qsync_fx.backend.operators.gemm import dispatch
+from qsync_fx.backend.operators.gemm.dispatch import KERNELS, RecordingDispatcher
 from qsync_fx.backend.operators.gemm.precompile_problems import _quantizers, computed, problems_of
+from qsync_fx.backend.operators.product_utils import compute_product
 from qsync_fx.devices import native_integer_unit
 from qsync_fx.diagnostics import explain
 from qsync_fx.formats import FORMATS
@@ -54,10 +55,10 @@ def kernels_on_the_cpu(arch: Arch, problems: list[Problem]) -> Iterator[list[str
 
 
 def asked_by(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Problem]:
-    with dispatch.collected() as problems:
-        y = layer(x, weight, bias)
-        torch.autograd.grad(y, (x, weight), torch.ones_like(y))
-    return problems
+    recorder = RecordingDispatcher()
+    y = compute_product(layer.operator, layer.arguments(x, weight, bias), {}, recorder)
+    torch.autograd.grad(y, [t for t in (x, weight) if t.requires_grad], torch.ones_like(y))
+    return recorder.problems
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -135,10 +136,7 @@ def test_convolutions_that_no_kernel_takes(geometry: Geometry) -> None:
 
 def test_a_frozen_operand_asks_for_nothing() -> None:
     x, weight = leaf(torch.randn(8, 16)), torch.randn(8, 16)
-    with dispatch.collected() as problems:
-        y = Layer("int8")(x, weight)
-        torch.autograd.grad(y, x, torch.ones_like(y))
-    assert len(problems) == 2
+    assert len(asked_by(Layer("int8"), x, weight, None)) == 2
 
 
 def test_without_kernels_for_the_device_nothing_changes() -> None:
@@ -176,10 +174,12 @@ def test_on_cuda_large_products_are_kernels(size: int, ours: bool) -> None:
         recorded() as calls,
     ):
         q, scale = torch.empty(size, size, dtype=torch.int8), torch.empty(())
-        y = linear.output(q, scale, q, scale, torch.empty(size), FORMATS["int8"], torch.bfloat16)
+        y = linear.output(
+            q, scale, q, scale, torch.empty(size), FORMATS["int8"], torch.bfloat16, KERNELS
+        )
         g = torch.empty(size, size, dtype=torch.float8_e5m2)
         e4m3 = torch.empty(size, size, dtype=torch.float8_e4m3fn)
-        grad = linear.weight_gradient(g, scale, e4m3, scale, FORMATS["fp8"], torch.float32)
+        grad = linear.weight_gradient(g, scale, e4m3, scale, FORMATS["fp8"], torch.float32, KERNELS)
     assert y.device.type == grad.device.type == "cuda" and (y.dtype, grad.dtype) == (
         torch.bfloat16,
         torch.float32,
@@ -202,7 +202,7 @@ def test_symbolic_sizes_choose_by_the_example_and_guard_nothing() -> None:
         )
         rows = mode.from_tensor(x, symbolic_context=context)
         y = linear.output(
-            rows, None, torch.empty(16, 64), None, None, FORMATS["tf32"], torch.float32
+            rows, None, torch.empty(16, 64), None, None, FORMATS["tf32"], torch.float32, KERNELS
         )
     assert "qsync::gemm" in calls and isinstance(y.shape[0], torch.SymInt) and not env.guards
 
