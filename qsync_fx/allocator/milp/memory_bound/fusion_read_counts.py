@@ -175,7 +175,8 @@ class ReadCounts:
                 if value in self.materialized
             ]
             # Or if the later gate reads a copy of the value that a product saves in another format.
-            first = self.graph.places[self._forward.made_by(passed[0]).id] if passed else gate  # type: ignore[union-attr]
+            producer = self._forward.made_by(passed[0]) if passed else None
+            first = gate if producer is None else self.graph.places[producer.id]
             new.append(
                 self._materialized_gradients.is_materialized(
                     operator.result, first, converted_only=True

@@ -421,7 +421,10 @@ class PendingGradients:
     def _product_result(
         self, counts: ReadCounts, where: Where, product: int, floor: int, otherwise: Expression
     ) -> Iterator[_LiveBytes]:
-        """Yield a product's result from which a gate is recomputed, beyond `floor` bytes, unless `otherwise`."""
+        """Yield the bytes beyond `floor` of the product result that recomputes a gate.
+
+        They do not count where `otherwise` is 1.
+        """
         saving_operator = counts.recomputation.saving_operator(product)
         assert saving_operator is not None
         formats = self._saved.formats_of(saving_operator, product)

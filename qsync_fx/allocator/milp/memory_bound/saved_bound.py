@@ -369,7 +369,7 @@ class SavedTensorsBound:
             yield fmt, rest
 
     def _saved_values(self, passes: Sequence[Passes], index: int) -> Iterator[SavedValue]:
-        """Yield values that an operator saves under any plan: product results and values that no compiler recomputes."""
+        """Yield values saved under any plan: product results, and values never recomputed."""
         operator, forward = self.graph.operators[index], self._forward
         for value in self.saved(operator):
             producer, saved = forward.made_by(value), self.formats_of(index, value)
