@@ -31,8 +31,8 @@ States of a search, and the methods that lead from one to the next:
     Corrected, Converged --tighten_bound--> Finished
 
 Invariant: the incumbent meets all limits by `PlanEvaluator`. `SearchState.lower_bound` is a bound
-over all plans. `SearchState.program_bound` is the bound of the last program only: if the estimate is
-approximate, other plans can be below it.
+over all plans. `SearchState.program_bound` is the bound of the last program only: if the estimate
+is approximate, other plans can be below it.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class MilpSearch:
         """Return whether the memory bound of the current plans exceeds a limit."""
         return any(
             beyond(
-                self.state.memory_bounds[name].of(self.evaluator.states(name).names, waiting=False),
+                self.state.memory_bounds[name].of(self.evaluator.states(name).names, pending=False),
                 limit,
             )
             for name, limit in self.state.bound_limits.memory.items()

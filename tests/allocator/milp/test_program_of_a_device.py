@@ -152,7 +152,7 @@ def test_what_is_certain_with_a_loss_that_is_known_is_held_and_has_what_that_kee
         assert least <= passes(known, part.training) * (1 + 1e-9)
         assert least >= certain.of(known.names) * (1 - 1e-6) - 1.0
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        assert least >= before + loss.held + certain.kept.of(known.names) - 1.0
+        assert least >= before + loss.held + certain.saved_tensors.of(known.names) - 1.0
 
 
 @pytest.mark.parametrize("formats", [FIVE, SIX])
@@ -162,7 +162,7 @@ def test_what_is_certain_is_held_under_any_plan(name: str, formats: tuple[str, .
         assert least <= passes(known, part.training) * (1 + 1e-9)
         assert least >= certain.of(known.names) * (1 - 1e-6) - 1.0
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        assert least >= before + certain.kept.of(known.names) - 1.0
+        assert least >= before + certain.saved_tensors.of(known.names) - 1.0
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,18 @@ def test_what_is_certain_at_a_moment_is_held_then(name: str, loss: LossMemory | 
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         moments = step_memory(known, part.training, Orders.of(known, part.training).written).moments
         backward = [moment for moment in moments if moment.place == "backward"]
-        for at, which in certain.during.moments:
+        for at, which in certain.backward_peaks.moments:
             operator = part.graph.operators[at]
-            last = certain.during.last((at, which))
+            last = certain.backward_peaks.last((at, which))
             own = [place for place, moment in enumerate(backward) if moment.operator in last]
-            if which == len(gradients(operator, certain.kept.passes[0].forward)) > 0:
+            if which == len(gradients(operator, certain.saved_tensors.passes[0].forward)) > 0:
                 # What converts is one kernel with what lies between it and the next one of a library, and is called after that.
                 own = [*own, min(own[-1] + 1, len(backward) - 1)]
-            least = before + certain.behind + certain.during.of(known.names, (at, which))
+            least = (
+                before
+                + certain.loss_correction_bytes
+                + certain.backward_peaks.of(known.names, (at, which))
+            )
             held = max(backward[place].bytes for place in own)
             assert least <= held * (1 + 1e-9) + 1.0, operator.id
 
@@ -215,7 +219,11 @@ def test_the_numbers_of_the_last_dropout_are_certain_while_the_result_is_compute
         written = step_memory(known, part.training, Orders.of(known, part.training).written)
         end = [moment.bytes for moment in written.moments if moment.place == "forward"][-1]
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        assert 0 <= end - before - max(moment.of(known.names) for moment in certain.forward) < 2048
+        assert (
+            0
+            <= end - before - max(moment.of(known.names) for moment in certain.forward_peaks)
+            < 2048
+        )
 
 
 def test_masks_of_gates_are_certain() -> None:
@@ -228,9 +236,9 @@ def test_masks_of_gates_are_certain() -> None:
             for at in range(len(known.names))
             if (mask := now.mask(at)) and mask.bytes
         }
-        for gate in certain.kept.gates:
+        for gate in certain.saved_tensors.gates:
             certainly = gate.of(known.names, lost)
-            assert certainly <= masks.get(gate.at, 0)
+            assert certainly <= masks.get(gate.index, 0)
             least += certainly
         held += sum(
             size for at, size in masks.items() if now.forward.graph.operators[at].row in GATES
@@ -245,9 +253,9 @@ def test_what_the_last_product_reads_is_computed_beside_a_stream_that_is_certain
         written = step_memory(known, part.training, Orders.of(known, part.training).written)
         head = [moment.bytes for moment in written.moments if moment.operator == "head/linear"]
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
-        last = certain.forward[-1]
+        last = certain.forward_peaks[-1]
         assert SHARE * (head[0] - before) < last.of(known.names) <= head[0] - before
-        beside += sum(one.held(known.names) is not None for one in last.beside)
+        beside += sum(one.materialized_format(known.names) is not None for one in last.materialized)
     assert beside
 
 
@@ -258,7 +266,7 @@ def test_what_is_written_for_the_last_product_is_certain(fmt: str) -> None:
     part = problem.classes["device"]
     known = states(part.graph, part.uniform("bf16") | {"head/linear": fmt})
     fed = FusedProducer.of_product(
-        MemoryLowerBound(part, step_memory(known, part.training)).kept,
+        MemoryLowerBound(part, step_memory(known, part.training)).saved_tensors,
         part.graph.operator("head/linear"),
     )
     assert fed is not None
@@ -321,8 +329,8 @@ def test_moments_above_a_limit_are_those_of_all_moments() -> None:
         written = step_memory(known, part.training, Orders.of(known, part.training).written)
         before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS)
         held = {
-            moment: before + certain.during.of(known.names, moment)
-            for moment in certain.during.moments
+            moment: before + certain.backward_peaks.of(known.names, moment)
+            for moment in certain.backward_peaks.moments
         }
         certain.moments.clear()
         limit = sorted(held.values())[-2] - 1.0
@@ -341,7 +349,7 @@ def test_what_attention_keeps_beside_values_is_certain() -> None:
     for certain, known, part, _, _ in certainties("bert2", FIVE):
         for at, operator in enumerate(part.graph.operators):
             if attends(operator):
-                kept = sum(certain.kept.passes[0].extras(at).values())
-                assert (certain.kept.extras[at][known.names[at]] > 0) == (kept > 0)
+                kept = sum(certain.saved_tensors.passes[0].extras(at).values())
+                assert (certain.saved_tensors.extras[at][known.names[at]] > 0) == (kept > 0)
                 found += kept > 0
     assert found

@@ -3,7 +3,7 @@
 Moments are the gradients of product factors and max poolings, the conversion of parameter
 gradients, and norms that pass a gradient on. The order is program order, reversed, for which limits
 hold, too (see `PeakMemoryEvaluator`). Live are: unread saved tensors, the factors and gradients of
-the product itself, parameter gradients of the operators behind it, and the sources of pending
+the product itself, parameter gradients of the operators after it, and the sources of pending
 gradients (`PendingGradients`), with the buffers that a norm writes (`NormGradients`).
 
 Invariant: `of` and `expression` agree.
@@ -22,8 +22,8 @@ from qsync_fx.allocator.milp.memory_bound.unread_values import (
     PASSING,
     Moment,
     UnreadValues,
-    at_once,
     gradients,
+    has_joint_gradients,
 )
 from qsync_fx.formats import FORMATS, FP32
 from qsync_fx.predictor.memory.backward import INDEX, computed_in
@@ -42,28 +42,30 @@ class BackwardPeaks:
     """
 
     def __init__(self, saved: SavedTensorsBound) -> None:
-        self._kept, self.graph, self._forward = saved, saved.graph, saved.passes[0].forward
-        self._waiting = UnreadValues(saved)
-        self._streams = PendingGradients(saved, self._waiting)
-        self._planned: tuple[Sequence[StateNames], PlanStates] | None = None
+        self._saved, self.graph, self._forward = saved, saved.graph, saved.passes[0].forward
+        self._unread = UnreadValues(saved)
+        self._pending = PendingGradients(saved, self._unread)
+        self._plan_states: tuple[Sequence[StateNames], PlanStates] | None = None
 
     @cached_property
     def moments(self) -> Sequence[Moment]:
         """All moments with a bound, in program order."""
         result: list[Moment] = []
         for index, operator in enumerate(self.graph.operators):
-            if index in self._streams.norming.norms:
+            if index in self._pending.norm_gradients.norms:
                 result.append((index, PASSING))
-            if operator.repeated or not self._waiting.arrives(operator.result):
+            if operator.repeated or not self._unread.has_gradient(operator.result):
                 continue
             if index in self._forward.matrices:
                 continue  # no single moment has all of its reads and writes
-            if pools(operator) or (self._forward.multiplies(operator) and at_once(operator)):
+            if pools(operator) or (
+                self._forward.multiplies(operator) and has_joint_gradients(operator)
+            ):
                 result += [(index, 0)] if gradients(operator, self._forward) else []
             elif self._forward.multiplies(operator):
                 computed = gradients(operator, self._forward)
                 result += [(index, selected) for selected, _ in enumerate(computed)]
-                if self._converted(operator) is not None:
+                if self._converted_parameter(operator) is not None:
                     result.append((index, len(computed)))
         return result
 
@@ -79,7 +81,7 @@ class BackwardPeaks:
         self,
         names: Sequence[StateNames],
         moment: Moment,
-        waiting: bool = True,
+        pending: bool = True,
         above: float = 0.0,
         exact: bool = True,
     ) -> float:
@@ -88,29 +90,33 @@ class BackwardPeaks:
         Args:
             names: state of each operator.
             moment: moment of the backward pass.
-            waiting: whether sources of pending gradients count; they are expensive to compute.
+            pending: whether sources of pending gradients count; they are expensive to compute.
             above: threshold up to which the result may be lower than the bound.
             exact: whether pending gradients are exact to the byte; otherwise the result may be
                 lower.
         """
-        saved = self._kept.of(names, self._waiting.of(moment))
-        result = saved + self._gradients(moment) + self._own(moment)[names[moment[0]][0]]
-        if not waiting:
+        saved = self._saved.of(names, self._unread.of(moment))
+        result = (
+            saved
+            + self._parameter_gradient_bytes(moment)
+            + self._own_gradient_bytes(moment)[names[moment[0]][0]]
+        )
+        if not pending:
             return result
-        if self._planned is None or self._planned[0] != names:
-            self._planned = names, PlanStates(names)
-        return result + self._streams.of(self._planned[1], moment, above - result, exact)
+        if self._plan_states is None or self._plan_states[0] != names:
+            self._plan_states = names, PlanStates(names)
+        return result + self._pending.of(self._plan_states[1], moment, above - result, exact)
 
     def expression(self, formats: Formats, moment: Moment) -> Expression:
         """Return the bound in bytes as an expression."""
-        result = dict(self._kept.expression(formats, self._waiting.of(moment)))
-        result[CONSTANT] = result.get(CONSTANT, 0.0) + self._gradients(moment)
+        result = dict(self._saved.expression(formats, self._unread.of(moment)))
+        result[CONSTANT] = result.get(CONSTANT, 0.0) + self._parameter_gradient_bytes(moment)
         for name, where in formats.precisions[moment[0]].items():
-            add(result, where, self._own(moment)[name])
-        add(result, self._streams.expression(formats, moment), 1.0)
+            add(result, where, self._own_gradient_bytes(moment)[name])
+        add(result, self._pending.expression(formats, moment), 1.0)
         return result
 
-    def _own(self, moment: Moment) -> Sizes:
+    def _own_gradient_bytes(self, moment: Moment) -> Sizes:
         """Return the live bytes of the operator's own gradients at a moment, by compute format.
 
         They include the incoming gradient, computed gradients, and copies of scaled factors in the
@@ -130,30 +136,31 @@ class BackwardPeaks:
             return result
         places = gradients(operator, self._forward)
         for name, _ in operator.costs:
-            narrow, carrier = computed_in(name)
+            narrow, emulation_format = computed_in(name)
             written = {
-                place: self._forward.bytes(operator.reads[place].value, carrier) for place in places
+                place: self._forward.bytes(operator.reads[place].value, emulation_format)
+                for place in places
             }
             copied = {
-                index: self._copied(read, name, carrier)
+                index: self._copy_bytes(read, name, emulation_format)
                 for index, read in factors(operator, self._forward).items()
             }
-            if at_once(operator):
+            if has_joint_gradients(operator):
                 workspace = (
-                    2 * self._forward.bytes(operator.reads[1].value, carrier)
+                    2 * self._forward.bytes(operator.reads[1].value, emulation_format)
                     if convolves(operator)
                     else 0
                 )
                 more = sum(written.values()) + sum(copied.values()) + workspace
             elif moment[1] == len(places):
-                result[name] = self._converting(operator, carrier)
+                result[name] = self._conversion_bytes(operator, emulation_format)
                 continue
             else:
                 now = places[moment[1]]
                 before = [
                     place
                     for place in places[: moment[1]]
-                    if self._waiting.uses(operator.reads[place].value)
+                    if self._unread.reads_gradient(operator.reads[place].value)
                 ]
                 more = (
                     sum(written[place] for place in (*before, now))
@@ -162,7 +169,7 @@ class BackwardPeaks:
             result[name] = self._forward.bytes(operator.result, narrow) + more
         return result
 
-    def _converted(self, operator: ModelOperator) -> ModelRead | None:
+    def _converted_parameter(self, operator: ModelOperator) -> ModelRead | None:
         """Return the parameter whose gradient a matrix product computes last and then converts.
 
         The gradient is converted to FP32. Returns None if there is no such parameter.
@@ -189,52 +196,68 @@ class BackwardPeaks:
         )
         return {self._forward.root(read.value): index for index, read in reads if read.gradient}
 
-    def _converting(self, operator: ModelOperator, carrier: Name) -> int:
+    def _conversion_bytes(self, operator: ModelOperator, emulation_format: Name) -> int:
         """Return the bytes of a gradient before and after conversion, and of earlier gradients."""
-        read, places = self._converted(operator), gradients(operator, self._forward)
+        read, places = self._converted_parameter(operator), gradients(operator, self._forward)
         assert read is not None
-        before = [place for place in places[:-1] if self._waiting.uses(operator.reads[place].value)]
-        result = sum(self._forward.bytes(operator.reads[place].value, carrier) for place in before)
+        before = [
+            place
+            for place in places[:-1]
+            if self._unread.reads_gradient(operator.reads[place].value)
+        ]
+        result = sum(
+            self._forward.bytes(operator.reads[place].value, emulation_format) for place in before
+        )
         stays = self._forward.bytes(read.value, FP32.name)
-        narrow = carrier is not None and FORMATS[carrier].dtype.itemsize < FP32.dtype.itemsize
+        narrow = (
+            emulation_format is not None
+            and FORMATS[emulation_format].dtype.itemsize < FP32.dtype.itemsize
+        )
         return (
             result
             + stays
-            + ((self._forward.bytes(read.value, carrier) + self._beside(operator)) if narrow else 0)
+            + (
+                (
+                    self._forward.bytes(read.value, emulation_format)
+                    + self._pooling_index_bytes(operator)
+                )
+                if narrow
+                else 0
+            )
         )
 
-    def _beside(self, operator: ModelOperator) -> int:
+    def _pooling_index_bytes(self, operator: ModelOperator) -> int:
         """Return the bytes of max pooling indices that the converting kernel writes.
 
         Operators between two library kernels are one kernel, so that this applies if the next
         library kernel is a max pooling.
         """
         for before in reversed(self.graph.operators[: self.graph.places[operator.id]]):
-            if not self._waiting.arrives(before.result):
+            if not self._unread.has_gradient(before.result):
                 continue
             if pools(before):
                 return INDEX * whole(self.graph.values[before.result].numel)
-            if self._waiting.writes(before):
+            if self._unread.materializes_gradients(before):
                 break
         return 0
 
-    def _copied(self, read: ModelRead, computes: Name, carrier: Name) -> int:
+    def _copy_bytes(self, read: ModelRead, computes: Name, emulation_format: Name) -> int:
         wanted = read.wanted.get(computes or "")
         return (
-            self._forward.bytes(read.value, carrier)
+            self._forward.bytes(read.value, emulation_format)
             if wanted is not None and FORMATS[wanted].scaled
             else 0
         )
 
-    def _gradients(self, moment: Moment) -> int:
-        """Return the bytes of parameter gradients that operators behind a moment have left."""
-        return sum(size for index, size in self._left if index > moment[0])
+    def _parameter_gradient_bytes(self, moment: Moment) -> int:
+        """Return the bytes of parameter gradients that operators after a moment have left."""
+        return sum(size for index, size in self._parameter_gradients if index > moment[0])
 
     @cached_property
-    def _left(self) -> Sequence[tuple[int, int]]:
+    def _parameter_gradients(self) -> Sequence[tuple[int, int]]:
         """Operators that leave parameter gradients, with bytes; minimum over all uniform plans."""
         result: dict[str, tuple[int, int]] = {}
-        for item in self._kept.passes:
+        for item in self._saved.passes:
             for task in item.backward.tasks:
                 for buffer in task.writes:
                     if buffer.stays and task.operator:

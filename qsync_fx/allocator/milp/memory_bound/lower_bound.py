@@ -21,13 +21,13 @@ from qsync_fx.predictor.memory.buffers import Category
 from qsync_fx.predictor.memory.peak_memory import StepMemory
 from qsync_fx.predictor.model.model_graph import StateNames
 
-_MORE: Final = 4
+_ADDED_MOMENTS: Final = 4
 """Number of moments to add at a time."""
-_ASKED: Final = 2_000_000
+_MAX_EVALUATIONS: Final = 2_000_000
 """Limit of operators times moments that a search for moments evaluates."""
-_NEAR: Final = 1e-6
+_LIMIT_TOLERANCE: Final = 1e-6
 """Relative tolerance below a limit within which evaluated memory counts as above it."""
-_BEFORE = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
+_STATIC = (Category.PARAMETERS, Category.OPTIMIZER, Category.BUCKETS)
 
 
 class LowerBoundTerm(Protocol):
@@ -45,25 +45,32 @@ class MemoryLowerBound:
         memory: memory of a step under any plan; only its state before the step is used.
 
     Attributes:
-        behind: correction of `BackwardPeaks` for the loss, in bytes; can be negative.
-        forward: bounds at moments of the forward pass.
+        loss_correction_bytes: correction of `BackwardPeaks` for the loss, in bytes; can be
+            negative.
+        forward_peaks: bounds at moments of the forward pass.
         moments: selected moments of the backward pass, in addition to its start.
     """
 
     def __init__(self, part: DeviceClass, memory: StepMemory) -> None:
-        before = sum(memory.moments[0].of(category) for category in _BEFORE)
-        self._before = before + min([0, *(anchor.error(part.training) for anchor in part.anchors)])
-        self.kept = SavedTensorsBound(part)
-        self._begun, self.behind = _with_loss(part, self.kept)
-        self.during = BackwardPeaks(self.kept)
-        self.forward = [
-            item for item in (OutputPeak(self.kept), OutputPeak(self.kept, last=True)) if item.any
+        before = sum(memory.moments[0].of(category) for category in _STATIC)
+        self._static_bytes = before + min(
+            [0, *(anchor.error(part.training) for anchor in part.anchors)]
+        )
+        self.saved_tensors = SavedTensorsBound(part)
+        self._loss_at_start_bytes, self.loss_correction_bytes = _loss_corrections(
+            part, self.saved_tensors
+        )
+        self.backward_peaks = BackwardPeaks(self.saved_tensors)
+        self.forward_peaks = [
+            item
+            for item in (OutputPeak(self.saved_tensors), OutputPeak(self.saved_tensors, last=True))
+            if item.has_unsaved
         ]
         self.moments: list[Moment] = []
 
     def add(self, places: Iterable[int]) -> bool:
         """Add the moments at the products next to some operators; return whether any are new."""
-        available = [moment for moment in self.during.moments if moment[1] != PASSING]
+        available = [moment for moment in self.backward_peaks.moments if moment[1] != PASSING]
         products = sorted({place for place, _ in available})
         ends = [bisect_right(products, index) for index in places]
         neighbours = {
@@ -85,58 +92,63 @@ class MemoryLowerBound:
             limit: limit in bytes.
             written: memory of the plan in program order; no less than the bound.
         """
-        more = self._before - sum(written.moments[0].of(category) for category in _BEFORE)
+        more = self._static_bytes - sum(written.moments[0].of(category) for category in _STATIC)
         high = {
             moment.operator
             for moment in written.moments
-            if moment.place == "backward" and moment.bytes + more > limit * (1 - _NEAR)
+            if moment.place == "backward" and moment.bytes + more > limit * (1 - _LIMIT_TOLERANCE)
         }
         above = [
             moment
-            for moment in self.during.moments
-            if not high.isdisjoint(self.during.last(moment))
+            for moment in self.backward_peaks.moments
+            if not high.isdisjoint(self.backward_peaks.last(moment))
         ]
         # With thousands of operators, evaluating all moments would take minutes.
-        before = self._before + self.behind
-        every = 1 + len(names) * len(above) // _ASKED
+        before = self._static_bytes + self.loss_correction_bytes
+        every = 1 + len(names) * len(above) // _MAX_EVALUATIONS
         rest = [moment for moment in above[::every] if moment not in self.moments]
         # The exact bound is expensive, and most limits are exceeded by more.
         for exact in (False, True):
             result = {
-                moment: before + self.during.of(names, moment, above=limit - before, exact=exact)
+                moment: before
+                + self.backward_peaks.of(names, moment, above=limit - before, exact=exact)
                 for moment in rest
             }
             above = [moment for moment, live in result.items() if beyond(live, limit)]
-            new = sorted(above, key=lambda moment: -result[moment])[:_MORE]
+            new = sorted(above, key=lambda moment: -result[moment])[:_ADDED_MOMENTS]
             if new:
                 break
         self.moments += sorted(new)
         return bool(new)
 
     def expressions(self, formats: Formats) -> Iterable[Expression]:
-        existing, begun, behind = (
-            {CONSTANT: float(self._before + more)} for more in (0, self._begun, self.behind)
+        forward, at_start, backward = (
+            {CONSTANT: float(self._static_bytes + more)}
+            for more in (0, self._loss_at_start_bytes, self.loss_correction_bytes)
         )
-        yield total((1.0, begun), (1.0, self.kept.expression(formats)))
-        for returning in self.forward:
-            yield total((1.0, existing), (1.0, returning.expression(formats)))
+        yield total((1.0, at_start), (1.0, self.saved_tensors.expression(formats)))
+        for peak in self.forward_peaks:
+            yield total((1.0, forward), (1.0, peak.expression(formats)))
         for moment in self.moments:
-            yield total((1.0, behind), (1.0, self.during.expression(formats, moment)))
+            yield total((1.0, backward), (1.0, self.backward_peaks.expression(formats, moment)))
 
-    def of(self, names: Sequence[StateNames], waiting: bool = True) -> float:
+    def of(self, names: Sequence[StateNames], pending: bool = True) -> float:
         """Return the maximum bound in bytes under a plan, given its operator states.
 
-        Without `waiting`, pending gradients do not count: faster, but possibly lower.
+        Without `pending`, pending gradients do not count: faster, but possibly lower.
         """
         result = [
-            self._begun + self.kept.of(names),
-            *(returning.of(names) for returning in self.forward),
-            *(self.behind + self.during.of(names, moment, waiting) for moment in self.moments),
+            self._loss_at_start_bytes + self.saved_tensors.of(names),
+            *(peak.of(names) for peak in self.forward_peaks),
+            *(
+                self.loss_correction_bytes + self.backward_peaks.of(names, moment, pending)
+                for moment in self.moments
+            ),
         ]
-        return self._before + max(result)
+        return self._static_bytes + max(result)
 
 
-def _with_loss(part: DeviceClass, saved: SavedTensorsBound) -> tuple[int, int]:
+def _loss_corrections(part: DeviceClass, saved: SavedTensorsBound) -> tuple[int, int]:
     """Return corrections for the loss: at the start of the backward pass, and after it.
 
     `SavedTensorsBound` and `BackwardPeaks` count the incoming gradients as live throughout the

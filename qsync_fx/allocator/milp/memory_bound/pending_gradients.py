@@ -1,11 +1,11 @@
-"""Lower bound on the live set behind pending gradients, as linear expressions of states.
+"""Lower bound on the live sources of pending gradients, as linear expressions of states.
 
 A gradient at the other branch of a residual is pending until its operator runs. It is not
 materialized: it is computed from gradients that products have written and from tensors that gates
 save, and these are live (`PendingGradients`). A compiler materializes a gradient with too many
 sources, which is then live instead; an integer variable per gradient states this
-(`fusion_read_counts.Counts`), since it depends on the entire plan. `NormGradients` adds the buffers
-that are written at a norm.
+(`fusion_read_counts.ReadCounts`), since it depends on the entire plan. `NormGradients` adds the
+buffers that are written at a norm.
 
 Invariant: minimized over these variables, an expression is at most the live bytes of the sources.
 """
@@ -27,7 +27,11 @@ from qsync_fx.allocator.milp.linear_program import (
     constant,
     total,
 )
-from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts, GradientSources, Norm
+from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import (
+    GradientSources,
+    Norm,
+    ReadCounts,
+)
 from qsync_fx.allocator.milp.memory_bound.relu_masks import Where, scaled
 from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound, add, factors, norms
 from qsync_fx.allocator.milp.memory_bound.unary_encoding import TOP, added, where as one_where
@@ -35,8 +39,8 @@ from qsync_fx.allocator.milp.memory_bound.unread_values import (
     PASSING,
     Moment,
     UnreadValues,
+    first_completed,
     gradients,
-    yet,
 )
 from qsync_fx.formats import FP32
 from qsync_fx.predictor.memory.backward import READS, computed_in
@@ -48,64 +52,70 @@ class NormGradients:
     """Lower bound on the bytes written while a norm passes a gradient on.
 
     A norm reads its incoming gradient twice: to reduce it, and to pass it on with the reduced
-    values. Along a residual stream this gradient depends on all products and gates behind. If a
+    values. Along a residual stream this gradient depends on all downstream products and gates. If a
     reading needs more than `READS` buffers, the compiler materializes the gradient first, in FP32.
     The same kernel writes the gradient of the product before the norm, copies of the product's
     quantized factors, and the converted gradient of a later weight. All of them are live at once,
     with their sources.
 
     The minimum number of sources follows from the graph and from which factors are scaled. It is
-    not valid if a gradient behind is materialized (`Counts.written`), and a written buffer may
-    reuse the memory of an equally large one; the bound is then 0 for that buffer.
+    not valid if a downstream gradient is materialized (`ReadCounts.materialized`), and a written
+    buffer may reuse the memory of an equally large one; the bound is then 0 for that buffer.
 
     Args:
         saved: bound on the saved tensors.
-        waiting: tensors with a later use, by moment.
+        unread: tensors with a later use, by moment.
     """
 
-    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
+    def __init__(self, saved: SavedTensorsBound, unread: UnreadValues) -> None:
         self.graph, self._forward = saved.graph, saved.passes[0].forward
-        self._origins = GradientSources(saved, waiting)
+        self._sources = GradientSources(saved, unread)
 
     @cached_property
     def norms(self) -> Mapping[int, Norm]:
         """Norms with a bound, by index."""
-        return {norm.at: norm for norm in self._origins.norms()}
+        return {norm.index: norm for norm in self._sources.norms()}
 
-    def expression(self, counts: Counts, where: Where, index: int) -> Expression:
+    def expression(self, counts: ReadCounts, where: Where, index: int) -> Expression:
         """Return a lower bound on the bytes written while a norm passes a gradient on."""
         norm, result = self.norms[index], dict[int, float]()
         product = self.graph.operators[norm.product]
         for state, existing in where.states[norm.product].items():
-            add(result, existing, self._copied(product, state))
-        if norm.behind is not None:
-            for state, existing in where.states[norm.behind].items():
-                add(result, existing, self._converted(self.graph.operators[norm.behind], state))
+            add(result, existing, self._copy_bytes(product, state))
+        if norm.next_convolution is not None:
+            for state, existing in where.states[norm.next_convolution].items():
+                add(
+                    result,
+                    existing,
+                    self._converted_bytes(self.graph.operators[norm.next_convolution], state),
+                )
         scales = list(self._scales(where, norm))
         unless = [
-            counts.written[value]
-            for value in sorted(norm.origins.passed)
-            if value in counts.written
+            counts.materialized[value]
+            for value in sorted(norm.sources.passed)
+            if value in counts.materialized
         ]
         unless += [
             where.states[place].get(state, {})
-            for place, several in norm.alike.items()
+            for place, several in norm.equal_sizes.items()
             for state in several
         ]
-        once = norm.origins.many + 1 + norm.extras
+        once = norm.sources.count + 1 + norm.extras
         # The reduction reads it first; the kernel that passes it on also reads the reduced values.
         for many in (once, once + norm.extras):
             if (few := self._few(where, scales, READS + 1 - many)) is None:
                 continue
-            sure = total((1.0, ONE), (-1.0, few), *((-1.0, item) for item in unless))
+            materialized = total((1.0, ONE), (-1.0, few), *((-1.0, item) for item in unless))
             add(
-                result, where.program.at_least(sure), self._forward.bytes(product.result, FP32.name)
+                result,
+                where.program.at_least(materialized),
+                self._forward.bytes(product.result, FP32.name),
             )
             if many > once:
-                for size, states in self._given(product).items():
+                for size, states in self._narrow_gradient_states(product).items():
                     so = total(
                         (-1.0, ONE),
-                        (1.0, sure),
+                        (1.0, materialized),
                         *((1.0, where.states[norm.product].get(item, {})) for item in states),
                     )
                     add(result, where.program.at_least(so), size)
@@ -124,7 +134,7 @@ class NormGradients:
     def _scales(self, where: Where, norm: Norm) -> Iterator[Expression]:
         """Yield indicators that product gradients come with the scale of a parameter, once each."""
         visited: set[int] = set()
-        for index, place in sorted(norm.origins.products):
+        for index, place in sorted(norm.sources.products):
             for other, read in factors(self.graph.operators[index], self._forward).items():
                 root = self._forward.root(read.value)
                 if other == place or root in visited or not self._forward.given(root):
@@ -139,7 +149,7 @@ class NormGradients:
                     )
                 )
 
-    def _given(self, product: ModelOperator) -> Mapping[int, Sequence[StateNames]]:
+    def _narrow_gradient_states(self, product: ModelOperator) -> Mapping[int, Sequence[StateNames]]:
         """Return the states by bytes of a product's incoming gradient, if narrower than FP32."""
         result: dict[int, list[StateNames]] = {}
         for state in product.costs:
@@ -148,7 +158,7 @@ class NormGradients:
                 result.setdefault(size, []).append(state)
         return result
 
-    def _copied(self, product: ModelOperator, state: StateNames) -> int:
+    def _copy_bytes(self, product: ModelOperator, state: StateNames) -> int:
         """Return the bytes of copies of a product's scaled factors in the compute dtype.
 
         Only convolutions count: one kernel computes all of their gradients with these copies.
@@ -159,19 +169,19 @@ class NormGradients:
         alone = (
             read
             for read in factors(product, self._forward).values()
-            if self._origins.alone(read.value)
+            if self._sources.is_read_by_one_product(read.value)
         )
-        carrier = computed_in(state[0])[1]
+        emulation_format = computed_in(state[0])[1]
         return sum(
-            self._forward.bytes(item.value, carrier)
+            self._forward.bytes(item.value, emulation_format)
             for item in alone
             if scaled(item.wanted.get(state[0] or ""))
         )
 
-    def _converted(self, behind: ModelOperator, state: StateNames) -> int:
+    def _converted_bytes(self, convolution: ModelOperator, state: StateNames) -> int:
         """Return the bytes of a convolution's weight gradient that is converted to FP32."""
-        weight, carrier = behind.reads[1].value, computed_in(state[0])[1]
-        result = self._forward.bytes(weight, carrier)
+        weight, emulation_format = convolution.reads[1].value, computed_in(state[0])[1]
+        result = self._forward.bytes(weight, emulation_format)
         return result if result < self._forward.bytes(weight, FP32.name) else 0
 
 
@@ -189,7 +199,7 @@ class PlanStates:
 
 
 @dataclass(frozen=True)
-class _Item:
+class _LiveBytes:
     """Bytes that are live where an indicator is 1 and `unless` is 0."""
 
     size: int
@@ -202,27 +212,27 @@ class PendingGradients:
 
     Args:
         saved: bound on the saved tensors.
-        waiting: tensors with a later use, by moment.
+        unread: tensors with a later use, by moment.
     """
 
-    def __init__(self, saved: SavedTensorsBound, waiting: UnreadValues) -> None:
-        self._kept, self._waiting = saved, waiting
+    def __init__(self, saved: SavedTensorsBound, unread: UnreadValues) -> None:
+        self._saved, self._unread = saved, unread
         self.graph, self._forward = saved.graph, saved.passes[0].forward
-        self.norming = NormGradients(saved, waiting)
-        self._counts: tuple[Where, Counts] | None = None
-        self._known: dict[Moment, Expression] = {}
+        self.norm_gradients = NormGradients(saved, unread)
+        self._read_counts: tuple[Where, ReadCounts] | None = None
+        self._cache: dict[Moment, Expression] = {}
         self._repeated = any(operator.repeated for operator in self.graph.operators)
         self._counted_elsewhere = {result.value for result in saved.results}
-        self._gates = {gate.at: gate for gate in saved.gates}
+        self._gates = {gate.index: gate for gate in saved.gates}
 
     def of(
-        self, planned: PlanStates, moment: Moment, above: float = 0.0, exact: bool = True
+        self, plan_states: PlanStates, moment: Moment, above: float = 0.0, exact: bool = True
     ) -> float:
         """Return the bound in bytes under a plan.
 
         The result may be lower if it is at most `above`, or if not `exact`, which is faster.
         """
-        result, program = self.expression(planned, moment), planned.program
+        result, program = self.expression(plan_states, moment), plan_states.program
         if constant(result) is not None or program.most(result) <= above:
             return result.get(CONSTANT, 0.0)
         before, program.costs = program.costs, [0.0] * len(program.costs)
@@ -239,26 +249,29 @@ class PendingGradients:
         """Return the bound in bytes as an expression, valid when minimized over its variables."""
         if self._repeated:
             return {}
-        if self._counts is None or self._counts[0] is not where:
-            self._counts, self._known = (where, Counts(self._kept, self._waiting, where)), {}
-        if moment not in self._known:
-            self._known[moment] = self._expression(self._counts[1], where, moment)
-        return self._known[moment]
+        if self._read_counts is None or self._read_counts[0] is not where:
+            self._read_counts, self._cache = (
+                (where, ReadCounts(self._saved, self._unread, where)),
+                {},
+            )
+        if moment not in self._cache:
+            self._cache[moment] = self._expression(self._read_counts[1], where, moment)
+        return self._cache[moment]
 
-    def _expression(self, counts: Counts, where: Where, moment: Moment) -> Expression:
+    def _expression(self, counts: ReadCounts, where: Where, moment: Moment) -> Expression:
         program, place = where.program, moment[0]
         existing: dict[int, Expression] = {}
         read: dict[int, Expression] = {}
         result: dict[int, float] = {}
-        for value in self._arrived(counts, place):
+        for value in self._values_with_gradients(counts, place):
             now = read[value] = self._read(counts, value, moment, existing)
             if not any(now.values()):
                 existing[value] = {}
                 continue
-            behind = [index for index in counts.arriving[value] if index > place or index < 0]
-            written = counts.written.get(value, {})
-            if len(behind) < len(counts.arriving[value]):
-                written = counts.written_down(value, behind) if written else {}
+            downstream = [index for index in counts.incoming[value] if index > place or index < 0]
+            written = counts.materialized.get(value, {})
+            if len(downstream) < len(counts.incoming[value]):
+                written = counts.materialized_from(value, downstream) if written else {}
             existing[value] = program.any_of([now], written) if written else now
             if written:
                 both = (
@@ -266,61 +279,71 @@ class PendingGradients:
                     if constant(now) == 1
                     else program.any_of([written], total((1.0, ONE), (-1.0, now)))
                 )
-                self._write(result, where, value, both)
-            self._hold(
+                self._add_materialized(result, where, value, both)
+            self._add_live(
                 result,
                 program,
                 existing[value],
-                self._gradients(where, value, [index for index in behind if index > place]),
+                self._gradients(where, value, [index for index in downstream if index > place]),
             )
         for value, now in read.items():
-            maker = self._forward.made_by(value)
-            if maker is not None and self.graph.places[maker.id] > place and any(now.values()):
-                self._hold(
+            producer = self._forward.made_by(value)
+            if (
+                producer is not None
+                and self.graph.places[producer.id] > place
+                and any(now.values())
+            ):
+                self._add_live(
                     result,
                     program,
                     now,
-                    self._gate(counts, where, self.graph.places[maker.id], moment),
+                    self._gate(counts, where, self.graph.places[producer.id], moment),
                 )
         if moment[1] == PASSING:
-            add(result, self.norming.expression(counts, where, place), 1.0)
+            add(result, self.norm_gradients.expression(counts, where, place), 1.0)
         return result
 
-    def _arrived(self, counts: Counts, place: int) -> Iterator[int]:
-        """Yield the values with gradients from operators behind a place, in program order."""
+    def _values_with_gradients(self, counts: ReadCounts, place: int) -> Iterator[int]:
+        """Yield the values with gradients from operators after a position, in program order."""
         values = (
             value
-            for value, into in counts.arriving.items()
+            for value, into in counts.incoming.items()
             if any(index > place or index < 0 for index in into)
         )
         return iter(sorted(values, key=self._place))
 
     def _place(self, value: int) -> int:
-        maker = self._forward.made_by(value)
-        return -1 if maker is None else self.graph.places[maker.id]
+        producer = self._forward.made_by(value)
+        return -1 if producer is None else self.graph.places[producer.id]
 
     def _read(
-        self, counts: Counts, value: int, moment: Moment, existing: Mapping[int, Expression]
+        self, counts: ReadCounts, value: int, moment: Moment, existing: Mapping[int, Expression]
     ) -> Expression:
         """Return the indicator that a gradient computed from a value's gradient is pending."""
-        maker = self._forward.made_by(value)
-        if maker is None:
+        producer = self._forward.made_by(value)
+        if producer is None:
             return {}
-        index = self.graph.places[maker.id]
+        index = self.graph.places[producer.id]
         if index <= moment[0]:
-            return ONE if index < yet(moment) and self._waiting.used[index] else {}
-        if self._waiting.writes(maker) or norms(maker):
+            return (
+                ONE
+                if index < first_completed(moment) and self._unread.gradient_is_read[index]
+                else {}
+            )
+        if self._unread.materializes_gradients(producer) or norms(producer):
             return {}
         passed = [
             existing.get(self._forward.root(read.value), {})
-            for read in maker.reads
+            for read in producer.reads
             if read.gradient
             and not self._forward.given(read.value)
-            and not self._waiting.summed(maker, read)
+            and not self._unread.reduces_gradient(producer, read)
         ]
         return counts.program.any_of(passed)
 
-    def _write(self, result: dict[int, float], where: Where, value: int, both: Expression) -> None:
+    def _add_materialized(
+        self, result: dict[int, float], where: Where, value: int, both: Expression
+    ) -> None:
         """Add a materialized gradient, in the format of the value."""
         sizes = {fmt: self._forward.bytes(value, fmt) for fmt in where.outputs[self._place(value)]}
         least = min(sizes.values())
@@ -330,12 +353,12 @@ class PendingGradients:
                 wide = where.program.any_of([current], total((1.0, ONE), (-1.0, both)))
                 add(result, wide, sizes[fmt] - least)
 
-    def _hold(
+    def _add_live(
         self,
         result: dict[int, float],
         program: LinearProgram,
         existing: Expression,
-        items: Iterable[_Item],
+        items: Iterable[_LiveBytes],
     ) -> None:
         """Add bytes that are live where an indicator is 1."""
         gone = {} if constant(existing) == 1 else total((1.0, ONE), (-1.0, existing))
@@ -347,9 +370,11 @@ class PendingGradients:
                 rest = existing if constant(item.where) == 1 else program.any_of([item.where], gone)
             add(result, rest, item.size)
 
-    def _gradients(self, where: Where, value: int, behind: Sequence[int]) -> Iterator[_Item]:
+    def _gradients(
+        self, where: Where, value: int, downstream: Sequence[int]
+    ) -> Iterator[_LiveBytes]:
         """Yield the gradients of a value that products have written."""
-        for index in behind:
+        for index in downstream:
             product = self.graph.operators[index]
             if not self._forward.multiplies(product):
                 continue
@@ -362,44 +387,52 @@ class PendingGradients:
                     }
                     yield from self._items(where.states[index], sizes)
 
-    def _gate(self, counts: Counts, where: Where, index: int, moment: Moment) -> Iterator[_Item]:
+    def _gate(
+        self, counts: ReadCounts, where: Where, index: int, moment: Moment
+    ) -> Iterator[_LiveBytes]:
         """Yield the bytes that a gate saves: result if a product saves it, else mask or sources."""
-        saved = counts.again.result_kept(index)
+        saved = counts.recomputation.saved_result(index)
         operator = self.graph.operators[index]
         if saved is None or operator.result in self._counted_elsewhere:
             return
-        hows = self._kept.formats_of(index, operator.result)
-        assert hows is not None
+        formats = self._saved.formats_of(index, operator.result)
+        assert formats is not None
         product = self._product(counts, operator, moment)
         floor = whole(self.graph.values[operator.result].numel) if product is not None else 0
-        sizes = {state: self._forward.bytes(operator.result, hows[state]) for state in saved}
-        yield _Item(floor, ONE, self._counted(where, index, moment))
+        sizes = {state: self._forward.bytes(operator.result, formats[state]) for state in saved}
+        yield _LiveBytes(floor, ONE, self._mask_is_counted(where, index, moment))
         for size, least in _levels(sizes, floor):
-            yield _Item(size, total(*((1.0, saved[state]) for state in least)), {})
+            yield _LiveBytes(size, total(*((1.0, saved[state]) for state in least)), {})
         if product is not None:
             otherwise = total(
                 *((1.0, existing) for existing in saved.values()),
-                (1.0, counts.again.lost(operator.result)),
+                (1.0, counts.recomputation.not_recomputable(operator.result)),
             )
-            yield from self._computed_from(counts, where, product, floor, otherwise)
+            yield from self._product_result(counts, where, product, floor, otherwise)
 
-    def _counted(self, where: Where, index: int, moment: Moment) -> Expression:
+    def _mask_is_counted(self, where: Where, index: int, moment: Moment) -> Expression:
         """Return the indicator that a gate's mask counts with the unread saved tensors."""
-        gate, readers = self._gates.get(index), self._waiting.of(moment)
-        counts = gate is not None and (index in readers.wholly or index in readers.passed)
-        return gate.masked(where, {}) if gate is not None and counts else {}
+        gate, readers = self._gates.get(index), self._unread.of(moment)
+        counts = gate is not None and (
+            index in readers.all_unread or index in readers.values_unread
+        )
+        return gate.mask_indicator(where, {}) if gate is not None and counts else {}
 
-    def _computed_from(
-        self, counts: Counts, where: Where, product: int, floor: int, otherwise: Expression
-    ) -> Iterator[_Item]:
-        """Yield a product's result behind a gate, beyond `floor` bytes, unless `otherwise`."""
-        keeper = counts.again.keeper(product)
-        assert keeper is not None
-        hows = self._kept.formats_of(keeper, product)
-        assert hows is not None
+    def _product_result(
+        self, counts: ReadCounts, where: Where, product: int, floor: int, otherwise: Expression
+    ) -> Iterator[_LiveBytes]:
+        """Yield the bytes beyond `floor` of the product result that recomputes a gate.
+
+        They do not count where `otherwise` is 1.
+        """
+        saving_operator = counts.recomputation.saving_operator(product)
+        assert saving_operator is not None
+        formats = self._saved.formats_of(saving_operator, product)
+        assert formats is not None
         outputs = where.outputs[self._place(product)]
         by_state = {
-            state: self._forward.bytes(product, hows[state]) for state in where.states[keeper]
+            state: self._forward.bytes(product, formats[state])
+            for state in where.states[saving_operator]
         }
         by_output = {fmt: self._forward.bytes(product, fmt) for fmt in outputs}
         # The result is saved in the narrower of both formats.
@@ -407,46 +440,49 @@ class PendingGradients:
         for least in sorted({*by_state.values(), *by_output.values()}):
             if before < least <= min(max(by_state.values()), max(by_output.values())):
                 wide = _sum_of(
-                    where.states[keeper], [s for s, size in by_state.items() if size >= least]
+                    where.states[saving_operator],
+                    [s for s, size in by_state.items() if size >= least],
                 )
                 narrow = _sum_of(outputs, [fmt for fmt, size in by_output.items() if size < least])
-                yield _Item(least - before, wide, total((1.0, otherwise), (1.0, narrow)))
+                yield _LiveBytes(least - before, wide, total((1.0, otherwise), (1.0, narrow)))
                 before = least
 
     @staticmethod
-    def _items(existing: Mapping[Key, Expression], sizes: Mapping[Key, int]) -> Iterator[_Item]:
+    def _items(
+        existing: Mapping[Key, Expression], sizes: Mapping[Key, int]
+    ) -> Iterator[_LiveBytes]:
         for size, least in _levels({key: sizes[key] for key in existing}, 0):
-            yield _Item(size, _sum_of(existing, least), {})
+            yield _LiveBytes(size, _sum_of(existing, least), {})
 
-    def _product(self, counts: Counts, gate: ModelOperator, moment: Moment) -> int | None:
+    def _product(self, counts: ReadCounts, gate: ModelOperator, moment: Moment) -> int | None:
         """Return the product result from which a gate, and no other gate, is recomputed, if any.
 
         It has the size of the gate's result. The operator that saves it has run its backward pass,
         so that it counts once.
         """
-        readers = self._waiting.of(moment)
+        readers = self._unread.of(moment)
         size = whole(self.graph.values[gate.result].numel)
         values = [self._forward.root(read.value) for read in gate.reads]
         for value in values:
-            maker = self._forward.made_by(value)
+            producer = self._forward.made_by(value)
             if (
-                maker is None
-                or counts.again.products(value)
-                or len(counts.again.readers(value)) != 1
+                producer is None
+                or counts.recomputation.products(value)
+                or len(counts.recomputation.readers(value)) != 1
             ):
                 continue
-            if not self._forward.multiplies(maker):
-                values += [self._forward.root(read.value) for read in maker.reads]
+            if not self._forward.multiplies(producer):
+                values += [self._forward.root(read.value) for read in producer.reads]
                 continue
-            keeper = counts.again.keeper(value)
+            saving_operator = counts.recomputation.saving_operator(value)
             if (
-                keeper is None
-                or keeper in readers.wholly
-                or keeper in readers.passed
-                or keeper == moment[0]
+                saving_operator is None
+                or saving_operator in readers.all_unread
+                or saving_operator in readers.values_unread
+                or saving_operator == moment[0]
             ):
                 continue
-            available = self._kept.formats_of(keeper, value) is not None
+            available = self._saved.formats_of(saving_operator, value) is not None
             if available and whole(self.graph.values[value].numel) == size:
                 return value
         return None

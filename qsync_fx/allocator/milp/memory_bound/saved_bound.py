@@ -3,8 +3,8 @@
 The live set contains the saved tensors and the incoming gradients. The bound counts tensors that
 are saved under any plan: factors of products in their compute formats, product results that other
 operators save, masks and statistics (for ReLUs: `relu_masks.gates`), and other saved values that no
-compiler can recompute (`SavedTensorsBound.lost`). Each value counts once per format. Tensors that
-can be rematerialized under some plan do not count.
+compiler can recompute (`SavedTensorsBound.not_recomputable`). Each value counts once per format.
+Tensors that can be rematerialized under some plan do not count.
 
 Invariant: `of` and `expression` agree.
 """
@@ -18,7 +18,12 @@ from typing import TypeVar
 
 from qsync_fx.allocator.milp.format_variables import Formats, Spread
 from qsync_fx.allocator.milp.linear_program import CONSTANT, Expression, total
-from qsync_fx.allocator.milp.memory_bound.relu_masks import Lying, MaskedActivation, Residing, gates
+from qsync_fx.allocator.milp.memory_bound.relu_masks import (
+    MaskedActivation,
+    MaterializedValue,
+    MaterializedValueFinder,
+    gates,
+)
 from qsync_fx.allocator.problem import DeviceClass
 from qsync_fx.formats import FORMATS
 from qsync_fx.predictor.cost_mapper.plan_states import States, states
@@ -47,7 +52,7 @@ class Passes:
         buffer = self.forward.factors[index, place]
         return buffer is None or buffer in self.read
 
-    def reads_kept(self, index: int, name: str) -> bool:
+    def reads_saved(self, index: int, name: str) -> bool:
         """Return whether a value that an operator saves is read again."""
         return any(
             buffer.name == name and buffer in self.read
@@ -76,7 +81,7 @@ class Passes:
         }
 
 
-def extras_kept(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int]:
+def saved_extras(passes: Sequence[Passes], index: int) -> Mapping[StateNames, int]:
     """Return a lower bound on the bytes of an operator's masks and statistics, by state.
 
     A state that no plan in `passes` has gets the minimum over all of them.
@@ -101,38 +106,40 @@ class Factor:
     """Factor of a product, saved for backward.
 
     Attributes:
-        at: index of the product.
-        place: argument index.
+        index: index of the product.
+        argument: argument index.
         value: index of the value.
         wanted: format in which the factor is read, by compute format.
-        own: format in which it exists before the step and needs no saved copy; None for others.
+        stored_format: format in which it exists before the step and needs no saved copy; None for
+            others.
     """
 
-    at: int
-    place: int
+    index: int
+    argument: int
     value: int
     wanted: Mapping[Name, Name]
-    own: Name
+    stored_format: Name
 
 
 @dataclass(frozen=True)
-class _Result:
+class SavedValue:
     """Value that an operator saves in addition to factors of products.
 
     Attributes:
-        at: index of the operator.
+        index: index of the operator.
         value: index of the value.
-        maker: index of the product that computes the value; None for other values.
-        kept: saved format by state; a product's result in a narrower format is saved as it is.
+        product: index of the product that computes the value; None for other values.
+        saved_formats: saved format by state; a product's result in a narrower format is saved as it
+            is.
     """
 
-    at: int
+    index: int
     value: int
-    maker: int | None
-    kept: Mapping[StateNames, Name]
+    product: int | None
+    saved_formats: Mapping[StateNames, Name]
 
 
-_One = TypeVar("_One", _Result, MaskedActivation)
+_Saved = TypeVar("_Saved", SavedValue, MaskedActivation)
 
 
 @dataclass(frozen=True)
@@ -156,22 +163,22 @@ class Readers:
     """Operators with saved tensors that the backward pass has yet to read.
 
     Attributes:
-        wholly: operators whose saved tensors are all unread.
-        passed: operators whose saved values and masks are unread; statistics may be dead.
+        all_unread: operators whose saved tensors are all unread.
+        values_unread: operators whose saved values and masks are unread; statistics may be dead.
         factors: unread factors, as product and argument index.
         unscaled: factors that are unread unless their format is scaled; of scaled factors a copy
             replaces the original.
     """
 
-    wholly: Set[int]
-    passed: Set[int]
+    all_unread: Set[int]
+    values_unread: Set[int]
     factors: Set[tuple[int, int]] = frozenset()
     unscaled: Set[tuple[int, int]] = frozenset()
 
     def reads(self, factor: Factor, fmt: Name) -> bool:
         """Return whether a factor in a format is live."""
-        key = factor.at, factor.place
-        if factor.at in self.wholly or key in self.factors:
+        key = factor.index, factor.argument
+        if factor.index in self.all_unread or key in self.factors:
             return True
         return key in self.unscaled and not (fmt is not None and FORMATS[fmt].scaled)
 
@@ -198,12 +205,12 @@ class SavedTensorsBound:
         uniform = [states(part.graph, part.uniform(fmt)) for fmt in part.formats]
         self.passes = passes = [Passes(item) for item in uniform]
         self.factors: list[Factor] = []
-        self.results: list[_Result] = []
+        self.results: list[SavedValue] = []
         self.extras: dict[int, Mapping[StateNames, int]] = {}
         self.gates: list[MaskedActivation] = []
         self._forward = forward = passes[0].forward
         self._spread: _Spread | None = None
-        self._incoming = 0
+        self._incoming_bytes = 0
         if any(operator.repeated for operator in self.graph.operators):
             return
         for index, operator in enumerate(self.graph.operators):
@@ -221,79 +228,88 @@ class SavedTensorsBound:
             # Attention with several kernels saves masks and more, like operators that are no
             # product.
             if not forward.multiplies(operator) or attends(operator):
-                self.extras[index] = extras_kept(passes, index)
+                self.extras[index] = saved_extras(passes, index)
             if not forward.multiplies(operator):
-                self.results += self._values_kept(passes, index)
+                self.results += self._saved_values(passes, index)
             elif attends(operator):
                 # Attention with one kernel saves its own result.
                 self.results += [
                     item
-                    for item in self._values_kept(passes, index)
+                    for item in self._saved_values(passes, index)
                     if item.value == operator.result
                 ]
         self.gates += gates(self)
         outputs = [read.value for read in self.graph.outputs if not forward.given(read.value)]
         incoming = [value for value in outputs if self.graph.values[value].differentiated]
-        self._incoming = sum(self._bytes(value, self.graph.values[value].own) for value in incoming)
+        self._incoming_bytes = sum(
+            self._bytes(value, self.graph.values[value].own) for value in incoming
+        )
 
     def of(
         self,
         names: Sequence[StateNames],
         readers: Readers | None = None,
-        layout: Sequence[Lying] = (),
+        materialized: Sequence[MaterializedValue] = (),
     ) -> float:
         """Return the bound in bytes under a plan, given its operator states.
 
         Args:
             names: state of each operator.
             readers: operators with unread saved tensors; None for the start of the backward pass.
-            layout: further values that can be materialized.
+            materialized: further values that can be materialized.
         """
         matches: set[Key] = {
-            (item.value, fmt) for item in layout if (fmt := item.held(names)) is not None
+            (item.value, fmt)
+            for item in materialized
+            if (fmt := item.materialized_format(names)) is not None
         }
         for factor in self.factors:
-            fmt = factor.wanted[names[factor.at][0]]
-            if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
+            fmt = factor.wanted[names[factor.index][0]]
+            if fmt != factor.stored_format and (readers is None or readers.reads(factor, fmt)):
                 matches.add((factor.value, fmt))
         for result in _of(readers, self.results):
-            fmt = result.kept[names[result.at]]
-            live = fmt if result.maker is None else names[result.maker][1]
+            fmt = result.saved_formats[names[result.index]]
+            live = fmt if result.product is None else names[result.product][1]
             matches.add((result.value, min((fmt, live), key=_width)))
         extras = sum(
             sizes[names[index]]
             for index, sizes in self.extras.items()
             if self._extras_read(readers, index)
         )
-        lost: dict[int, bool] = {}
-        masks = sum(gate.of(names, lost) for gate in _of(readers, self.gates))
+        blocked: dict[int, bool] = {}
+        masks = sum(gate.of(names, blocked) for gate in _of(readers, self.gates))
         return (
             sum(self._bytes(*key) for key in matches)
             + extras
             + masks
-            + (self._incoming if readers is None else 0)
+            + (self._incoming_bytes if readers is None else 0)
         )
 
     def expression(
-        self, formats: Formats, readers: Readers | None = None, layout: Sequence[Lying] = ()
+        self,
+        formats: Formats,
+        readers: Readers | None = None,
+        materialized: Sequence[MaterializedValue] = (),
     ) -> Expression:
         """Return the bound in bytes as an expression; see `of`."""
         wants: dict[Key, list[Expression]] = {}
-        for item in layout:
-            for fmt, where in item.held_in(formats):
+        for item in materialized:
+            for fmt, where in item.materialized_format_indicators(formats):
                 wants.setdefault((item.value, fmt), []).append(where)
-        matches: dict[int, float] = {CONSTANT: float(self._incoming if readers is None else 0)}
+        matches: dict[int, float] = {
+            CONSTANT: float(self._incoming_bytes if readers is None else 0)
+        }
         if self._spread is None or self._spread.formats is not formats:
-            lost: dict[int, Expression] = {}
+            blocked: dict[int, Expression] = {}
             self._spread = _Spread(
                 formats,
                 [self._factor(formats, factor) for factor in self.factors],
                 [self._parts(formats, result) for result in self.results],
-                [gate.masked(formats, lost) for gate in self.gates],
+                [gate.mask_indicator(formats, blocked) for gate in self.gates],
             )
         for factor, by_format in zip(self.factors, self._spread.factors, strict=True):
             for fmt, where in by_format.items():
-                if fmt != factor.own and (readers is None or readers.reads(factor, fmt)):
+                if fmt != factor.stored_format and (readers is None or readers.reads(factor, fmt)):
                     wants.setdefault((factor.value, fmt), []).append(where)
         for result, by_format in zip(self.results, self._spread.results, strict=True):
             if _is_read(readers, result):
@@ -311,31 +327,31 @@ class SavedTensorsBound:
         return matches
 
     def _extras_read(self, readers: Readers | None, index: int) -> bool:
-        if readers is None or index in readers.wholly:
+        if readers is None or index in readers.all_unread:
             return True
-        return index in readers.passed and not norms(self.graph.operators[index])
+        return index in readers.values_unread and not norms(self.graph.operators[index])
 
     @staticmethod
     def _factor(formats: Formats, factor: Factor) -> Spread:
         """Return the indicators of the format in which a factor is read."""
         result: dict[Name, Expression] = {}
-        for name, where in formats.precisions[factor.at].items():
+        for name, where in formats.precisions[factor.index].items():
             fmt = factor.wanted[name]
             result[fmt] = total((1.0, result.get(fmt, {})), (1.0, where))
         return result
 
-    def _parts(self, formats: Formats, result: _Result) -> Spread:
+    def _parts(self, formats: Formats, result: SavedValue) -> Spread:
         """Return the indicators of the format in which a value is saved, merged by format."""
         matches: dict[Name, Expression] = {}
         for fmt, where in self._result(formats, result):
             matches[fmt] = total((1.0, matches.get(fmt, {})), (1.0, where))
         return matches
 
-    def _result(self, formats: Formats, result: _Result) -> Iterator[tuple[Name, Expression]]:
-        live: Spread = {} if result.maker is None else formats.outputs[result.maker]
+    def _result(self, formats: Formats, result: SavedValue) -> Iterator[tuple[Name, Expression]]:
+        live: Spread = {} if result.product is None else formats.outputs[result.product]
         by_format: dict[Name, Expression] = {}
-        for state, where in formats.states[result.at].items():
-            fmt = result.kept[state]
+        for state, where in formats.states[result.index].items():
+            fmt = result.saved_formats[state]
             by_format[fmt] = total((1.0, by_format.get(fmt, {})), (1.0, where))
         for fmt, where in by_format.items():
             narrower = {
@@ -352,43 +368,49 @@ class SavedTensorsBound:
                 rest = total((1.0, rest), (-1.0, both))
             yield fmt, rest
 
-    def _values_kept(self, passes: Sequence[Passes], index: int) -> Iterator[_Result]:
-        """Yield values that an operator saves under any plan: product results and lost values."""
+    def _saved_values(self, passes: Sequence[Passes], index: int) -> Iterator[SavedValue]:
+        """Yield values saved under any plan: product results, and values never recomputed."""
         operator, forward = self.graph.operators[index], self._forward
         for value in self.saved(operator):
-            maker, saved = forward.made_by(value), self.formats_of(index, value)
-            product = maker is not None and forward.multiplies(maker)
+            producer, saved = forward.made_by(value), self.formats_of(index, value)
+            product = producer is not None and forward.multiplies(producer)
             # A gate saves its own result as a mask of one byte per element.
             gate = operator.row in GATES and operator.result == value
-            if maker is None or saved is None or not (product or (value in self.lost and not gate)):
+            if (
+                producer is None
+                or saved is None
+                or not (product or (value in self.not_recomputable and not gate))
+            ):
                 continue
-            if all(item.reads_kept(index, self.graph.values[value].name) for item in passes):
-                yield _Result(index, value, self.graph.places[maker.id] if product else None, saved)
+            if all(item.reads_saved(index, self.graph.values[value].name) for item in passes):
+                yield SavedValue(
+                    index, value, self.graph.places[producer.id] if product else None, saved
+                )
 
     @cached_property
-    def residing(self) -> Residing:
+    def materialized_values(self) -> MaterializedValueFinder:
         """Materialized values from which others are computed."""
-        return Residing(self)
+        return MaterializedValueFinder(self)
 
     @cached_property
-    def lost(self) -> Set[int]:
+    def not_recomputable(self) -> Set[int]:
         """Values that no compiler recomputes under any plan: unsaved sources, or a gather."""
         forward, saved, result = self._forward, set[int](), set[int]()
         for operator in self.graph.operators:
             for value in self.saved(operator):
-                maker = forward.made_by(value)
+                producer = forward.made_by(value)
                 if forward.multiplies(operator) or (
-                    maker is not None and forward.multiplies(maker)
+                    producer is not None and forward.multiplies(producer)
                 ):
                     saved.add(value)
         for operator in self.graph.operators:
             reads = {forward.root(read.value) for read in operator.reads}
-            lost = (
+            blocked = (
                 forward.multiplies(operator)
                 or operator.row in GATHERS
                 or not result.isdisjoint(reads - saved)
             )
-            if lost and forward.root(operator.result) == operator.result:
+            if blocked and forward.root(operator.result) == operator.result:
                 result.add(operator.result)
         return result
 
@@ -406,15 +428,15 @@ class SavedTensorsBound:
         """Return the saved format of a value by state; None if it is not saved in each state."""
         result: dict[StateNames, Name] = {}
         for state, cost in self.graph.operators[index].costs.items():
-            hows = [
+            formats = [
                 settings
                 for name, settings in cost.saved
                 if not settings.startswith("extra")
                 and self._forward.root(self._places[name]) == value
             ]
-            if len(hows) != 1 or not hows[0]:
+            if len(formats) != 1 or not formats[0]:
                 return None
-            result[state] = hows[0]
+            result[state] = formats[0]
         return result
 
     @cached_property
@@ -427,12 +449,16 @@ class SavedTensorsBound:
         return FORMATS[fmt].dtype.itemsize * whole(live.numel) + whole(live.fixed)
 
 
-def _of(readers: Readers | None, result: Sequence[_One]) -> Iterator[_One]:
+def _of(readers: Readers | None, result: Sequence[_Saved]) -> Iterator[_Saved]:
     return (item for item in result if _is_read(readers, item))
 
 
-def _is_read(readers: Readers | None, result: _Result | MaskedActivation) -> bool:
-    return readers is None or result.at in readers.wholly or result.at in readers.passed
+def _is_read(readers: Readers | None, result: SavedValue | MaskedActivation) -> bool:
+    return (
+        readers is None
+        or result.index in readers.all_unread
+        or result.index in readers.values_unread
+    )
 
 
 def norms(operator: ModelOperator) -> bool:

@@ -26,18 +26,22 @@ class Count:
     """Number in unary encoding.
 
     Attributes:
-        sure: constant part.
-        free: indicators that the number is at least `sure` + 1, `sure` + 2, and so on.
+        base: constant part.
+        indicators: indicators that the number is at least `base` + 1, `base` + 2, and so on.
     """
 
-    sure: int
-    free: Sequence[Expression] = ()
+    base: int
+    indicators: Sequence[Expression] = ()
 
     def reaches(self, many: int) -> Expression:
         """Return the indicator that the number is at least `many`, for `many` from 1."""
-        if many <= self.sure:
+        if many <= self.base:
             return ONE
-        return self.free[many - self.sure - 1] if many <= self.sure + len(self.free) else {}
+        return (
+            self.indicators[many - self.base - 1]
+            if many <= self.base + len(self.indicators)
+            else {}
+        )
 
 
 def exactly(number: int) -> Count:
@@ -50,7 +54,7 @@ def where(condition: Expression) -> Count:
 
 
 def one_or_more(count: Count) -> Count:
-    return count if count.sure else Count(1, count.free[1:])
+    return count if count.base else Count(1, count.indicators[1:])
 
 
 def where_so(condition: Expression, count: Count) -> Count:
@@ -61,22 +65,22 @@ def where_so(condition: Expression, count: Count) -> Count:
     available = constant(condition)
     if available is not None:
         return count if available == 1 else exactly(TOP)
-    rest = range(count.sure + 1, TOP + 1)
+    rest = range(count.base + 1, TOP + 1)
     return Count(
-        count.sure,
+        count.base,
         [total((1.0, count.reaches(many)), (1.0, ONE), (-1.0, condition)) for many in rest],
     )
 
 
 def least(program: LinearProgram, several: Sequence[Count]) -> Count:
     """Return the minimum of several counts."""
-    sure, top = (
-        min(item.sure for item in several),
-        min(item.sure + len(item.free) for item in several),
+    base, top = (
+        min(item.base for item in several),
+        min(item.base + len(item.indicators) for item in several),
     )
-    rest = range(sure + 1, top + 1)
+    rest = range(base + 1, top + 1)
     return _count(
-        sure, [program.at_most([item.reaches(many) for item in several]) for many in rest]
+        base, [program.at_most([item.reaches(many) for item in several]) for many in rest]
     )
 
 
@@ -84,14 +88,17 @@ def added(program: LinearProgram, several: Iterable[Count]) -> Count:
     """Return the sum of several counts."""
     result = Count(0)
     for count in several:
-        sure = result.sure + count.sure
-        if sure >= TOP:
+        base = result.base + count.base
+        if base >= TOP:
             return exactly(TOP)
-        rest = result.free or count.free
-        if result.free and count.free:
-            size = min(len(result.free) + len(count.free), TOP - sure)
-            rest = [_reached(program, result.free, count.free, many) for many in range(1, size + 1)]
-        result = _count(sure, rest)
+        rest = result.indicators or count.indicators
+        if result.indicators and count.indicators:
+            size = min(len(result.indicators) + len(count.indicators), TOP - base)
+            rest = [
+                _reached(program, result.indicators, count.indicators, many)
+                for many in range(1, size + 1)
+            ]
+        result = _count(base, rest)
     return result
 
 
@@ -108,9 +115,9 @@ def _reached(
     return program.at_most(bounds)
 
 
-def _count(sure: int, rest: Sequence[Expression]) -> Count:
+def _count(base: int, rest: Sequence[Expression]) -> Count:
     """Return a count with constant indicators folded into its constant part."""
     available = [constant(item) for item in rest]
     first = next((index for index, size in enumerate(available) if size != 1), len(available))
     end = next((index for index, size in enumerate(available) if size == 0), len(available))
-    return Count(min(sure + first, TOP), rest[first : max(first, min(end, TOP - sure))])
+    return Count(min(base + first, TOP), rest[first : max(first, min(end, TOP - base))])

@@ -1,7 +1,7 @@
 """Saved tensors with a later use, by moment of the backward pass.
 
 The backward pass runs operators in reverse program order, so that saved tensors of all operators
-before the current product are unread. Operators behind it have run, unless they have no kernel: the
+before the current product are unread. Operators after it have run, unless they have no kernel: the
 gradient of an elementwise operator is fused into its readers, and its sources stay live until then,
 for instance if the gradient waits at a residual. A compiler materializes gradients that read too
 many buffers. The number of reads is therefore bounded from above, and gradients that may exceed
@@ -37,7 +37,7 @@ first, is a norm that passes on its gradient.
 PASSING: Final = -1
 
 
-def yet(moment: Moment) -> int:
+def first_completed(moment: Moment) -> int:
     """Return the index below which the backward pass of all operators has yet to run."""
     place, selected = moment
     return place + 1 if selected == PASSING else place
@@ -48,7 +48,7 @@ def gradients(product: ModelOperator, forward: Forward) -> Sequence[int]:
     return [place for place, read in factors(product, forward).items() if read.gradient]
 
 
-def at_once(product: ModelOperator) -> bool:
+def has_joint_gradients(product: ModelOperator) -> bool:
     """Return whether one kernel computes the gradients of all factors of a product."""
     return convolves(product) or attends(product)
 
@@ -61,31 +61,31 @@ class UnreadValues:
     """
 
     def __init__(self, saved: SavedTensorsBound) -> None:
-        self.graph, self._kept, self._forward = saved.graph, saved, saved.passes[0].forward
-        self._known: dict[Moment, Readers] = {}
+        self.graph, self._saved, self._forward = saved.graph, saved, saved.passes[0].forward
+        self._cache: dict[Moment, Readers] = {}
 
     def of(self, moment: Moment) -> Readers:
         """Return the operators with unread saved tensors."""
-        if moment not in self._known:
-            self._known[moment] = self._of(moment)
-        return self._known[moment]
+        if moment not in self._cache:
+            self._cache[moment] = self._of(moment)
+        return self._cache[moment]
 
     def _of(self, moment: Moment) -> Readers:
         place, selected = moment
         passed: set[int] = set()
         for index in range(place + 1, len(self.graph.operators)):
             operator = self.graph.operators[index]
-            if any(self._passes(operator, read, moment, passed) for read in operator.reads):
+            if any(self._is_pending(operator, read, moment, passed) for read in operator.reads):
                 passed.add(index)
         owned = self.graph.operators[place]
-        before, rest = frozenset(range(yet(moment))), frozenset(passed)
+        before, rest = frozenset(range(first_completed(moment))), frozenset(passed)
         if selected == PASSING:
             return Readers(before, rest)
         if pools(owned) or (
-            not at_once(owned) and selected == len(gradients(owned, self._forward))
+            not has_joint_gradients(owned) and selected == len(gradients(owned, self._forward))
         ):
             return Readers(before, rest)  # the saved tensors have been read
-        if at_once(owned):
+        if has_joint_gradients(owned):
             return Readers(
                 before,
                 rest,
@@ -98,58 +98,61 @@ class UnreadValues:
         )
         return Readers(before, rest, frozenset(then), frozenset({now}))
 
-    def arrives(self, value: int) -> bool:
+    def has_gradient(self, value: int) -> bool:
         """Return whether a gradient of a value is computed at all."""
-        return bool(self._arriving.get(self._forward.root(value)))
+        return bool(self._incoming_reads.get(self._forward.root(value)))
 
-    def uses(self, value: int) -> bool:
+    def reads_gradient(self, value: int) -> bool:
         """Return whether a kernel reads the gradient of a value."""
-        maker = self._forward.made_by(value)
-        return maker is not None and self.used[self.graph.places[maker.id]]
+        producer = self._forward.made_by(value)
+        return producer is not None and self.gradient_is_read[self.graph.places[producer.id]]
 
-    def _passes(
+    def _is_pending(
         self, operator: ModelOperator, read: ModelRead, moment: Moment, passed: set[int]
     ) -> bool:
         """Return whether the gradient of an operand is pending, with its sources live."""
-        maker = self._forward.made_by(read.value)
+        producer = self._forward.made_by(read.value)
         if (
             not read.gradient
-            or maker is None
-            or self.writes(operator)
-            or self.summed(operator, read)
+            or producer is None
+            or self.materializes_gradients(operator)
+            or self.reduces_gradient(operator, read)
         ):
             return False
-        if self._leaving[self.graph.places[operator.id]] > READS:
+        if self._outgoing_reads[self.graph.places[operator.id]] > READS:
             return False
-        arriving = self._arriving.get(self._forward.root(read.value), {}).items()
+        arriving = self._incoming_reads.get(self._forward.root(read.value), {}).items()
         if sum(many for index, many in arriving if not 0 <= index <= moment[0]) > READS:
             return False
-        place = self.graph.places[maker.id]
+        place = self.graph.places[producer.id]
         # The gradient that the product itself receives has been computed.
-        return self.used[place] if place < yet(moment) else place in passed
+        return self.gradient_is_read[place] if place < first_completed(moment) else place in passed
 
     @cached_property
-    def used(self) -> Sequence[bool]:
+    def gradient_is_read(self) -> Sequence[bool]:
         """Whether a kernel reads the gradient of each operator."""
         result: list[bool] = []
         for operator in self.graph.operators:
             makers = [self._forward.made_by(read.value) for read in operator.reads if read.gradient]
-            on = any(maker is not None and result[self.graph.places[maker.id]] for maker in makers)
-            result.append(on or self.writes(operator) or norms(operator))
+            on = any(
+                producer is not None and result[self.graph.places[producer.id]]
+                for producer in makers
+            )
+            result.append(on or self.materializes_gradients(operator) or norms(operator))
         return result
 
     @cached_property
-    def _arriving(self) -> Mapping[int, Mapping[int, int]]:
+    def _incoming_reads(self) -> Mapping[int, Mapping[int, int]]:
         """Maximum reads of each value's gradient, by source operator; -1 for model outputs."""
-        return self._counted[0]
+        return self._reads[0]
 
     @cached_property
-    def _leaving(self) -> Sequence[int]:
+    def _outgoing_reads(self) -> Sequence[int]:
         """Maximum reads of the gradients of each operator's operands."""
-        return self._counted[1]
+        return self._reads[1]
 
     @cached_property
-    def _counted(self) -> tuple[Mapping[int, Mapping[int, int]], Sequence[int]]:
+    def _reads(self) -> tuple[Mapping[int, Mapping[int, int]], Sequence[int]]:
         arriving: defaultdict[int, dict[int, int]] = defaultdict(dict)
         leaving = [0] * len(self.graph.operators)
         for read in self.graph.outputs:
@@ -163,13 +166,13 @@ class UnreadValues:
             ):
                 continue
             leaving[index] = min(
-                sum(arriving[operator.result].values()) + self.added(operator), READS + 1
+                sum(arriving[operator.result].values()) + self.extra_reads(operator), READS + 1
             )
             for read in (
                 read for read in operator.reads if read.gradient and self.differentiated(read.value)
             ):
                 into = arriving[self._forward.root(read.value)]
-                if self.writes(operator) or self.summed(operator, read):
+                if self.materializes_gradients(operator) or self.reduces_gradient(operator, read):
                     # A product contributes its gradient, and the scale of its other factor.
                     into[index] = into.get(index, 0) + 2
                 else:
@@ -181,11 +184,12 @@ class UnreadValues:
             self.graph.values[index].differentiated for index in (value, self._forward.root(value))
         )
 
-    def added(self, operator: ModelOperator) -> int:
+    def extra_reads(self, operator: ModelOperator) -> int:
         """Return the maximum reads that an operator adds to its own gradient for its operands."""
-        extras = beside(operator)
+        extras = extra_count(operator)
         result = extras + sum(
-            max(1, self.again[value]) for value in self.computed(self._kept.saved(operator))
+            max(1, self.recomputation_reads[value])
+            for value in self.computed_values(self._saved.saved(operator))
         )
         if norms(operator):
             weights = [read.value for read in operator.reads if read.role == "weight"]
@@ -195,27 +199,32 @@ class UnreadValues:
         return result
 
     @cached_property
-    def again(self) -> Sequence[int]:
+    def recomputation_reads(self) -> Sequence[int]:
         """Maximum reads to recompute each value."""
         result = [1] * len(self.graph.values)
         for operator in self.graph.operators:
-            if self._forward.multiplies(operator) or operator.result in self._kept.lost:
+            if (
+                self._forward.multiplies(operator)
+                or operator.result in self._saved.not_recomputable
+            ):
                 continue
-            used = {self._forward.root(read.value) for read in operator.reads} | set(
-                self._kept.saved(operator)
+            inputs = {self._forward.root(read.value) for read in operator.reads} | set(
+                self._saved.saved(operator)
             )
-            parts = (max(2, result[value]) for value in self.computed(used - {operator.result}))
-            result[operator.result] = min(beside(operator) + sum(parts), READS + 1)
+            parts = (
+                max(2, result[value]) for value in self.computed_values(inputs - {operator.result})
+            )
+            result[operator.result] = min(extra_count(operator) + sum(parts), READS + 1)
         return result
 
-    def computed(self, values: Iterable[int]) -> Iterable[int]:
+    def computed_values(self, values: Iterable[int]) -> Iterable[int]:
         return (value for value in values if not self._forward.given(value))
 
-    def writes(self, operator: ModelOperator) -> bool:
+    def materializes_gradients(self, operator: ModelOperator) -> bool:
         """Return whether the gradients of an operator's operands are materialized."""
         return self._forward.multiplies(operator) or pools(operator)
 
-    def summed(self, operator: ModelOperator, read: ModelRead) -> bool:
+    def reduces_gradient(self, operator: ModelOperator, read: ModelRead) -> bool:
         """Return whether the gradient of a broadcast operand is reduced, and thus materialized."""
         values = self.graph.values
         return operator.row in SPREADS and whole(values[read.value].numel) < whole(
@@ -223,7 +232,7 @@ class UnreadValues:
         )
 
 
-def beside(operator: ModelOperator) -> int:
+def extra_count(operator: ModelOperator) -> int:
     """Return the maximum number of masks and statistics that an operator saves."""
     return max(
         (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qsync_fx
-from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts
+from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import ReadCounts
 from qsync_fx.allocator.milp.memory_bound.pending_gradients import PlanStates
 from qsync_fx.allocator.milp.memory_bound.saved_bound import SavedTensorsBound
 from qsync_fx.allocator.milp.memory_bound.unread_values import UnreadValues
@@ -80,9 +80,9 @@ def test_what_is_forced_is_written_down() -> None:
         asked = {operator: draw.choice(choices) for operator, choices in part.choices.items()}
         known = states(part.graph, asked)
         where = PlanStates(known.names)
-        counts, program = Counts(kept, waiting, where), where.program
+        counts, program = ReadCounts(kept, waiting, where), where.program
         variables = {
-            value: next(iter(written)) for value, written in counts.written.items() if written
+            value: next(iter(written)) for value, written in counts.materialized.items() if written
         }
         for variable in variables.values():
             program.costs[variable] = 1.0

@@ -15,7 +15,7 @@ import qsync_fx
 from qsync_fx.allocator import Problem
 from qsync_fx.allocator.milp import milp_allocator
 from qsync_fx.allocator.milp.memory_bound import MemoryLowerBound
-from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import Counts
+from qsync_fx.allocator.milp.memory_bound.fusion_read_counts import ReadCounts
 from qsync_fx.allocator.milp.memory_bound.pending_gradients import NormGradients, PlanStates
 from qsync_fx.allocator.milp.memory_bound.unread_values import PASSING, UnreadValues
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
@@ -93,19 +93,24 @@ def test_what_is_written_behind_norms_is_there_at_once() -> None:
         known = drawn(part, draw)
         memory = step_memory(known, part.training)
         certain = MemoryLowerBound(part, memory)
-        before = memory.held_bytes + memory.moments[0].of(Category.BUCKETS) + certain.behind
+        before = (
+            memory.held_bytes
+            + memory.moments[0].of(Category.BUCKETS)
+            + certain.loss_correction_bytes
+        )
         written = step_memory(known, part.training, Orders.of(known, part.training).written).moments
-        for moment in (one for one in certain.during.moments if one[1] == PASSING):
-            last = certain.during.last(moment)
+        for moment in (one for one in certain.backward_peaks.moments if one[1] == PASSING):
+            last = certain.backward_peaks.last(moment)
             held = max(
                 one.bytes for one in written if one.place == "backward" and one.operator in last
             )
-            least = before + certain.during.of(known.names, moment)
+            least = before + certain.backward_peaks.of(known.names, moment)
             assert least <= held * (1 + 1e-9), moment
             several += least > 0.98 * held
         forward = max(one.bytes for one in written if one.place == "forward")
         assert all(
-            before - certain.behind + one.of(known.names) <= forward for one in certain.forward
+            before - certain.loss_correction_bytes + one.of(known.names) <= forward
+            for one in certain.forward_peaks
         )
     assert several > 16
 
@@ -113,10 +118,10 @@ def test_what_is_written_behind_norms_is_there_at_once() -> None:
 def sure(part: DeviceClass, known: States) -> Iterator[tuple[int, float]]:
     """Yields norms with the bytes that are said to be written behind them in FP32, gradients written down as a compiler does."""
     certain = MemoryLowerBound(part, step_memory(known, part.training))
-    norming = NormGradients(certain.kept, UnreadValues(certain.kept))
+    norming = NormGradients(certain.saved_tensors, UnreadValues(certain.saved_tensors))
     for at, norm in norming.norms.items():
         where = PlanStates(known.names)
-        counts = Counts(certain.kept, UnreadValues(certain.kept), where)
+        counts = ReadCounts(certain.saved_tensors, UnreadValues(certain.saved_tensors), where)
         found = norming.expression(counts, where, at)
         where.program.costs = [
             found.get(variable, 0.0) for variable in range(len(where.program.costs))
@@ -186,7 +191,7 @@ def test_plans_along_a_stream_are_those_of_brute_force(
         search = MilpSearch(limited, 1e-6, 60.0)
         search.compute_lower_bound()
         for memory_bound in search.state.memory_bounds.values():
-            memory_bound.moments = list(memory_bound.during.moments)
+            memory_bound.moments = list(memory_bound.backward_peaks.moments)
         assert search.solve_bound(search.gap).bound <= best * (1 + 1e-6)
 
 
