@@ -87,8 +87,8 @@ def of_catalog(device: Device) -> Rates:
     copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
     if host:
         text = f"its memory copies {copy / 1e9:.3g} GB/s, and {host / 1e9:.3g} GB/s go to its host"
-        return of_gpu(copy, host, f"reckoned for {device.title}: {text}")
-    return of_copy(copy, f"reckoned for {device.title}: its memory copies {copy / 1e9:.3g} GB/s")
+        return of_gpu(copy, host, f"computed for {device.title}: {text}")
+    return of_copy(copy, f"computed for {device.title}: its memory copies {copy / 1e9:.3g} GB/s")
 
 
 def _of_class(fleet: Cluster, name: str, profile: DeviceInputs) -> Rates:
@@ -100,7 +100,7 @@ def _of_class(fleet: Cluster, name: str, profile: DeviceInputs) -> Rates:
         return of_catalog(profile.device)
     if called is not None or stem in names():
         return of_catalog(get(called or stem))
-    return of_copy(COPY, f"reckoned for {name}: a core that copies {COPY / 1e9:.3g} GB/s")
+    return of_copy(COPY, f"computed for {name}: a core that copies {COPY / 1e9:.3g} GB/s")
 
 
 _LOWEST: Final = 1e4
