@@ -151,16 +151,16 @@ def test_what_the_users_code_raises_comes_through() -> None:
             "the plan cannot be read: No such file or directory",
             "check the path",
         ),
-        (["--plan", "cut.json"], "the plan ends in the middle", "get a whole copy"),
+        (["--plan", "cut.json"], "the plan is truncated", "get a complete copy"),
         (
             ["--plan", "cut.json", "--precision", "int8"],
-            "the plan ends in the middle",
-            "get a whole copy",
+            "the plan is truncated",
+            "get a complete copy",
         ),
         (
             ["--plan", "whole.json", "--precision", "int8"],
-            "precision and plan are both given",
-            'drop "precision"',
+            '"precision" and "plan" are both set',
+            'remove "precision"',
         ),
         (
             ["--plan", "whole.json"],

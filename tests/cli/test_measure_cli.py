@@ -125,7 +125,7 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(
     assert main([*asked, "--optimizer", "sgd", "--output", str(out)]) == 0
     printed = capsys.readouterr()
     assert (
-        "NVIDIA T4, reckoned" in printed.out
+        "NVIDIA T4, predicted" in printed.out
         and "optimizer SGD" in printed.out
         and printed.err == f"qsync: wrote {out}\n"
     )

@@ -27,7 +27,7 @@ def test_a_trace(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     trace, out = str(traces / "kineto-0.json"), tmp_path / "out.json"
     assert main(["replay", "--trace", trace, "--operators", "3", "--perfetto", str(out)]) == 0
     printed = capsys.readouterr()
-    assert "a step" in printed.out and "rank 0" in printed.out and "more operators" in printed.out
+    assert "per step" in printed.out and "rank 0" in printed.out and "more operators" in printed.out
     assert f"wrote {out}" in printed.err
     assert {event["name"] for event in json.loads(out.read_text())["traceEvents"]} >= {
         "optimizer",

@@ -69,11 +69,11 @@ class Adapted:
             f"{share:.1%} in {bits} bits" for bits, share in sorted(self.levels.items())
         )
         rate = (
-            "the link is not measured yet"
+            "link bandwidth not measured yet"
             if self.rate is None
-            else f"the link takes {self.rate / 1e6:.1f} MB/s"
+            else f"link bandwidth {self.rate / 1e6:.1f} MB/s"
         )
-        return f"{self.decisions} decisions: {shares or 'nothing sent'}; {rate}"
+        return f"{self.decisions} decisions: {shares or 'no data sent'}; {rate}"
 
 
 @dataclass

@@ -45,4 +45,4 @@ def codec_named(name: str) -> Codec:
     for codec in _CODECS:
         if codec.name == name:
             return codec
-    raise OptionError(f"no codec of gradients is called {name!r}", do=nearest(name, NAMES))
+    raise OptionError(f"unknown gradient codec {name!r}", do=nearest(name, NAMES))
