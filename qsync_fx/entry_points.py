@@ -74,18 +74,20 @@ def load(entry: EntryPoint) -> object:
         return entry.load()
     except Exception as error:
         raise QSyncError(
-            f"the installed package {package(entry)} cannot be loaded: {type(error).__name__}: {error}",
+            f"the installed package {package(entry)} cannot be loaded: "
+            f"{type(error).__name__}: {error}",
             where=place(entry),
-            do=f"upgrade {package(entry)}, or uninstall it; correct it if it is yours",
+            do=f"upgrade or uninstall {package(entry)}; correct the package if it is your own",
         ) from error
 
 
 def unfit(entry: EntryPoint, result: object, wanted: str) -> QSyncError:
     """Return the error for an entry point of the wrong type."""
     return QSyncError(
-        f"the installed package {package(entry)} offers {_kind(result)} where {wanted} is expected",
+        f"the installed package {package(entry)} offers {_kind(result)} "
+        f"where {wanted} is expected",
         where=place(entry),
-        do=f"upgrade {package(entry)}, or uninstall it; correct it if it is yours",
+        do=f"upgrade or uninstall {package(entry)}; correct the package if it is your own",
     )
 
 

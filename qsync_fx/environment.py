@@ -63,7 +63,7 @@ def count(name: str) -> int | None:
     if not value:
         return None
     if not re.fullmatch(r"[1-9]\d{0,3}", value):
-        raise _invalid(name, value, "set it to a whole number from 1 to 9999")
+        raise _invalid(name, value, "set it to an integer from 1 to 9999")
     return int(value)
 
 
@@ -79,7 +79,7 @@ def launcher_number(name: str) -> int | None:
         return None
     if not re.fullmatch(r"\d{1,9}", value, flags=re.ASCII):
         warnings.warn(
-            f"qsync_fx ignores the environment variable {name}: {shown(value)} is not a whole number",
+            f"qsync_fx ignores the environment variable {name}: {shown(value)} is not an integer",
             stacklevel=2,
         )
         return None

@@ -173,7 +173,8 @@ def precisions(names: Iterable[str | Precision]) -> list[Precision]:
     """
     if isinstance(names, str):
         raise PrecisionError(
-            f"precisions are several, and {names!r} is a text", do=f"write precisions=[{names!r}]"
+            f"precisions must be a list of names, not the string {names!r}",
+            do=f"write precisions=[{names!r}]",
         )
     return list(dict.fromkeys(precision(name) for name in names))
 
@@ -201,7 +202,7 @@ def promoted(first: Precision, second: Precision) -> Precision:
     result = precision_of(torch.promote_types(first.dtype, second.dtype))
     if result is None:
         raise PrecisionError(
-            f"no format holds both {first} and {second}",
+            f"no format represents both {first} and {second}",
             do="promote only formats of operator outputs",
         )
     return result

@@ -99,51 +99,50 @@ class Options:
         if self.target is not None:
             _one_of("target", self.target, TARGETS)
         if self.device_class is not None and not isinstance(self.device_class, str):
-            raise _wrong("device_class", self.device_class, 'give a name such as "t4"')
+            raise _wrong("device_class", self.device_class, 'use a name such as "t4"')
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise _wrong(
                 "plan",
                 self.plan,
-                "give a Plan or a path; Plan.uniform and Plan(operators={...}) make one",
+                "pass a Plan, such as Plan.uniform(...) or Plan(operators={...}), or a path",
             )
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
         for name in (item.name for item in fields(self) if isinstance(item.default, bool)):
             if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "give True or False")
+                raise _wrong(name, getattr(self, name), "use True or False")
         if self.fast_dropout is not None and not isinstance(self.fast_dropout, bool):
-            raise _wrong("fast_dropout", self.fast_dropout, "give True or False, or leave it out")
-        for name, why, who in (
-            ("fast_dropout", "has torch's dropout only", "draws in vectors"),
-            ("cudagraphs", "captures no graphs", "captures CUDA graphs"),
-            ("activation_recompute", "saves what autograd saves", "recomputes activations"),
-        ):
+            raise _wrong("fast_dropout", self.fast_dropout, "use True or False, or remove it")
+        for name in ("fast_dropout", "cudagraphs", "activation_recompute"):
             if getattr(self, name) and self.inner_backend != "inductor":
                 raise OptionError(
-                    f'"{name}" is given with "inner_backend": "{self.inner_backend}", which {why}',
+                    f'"{name}" requires "inner_backend": "inductor", not "{self.inner_backend}"',
                     where=f'options "{name}" and "inner_backend"',
-                    do=f'drop one of them: the inner compiler that {who} is "inductor"',
+                    do="remove one of them",
                 )
         if self.emulate_unsupported and self.skip_unprofitable:
             raise OptionError(
-                '"emulate_unsupported" runs every planned format, and "skip_unprofitable" only formats that are faster',
+                '"emulate_unsupported" runs every planned format, but "skip_unprofitable" only '
+                "formats that are faster",
                 where='options "emulate_unsupported" and "skip_unprofitable"',
-                do="drop one of them",
+                do="remove one of them",
             )
         if self.root is not None and (
             not isinstance(self.root, str) or (self.root and "" in self.root.split("."))
         ):
             raise _wrong(
-                "root", self.root, 'give a path such as "encoder.layer.0"; "" is the whole model'
+                "root", self.root, 'use a path such as "encoder.layer.0"; "" is the full model'
             )
         if not isinstance(self.passes, tuple):
-            raise _wrong("passes", self.passes, "give a list, also for one pass: [my_pass]")
+            raise _wrong("passes", self.passes, "use a list, also for one pass: [my_pass]")
         if self.precision is not None and self.plan is not None:
             raise OptionError(
-                "precision and plan are both given, and each decides on every operator",
+                '"precision" and "plan" are both set, but each defines the precision of every '
+                "operator",
                 where='options "precision" and "plan"',
-                do=f'drop "precision" to train by the plan, which plan.with_precision(pattern, {self.precision!r}) can change; '
-                f'or drop "plan" for {self.precision} everywhere, which is Plan.uniform({self.precision!r})',
+                do='remove "precision" to train with the plan, which '
+                f"plan.with_precision(pattern, {self.precision!r}) can change; or remove "
+                f'"plan" to train every operator in {self.precision}',
             )
 
     @property
@@ -201,7 +200,7 @@ class Options:
             return mapping
         if not isinstance(mapping, Mapping):
             raise OptionError(
-                f"options are a dictionary, not {kind(mapping)}",
+                f"options must be a dictionary, not {kind(mapping)}",
                 do='write options={"precision": "int8"}',
             )
         if "recipe" in mapping:
@@ -210,7 +209,7 @@ class Options:
             if name not in DOCUMENTED:
                 message = shown(name) if isinstance(name, str) else kind(name)
                 raise OptionError(
-                    f"there is no option {message}",
+                    f"unknown option {message}",
                     where="options",
                     do=nearest(str(name)[:40], ("recipe", *DOCUMENTED)),
                 )

@@ -124,7 +124,7 @@ KEPT: Final = Schema(
     CachedPlan,
     noun="plan of a cached profile",
     error=PlanError,
-    remedy="remove it, and save the profile again: qsync_fx.cache_plan(profile)",
+    remedy="remove the file, and cache the plan again with qsync_fx.cache_plan(profile)",
     name="qsync-cached-plan",
 )
 
@@ -203,19 +203,25 @@ class Candidates:
             yield error.what
         existing, current = result.model, self.model
         if existing.tensors != current.tensors:
-            yield "it was measured of a model with tensors of other sizes or types"
+            yield "its model has tensors of other sizes or dtypes"
         if existing.options != current.options:
-            yield f"it was measured with other options: {existing.options or 'none'}, here {current.options or 'none'}"
+            yield (
+                f"it was measured with other options: {existing.options or 'none'}, "
+                f"here {current.options or 'none'}"
+            )
         if existing.evaluated != current.evaluated:
-            yield "it was measured with other modules in the mode to evaluate"
+            yield "it was measured with other modules in evaluation mode"
         strange = operators.keys() - existing.operators.keys() or (
             complete and existing.operators.keys() - operators.keys()
         )
         if strange:
-            yield f"it was measured of a model with other operators: {min(strange)}"
+            yield f"its model has other operators: {min(strange)}"
         for name, sizes in operators.items():
             if existing.operators.get(name, sizes) != sizes:
-                yield f"it was measured with a batch of other sizes: {name} gave out {existing.operators[name]}, here {sizes}"
+                yield (
+                    f"it was measured with another batch size: the output of {name} is "
+                    f"{existing.operators[name]}, here {sizes}"
+                )
                 break
 
 
@@ -234,7 +240,8 @@ def candidates_for(root: nn.Module, options: Options, before: Plan | None) -> Ca
 
 def _plan(path: Path, result: CachedPlan) -> Plan:
     text = (
-        f"no plan was asked for, so it trains under the fastest one within the variance of {result.within}, found from a profile of it: "
-        f"{result.seconds * 1e3:.4g} ms a step foreseen, {result.uniform_seconds * 1e3:.4g} ms in {result.within} ({path})"
+        "no plan was requested, so the model trains under the fastest plan of its cached profile "
+        f"within the variance of {result.within}: {result.seconds * 1e3:.4g} ms per step "
+        f"predicted, {result.uniform_seconds * 1e3:.4g} ms in {result.within} ({path})"
     )
     return Plan(result.within, operators=result.operators, notes={CACHED: text})

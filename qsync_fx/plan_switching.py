@@ -53,9 +53,10 @@ def switch_plan(model: Model, plan: Plan | ClusterPlan | HoldsPlan | Path | None
     result = {id(context): context for context in _contexts(model)}
     if not result:
         raise OptionError(
-            f"this {type(model).__name__} is not compiled with the backend qsync",
+            f"the {type(model).__name__} is not compiled with the backend qsync",
             where="qsync_fx.switch_plan",
-            do='give what torch.compile(model, backend="qsync") returned, or a module that holds it',
+            do='pass the result of torch.compile(model, backend="qsync"), or a module that '
+            "contains it",
         )
     inputs = read_plan(plan) if isinstance(plan, str | os.PathLike) else given_plan(plan)
     parts = [(context, _part(context, inputs)) for context in result.values()]

@@ -48,7 +48,7 @@ class RandomStreams:
 
     def take(self) -> int:
         if self._next == self._end:
-            raise OverflowError(f"a graph has no more than {self._end} streams of random numbers")
+            raise OverflowError(f"a graph has at most {self._end} streams of random numbers")
         self._next += 1
         return self._next - 1
 
@@ -66,7 +66,7 @@ ROUNDINGS: Final[tuple[Rounding, ...]] = get_args(Rounding)
 def rounding_mode(name: str) -> Rounding:
     """Return `name` if it is a rounding mode; raise `OptionError` otherwise."""
     if name not in ROUNDINGS:
-        raise OptionError(f"{name!r} is not a way to round", do=nearest(str(name), ROUNDINGS))
+        raise OptionError(f"{name!r} is not a rounding mode", do=nearest(str(name), ROUNDINGS))
     return name
 
 
@@ -127,9 +127,10 @@ class RoundingStream:
             type(n) is not int or n < 0 for n in numbers.values()
         ):
             raise QSyncError(
-                f"a state of the rounding stream is {{'seed': ..., 'draws': ...}} in whole numbers, not {shown(repr(state))}",
+                "the state of the rounding stream must be {'seed': ..., 'draws': ...} with "
+                f"integers of 0 or more, not {shown(repr(state))}",
                 where="qsync_fx.rounding_stream.load_state_dict",
-                do="give what qsync_fx.rounding_stream.state_dict() returned when the checkpoint was written",
+                do="pass the result of qsync_fx.rounding_stream.state_dict()",
             )
         with self._lock:
             self._seed, self._draws, self._seen = (

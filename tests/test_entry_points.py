@@ -148,7 +148,7 @@ def test_a_broken_pass_names_its_package(
         caught.value.where
         == f'entry point quiet = "quiet_package:{value}" in the group qsync_fx.passes'
     )
-    assert caught.value.do is not None and "uninstall it" in caught.value.do
+    assert caught.value.do is not None and "uninstall" in caught.value.do
     with pytest.raises(QSyncError, match="quiet-package"):
         torch.compile(nn.Linear(4, 4), backend="qsync", options={"passes": ["quiet"]})(
             torch.randn(2, 4)
@@ -309,7 +309,7 @@ def test_a_command_of_a_package_runs(install: Install, capsys: pytest.CaptureFix
         (
             "counting",
             "from qsync_fx.cli import Command\ncounting = Command('x')",
-            "a command runs, or has actions",
+            "a command needs either a function or actions",
         ),
         ("missing", COMMAND, "has no attribute 'missing'"),
         ("number", COMMAND, "offers a value of type int where a qsync_fx.cli.Command is expected"),
@@ -351,6 +351,6 @@ def test_two_commands_of_one_name(
         install("qsync_fx.commands", "counting", name=name, package="other-package", code=COMMAND)
     assert main([name, "one"]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"qsync: several commands are called '{name}'"
+    assert told[0] == f"qsync: several commands have the name '{name}'"
     assert where in told[1] and "the package quiet-package" in told[1]
     assert main(["kernels", "path"]) == 0

@@ -51,6 +51,6 @@ def test_a_row_that_no_table_has_is_equal_to_its_copy_alone(copied) -> None:  # 
 
 def test_a_text_in_place_of_several_formats_is_told() -> None:
     assert [fmt.name for fmt in precisions(["int8", "fp32", "int8"])] == ["int8", "fp32"]
-    with pytest.raises(PrecisionError, match="'fp32' is a text") as told:
+    with pytest.raises(PrecisionError, match="not the string 'fp32'") as told:
         precisions("fp32")
     assert told.value.do == "write precisions=['fp32']"

@@ -180,17 +180,17 @@ def test_every_option_is_documented() -> None:
     [
         (
             {"precison": "int8"},
-            "there is no option 'precison'",
+            "unknown option 'precison'",
             "did you mean 'precision'? known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
         ),
         (
             {"zzzzzz": 1},
-            "there is no option 'zzzzzz'",
+            "unknown option 'zzzzzz'",
             "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
         ),
         (
             {3: 1},
-            "there is no option a value of type int",
+            "unknown option a value of type int",
             "known: activation_recompute, cache_quantized_weights, cached_plan, cudagraphs, device_class,",
         ),
         (
@@ -200,7 +200,7 @@ def test_every_option_is_documented() -> None:
         ),
         ({"precision": 8}, '"precision" cannot be a value of type int', "known: bf16,"),
         ({"precision": ""}, "\"precision\" cannot be ''", "known: bf16,"),
-        ({"plan": {"a/linear": "int8"}}, '"plan" cannot be an object', "give a Plan or a path"),
+        ({"plan": {"a/linear": "int8"}}, '"plan" cannot be an object', "pass a Plan, such as"),
         (
             {"inner_backend": "inducter"},
             "\"inner_backend\" cannot be 'inducter'",
@@ -216,41 +216,41 @@ def test_every_option_is_documented() -> None:
         (
             {"emulate_unsupported": 1},
             '"emulate_unsupported" cannot be a value of type int',
-            "give True or False",
+            "use True or False",
         ),
         (
             {"emulate_unsupported": "true"},
             "\"emulate_unsupported\" cannot be 'true'",
-            "give True or False",
+            "use True or False",
         ),
         (
             {"cudagraphs": True, "inner_backend": "aot_eager"},
-            '"cudagraphs" is given with "inner_backend": "aot_eager", which captures no graphs',
-            "drop one of them: the inner compiler that captures CUDA graphs",
+            '"cudagraphs" requires "inner_backend": "inductor", not "aot_eager"',
+            "remove one of them",
         ),
         (
             {"fast_dropout": True, "inner_backend": "aot_eager"},
-            '"fast_dropout" is given with "inner_backend": "aot_eager"',
-            "drop one of them",
+            '"fast_dropout" requires "inner_backend": "inductor", not "aot_eager"',
+            "remove one of them",
         ),
         (
             {"activation_recompute": True, "inner_backend": "aot_eager"},
-            '"activation_recompute" is given with "inner_backend": "aot_eager"',
-            "drop one of them",
+            '"activation_recompute" requires "inner_backend": "inductor", not "aot_eager"',
+            "remove one of them",
         ),
         (
             {"emulate_unsupported": True, "skip_unprofitable": True},
             '"emulate_unsupported" runs every planned format',
-            "drop one of them",
+            "remove one of them",
         ),
-        ({"passes": "mine"}, "\"passes\" cannot be 'mine'", "give a list"),
+        ({"passes": "mine"}, "\"passes\" cannot be 'mine'", "use a list"),
         (
             {"passes": print},
             '"passes" cannot be a value of type builtin_function_or_method',
-            "give a list",
+            "use a list",
         ),
-        ([("precision", "int8")], "options are a dictionary, not a list", "write options="),
-        ("int8", "options are a dictionary, not text", "write options="),
+        ([("precision", "int8")], "options must be a dictionary, not a list", "write options="),
+        ("int8", "options must be a dictionary, not text", "write options="),
     ],
 )
 def test_errors(mapping: Mapping[str, object], what: str, do: str) -> None:
@@ -275,10 +275,10 @@ def test_precision_and_plan_say_which_to_drop(tmp_path: Path) -> None:
             Options.parse({"precision": "int8", "plan": value})
         assert caught.value.do is not None
         for advice in (
-            'drop "precision"',
+            'remove "precision"',
             "plan.with_precision(pattern, 'int8')",
-            'drop "plan"',
-            "Plan.uniform('int8')",
+            'remove "plan"',
+            "to train every operator in int8",
         ):
             assert advice in caught.value.do
 

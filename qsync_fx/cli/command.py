@@ -40,8 +40,8 @@ class Command:
     def __post_init__(self) -> None:
         if (self.run is None) == (not self.actions):
             raise QSyncError(
-                "a command runs, or has actions that do",
-                do="give it either run=... or actions={...}",
+                "a command needs either a function or actions",
+                do="pass run=... or actions={...}, but not both",
             )
 
 

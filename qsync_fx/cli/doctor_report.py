@@ -219,11 +219,12 @@ def _machine(report: Report) -> Table:
     line("qsync_fx", report.qsync_fx)
     line(
         "torch",
-        f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, Python {report.python}",
+        f"{report.torch}, {f'CUDA {report.cuda}' if report.cuda else 'CPU only'}, "
+        f"Python {report.python}",
     )
     threads = f"{report.cpu.threads} threads for this process, kernels use {report.threads}"
     line("processor", f"{report.cpu.model or 'unknown'}, {cores}{threads}")
-    line("instruction sets", ", ".join(report.cpu.features) or "none that matter here")
+    line("instruction sets", ", ".join(report.cpu.features) or "none that qsync_fx uses")
     if report.huge_pages.policy:
         line("huge pages", str(report.huge_pages))
     line("quantizer", _quantizer_text(report.quantizer))
@@ -242,13 +243,13 @@ def _machine(report: Report) -> Table:
             "disassembler",
             str(
                 report.disassembler
-                or "no cuobjdump and nvdisasm: kernels are used without a look inside"
+                or "no cuobjdump and nvdisasm: instructions of kernels are not checked"
             ),
         )
     line("CUTLASS", _tool_text(report.cutlass))
     line(
         "for V100",
-        f"nothing: {report.nvrtc.do}"
+        f"no compiler: {report.nvrtc.do}"
         if isinstance(report.nvrtc, QSyncError)
         else _tool_text(report.nvrtc),
     )
@@ -262,7 +263,7 @@ def _quantizer_text(quantizer: Quantizer) -> str:
         return str(quantizer.wrong)
     threads = "with threads" if quantizer.openmp else "built without OpenMP: one thread"
     wrong = "".join(
-        f"; {path} gives wrong results on this processor and is not used"
+        f"; {path} computes wrong results on this processor and is not used"
         for path in quantizer.refused
     )
     products = f"products of {', of '.join(quantizer.products)}"

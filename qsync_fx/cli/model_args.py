@@ -46,32 +46,32 @@ def named(value: Sequence[str], where: str, unnamed: str = "") -> dict[str, str]
         name, path = (name, path) if equals and "/" not in name else (unnamed.format(index), text)
         if name in result:
             message = (
-                f"{shown(name)} is given twice" if name else "there are several without a name"
+                f"the name {shown(name)} occurs twice" if name else "several values have no name"
             )
             raise OptionError(
                 message,
                 where=where,
-                do="write NAME=FILE, with each name of the cluster's devices once",
+                do="write NAME=FILE once for each class of devices of the cluster",
             )
         result[name] = path
     if "" in result and len(result) > 1:
         raise OptionError(
-            "some have a name and one has none",
+            "one value has no name, but others have",
             where=where,
-            do="name all of them, or give one for all",
+            do="write NAME=FILE for all of them, or one FILE for all classes of devices",
         )
     return result
 
 
-_HOW_TO_WRITE_IT = 'write MODULE:CALLABLE, such as "examples.bert:small"'
-_WHAT_TO_RETURN = (
-    "return (model, args) or (model, args, kwargs), args a tuple and kwargs a dictionary"
+_REFERENCE_FORMAT = 'write MODULE:CALLABLE, such as "examples.bert:small"'
+_RETURN_FORMAT = (
+    "return (model, args) or (model, args, kwargs) with a tuple args and a dictionary kwargs"
 )
 
 Referred = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def findable(reference: str) -> str:
+def existing_reference(reference: str) -> str:
     """Return a reference whose top-level module exists; for `add_argument(type=...)`.
 
     This check precedes the import of torch.
@@ -81,7 +81,7 @@ def findable(reference: str) -> str:
     """
     module, _ = _parts(reference)
     top = module.partition(".")[0]
-    _look_here_first()
+    _search_current_folder()
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise _missing(top, reference)
     return reference
@@ -111,12 +111,12 @@ def _parts(reference: str) -> tuple[str, str]:
             f"{shown(module)} is a path, not a module", do=f'write "{dotted}:{name or "CALLABLE"}"'
         )
     if not colon or "" in (*module.split("."), *name.split(".")):
-        raise OptionError(f"{shown(reference)} does not name a model", do=_HOW_TO_WRITE_IT)
+        raise OptionError(f"{shown(reference)} does not name a model", do=_REFERENCE_FORMAT)
     return module, name
 
 
 def _module(name: str, reference: str) -> Any:
-    _look_here_first()
+    _search_current_folder()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -126,7 +126,7 @@ def _module(name: str, reference: str) -> Any:
         raise _missing(error.name, reference) from None
 
 
-def _look_here_first() -> None:
+def _search_current_folder() -> None:
     current = os.getcwd()
     if current not in sys.path:
         sys.path.insert(0, current)
@@ -136,7 +136,8 @@ def _missing(module: str, reference: str) -> OptionError:
     return OptionError(
         f"there is no module {shown(module)}",
         where=reference,
-        do=f"run qsync in the folder that holds it (this is {os.getcwd()}), or install its package",
+        do=f"run qsync in the folder of the module (this folder is {os.getcwd()}), or install "
+        "its package",
     )
 
 
@@ -159,9 +160,9 @@ def _attribute(value: Any, path: str, reference: str) -> Any:
 def _check_call(factory: Any, reference: str) -> None:
     if not callable(factory):
         raise OptionError(
-            f"it is a value of type {type(factory).__name__}, which cannot be called",
+            f"a value of type {type(factory).__name__} cannot be called",
             where=reference,
-            do=f"name a function; {_WHAT_TO_RETURN}",
+            do=f"name a function; {_RETURN_FORMAT}",
         )
     try:
         inspect.signature(factory).bind()
@@ -169,7 +170,7 @@ def _check_call(factory: Any, reference: str) -> None:
         raise OptionError(
             f"the function cannot be called without arguments: {error}",
             where=reference,
-            do="give its parameters defaults, or name a function that calls it",
+            do="give all its parameters defaults, or name a function without parameters",
         ) from None
     except ValueError:
         # Some callables written in C have no signature; the call shows whether it works.
@@ -183,48 +184,49 @@ def _checked(result: Any, reference: str) -> Referred:
             if isinstance(result, tuple)
             else f"a value of type {type(result).__name__}"
         )
-        raise OptionError(f"the function returned {message}", where=reference, do=_WHAT_TO_RETURN)
+        raise OptionError(f"the function returned {message}", where=reference, do=_RETURN_FORMAT)
     model, args, kwargs = (*result, {})[:3]
     if not callable(model):
         raise OptionError(
-            f"the model is of type {type(model).__name__}",
+            f"the model is of type {type(model).__name__}, which cannot be called",
             where=reference,
-            do="return a module or function",
+            do="return a torch.nn.Module or a function as the model",
         )
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise OptionError(
             f"args is of type {type(args).__name__}, not a tuple",
             where=reference,
-            do="for one input write (model, (x,)), with a comma; for none (model, (), kwargs)",
+            do="return (model, (x,)) for one input, or (model, (), kwargs) for none",
         )
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise OptionError(
-            "kwargs is not a dictionary of names", where=reference, do=_WHAT_TO_RETURN
+            "kwargs is not a dictionary with string keys", where=reference, do=_RETURN_FORMAT
         )
     return model, tuple(args), dict(kwargs)
 
 
 _REFERENCE = """\
 MODULE:CALLABLE names a function without arguments that returns (model, args)
-or (model, args, kwargs), as you would call model(*args, **kwargs). MODULE is
-found as by "python -m": in the current folder, or installed. As in bert.py:
+or (model, args, kwargs) for the call model(*args, **kwargs). MODULE is searched
+as by "python -m": in the current folder and installed packages. Example, bert.py:
 
     def small():
         config = transformers.BertConfig(num_hidden_layers=2)
         inputs = {"input_ids": torch.randint(0, 1000, (8, 128))}
         return transformers.BertModel(config), (), inputs
 
-The model runs once on these inputs, so that graph breaks are found. Nothing is
-trained, and the model is left as it was."""
+The model runs once on these inputs, to find graph breaks. Its parameters and
+buffers do not change."""
 
-_OF_RUNS = ("inner_backend", "cached_plan", "strict")
-_OF_LOOKS = ("target",)
-_SAID = {
-    "plan": "path of a saved plan, in place of --precision; of one for a cluster the part for --device-class",
+_RUN_OPTIONS = ("inner_backend", "cached_plan", "strict")
+_INSPECTION_OPTIONS = ("target",)
+_CLI_HELP = {
+    "plan": "path of a saved plan instead of --precision; from a plan for a cluster, the part for "
+    "--device-class is used",
     "passes": "also run this pass of an installed package; repeatable",
 }
 """Help of options for which the command line accepts less than Python."""
-_EITHER = ("fast_dropout",)
+_TRISTATE = ("fast_dropout",)
 """Switches with a third state, the default."""
 _FLAGS = {"passes": "--pass"}
 _METAVARS = {
@@ -242,8 +244,8 @@ def add(
     parser: argparse.ArgumentParser,
     name: str = "model",
     *,
-    looks: bool = False,
-    needed: bool = True,
+    inspection: bool = False,
+    required: bool = True,
     refused: Mapping[str, OptionError] = MappingProxyType({}),
 ) -> None:
     """Add the arguments.
@@ -251,30 +253,30 @@ def add(
     Args:
         parser: of a command.
         name: name of the argument for the model; "--model" makes it optional.
-        looks: also adds --train, --eval and --target, for commands that only inspect a model.
-        needed: whether a model is required.
+        inspection: also adds --train, --eval and --target, for commands that only inspect a model.
+        required: whether a model is required.
         refused: errors for options that do not apply to this command. They are raised while
             arguments are parsed, and --help does not list these options.
     """
     reference = parser.add_argument_group("the model", _REFERENCE)
-    extra_arguments: dict[str, Any] = {} if needed else {"nargs": "?"}
-    text = "what returns (model, args) or (model, args, kwargs)"
+    extra_arguments: dict[str, Any] = {} if required else {"nargs": "?"}
+    text = "function that returns (model, args) or (model, args, kwargs)"
     reference.add_argument(
-        name, metavar="MODULE:CALLABLE", type=findable, help=text, **extra_arguments
+        name, metavar="MODULE:CALLABLE", type=existing_reference, help=text, **extra_arguments
     )
     parser.set_defaults(mode=None)
-    if looks:
+    if inspection:
         mode = reference.add_mutually_exclusive_group()
-        says = {
-            "train": "call model.train() before",
-            "eval": "call model.eval() before, and record no gradients",
+        modes = {
+            "train": "call model.train() first",
+            "eval": "call model.eval() first, and disable gradients",
         }
-        for value, text in says.items():
+        for value, text in modes.items():
             mode.add_argument(
                 f"--{value}", dest="mode", action="store_const", const=value, help=text
             )
     options = parser.add_argument_group("options of the backend")
-    for option, settings in _arguments(looks).items():
+    for option, settings in _arguments(inspection).items():
         if option in refused:
             settings = {
                 "type": _refusing(refused[option]),
@@ -298,20 +300,20 @@ def flag(option: str) -> str:
 
 def given(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the options and the recipe that a command line sets, by name."""
-    values = {name: getattr(arguments, name, None) for name in _arguments(looks=True)}
+    values = {name: getattr(arguments, name, None) for name in _arguments(inspection=True)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _arguments(looks: bool) -> dict[str, dict[str, Any]]:
+def _arguments(inspection: bool) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {
         "recipe": {"help": literal(RECIPE_HELP), "metavar": "NAME"}
     }
     for name, text in DOCUMENTED.items():
-        if name in _OF_RUNS or (name in _OF_LOOKS and not looks):
+        if name in _RUN_OPTIONS or (name in _INSPECTION_OPTIONS and not inspection):
             continue
-        help_text = literal(_SAID.get(name, text).removeprefix("True: "))
+        help_text = literal(_CLI_HELP.get(name, text).removeprefix("True: "))
         metavar = {"metavar": _METAVARS.get(name, "HOW")}
-        if name in _EITHER:
+        if name in _TRISTATE:
             result[name] = {"action": argparse.BooleanOptionalAction, "help": help_text}
         elif name in SWITCHES:
             result[name] = {"action": "store_true", "default": None, "help": help_text}
@@ -366,8 +368,11 @@ class ModelArguments:
         with torch.set_grad_enabled(self.mode != "eval" and torch.is_grad_enabled()):
             explanation = explain(self.model, *self.args, options=self.options, **self.kwargs)
         if not explanation.graphs:
-            do = "return a model that computes something with tensors"
-            raise QSyncError("the model made no graph", where=self.reference, do=do)
+            raise QSyncError(
+                "torch.compile captured no graph of the model",
+                where=self.reference,
+                do="return a model that computes with tensors",
+            )
         return explanation
 
 

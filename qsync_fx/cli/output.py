@@ -46,7 +46,8 @@ def status_of(run: Callable[[], None]) -> int:
     _open_standard_streams()
     if sys.stdout is None:
         note(
-            "standard output is closed, and results go there: redirect it to a file or to /dev/null"
+            "standard output is closed, so results cannot be printed: "
+            "redirect it to a file or to /dev/null"
         )
         return 2
     for stream in (sys.stdout, sys.stderr):

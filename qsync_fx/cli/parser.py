@@ -19,19 +19,19 @@ from qsync_fx.cli.command import Command, Run, literal
 from qsync_fx.errors import QSyncError
 
 _ABOUT = """\
-Trains a model with each operator in a planned precision: torch.compile(model, backend="qsync").
+Tools for training in mixed precision with torch.compile(model, backend="qsync").
 
-This command shows what that does to a model before anything is trained, and
-what this machine offers. qsync COMMAND --help says more, with examples."""
+They inspect a model without training it, measure operators, find plans, and
+describe this machine. qsync COMMAND --help shows arguments and examples."""
 
 _EXAMPLES = """\
-to begin with:
-  qsync doctor                                what this machine offers
-  qsync inspect bert:small --precision int8   what becomes of the model that small() in bert.py returns"""
+first steps:
+  qsync doctor                                hardware, tools and formats of this machine
+  qsync inspect bert:small --precision int8   operators of the model of small() in bert.py"""
 
 _Raw = argparse.RawDescriptionHelpFormatter
 _RUN: Final = "_run"
-_ANSWERED = ("-h", "--help", "--version")
+_WITHOUT_COMMAND = ("-h", "--help", "--version")
 """Arguments that are processed without a command."""
 
 
@@ -54,18 +54,18 @@ def parsed(arguments: Sequence[str]) -> tuple[Run, argparse.Namespace]:
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     available = commands.names()
     first = next(
-        (word for word in arguments if not word.startswith("-") or word in _ANSWERED), None
+        (word for word in arguments if not word.startswith("-") or word in _WITHOUT_COMMAND), None
     )
     if first in available:
         _add(choices, {first: commands.load(first)})
     else:
         for name in available:
-            choices.add_parser(name, help=_in_the_list(name))
+            choices.add_parser(name, help=_listed_help(name))
     namespace = parser.parse_args(arguments)
     return getattr(namespace, _RUN), namespace
 
 
-def _in_the_list(name: str) -> str:
+def _listed_help(name: str) -> str:
     try:
         text = commands.load(name).help
     except QSyncError as error:
@@ -88,7 +88,7 @@ def _add(choices: Any, result: Mapping[str, Command]) -> None:
             parser.set_defaults(**{_RUN: command.run})
         else:
             _add(
-                parser.add_subparsers(title="what to do", required=True, metavar="ACTION"),
+                parser.add_subparsers(title="actions", required=True, metavar="ACTION"),
                 command.actions,
             )
 

@@ -63,9 +63,10 @@ def read(arguments: argparse.Namespace, cluster: Cluster | None) -> PlanInputs:
         if not profiles and (
             cluster is None or all(device.profile is None for device in cluster.devices.values())
         ):
-            do = "name MODULE:CALLABLE, or profiles with --profile or in the cluster's file"
             raise OptionError(
-                "there is neither a model nor a profile to plan for", where="MODULE:CALLABLE", do=do
+                "neither a model nor a profile is given",
+                where="MODULE:CALLABLE",
+                do="add MODULE:CALLABLE, or profiles with --profile or in the cluster file",
             )
         from_files = PlanInputs(profiles, cluster, inputs, None)
         _check(arguments, from_files)
@@ -93,7 +94,7 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
     from qsync_fx.formats import precision
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
-    wishes = PlanRequest(
+    request = PlanRequest(
         objective(arguments, inputs),
         budget=limit(arguments.budget),
         memory=memory(arguments),
@@ -102,16 +103,16 @@ def _check(arguments: argparse.Namespace, inputs: PlanInputs) -> None:
         codecs=() if arguments.codecs is None else arguments.codecs.split(","),
         margin=arguments.margin,
     )
-    wishes.check()
+    request.check()
     for change in arguments.set:
         precision(change.rpartition("=")[2])
     if arguments.max_replans is not None:
         check_max_replans(arguments.max_replans)
         if arguments.max_replans > 0 and inputs.trained is None:
             raise OptionError(
-                "a plan is run with its model",
+                "--max-replans runs the plan, which requires the model",
                 where="MODULE:CALLABLE",
-                do="name it, or leave --max-replans out",
+                do="add MODULE:CALLABLE, or remove --max-replans",
             )
     if arguments.allocator != "hessian":
         get_allocator(arguments.allocator)
@@ -139,14 +140,16 @@ def _check_names(arguments: argparse.Namespace, cluster: Cluster) -> None:
         for name in classes:
             if name not in cluster.devices:
                 do = nearest(name[:40], cluster.devices)
-                raise OptionError(f"the cluster has no devices {shown(name)}", where=option, do=do)
+                raise OptionError(
+                    f"the cluster has no class of devices {shown(name)}", where=option, do=do
+                )
 
 
 def _without_model() -> OptionError:
     return OptionError(
-        "sensitivities are found by running the model",
+        "sensitivities are missing, and their computation requires the model",
         where="MODULE:CALLABLE",
-        do="name it, or give a file",
+        do="add MODULE:CALLABLE, or a file of sensitivities",
     )
 
 
@@ -230,9 +233,10 @@ def resizer(available: PlanInputs, problem: Problem) -> Callable[[str, int], Dev
 
     trained = available.trained
     if trained is None:
-        do = "name MODULE:CALLABLE"
         raise OptionError(
-            "a profile is of one batch, and says nothing of others", where="MODULE:CALLABLE", do=do
+            "a profile covers one batch size, and other batch sizes require the model",
+            where="MODULE:CALLABLE",
+            do="add MODULE:CALLABLE",
         )
 
     @functools.cache
@@ -326,7 +330,7 @@ def _measured(trained: Trained, arguments: argparse.Namespace, sensitivity: bool
     )
 
 
-def at_hand(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
+def run_arguments(arguments: argparse.Namespace, available: PlanInputs) -> dict[str, Any]:
     """Return the arguments of `find_plan` that run the plan here.
 
     Returns:

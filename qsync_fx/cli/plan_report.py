@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qsync_fx.cli import output, plan_inputs as knowing
+from qsync_fx.cli import output, plan_inputs
 from qsync_fx.errors import OptionError, QSyncError, shown
 from qsync_fx.profiler.progress import progress
 
@@ -26,7 +26,9 @@ def changes(arguments: argparse.Namespace) -> dict[str, str]:
     for text in arguments.set:
         operator, equals, fmt = text.rpartition("=")
         if not equals or not operator:
-            raise OptionError(f"{shown(text)} says no format", where="--set", do="write OP=fp32")
+            raise OptionError(
+                f"{shown(text)} contains no format", where="--set", do="write OP=FORMAT"
+            )
         result[operator] = fmt
     return result
 
@@ -43,13 +45,13 @@ class PlanReport:
 
     Attributes:
         arguments: the command line.
-        known: inputs of the plan.
+        inputs: profiles, cluster and sensitivities of the plan.
         answer: result of the planner.
         changes: formats to try, by operator or pattern.
     """
 
     arguments: argparse.Namespace
-    known: PlanInputs
+    inputs: PlanInputs
     answer: PlanResult
     changes: Mapping[str, str]
 
@@ -57,13 +59,14 @@ class PlanReport:
         from qsync_fx.allocator.analysis import selected, single_change, what_if
 
         answer, arguments = self.answer, self.arguments
-        meant = [
+        explained = [
             item
             for chosen in arguments.explain
             for item in selected(answer, chosen, arguments.device)
         ]
         steps = [
-            single_change(answer, operator, arguments.device) for operator in dict.fromkeys(meant)
+            single_change(answer, operator, arguments.device)
+            for operator in dict.fromkeys(explained)
         ]
         changed = what_if(answer, self.changes, arguments.device) if self.changes else None
         compared = self._compared() if arguments.compare or arguments.hessian is not None else []
@@ -114,11 +117,11 @@ class PlanReport:
         try:
             from qsync_fx.allocator.baselines import DynamicBatches
 
-            more.append(DynamicBatches(knowing.resizer(self.known, problem)))
+            more.append(DynamicBatches(plan_inputs.resizer(self.inputs, problem)))
         except QSyncError as error:
-            output.note(f"without dynamic batches: {error.what}")
+            output.note(f"the comparison omits dynamic batches: {error.what}")
         if self.arguments.hessian is not None:
-            more.append(_hessian(self.arguments.hessian, self.known))
+            more.append(_hessian(self.arguments.hessian, self.inputs))
         allocators = side_by_side(problem, more)
         with progress("allocators", len(allocators)) as done:
             return compare(problem, allocators, done)
@@ -128,7 +131,7 @@ class PlanReport:
         from qsync_fx.allocator.api import get_allocator
 
         with progress("points", self.arguments.points) as done:
-            selected = get_allocator(allocator(self.arguments, self.known))
+            selected = get_allocator(allocator(self.arguments, self.inputs))
             return pareto(self.answer.problem, selected, self.arguments.points, self.answer, done)
 
 
@@ -138,7 +141,7 @@ def _hessian(path: str, available: PlanInputs) -> Allocator:
 
     if path:
         return HessianGreedy(Sensitivity.load(path))
-    return HessianGreedy(knowing.sensitivities(available, "hessian", anew=True))
+    return HessianGreedy(plan_inputs.sensitivities(available, "hessian", anew=True))
 
 
 def as_json(

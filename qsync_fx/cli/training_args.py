@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from qsync_fx.cli.model_args import ModelArguments
 
-LOSS = "the loss is what the model returns as such, else the mean square of what it returns"
+LOSS = """\
+The loss is the .loss of the model's output, or the output itself if it is one
+scalar; otherwise it is the sum of the mean squares of all outputs."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def add(
     precisions: str,
     noun: str,
     *,
-    needed: bool = True,
+    required: bool = True,
     refused: Mapping[str, OptionError] = MappingProxyType({}),
 ) -> argparse._ArgumentGroup:
     """Add the model's arguments and a group with --precisions.
@@ -56,16 +58,16 @@ def add(
         title: of the group.
         precisions: help text of --precisions.
         noun: result of the command, such as "a profile", for the error about --precision.
-        needed: whether a model is required.
+        required: whether a model is required.
         refused: errors for further options that the command refuses.
 
     Returns:
         The group.
     """
     one_precision = OptionError(
-        f"{noun} is of several precisions", where="--precision", do="name them with --precisions"
+        f"{noun} covers several precisions", where="--precision", do="use --precisions instead"
     )
-    model_args.add(parser, needed=needed, refused={"precision": one_precision, **refused})
+    model_args.add(parser, required=required, refused={"precision": one_precision, **refused})
     group = parser.add_argument_group(title)
     group.add_argument("--precisions", metavar="NAMES", help=precisions)
     return group
@@ -73,7 +75,7 @@ def add(
 
 def add_output(parser: argparse.ArgumentParser, output: str, json: str) -> None:
     """Add --output and --json with these help texts."""
-    saved = parser.add_argument_group("what to write")
+    saved = parser.add_argument_group("output")
     saved.add_argument("--output", metavar="FILE", type=to_write, help=output)
     saved.add_argument("--json", action="store_true", help=json)
 
@@ -91,7 +93,9 @@ def read(arguments: argparse.Namespace) -> Trained:
     value = model_args.read(arguments)
     if not hasattr(value.model, "parameters"):
         raise OptionError(
-            "a function has nothing to train", where=value.reference, do="return a module"
+            "the model is a function without parameters, which cannot be trained",
+            where=value.reference,
+            do="return a torch.nn.Module",
         )
     module: Any = value.model
     return Trained(
@@ -121,9 +125,9 @@ def loss_of(result: Any, reference: str) -> Tensor:
     ]
     if not matches:
         raise OptionError(
-            "the model returns nothing that can be trained",
+            "no output of the model requires gradients",
             where=reference,
-            do="return a model whose outputs need gradients",
+            do="return a model whose outputs require gradients",
         )
     if len(matches) == 1 and not matches[0].dim():
         return matches[0]
@@ -131,7 +135,7 @@ def loss_of(result: Any, reference: str) -> Tensor:
 
 
 def add_optimizer(group: argparse._ArgumentGroup) -> None:
-    text = "a class of torch.optim, or none; adamw by default"
+    text = "class of torch.optim in lower case, or none; adamw by default"
     group.add_argument("--optimizer", metavar="NAME", default="adamw", help=text)
 
 
@@ -152,7 +156,7 @@ def optimizer(name: str, module: Any) -> Optimizer | None:
         return None
     if name not in classes:
         raise OptionError(
-            f"torch.optim has no {name!r}",
+            f"torch.optim has no optimizer {name!r}",
             where="--optimizer",
             do=nearest(name, ["none", *classes]),
         )

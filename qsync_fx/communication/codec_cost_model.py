@@ -61,7 +61,7 @@ class Rates:
         """Return the rate of a codec; raise `ProfileError` if it is unknown."""
         if codec not in self.by_codec:
             raise ProfileError(
-                f"how fast {shown(codec)} codes is not known",
+                f"the speed of the codec {shown(codec)} is unknown",
                 where=self.source,
                 do=nearest(codec, self.by_codec),
             )
@@ -280,15 +280,16 @@ def uniform(parameters: Sequence[SizedBucket], codec: str) -> dict[str, str]:
 def _of_size(codec: Codec, parameter: SizedBucket) -> Codec:
     if isinstance(codec, Adaptive):
         raise ProfileError(
-            f"how many bits {codec.name} sends follows from the link, while it trains",
+            f"{codec.name} adapts its bits to the link during training, so its cost cannot be "
+            "predicted",
             where=parameter.path,
-            do="foresee one of its levels",
+            do="predict one of its levels",
         )
     fitted = codec.fitted((parameter.numel,))
     if fitted != codec:
         raise ProfileError(
-            f"{codec.name} codes by the shapes of parameters, which a profile does not hold",
+            f"{codec.name} depends on the shapes of parameters, which a profile does not contain",
             where=parameter.path,
-            do="choose another codec, such as 1bit*, which has the same rule over consecutive values",
+            do="use another codec, such as 1bit*, which has the same rule for consecutive values",
         )
     return codec

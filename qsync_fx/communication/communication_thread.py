@@ -95,8 +95,8 @@ def _join_all() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             _LOG.error(
-                "the thread %r still waits for another rank after %g s, and the process exits without it: see in the logs of the other "
-                "ranks whether one is stopped",
+                "the thread %r still waits for another rank after %g s; the process exits without "
+                "it. Check the logs of the other ranks for a stopped rank",
                 thread.name,
                 LIMIT_S,
             )

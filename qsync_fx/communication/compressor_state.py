@@ -207,12 +207,13 @@ class CompressorState:
             or saved.get("version") not in _READ
         ):
             raise OptionError(
-                "this is no state of a compression", do="give what handle.state_dict() returned"
+                "the value is not a state of gradient compression",
+                do="pass the result of handle.state_dict()",
             )
         if saved["codec"] != self.codec:
             raise OptionError(
-                f"the state is that of {saved['codec']}, and gradients are sent as {self.codec}",
-                do="compress with the same codec as before, or begin without the state",
+                f"the state belongs to {saved['codec']}, but gradients are sent with {self.codec}",
+                do="use the same codec as before, or start without the state",
             )
         sent, owned, scales = (
             dict(saved["sent"]),
@@ -222,8 +223,9 @@ class CompressorState:
         if (saved["rank"], saved["world"]) != (self.rank, self.world):
             if sent or owned:
                 warnings.warn(
-                    f"the state was saved by rank {saved['rank']} of {saved['world']}, and this is rank {self.rank} of {self.world}: "
-                    "what codecs had left of gradients is dropped, and training goes on without it",
+                    f"the state was saved by rank {saved['rank']} of {saved['world']}, but this is "
+                    f"rank {self.rank} of {self.world}: training resumes without the saved error "
+                    "feedback",
                     stacklevel=3,
                 )
             sent, owned = {}, {}
@@ -231,12 +233,15 @@ class CompressorState:
         for name in [*sent, *owned]:
             if name not in sizes:
                 raise OptionError(
-                    f"the state has what was left of {name}, which the model does not have"
+                    f"the state has error feedback of {name}, which the model does not have",
+                    do="load the state of the same model",
                 )
         for name, values in sent.items():
             if values.numel() != sizes[name].size:
                 raise OptionError(
-                    f"the state has {values.numel()} values of {name}, which has {sizes[name].size}"
+                    f"the state has {values.numel()} values for {name}, which has "
+                    f"{sizes[name].size}",
+                    do="load the state of the same model",
                 )
         self.seed, self.step = saved["seed"], saved["step"]
         self.sent.load(sent, scales["sent"])

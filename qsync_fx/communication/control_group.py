@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup, distributed_c10d
 
 CPU: Final = torch.device("cpu")
-_CALLED: Final = "qsync: what ranks tell one another"
+_DESCRIPTION: Final = "qsync: control messages between ranks"
 
 
 def control() -> ProcessGroup | None:
@@ -29,11 +29,11 @@ def control() -> ProcessGroup | None:
     # torch drops groups when they are destroyed; a cache of our own would outlive them.
     groups: list[Any] = list(distributed_c10d._world.pg_map)
     for group in groups:
-        if group.group_desc == _CALLED:
+        if group.group_desc == _DESCRIPTION:
             return group  # type: ignore[no-any-return]
     limits = (limit_of(default._get_backend(device)) for device in default._device_types)
     timeout = min((limit for limit in limits if limit is not None), default=None)
-    made: ProcessGroup = distributed.new_group(backend="gloo", timeout=timeout, group_desc=_CALLED)
+    made: ProcessGroup = distributed.new_group(backend="gloo", timeout=timeout, group_desc=_DESCRIPTION)
     return made
 
 

@@ -78,11 +78,11 @@ def by_plan(planned: Mapping[str, str], names: Sequence[str]) -> Assigned:
     """Return the codecs of a plan; raise `PlanError` if it names an unknown parameter."""
     for name in planned:
         if name not in names:
-            message = f"the plan has a codec for the gradient of {shown(name)}, which the model does not train"
             raise PlanError(
-                message,
+                f"the plan has a codec for the gradient of {shown(name)}, which is not a trained "
+                "parameter of the model",
                 where="codecs",
-                do="find the plan of this model: its parameters have other names",
+                do="use a plan of this model, whose parameters have other names",
             )
     codecs = tuple(codec_named(planned.get(name, PLAIN.name)) for name in names)
     kinds = " and ".join(sorted({codec.name for codec in codecs if codec != PLAIN}))
@@ -209,15 +209,16 @@ class DdpCompressor(CompressorHandle):
         self.wait()
         if self.nodes is not None:
             raise OptionError(
-                "codecs between nodes are not changed in the middle of training",
+                "codecs between nodes cannot change during training",
                 where="codecs",
-                do="leave out hierarchical, or replanning",
+                do="remove hierarchical=True, or train without replanning",
             )
         if self.controller is not None or assigned.adaptive is not None:
             raise OptionError(
-                "AQGB chooses levels by itself, and is not changed for another codec in the middle of training",
+                "AQGB chooses its levels itself and cannot be exchanged for another codec during "
+                "training",
                 where="codecs",
-                do="train with codecs that a plan may name",
+                do="train with codecs that a plan can name",
             )
         pieces = self._pieces(assigned, self._state.world)
         for old, new, parameter in zip(self.pieces, pieces, self._parameters, strict=True):
@@ -295,14 +296,14 @@ class DdpCompressor(CompressorHandle):
 
     def statement(self) -> dict[str, list[str]]:
         return {
-            "codec of gradients": [
+            "gradient codec": [
                 self.assigned.said,
                 f"compared every {self._check_every} steps",
                 *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
             ],
-            "nodes of ranks": ["none" if self.nodes is None else str(self.nodes)],
-            "seed of gradients": [str(self._state.seed)],
-            "coding of tensors": [
+            "node layout": ["none" if self.nodes is None else str(self.nodes)],
+            "gradient seed": [str(self._state.seed)],
+            "tensor codec": [
                 f"{piece.name}: {piece.size} values by {piece.codec!r}" for piece in self.pieces
             ],
         }

@@ -113,13 +113,13 @@ class ShardedCompression(CompressorHandle):
 
     def statement(self) -> dict[str, list[str]]:
         return {
-            "codec of gradients": [
+            "gradient codec": [
                 repr(self.codec),
                 f"measured every {self._check_every} steps",
                 *(["with the scale of a GradScaler"] if self._loss_scaler is not None else []),
             ],
-            "seed of gradients": [str(self._state.seed)],
-            "coding of tensors": [
+            "gradient seed": [str(self._state.seed)],
+            "tensor codec": [
                 f"{unit.name}: rows of {unit.row} by {unit.rows[0].codec!r}" for unit in self.units
             ],
         }
@@ -200,10 +200,12 @@ class ShardedCompression(CompressorHandle):
         """Return a unit without the parameters that had no gradients."""
         if self.codec.residual:
             raise QSyncError(
-                f"FSDP reduces {row} values a rank in place of {unit.row}, as some parameters had no gradients, and what {self.codec.name} "
-                "has left of gradients cannot be told apart",
+                f"FSDP reduces {row} values per rank instead of {unit.row}, as some parameters "
+                f"had no gradients: the error feedback of {self.codec.name} cannot be assigned to "
+                "parameters",
                 where=unit.name or "the model",
-                do="call model.set_reduce_scatter_unused_params(True), or use a codec that keeps no residual, such as qsgd4",
+                do="call model.set_reduce_scatter_unused_params(True), or use a codec without "
+                "error feedback, such as qsgd4",
             )
         return FsdpUnit(
             unit.name,
@@ -275,7 +277,9 @@ def _is_mean(op: Any) -> bool:
     if op in (distributed.ReduceOp.AVG, distributed.ReduceOp.SUM):
         return bool(op == distributed.ReduceOp.AVG)
     raise QSyncError(
-        "gradients are to be divided by a factor of the user's while they are summed, and compressed ones are summed or averaged",
+        "compressed gradients can only be summed or averaged, but FSDP divides them by a custom "
+        "factor",
         where="FSDP",
-        do="leave set_gradient_divide_factor as it is, or call set_force_sum_reduction_for_comms(True)",
+        do="do not call set_gradient_divide_factor, or call "
+        "set_force_sum_reduction_for_comms(True)",
     )

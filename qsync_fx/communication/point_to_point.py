@@ -61,10 +61,10 @@ class MessageHeader:
         """Return how a received header differs from this one; None if it is equal."""
         magic, *result = _LAYOUT.unpack(bytes(message[:HEADER].numpy()))
         if magic != _MAGIC:
-            return f"it begins with {magic.hex()} in place of {_MAGIC.hex()}"
+            return f"it begins with {magic.hex()} instead of {_MAGIC.hex()}"
         for header_field, value in zip(fields(self), result, strict=True):
             if value != (expected := getattr(self, header_field.name)):
-                return f"its {header_field.name} is {value} in place of {expected}"
+                return f"its {header_field.name} is {value} instead of {expected}"
         return None
 
 
@@ -76,7 +76,7 @@ def length_of(message: Tensor) -> int:
 
 def unread(rank: int, sender: int, about: str, fault: str) -> str:
     """Return the error message for a message that a rank could not read."""
-    return f"rank {rank} cannot read what rank {sender} sent of {about}: {fault}"
+    return f"rank {rank} cannot read the message of rank {sender} for {about}: {fault}"
 
 
 def hash_of(text: str) -> int:
@@ -140,11 +140,11 @@ class PendingTransfers:
         try:
             return do()
         except RuntimeError as error:
-            reason, *_ = str(error).strip().splitlines() or ["no reason is given"]
+            reason, *_ = str(error).strip().splitlines() or ["no reason given"]
             result = RankError(
-                f"rank {rank} does not answer any more: {reason}",
+                f"rank {rank} no longer responds: {reason}",
                 where=self._about,
-                do="see in its log why, and start all ranks again",
+                do="find the cause in its log, and restart all ranks",
             )
             result.rank = rank
             raise result from error
@@ -245,7 +245,7 @@ def stretches(
 
 
 _SIZE = 512
-GRADIENTS: Final = "the gradients of rank {} are not those of rank {} after they were averaged"
+GRADIENTS: Final = "the averaged gradients of rank {} differ from those of rank {}"
 
 
 def settle(
@@ -280,7 +280,8 @@ def settle(
             error = RankError(
                 fault,
                 where=f"the end of step {step}, on all ranks",
-                do="see that all ranks run the same version, and that the network is sound; go on from the last checkpoint",
+                do="check that all ranks run the same version and that the network works; resume "
+                "from the last checkpoint",
             )
             error.rank = sender
             raise error
@@ -289,9 +290,10 @@ def settle(
     if count != world:
         other = next(sender for sender in range(world) if digests[sender] != usual)
         error = RankError(
-            f"{reported.format(other, digests.index(usual))}, to the last bit",
+            f"{reported.format(other, digests.index(usual))}; they must be bit-identical",
             where=f"step {step}",
-            do="go on from the last checkpoint; if it comes again, it is a bug in qsync_fx or a processor that errs",
+            do="resume from the last checkpoint; if the error recurs, suspect a bug in qsync_fx or "
+            "a faulty processor",
         )
         error.rank = other
         raise error
@@ -308,14 +310,14 @@ def _unpacked(message: torch.Tensor) -> dict[str, Any]:
         result = json.loads(bytes(message.numpy()))
     except ValueError:
         return {
-            "fault": "what a rank told at the end of a step cannot be read",
+            "fault": "the message of a rank at the end of a step cannot be read",
             "digest": 0,
             "finite": True,
         }
     return (
         result
         if isinstance(result, dict)
-        else {"fault": "what a rank told is no verdict", "digest": 0, "finite": True}
+        else {"fault": "the message of a rank has no outcome", "digest": 0, "finite": True}
     )
 
 

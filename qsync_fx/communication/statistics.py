@@ -30,11 +30,11 @@ class Adapted:
             f"{share:.1%} in {bits} bits" for bits, share in sorted(self.levels.items())
         )
         rate = (
-            "the link is not measured yet"
+            "link bandwidth not measured yet"
             if self.rate is None
-            else f"the link takes {self.rate / 1e6:.1f} MB/s"
+            else f"link bandwidth {self.rate / 1e6:.1f} MB/s"
         )
-        return f"{self.decisions} decisions: {shares or 'nothing sent'}; {rate}"
+        return f"{self.decisions} decisions: {shares or 'no data sent'}; {rate}"
 
 
 @dataclass
@@ -118,49 +118,51 @@ class Report:
         """Return codec, buckets of the last step and mean bytes per step of this rank in a line."""
         start = f"{self.codec} over gloo, rank {self.rank} of {self.world}: "
         if self.world == 1:
-            return f"{start}one rank, nothing is sent"
+            return f"{start}one rank, no communication"
         if not self.coded and not self.tally.buckets:
-            return f"{self.codec}, rank {self.rank} of {self.world}: DistributedDataParallel sends all gradients uncompressed"
+            return (
+                f"{self.codec}, rank {self.rank} of {self.world}: "
+                "DistributedDataParallel sends all gradients uncompressed"
+            )
         if not self.tally.steps:
-            return f"{start}no step yet, {self.coded} values coded and {self.plain} in FP32"
+            return f"{start}no step yet, {self.coded} values encoded and {self.plain} in FP32"
         return f"{start}{buckets} bucket{'s' * (buckets != 1)}, {self._bytes_of_step()}"
 
     def _bytes_of_step(self) -> str:
         sums = self.tally
         wire, raw = round(sums.wire / sums.steps), round(sums.raw / sums.steps)
         inside = (
-            f", {round(sums.inside / sums.steps)} inside the node in FP32" if sums.inside else ""
+            f", {round(sums.inside / sums.steps)} within the node in FP32" if sums.inside else ""
         )
-        return f"{wire} bytes per step in place of {raw} in FP32{inside}"
+        return f"{wire} bytes per step instead of {raw} in FP32{inside}"
 
     def __str__(self) -> str:
         sums = self.tally
         lines = [
-            f"{self.codec} on rank {self.rank} of {self.world}: {sums.steps} steps, {sums.buckets} buckets",
-            f"  {self.coded} values coded, {self.plain} in FP32",
+            f"{self.codec} on rank {self.rank} of {self.world}: {sums.steps} steps, "
+            f"{sums.buckets} buckets",
+            f"  {self.coded} values encoded, {self.plain} in FP32",
         ]
         if self.world == 1:
-            return "\n".join(
-                [*lines, "  one rank: nothing is sent, and gradients stay as they are"]
-            )
+            return "\n".join([*lines, "  one rank: no communication, gradients are unchanged"])
         if not self.coded and not sums.buckets:
             return "\n".join(
-                [
-                    *lines,
-                    "  nothing is compressed: DistributedDataParallel sends gradients as they are",
-                ]
+                [*lines, "  DistributedDataParallel sends all gradients uncompressed"]
             )
         lines += [
-            f"  sent {sums.wire / 1e6:.3f} MB in place of {sums.raw / 1e6:.3f} MB: {self.ratio:.4f}",
-            f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
+            f"  sent {sums.wire / 1e6:.3f} MB instead of {sums.raw / 1e6:.3f} MB: "
+            f"ratio {self.ratio:.4f}",
+            f"  seconds: encode {sums.encode:.3f}, transfer {sums.transfer:.3f}, "
+            f"decode {sums.decode:.3f}, in the queue {sums.wait:.3f}",
         ]
         if sums.inside:
             lines.append(
-                f"  inside the node sent {sums.inside / 1e6:.3f} MB in FP32; the lines above are of what goes between nodes"
+                f"  sent {sums.inside / 1e6:.3f} MB in FP32 within the node; the lines above "
+                "are for traffic between nodes"
             )
         if self.replicated:
             lines.append(
-                f"  replicas compared {sums.checks} time{'s' * (sums.checks != 1)}, equal to the last bit"
+                f"  replicas compared {sums.checks} time{'s' * (sums.checks != 1)}, bit-identical"
                 if sums.checks
                 else "  replicas not compared yet"
             )
@@ -168,7 +170,7 @@ class Report:
             lines.append(f"  {self.adapted}")
         if self.variance is not None:
             lines.append(
-                f"  variance added: {self.variance:.3g} of the square of a rank's gradient"
+                f"  added variance: {self.variance:.3g} of the squared norm of a rank's gradient"
             )
         return "\n".join(lines)
 
@@ -231,14 +233,16 @@ class DuoReport(Report):
         slow, ahead = self.slow, self.ahead
         lines = [
             super().__str__(),
-            f"  in full behind the next step: sent {slow.wire / 1e6:.3f} MB in place of {slow.raw / 1e6:.3f} MB,"
-            f" transfer {slow.transfer:.3f} s, waited for {ahead.waited:.3f} s",
-            f"  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, {ahead.skipped} left out",
+            f"  full precision, during the next step: sent {slow.wire / 1e6:.3f} MB instead of "
+            f"{slow.raw / 1e6:.3f} MB, transfer {slow.transfer:.3f} s, wait {ahead.waited:.3f} s",
+            f"  {ahead.committed} steps committed, {int(self.outstanding)} outstanding, "
+            f"{ahead.skipped} skipped",
         ]
         if (sent := self.parameters) is not None:
             lines.append(
-                f"  parameters sent {sent.wire / 1e6:.3f} MB in place of {sent.raw / 1e6:.3f} MB, transfer {sent.transfer:.3f} s,"
-                f" compared {sent.checks} time{'s' * (sent.checks != 1)}, equal to the last bit;"
-                f" this rank's optimizer holds {self.held / 1e6:.3f} MB"
+                f"  parameters: sent {sent.wire / 1e6:.3f} MB instead of {sent.raw / 1e6:.3f} MB, "
+                f"transfer {sent.transfer:.3f} s, compared {sent.checks} "
+                f"time{'s' * (sent.checks != 1)}, bit-identical; memory of this rank's optimizer "
+                f"{self.held / 1e6:.3f} MB"
             )
         return "\n".join(lines)

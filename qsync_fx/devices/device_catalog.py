@@ -73,9 +73,9 @@ def _path(name: str | os.PathLike[str]) -> Path:
         if text and (result := folder / f"{text}.toml").is_file():
             return result
     raise DeviceError(
-        f"there is no device {shown(text)}",
+        f"unknown device {shown(text)}",
         where=", ".join(str(folder) for folder in folders()[:-1]) + " and the catalog of qsync_fx",
-        do=f"{nearest(text[:40], names())}; or give the path of a file of TOML",
+        do=f"{nearest(text[:40], names())}; or use the path of a TOML device file",
     )
 
 

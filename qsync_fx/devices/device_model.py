@@ -147,12 +147,16 @@ class Device:
         )
         if min(around) < 0:
             raise DeviceError(
-                f"a padding cannot be {min(around)}", where="conv_seconds", do="give 0 or more"
+                f"the padding is {min(around)}, but must not be negative",
+                where="conv_seconds",
+                do="use a padding of 0 or more",
             )
         if r > h + 2 * around[0] or s > w + 2 * around[1]:
-            message = f"a window of {r} by {s} does not fit an input of {h} by {w} with padding {around[0]}, {around[1]}"
             raise DeviceError(
-                message, where="conv_seconds", do="give sizes of a convolution that there is"
+                f"the window of {r} x {s} is larger than the input of {h} x {w} with padding "
+                f"{around[0]}, {around[1]}",
+                where="conv_seconds",
+                do="use a smaller window, or a larger input or padding",
             )
         _one_of("product", product, PRODUCTS, "conv_seconds")
         return _convolution(
@@ -166,9 +170,9 @@ class Device:
         result = reduced(self.reductions, self.link, nbytes, ranks)
         if result is None:
             raise DeviceError(
-                f"nothing is known of all-reduces of {self.name}",
+                f"the device file of {self.name} has no data on all-reduces",
                 where=f"device {self.name}",
-                do="add a table [link] with bandwidth and latency, or [[reductions]], to its file",
+                do="add a table [link] with bandwidth and latency, or [[reductions]], to the file",
             )
         return result
 
@@ -207,23 +211,25 @@ def _check(**sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DeviceError(
-                f"{name} cannot be {size!r}",
-                where="the sizes of the work",
-                do="give whole numbers from 1",
+                f"{name} is {size!r}, but must be a positive integer",
+                where=f"the argument {name}",
+                do="use an integer of 1 or more",
             )
 
 
 def _one_of(description: str, value: str, available: Sequence[str], where: str) -> None:
     if value not in available:
         raise DeviceError(
-            f"there is no {description} {value!r}", where=where, do=nearest(str(value), available)
+            f"unknown {description} {value!r}", where=where, do=nearest(str(value), available)
         )
 
 
 def _check_bytes(size: float, name: str = "nbytes") -> None:
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < float("inf"):
         raise DeviceError(
-            f"{name} cannot be {size!r}", where="the sizes of the work", do="give a number from 0"
+            f"{name} is {size!r}, but must be a finite number of 0 or more",
+            where=f"the argument {name}",
+            do="use a number of 0 or more",
         )
 
 
@@ -243,9 +249,10 @@ def constants(device: Device, unit: str) -> tuple[Device, str]:
     requested: list[str] = []
     while index is not None:
         if index.name in requested:
-            message = f"the devices {' and '.join(requested)} are each calibrated as the other"
             raise DeviceError(
-                message, where=f"device {device.name}", do="let one of them stand for itself"
+                f"the devices {' and '.join(requested)} refer to each other for their constants",
+                where=f"device {device.name}",
+                do="define the constants in one of their files",
             )
         requested.append(index.name)
         for name in (
@@ -290,7 +297,7 @@ def _convolution(device: Device, sizes: tuple[int, ...], unit: str, product: Pro
 
 _USUAL = ConvolutionSpec(
     efficiency=0.7,
-    source="no device of its kind was fitted: what libraries of matrix products usually reach",
+    source="usual efficiency of libraries for matrix products; no fitted device of this kind",
 )
 
 
@@ -305,26 +312,22 @@ _EDGES = (32, 64, 128)
 def _positive(value: Any, *names: str) -> str | None:
     wrong = next((name for name in names if not getattr(value, name) > 0), None)
     return (
-        None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is to be above 0"
+        None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is not positive"
     )
 
 
 def _from_zero(value: Any, *names: str) -> str | None:
     wrong = next((name for name in names if not getattr(value, name) >= 0), None)
-    return (
-        None
-        if wrong is None
-        else f" has {wrong} = {getattr(value, wrong)}, which is to be 0 or more"
-    )
+    return None if wrong is None else f" has {wrong} = {getattr(value, wrong)}, which is negative"
 
 
 def _sourced(value: Any) -> str | None:
-    return None if value.source.strip() else " does not say where its constants come from (source)"
+    return None if value.source.strip() else " does not name the origin of its constants (source)"
 
 
 def _memory(memory: MemorySpec) -> str | None:
     if memory.fraction > 1:
-        return f" has fraction = {memory.fraction}: nothing is faster than the bandwidth"
+        return f" has fraction = {memory.fraction}, which exceeds 1"
     return (
         _sourced(memory)
         or _positive(memory, "bytes", "bandwidth", "fraction")
@@ -338,15 +341,15 @@ def _unit(unit: FunctionalUnit) -> str | None:
 
 def _tiles(tiles: Tiles) -> str | None:
     if tiles.smallest not in _EDGES:
-        return f" has smallest = {tiles.smallest}: tiles have an edge of at least 32, 64 or 128"
+        return f" has smallest = {tiles.smallest}, which is not 32, 64 or 128"
     if not 0 < tiles.alone <= 1:
-        return f" has alone = {tiles.alone}, which is to be above 0, and 1 at most"
+        return f" has alone = {tiles.alone}, which is not above 0 and at most 1"
     if tiles.overlap < 1:
-        return f" has overlap = {tiles.overlap}, which is to be 1 or more"
+        return f" has overlap = {tiles.overlap}, which is below 1"
     if wrong := next((name for name in tiles.layouts if name not in LAYOUTS), None):
-        return f" has a layout {shown(wrong)}: {nearest(wrong[:40], LAYOUTS)}"
+        return f" has an unknown layout {shown(wrong)}: {nearest(wrong[:40], LAYOUTS)}"
     if any(not factor > 0 for factor in tiles.layouts.values()):
-        return " has a layout that takes no time"
+        return " has a layout with a factor that is not positive"
     return (
         _sourced(tiles)
         or _positive(tiles, "efficiency", "step", "splits", "memory", "misaligned", "alignment")
@@ -358,12 +361,14 @@ def _tiles(tiles: Tiles) -> str | None:
 
 def _parsed_convolution(by: ConvolutionSpec) -> str | None:
     if wrong := next((name for name in by.corrections if name not in FEATURES), None):
-        return f" corrects by {shown(wrong)}: {nearest(wrong[:40], FEATURES)}"
+        return (
+            f" has a correction for an unknown feature {shown(wrong)}: "
+            f"{nearest(wrong[:40], FEATURES)}"
+        )
     for name, edges in (("pointwise", (0, *_EDGES)), ("winograd_smallest", _EDGES)):
         if getattr(by, name) not in edges:
-            return (
-                f" has {name} = {getattr(by, name)}: tiles have an edge of at least 32, 64 or 128"
-            )
+            allowed = ", ".join(map(str, edges))
+            return f" has {name} = {getattr(by, name)}, which is not one of {allowed}"
     owned = (
         {field.name for field in fields(ConvolutionSpec)}
         - {field.name for field in fields(Tiles)}
@@ -375,13 +380,13 @@ def _parsed_convolution(by: ConvolutionSpec) -> str | None:
 def _reduction(reduction: ReductionSpec) -> str | None:
     index, seconds = reduction.bytes, reduction.seconds
     if len(index) != len(seconds) or not index:
-        return f" has {len(index)} sizes and {len(seconds)} times"
+        return f" has {len(index)} sizes but {len(seconds)} times"
     if reduction.ranks < 2:
-        return f" has ranks = {reduction.ranks}: it takes two"
+        return f" has ranks = {reduction.ranks}, but needs at least 2"
     if index[0] <= 0 or any(a >= b for a, b in pairwise(index)):
-        return " has sizes that do not grow from above 0"
+        return " has sizes that are not positive and increasing"
     if seconds[0] <= 0 or any(a > b for a, b in pairwise(seconds)):
-        return " has times that fall as sizes grow, or are 0"
+        return " has times that are not positive or decrease with the size"
     return _sourced(reduction)
 
 
@@ -391,26 +396,38 @@ def _link(link: LinkSpec) -> str | None:
 
 def _device(device: Device) -> str | None:
     if device.path:
-        return " has an unknown field 'path': leave it out"
+        return " has an unknown field 'path': remove it"
     if not device.name or not all(letter.isalnum() or letter in "-_." for letter in device.name):
-        return f" has the name {shown(device.name)}: letters, digits, '-', '_' and '.' make one"
+        return f" has the name {shown(device.name)}: use only letters, digits, '-', '_' and '.'"
     if (device.capability is None) is (device.kind == "gpu"):
-        return " is a GPU's exactly where it has a compute capability"
+        return (
+            " has no capability, which a GPU needs"
+            if device.kind == "gpu"
+            else " has a capability, which only a GPU has"
+        )
     if device.capability is not None and not (
         0 < device.capability[0] < 99 and 0 <= device.capability[1] < 10
     ):
-        return f" has capability = {list(device.capability)}: [7, 5] is that of a T4"
+        return (
+            f" has an invalid capability = {list(device.capability)}; an example is [7, 5] for a T4"
+        )
     for spec_field in ("units", "products", "convolutions"):
         if wrong := next(
             (name for name in getattr(device, spec_field) if name not in FORMATS), None
         ):
-            return f" has {spec_field} of {shown(wrong)}: {nearest(wrong[:40], FORMATS)}"
+            return (
+                f" has {spec_field} of an unknown format {shown(wrong)}: "
+                f"{nearest(wrong[:40], FORMATS)}"
+            )
     if "fp32" not in device.units:
         return " has no unit for fp32"
     if wrong := next(
         (p for by in device.convolutions.values() for p in by if p not in PRODUCTS), None
     ):
-        return f" has convolutions with a product {shown(wrong)}: {nearest(wrong[:40], PRODUCTS)}"
+        return (
+            f" has convolutions with an unknown product {shown(wrong)}: "
+            f"{nearest(wrong[:40], PRODUCTS)}"
+        )
     return _sourced(device) or _positive(device, "processors", "clock")
 
 
@@ -418,10 +435,10 @@ DEVICE: Final = TomlSchema(
     Device,
     noun="device file",
     error=DeviceError,
-    remedy="see docs/howto-device.md for what a device file holds",
+    remedy="see docs/howto-device.md for the fields of a device file",
     name=None,
     largest=2**20,
-    smaller="a device takes a page",
+    smaller="describe one device per file",
     checks={
         MemorySpec: _memory,
         FunctionalUnit: _unit,

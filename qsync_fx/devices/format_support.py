@@ -237,14 +237,15 @@ def _cpu(fmt: Precision, exact: bool) -> Support:
         return Support(
             "substituted",
             precision("bf16"),
-            "FP16 runs as BF16 on the CPU, which has no FP16 unit (emulate_unsupported=True forbids it)",
+            "FP16 runs as BF16 on the CPU, which has no FP16 unit (emulate_unsupported=True "
+            "forbids this)",
         )
     if encoding(fmt).name == "int8":
         return _integers(fmt)
     return Support(
         "simulated",
         fmt,
-        f"the CPU has no {fmt} unit: its exact values are computed in {fmt.carrier}",
+        f"the CPU has no {fmt} unit: exact {fmt} values are computed in {fmt.carrier}",
     )
 
 
@@ -253,32 +254,32 @@ def _integers(fmt: Precision) -> Support:
         return Support(
             "simulated",
             fmt,
-            f"{wrong.where} is wrong, and whatever computes in {fmt} fails: {wrong.what}",
+            f"{wrong.where} is invalid, so operators in {fmt} fail: {wrong.what}",
         )
     if native_integer_unit():
         return Support(
             "native",
             fmt,
-            "this CPU has a unit for INT8; convolutions use it where their channels are many, "
-            "others run exactly in BF16",
+            "this CPU has a unit for INT8; convolutions with few channels run exactly in BF16",
         )
     if not cpu_multiplies_integers():
         return Support(
             "simulated",
             fmt,
-            "this CPU's INT8 unit saturates sums (it has no VNNI): exact values are computed in FP32",
+            "the INT8 unit of this CPU saturates sums (no VNNI): exact values are computed in FP32",
         )
     # Exact sums do not imply a unit: oneDNN is also exact without one.
     if {"vnni", "amx"}.intersection(cpu().features):
         return Support(
             "native",
             fmt,
-            "oneDNN has a unit for INT8 and the native module's path has none; convolutions run exactly in BF16",
+            "oneDNN uses an INT8 unit that the native module's ISA variant does not use; "
+            "convolutions run exactly in BF16",
         )
     return Support(
         "simulated",
         fmt,
-        "no unit for INT8 is known of this CPU: oneDNN multiplies exact values without one",
+        "this CPU has no known INT8 unit: oneDNN multiplies exact values without one",
     )
 
 
@@ -292,20 +293,23 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
         instead = precision(_INSTEAD[fmt.name])
         if exact:
             raise DeviceError(
-                f"compute capability {major}.{minor} compiles no {fmt}, and emulate_unsupported=True forbids {instead} in its place",
+                f"{fmt} cannot be compiled for compute capability {major}.{minor}, and "
+                f"emulate_unsupported=True forbids {instead} as a substitute",
                 where=f"device {device}",
-                do=f"plan {instead} there, or drop exact",
+                do=f"plan {instead} for this device, or set emulate_unsupported=False",
             )
         return Support(
             "substituted",
             instead,
-            f"{fmt} runs as {instead}: nothing compiles {fmt} for compute capability {major}.{minor}",
+            f"{fmt} runs as {instead}: {fmt} cannot be compiled for compute capability "
+            f"{major}.{minor}",
         )
     if since is None or result < since:
         return Support(
             "simulated",
             fmt,
-            f"compute capability {major}.{minor} has no {values} unit: its exact values are computed in {carrier}",
+            f"compute capability {major}.{minor} has no {values} unit: exact {values} values are "
+            f"computed in {carrier}",
         )
     if fmt.plain:
         return Support("native", fmt, f"compute capability {major}.{minor} has {fmt} tensor cores")
@@ -313,9 +317,9 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
         return Support(
             "native",
             fmt,
-            f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores where that is faster",
+            f"CUTLASS kernels for {kernels.arch} use the {values} tensor cores if that is faster",
         )
-    reason = kernels.reason or f"there is no kernel of ours that multiplies {values} by {values}"
+    reason = kernels.reason or f"qsync_fx has no kernel for products of {values} and {values}"
     if fmt.kind == "integer":
         return Support(
             "native",
@@ -325,7 +329,7 @@ def _cuda(device: torch.device, fmt: Precision, exact: bool) -> Support:
     return Support(
         "simulated",
         fmt,
-        f"its exact values are computed in {carrier}, not by the {values} tensor cores: {reason}",
+        f"exact {values} values are computed in {carrier}, not by {values} tensor cores: {reason}",
     )
 
 
@@ -358,7 +362,7 @@ def resolve(
         why = (
             f"{refused}, so it"
             if refused is not None
-            else f"{planned} is for products with a weight{but} {row.name}"
+            else f"{planned} applies to products with a weight{but} {row.name}"
         )
         reasons.append(f"{why} runs in {runs}")
     # torch computes in the model's own format, regardless of the unit of the device.

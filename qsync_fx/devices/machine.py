@@ -50,12 +50,12 @@ class HugePages:
         if not self.policy:
             return "unknown"
         if self.policy == "always":
-            return "used, by this system for all processes"
+            return "used for all processes of this system"
         if self.policy == "never":
-            return "none: this system has them switched off (/sys/kernel/mm/transparent_hugepage/enabled)"
+            return "disabled on this system (/sys/kernel/mm/transparent_hugepage/enabled)"
         if self.asked:
-            return "used: this process asks for them"
-        return f"not used: {SWITCH} python ... trains faster" if self.can_ask else "not used"
+            return "used: requested by this process"
+        return f"not used; faster training: {SWITCH} python ..." if self.can_ask else "not used"
 
 
 def huge_pages() -> HugePages:
@@ -92,7 +92,7 @@ def of(policy: str, tunables: str, library: tuple[str, str]) -> HugePages:
     )
 
 
-_RECKONED = ", reckoned"
+_PREDICTED = ", predicted"
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,25 @@ class Machine:
             for part in dataclasses.fields(self)
         )
         differing = [
-            f"{name} {_said(existing)}, here {_said(now)}"
+            f"{name} {_listed(existing)}, here {_listed(now)}"
             for name, existing, now in both
             if existing != now
         ]
         if differing:
             raise ProfileError(
-                f"it was measured on another machine: {'; '.join(differing)}",
-                do="measure here, or take it as it is with any_machine=True (qsync replay: --any-machine)",
+                f"the profile was measured on another machine: {'; '.join(differing)}",
+                do="measure on this machine, or accept the profile with any_machine=True (qsync "
+                "replay: --any-machine)",
             )
 
     @property
-    def reckoned(self) -> bool:
+    def predicted(self) -> bool:
         """Whether this is a device of the catalog with predicted instead of measured times."""
-        return self.name.endswith(_RECKONED)
+        return self.name.endswith(_PREDICTED)
 
     def stands_for(self, device: Device) -> bool:
         """Return whether a profile of this machine was predicted for a device of the catalog."""
-        return self.reckoned and self.name == of_catalog(device).name
+        return self.predicted and self.name == of_catalog(device).name
 
 
 def this_machine(device: torch.device | str = "cpu") -> Machine:
@@ -171,7 +172,7 @@ def of_catalog(device: Device) -> Machine:
     """Return the machine of profiles that are predicted for a device of the catalog."""
     kind = "cuda" if device.kind == "gpu" else "cpu"
     return Machine(
-        kind, f"{device.title}{_RECKONED}", [], 1, torch.__version__, qsync_fx.__version__
+        kind, f"{device.title}{_PREDICTED}", [], 1, torch.__version__, qsync_fx.__version__
     )
 
 
@@ -182,5 +183,5 @@ def here_for(machine: Machine) -> Machine:
     )
 
 
-def _said(value: object) -> str:
+def _listed(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -64,7 +64,7 @@ def check_target(name: str, device: torch.device) -> None:
         else str(device)
     )
     raise DeviceError(
-        f"the graph runs on {current}, and its target is {name}",
+        f"the graph runs on {current}, but its target is {name}",
         where='option "target"',
-        do=f"drop it to compile; qsync_fx.explain and qsync inspect show what would run on {name}",
+        do="remove the option to compile; use it only with qsync_fx.explain and qsync inspect",
     )

@@ -69,14 +69,14 @@ class CompressRequest:
         """Warn if the node layout differs from the plan or leaves no inter-node traffic."""
         if nodes is not None and len(nodes.ranks) == 1:
             warnings.warn(
-                "all ranks share one node, inside of which gradients go in FP32: nothing is compressed; give hierarchical=False to "
-                "compress what goes between all ranks",
+                "all ranks share one node, so gradients are sent in FP32 and not compressed. Set "
+                "hierarchical=False to compress gradients between all ranks",
                 stacklevel=3,
             )
         elif self.planned and self.planned != (size := 1 if nodes is None else nodes.size):
             warnings.warn(
-                f"the plan's codecs were chosen for what goes between nodes of {self.planned} ranks, and here nodes have {size}: steps "
-                "take another time than it says; find the plan for these nodes",
+                f"the plan's codecs were chosen for nodes of {self.planned} ranks, but these nodes "
+                f"have {size}: the predicted step time does not apply. Find a plan for these nodes",
                 stacklevel=3,
             )
 
@@ -101,31 +101,34 @@ def checked(
     chosen = planned if planned is not None else _made(codec)
     if optimizer is not None and not isinstance(chosen, Duo):
         raise OptionError(
-            "an optimizer is for DUO alone: with a codec the user's own loop steps it",
+            "only DUO uses an optimizer; with a codec, the training loop calls optimizer.step()",
             where="compress(..., optimizer=...)",
-            do='give none, or "duo4" in place of the codec',
+            do='remove optimizer=..., or use "duo4" instead of the codec',
         )
     if sharded and not isinstance(chosen, Duo):
         raise OptionError(
-            "with DUO alone an optimizer is sharded over ranks",
+            "only DUO shards the optimizer over ranks",
             where="compress(..., sharded=...)",
-            do='leave it out, give "duo4" and an optimizer, or shard the model: fully_shard(model)',
+            do='remove sharded=..., use "duo4" with an optimizer, or shard the model with '
+            "fully_shard(model)",
         )
     if planned is not None and least is not None:
         raise OptionError(
-            "a plan says itself which tensors go in FP32", where="least", do="leave it out"
+            "a plan defines which tensors are sent in FP32",
+            where="compress(..., least=...)",
+            do="remove least=...",
         )
     if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
         raise OptionError(
-            f"a scaler has a scale (get_scale), and {type(scaler).__name__} has none",
+            f"a scaler must have get_scale and is_enabled, but {type(scaler).__name__} does not",
             where="compress(..., scaler=...)",
-            do="give the torch.amp.GradScaler",
+            do="pass the torch.amp.GradScaler",
         )
     if hierarchical and (fsdp or isinstance(chosen, Duo | Adaptive)):
         raise OptionError(
-            "nodes are told apart for a DistributedDataParallel, in codecs whose bits are known before: not with FSDP, DUO or AQGB",
+            "hierarchical compression does not support FSDP, DUO and AQGB",
             where="compress(..., hierarchical=...)",
-            do="leave it out, or use a codec such as qsgd8 with DistributedDataParallel",
+            do="remove hierarchical=..., or use a codec such as qsgd8 with DistributedDataParallel",
         )
     noted = nodes_noted(plan.notes) if planned and plan is not None else None
     if noted is None:
@@ -133,8 +136,9 @@ def checked(
     size, in_a_row = noted
     if hierarchical is False:
         warnings.warn(
-            f"the plan's codecs were chosen for what goes between nodes of {size} ranks, and here all ranks send each other gradients in "
-            "them: steps take longer than it says; leave hierarchical out",
+            f"the plan's codecs were chosen for traffic between nodes of {size} ranks, but with "
+            "hierarchical=False they apply between all ranks: steps take longer than predicted. "
+            "Remove hierarchical=False",
             stacklevel=3,
         )
         return CompressRequest(chosen)
@@ -145,10 +149,10 @@ def checked(
 
 def checked_numbers(seed: int, least: int | None, check_every: int) -> int:
     """Return the seed modulo 2**64; raise `OptionError` if a number is out of its range."""
-    _number("seed", seed, "a whole number", "give one of any size", None)
+    _number("seed", seed, "an integer", "use an integer", None)
     if least is not None:
-        _number("least", least, "a number of values", "give 0 or more, or leave it out", 0)
-    _number("check_every", check_every, "a number of steps", "give 0 for never", 0)
+        _number("least", least, "a number of values", "use 0 or more, or remove least=...", 0)
+    _number("check_every", check_every, "a number of steps", "use 0 to disable the check", 0)
     return seed % 2**64
 
 
@@ -161,7 +165,7 @@ def _number(name: str, value: object, description: str, do: str, smallest: int |
         return
     reported = shown(value) if isinstance(value, str) else value
     raise OptionError(
-        f"{name} is {description}, not {reported}", where=f"compress(..., {name}=...)", do=do
+        f"{name} must be {description}, not {reported}", where=f"compress(..., {name}=...)", do=do
     )
 
 
@@ -174,32 +178,35 @@ def trained(model: nn.Module) -> tuple[Any, list[tuple[str, nn.Parameter]]]:
     parallel = parallel_in(model)
     if parallel is None:
         raise OptionError(
-            f"compress takes a DistributedDataParallel, not {type(model).__name__}",
-            do="wrap the model first: DistributedDataParallel(model), or fully_shard(model)",
+            "compress requires a DistributedDataParallel or FSDP model, "
+            f"not {type(model).__name__}",
+            do="wrap the model first with DistributedDataParallel(model) or fully_shard(model)",
         )
     if getattr(parallel, "_comm_hooks", None):
         raise OptionError(
-            "the model has a communication hook already, and DistributedDataParallel takes one",
-            do="make a new DistributedDataParallel, and compress it once",
+            "the model already has a communication hook, and DistributedDataParallel supports one",
+            do="create a new DistributedDataParallel, and call compress once",
         )
     world = distributed.get_world_size(parallel.process_group)
     if world != distributed.get_world_size():
         raise OptionError(
-            f"the model is trained by {world} of {distributed.get_world_size()} ranks",
-            do="compress takes a model of all ranks",
+            f"the model is trained by only {world} of {distributed.get_world_size()} ranks",
+            do="use a process group of all ranks for the model",
         )
     named = [(name, p) for name, p in unwrapped(parallel).named_parameters() if p.requires_grad]
     for name, p in named:
         compressible(
             name,
             p,
-            "train this model in FP32, on the CPU or a GPU, or use a hook of torch.distributed.algorithms.ddp_comm_hooks",
+            "train this model in FP32 on the CPU or a GPU, or use a hook of "
+            "torch.distributed.algorithms.ddp_comm_hooks",
         )
         if p.device != named[0][1].device:
             raise OptionError(
-                f"the model's parameters lie on {named[0][1].device} and on {p.device}, and gradients are coded on one device a rank",
+                f"the model has parameters on {named[0][1].device} and on {p.device}, but "
+                "compression supports one device per rank",
                 where=name,
-                do="have each rank train on one device",
+                do="train on one device per rank",
             )
     return parallel, named
 
@@ -216,8 +223,8 @@ def compressible(name: str, parameter: nn.Parameter, do: str) -> None:
         or parameter.dtype.itemsize > _TYPES
     ):
         raise OptionError(
-            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs take FP32 and narrower floats "
-            "on the CPU and on NVIDIA GPUs",
+            f"gradients of {parameter.dtype} on {parameter.device} cannot be compressed: codecs "
+            "support floats of at most 32 bits on the CPU and on NVIDIA GPUs",
             where=name,
             do=do,
         )
@@ -227,21 +234,24 @@ def of_units(chosen: Way) -> Codec:
     """Return the codec for FSDP units; raise `OptionError` if the request does not suit FSDP."""
     if not isinstance(chosen, Codec):
         raise OptionError(
-            "DUO takes a DistributedDataParallel: of a model that FSDP shards it would have to keep parameters that it does not have"
+            "DUO requires a DistributedDataParallel: with FSDP, a rank does not have the "
+            "parameters that DUO must store"
             if isinstance(chosen, Duo)
-            else "a plan has a codec for each parameter, and FSDP gives the gradients of many parameters as one row",
+            else "a plan assigns a codec to each parameter, but FSDP reduces the gradients of many "
+            "parameters as one row",
             where="compress",
             do='use DistributedDataParallel, or a codec such as "qsgd8"',
         )
     if isinstance(chosen, Adaptive):
         raise OptionError(
-            "AQGB chooses bits while gradients come, and FSDP waits for each of its units",
+            "AQGB adapts its bits during the backward pass, but FSDP waits for each of its units",
             where="compress",
             do='use one level, such as "aqgb16", or another codec',
         )
     if chosen.fitted((3, 5)) != chosen:
         raise OptionError(
-            f"{chosen.name} codes columns of parameters, and FSDP gives the gradients of many parameters as one row",
+            f"{chosen.name} encodes columns of parameters, but FSDP reduces the gradients of many "
+            "parameters as one row",
             where="compress",
             do='use a codec of consecutive values, such as "1bit*"',
         )
@@ -286,8 +296,8 @@ def _made(value: object) -> Codec | Duo:
     if isinstance(value, str):
         return way_named(value)
     raise OptionError(
-        f"compress takes a codec or a plan, not {type(value).__name__}",
-        do='give a name such as "qsgd8", or a plan',
+        f"compress requires a codec or a plan, not {type(value).__name__}",
+        do='pass the name of a codec, such as "qsgd8", or a plan',
     )
 
 
@@ -311,15 +321,16 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
         groups = _groups(module)
         if len(groups) > 1:
             raise OptionError(
-                "FSDP shards the parameters of one module over several meshes, and takes no reduction of ours there",
+                "FSDP shards the parameters of one module over several meshes, which compression "
+                "does not support",
                 where=name or "the model",
                 do="shard the module over one mesh",
             )
         if any(type(group._reduce_scatter_comm).__name__ != _TORCHS for group in groups):
             raise OptionError(
-                "the model has a reduction of its own already, and FSDP takes one",
+                "the model already has a custom reduce-scatter, and FSDP supports one",
                 where=name or "the model",
-                do="shard a model anew, and compress it once",
+                do="shard a new model, and call compress once",
             )
         trained = [p for group in groups for p in _parameters(group) if p.requires_grad]
         if trained:
@@ -330,9 +341,9 @@ def unit_rows(model: nn.Module) -> dict[str, int]:
         if p.requires_grad and not isinstance(p, DTensor)
     ]:
         raise OptionError(
-            "FSDP does not shard a parameter, and nobody averages its gradients",
+            "FSDP does not shard the parameter, so its gradients are not averaged",
             where=full[0],
-            do="call fully_shard(model) on the whole model",
+            do="call fully_shard(model) on the root module",
         )
     return result
 
@@ -373,9 +384,10 @@ def _row(name: str, parameter: Any) -> int:
         or not isinstance(placement, Shard)
     ):
         raise OptionError(
-            f"a parameter is sharded by {parameter.placements} over {mesh}, and compressed gradients go between all ranks",
+            f"the parameter is sharded by {parameter.placements} over {mesh}, but compression "
+            "requires one shard on each rank",
             where=name or "the model",
-            do="shard over a mesh of one dimension with all ranks",
+            do="shard over a one-dimensional mesh of all ranks",
         )
     compressible(name or "the model", parameter, "train this model in FP32, or without compress")
     world: int = mesh.size()
@@ -386,11 +398,14 @@ def _row(name: str, parameter: Any) -> int:
 
 
 _REMEDIES: Final = {
-    "codec of gradients": "give compress the same codec, or the same plan, on all ranks, and a scaler on all of them or on none",
-    "nodes of ranks": "give compress the same hierarchical on all ranks",
-    "seed of gradients": "give compress the same seed on all ranks",
-    "coding of tensors": "build the same model on all ranks, and give compress the same least or the same plan",
-    "optimizer": "make the optimizer with the same arguments on all ranks, and give a scaler to compress on all of them or on none",
+    "gradient codec": "pass the same codec or plan to compress on all ranks, and a scaler on all "
+    "ranks or on none",
+    "node layout": "pass the same hierarchical=... to compress on all ranks",
+    "gradient seed": "pass the same seed to compress on all ranks",
+    "tensor codec": "create the same model on all ranks, and pass the same least=... or plan to "
+    "compress",
+    "optimizer": "create the optimizer with the same arguments on all ranks, and pass a scaler to "
+    "compress on all ranks or on none",
 }
 
 

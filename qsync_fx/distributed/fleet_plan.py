@@ -401,9 +401,9 @@ def _check_measuring(measuring: Mapping[str, Any]) -> None:
     if "sensitivity" in measuring:
         if measuring["sensitivity"] is None:
             raise OptionError(
-                "a plan is chosen by the sensitivity of each operator, and none would be measured",
+                "planning requires the sensitivity of each operator",
                 where="sensitivity=None",
-                do='leave the argument out, or name a method, such as "second_order"',
+                do='remove the argument, or use a method such as "second_order"',
             )
         method(measuring["sensitivity"])
 
@@ -413,7 +413,7 @@ def _check_classes(memory: Mapping[str, Memory] | Memory | None, classes: Sequen
     for name in memory if isinstance(memory, Mapping) else ():
         if name not in classes:
             raise PlanError(
-                f"there are no devices {shown(name)}",
+                f"no rank has the device class {shown(name)}",
                 where="memory",
                 do=nearest(name, set(classes)),
             )

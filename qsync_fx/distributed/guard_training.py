@@ -72,16 +72,21 @@ def guard(
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
-            f"guard takes a module, not {type(model).__name__}", do="give the model that is trained"
+            f"guard requires a torch.nn.Module, not {type(model).__name__}",
+            do="pass the model that is trained",
         )
     for name, value in (("compiling", compiling), ("silence", 1 if silence is None else silence)):
         if not value > 0:
-            raise OptionError(f"{name} is a number of seconds above 0, not {value}", where="guard")
+            raise OptionError(
+                f"{name} must be a positive number of seconds, not {value}",
+                where=f"guard(..., {name}=...)",
+                do="use a number above 0",
+            )
     if check_every < 0:
         raise OptionError(
-            f"check_every is a number of steps, not {check_every}",
-            where="guard",
-            do="give 0 for never",
+            f"check_every must be a number of steps, not {check_every}",
+            where="guard(..., check_every=...)",
+            do="use 0 to disable the check",
         )
     return Guard(model, compiling, silence, check_every, same_batch, replan)
 

@@ -24,7 +24,7 @@ from qsync_fx.errors import OptionError
 from qsync_fx.predictor.replayer import cluster
 from qsync_fx.profiler.links.collective_times import all_reduces
 
-_REMEDIES: Final = {"hierarchy": "give compress the same hierarchical on all ranks"}
+_REMEDIES: Final = {"hierarchy": "pass the same hierarchical=... to compress on all ranks"}
 
 
 def nodes_of_ranks(hierarchical: bool | int, limit: float) -> NodeGroups | None:
@@ -133,9 +133,10 @@ def measured(nodes: NodeGroups, device: torch.device = CPU) -> cluster.NodeGroup
 def in_a_row(size: int, world: int) -> list[str]:
     """Return the node name of each rank, for nodes of `size` consecutive ranks."""
     if size < 1 or world % size:
-        message = f"{world} ranks do not make nodes of {size}"
         raise OptionError(
-            message, where="hierarchical", do="give a number that divides the ranks, or True"
+            f"{world} ranks cannot be divided into nodes of {size}",
+            where="hierarchical",
+            do="use a divisor of the number of ranks, or True",
         )
     return [str(rank // size) for rank in range(world)]
 
@@ -152,9 +153,9 @@ def grouped(names: Sequence[str]) -> NodeGroups | None:
             min(sizes, key=lambda name: sizes[name]),
         )
         raise OptionError(
-            f"the node {most} has {sizes[most]} ranks, and {fewest} has {sizes[fewest]}",
+            f"the node {most} has {sizes[most]} ranks, but {fewest} has {sizes[fewest]}",
             where="hierarchical",
-            do="start as many ranks on each node, or give hierarchical=False",
+            do="start the same number of ranks on each node, or set hierarchical=False",
         )
     return (
         None

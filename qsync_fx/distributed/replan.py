@@ -140,19 +140,19 @@ class ReplanReport:
         why = _listed(_why(cause) for cause in self.causes)
         if self.after is None:
             lines = [
-                f"the plan is kept after step {self.step}, though {why}",
-                f"  why:    {self.kept}",
+                f"the plan stays active after step {self.step}, although {why}",
+                f"  reason: {self.kept}",
             ]
             return "\n".join(
                 lines + ([] if self.before is None else [f"  now:    {_costs(self.before)}"])
             )
-        lines = [f"another plan is in force from step {self.step + 1} on, since {why}"]
+        lines = [f"a new plan is active from step {self.step + 1}, because {why}"]
         lines += [] if self.before is None else [f"  before: {_costs(self.before)}"]
         return "\n".join(
             [
                 *lines,
                 f"  after:  {_costs(self.after)}",
-                "  the model is compiled once for it, as it is called next",
+                "  the model is recompiled at its next call",
             ]
         )
 
@@ -160,17 +160,20 @@ class ReplanReport:
 def _why(cause: ReplanCause) -> str:
     if cause.change is PlanChange.LINKS:
         return (
-            f"an all-reduce takes {duration(cause.measured)} where {duration(cause.foreseen)} were foreseen "
-            f"({cause.measured / cause.foreseen:.2f} times)"
+            f"an all-reduce takes {duration(cause.measured)} instead of the predicted "
+            f"{duration(cause.foreseen)} (ratio {cause.measured / cause.foreseen:.2f})"
         )
     who = f"rank {cause.rank} ({cause.device})"
     if cause.change in (PlanChange.SLOWER, PlanChange.FASTER):
         return (
-            f"{who} computes {duration(cause.measured)} a step where {duration(cause.foreseen)} were foreseen "
-            f"({cause.measured / cause.foreseen:.2f} times)"
+            f"{who} computes {duration(cause.measured)} per step instead of the predicted "
+            f"{duration(cause.foreseen)} (ratio {cause.measured / cause.foreseen:.2f})"
         )
-    message = "its plan takes" if cause.change is PlanChange.TIGHT else "its plan was made for"
-    return f"{who} has {short(cause.measured, 'B')} of memory for a step, and {message} {short(cause.foreseen, 'B')}"
+    message = "its plan needs" if cause.change is PlanChange.TIGHT else "its plan was made for"
+    return (
+        f"{who} has {short(cause.measured, 'B')} of memory for a step, but {message} "
+        f"{short(cause.foreseen, 'B')}"
+    )
 
 
 def _costs(costs: ReplanCosts) -> str:
@@ -179,19 +182,19 @@ def _costs(costs: ReplanCosts) -> str:
         for name, item in costs.formats.items()
     )
     buckets = ", ".join(f"{count} in {codec}" for codec, count in sorted(costs.codecs.items()))
-    sent = f"; buckets of gradients: {buckets}" if buckets else ""
-    return f"{duration(costs.seconds)} a step, variance {costs.variance:.4g}; {formats}{sent}"
+    sent = f"; gradient buckets: {buckets}" if buckets else ""
+    return f"{duration(costs.seconds)} per step, variance {costs.variance:.4g}; {formats}{sent}"
 
 
 def _listed(texts: Any) -> str:
     result: Sequence[str] = list(texts)
     return "; ".join(result[:3]) + (
-        f"; and {len(result) - 3} ranks more" if len(result) > 3 else ""
+        f"; and {len(result) - 3} more causes" if len(result) > 3 else ""
     )
 
 
 _LOG = logging.getLogger("qsync_fx.distributed")
-_EQUAL: Final = "the best plan now is the one that is in force"
+_EQUAL: Final = "the active plan is still the best one"
 
 
 @dataclass(frozen=True)
@@ -226,22 +229,24 @@ class Replanning:
     def __post_init__(self) -> None:
         if not isinstance(self.found, FleetPlan):
             raise OptionError(
-                f"nothing was measured for this {type(self.found).__name__}, so that another cannot be found from it",
-                where="Replanning",
-                do="give what qsync_fx.distributed.measure_and_plan returned in this process",
+                f"replanning requires a FleetPlan with its measurements, not a value of type "
+                f"{type(self.found).__name__}",
+                where="Replanning(found=...)",
+                do="pass the result of qsync_fx.distributed.measure_and_plan in this process",
             )
         sent = None if self.compression is None else self.compression.nodes
         if nodes_noted(self.found.notes) is not None or sent is not None:
             raise OptionError(
-                "codecs between nodes are not changed in the middle of training",
+                "codecs between nodes cannot change during training",
                 where="Replanning",
-                do="give find_plan and compress hierarchical=False, find the plan without codecs, or leave replanning out",
+                do="pass hierarchical=False to measure_and_plan and compress, plan without codecs, "
+                "or train without replanning",
             )
         if CODECS in self.found.notes and not _sends(self.compression, self.found):
             raise OptionError(
-                "the plan was found with codecs of gradients, and replanning does not know who sends gradients so",
+                "the plan has gradient codecs, but replanning has no compression that uses them",
                 where="Replanning(compression=...)",
-                do="give what qsync_fx.distributed.compress(ddp, found) returned for this plan",
+                do="pass the result of qsync_fx.distributed.compress(ddp, found) for this plan",
             )
         self.hysteresis  # noqa: B018 - raises for invalid values
 
@@ -378,7 +383,7 @@ class Replanner:
         try:
             answer = survey.answer(self._slowdowns, memory, self._all_reduces)
         except PlanError as error:
-            saved = f"no plan would do: {error.what}"
+            saved = f"there is no feasible plan: {error.what}"
             return {
                 "plan": None,
                 "replanned": ReplanReport(self._steps, causes, None, kept=saved).to_dict(),
@@ -400,7 +405,7 @@ class Replanner:
         costs = (before.seconds, before.variance), (after.seconds, after.variance)
         if wins(*costs, fits, self._how.gain):
             return ""
-        return f"the best one now wins less than {self._how.gain:.0%} of time or variance"
+        return f"the best new plan gains less than {self._how.gain:.0%} of time or variance"
 
     def _causes(self, result: Drift, everyones: list[Stated]) -> Iterable[ReplanCause]:
         if result.links is not None and self._links.probe is not None:
@@ -422,9 +427,9 @@ def _check(model: nn.Module, result: FleetPlan) -> None:
     """Raise `OptionError` if the model does not train under the plan, or is sharded."""
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise OptionError(
-            "plans are found for DistributedDataParallel, and this model is sharded",
-            where="Replanning",
-            do="leave replan= out",
+            "replanning supports DistributedDataParallel, but this model is sharded",
+            where="guard(..., replan=...)",
+            do="remove replan=...",
         )
     digest = result.for_class(result.ranks[distributed.get_rank()]).notes[CLUSTER]
     in_force = {
@@ -433,9 +438,10 @@ def _check(model: nn.Module, result: FleetPlan) -> None:
     }
     if in_force != {digest}:
         raise OptionError(
-            "the model does not train under the plan that replanning starts from",
-            where="Replanning",
-            do='give torch.compile(model, backend="qsync", options={"plan": found}) what find_plan returned, too',
+            "the model is not compiled with the plan that replanning starts from",
+            where="guard(..., replan=...)",
+            do='compile the model with torch.compile(model, backend="qsync", options={"plan": '
+            "found}) and the same found",
         )
 
 

@@ -57,13 +57,14 @@ def _differ(names: list[str], mine: list[int]) -> RankError:
         for name, value, expected in zip(names, everyones[others[0]], usual, strict=True)
         if value != expected
     ]
-    more = f", ... ({len(differing)} in all)" if len(differing) > _SHOWN else ""
+    more = f", ... ({len(differing)} in total)" if len(differing) > _SHOWN else ""
     error = RankError(
-        f"the parameters of rank {others[0]} are not those of rank {everyones.index(usual)}, to the last bit",
+        f"the parameters of rank {others[0]} differ from those of rank {everyones.index(usual)}; "
+        "they must be bit-identical",
         where=f"{', '.join(differing[:_SHOWN])}{more}"
         + (f"; ranks {', '.join(map(str, others))}" if others[1:] else ""),
-        do="see that every rank starts with the same parameters, steps the same optimizer with the same settings, and changes no gradient "
-        "after they were averaged",
+        do="check that all ranks start with the same parameters, use the same optimizer settings, "
+        "and do not change averaged gradients",
     )
     error.rank = others[0]
     return error

@@ -44,8 +44,8 @@ def average_by_batch(model: nn.Module, hook: Hook | None = None, state: object =
     parallel = parallel_in(model)
     if parallel is None:
         raise OptionError(
-            f"average_by_batch takes a DistributedDataParallel, not {type(model).__name__}",
-            do="wrap the model first: DistributedDataParallel(model)",
+            f"average_by_batch requires a DistributedDataParallel, not {type(model).__name__}",
+            do="wrap the model first with DistributedDataParallel(model)",
         )
     group = parallel.process_group
     counted = _Counted()

@@ -59,17 +59,17 @@ def nodes_noted(notes: Mapping[str, str]) -> tuple[int, bool] | None:
 def checked(value: object) -> dict[str, str]:
     """Return codecs by parameter; raise `PlanError` if they are invalid."""
     if not isinstance(value, Mapping):
-        do = 'write {"fc.weight": "qsgd8"}: the codec of each parameter'
-        raise PlanError(f"codecs are a mapping, not {kind(value)}", where="codecs", do=do)
+        do = 'map parameter names to codecs, as in {"fc.weight": "qsgd8"}'
+        raise PlanError(f"codecs must be a mapping, not {kind(value)}", where="codecs", do=do)
     for name, codec in value.items():
         where = f"codecs{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
-            do = 'write one such as "fc.weight", as model.named_parameters() has it'
-            raise PlanError("a parameter has a name that prints", where=where, do=do)
+            do = 'use a name of model.named_parameters(), such as "fc.weight"'
+            raise PlanError("a parameter name must be a printable string", where=where, do=do)
         if not isinstance(codec, str) or codec not in CODECS:
             message = shown(codec) if isinstance(codec, str) else kind(codec)
             raise PlanError(
-                f"{message} is no codec of gradients",
+                f"{message} is not a gradient codec",
                 where=where,
                 do=nearest(str(codec)[:40], CODECS),
             )
@@ -175,28 +175,25 @@ class ClusterPlan:
         if rank is not None and process.world == len(self.ranks) and rank < len(self.ranks):
             return self.for_class(self.ranks[rank], f"rank {rank} in the plan's table")
         if len(self.classes) == 1:
-            return self.for_class(next(iter(self.classes)), "it is the only one")
+            return self.for_class(next(iter(self.classes)), "the plan has one class")
         fit = [
             name for name in self.classes if is_called(process.device, self.devices.get(name, name))
         ]
         if len(fit) == 1:
-            return self.for_class(fit[0], f"the device is called {process.device!r}")
-        who = (
-            f"rank {rank} of {process.world}"
-            if rank is not None
-            else "this process is no rank of several"
-        )
+            return self.for_class(fit[0], f"the device name is {process.device!r}")
+        who = f"rank {rank} of {process.world}" if rank is not None else "this process has no rank"
         table = (
-            f"the plan's table is for {len(self.ranks)} ranks"
+            f"the plan's rank table is for {len(self.ranks)} ranks"
             if self.ranks
-            else "the plan has no table of ranks"
+            else "the plan has no rank table"
         )
-        several = f"; {' and '.join(fit)} are both called so" if fit else ""
+        several = f", which matches {' and '.join(fit)}" if fit else ""
         raise PlanError(
-            f"which part of the plan is this rank's cannot be told: it has parts for {', '.join(self.classes)}",
-            where=f"{who}; {table}; the device at hand is {process.device!r}{several}",
-            do='name it with options={"plan": ..., "device_class": NAME} or the environment variable QSYNC_DEVICE_CLASS, '
-            "or give the plan a table, plan.for_ranks([NAME, ...])",
+            "the class of this rank's device in the cluster plan is unknown: "
+            f"the plan has the classes {', '.join(self.classes)}",
+            where=f"{who}; {table}; the device name is {process.device!r}{several}",
+            do='set the class with options={"plan": ..., "device_class": NAME} or the environment '
+            "variable QSYNC_DEVICE_CLASS, or add a rank table with plan.for_ranks([NAME, ...])",
         )
 
     def for_ranks(self, ranks: Sequence[str]) -> ClusterPlan:
@@ -267,7 +264,7 @@ class ClusterPlan:
         for name, plan in self.classes.items():
             ranks = [rank for rank, item in enumerate(self.ranks) if item == name]
             who = f", {_spans(ranks)}" if ranks else ""
-            called = f", called {self.devices[name]!r}" if name in self.devices else ""
+            called = f", device name {self.devices[name]!r}" if name in self.devices else ""
             lines += [f"{name}{called}{who}:", *(f"  {line}" for line in str(plan).splitlines())]
         lines += describe_codecs(self.codecs)
         for name, text in sorted(self.notes.items()):
@@ -285,18 +282,22 @@ def _classes(value: object) -> dict[str, Plan]:
     result = _mapping("classes", value)
     if not result:
         raise PlanError(
-            "a plan for a cluster has no class", where="classes", do='give {"t4": Plan(...), ...}'
+            "the cluster plan has no classes", where="classes", do='pass {"t4": Plan(...), ...}'
         )
     for name, plan in result.items():
         where = f"classes{step(str(name))}"
         if not isinstance(name, str) or not name or not name.isprintable():
             raise PlanError(
-                "a class of devices has a name that prints",
+                "the name of a device class must be a printable string",
                 where=where,
-                do='write one such as "t4"',
+                do='use a name such as "t4"',
             )
         if not isinstance(plan, Plan):
-            raise PlanError(f"a class has a plan, not {kind(plan)}", where=where, do="give a Plan")
+            raise PlanError(
+                f"the value of a device class must be a plan, not {kind(plan)}",
+                where=where,
+                do="pass a Plan",
+            )
     return result
 
 
@@ -308,17 +309,17 @@ def _devices(value: object, classes: Mapping[str, Plan]) -> dict[str, str]:
             message = shown(called) if isinstance(called, str) else kind(called)
             where = f"devices{step(name)}"
             raise PlanError(
-                f"the name of a device is text, not {message}",
+                f"a device name must be a string with a word in it, not {message}",
                 where=where,
-                do='write one such as "Tesla T4"',
+                do='use a name such as "Tesla T4"',
             )
     return result
 
 
 def _ranks(value: object, classes: Mapping[str, Plan]) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        do = 'write ["v100", "t4"]: the class of rank 0, then of rank 1'
-        raise PlanError(f"the table of ranks is a list, not {kind(value)}", where="ranks", do=do)
+        do = 'list the class of each rank from rank 0, as in ["v100", "t4"]'
+        raise PlanError(f"the rank table must be a list, not {kind(value)}", where="ranks", do=do)
     for rank, name in enumerate(value):
         _known(name, classes, f"ranks[{rank}]")
     return tuple(value)
@@ -328,7 +329,7 @@ def _known(name: object, classes: Mapping[str, Plan], where: str) -> None:
     if not isinstance(name, str) or name not in classes:
         message = shown(name) if isinstance(name, str) else kind(name)
         raise PlanError(
-            f"{message} is no class of the plan", where=where, do=nearest(str(name)[:40], classes)
+            f"the plan has no class {message}", where=where, do=nearest(str(name)[:40], classes)
         )
 
 
@@ -351,7 +352,7 @@ def _plan_in_file(name: str, body: object) -> Plan:
 def _mapping(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise PlanError(
-            f"it has {kind(value)} in place of an object", where=where, do=CLUSTER_PLAN.remedy
+            f"the value must be an object, not {kind(value)}", where=where, do=CLUSTER_PLAN.remedy
         )
     return dict(value)
 

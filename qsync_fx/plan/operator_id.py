@@ -24,9 +24,9 @@ _ESCAPES = "%/#@*?[]{}"
 _NEEDS_NO_ESCAPE = re.compile(rf"[^{re.escape(_ESCAPES)}]*")
 _ESCAPED = re.compile(r"(?:%[0-9A-F]{2})+")
 _TEXT = re.compile(r"([^/#@]*)/([^/#@]+)(?:@([^/#@]+))?(?:#([1-9][0-9]{0,8}))?")
-_HOW_TO_WRITE_IDS = (
-    'write "module.path/operator", then "#1" for its second occurrence in that module; an operator outside all modules '
-    'is "/operator@last.module.before.it"'
+_ID_FORMAT = (
+    'write "module.path/operator", and append "#1" for its second occurrence in that module; '
+    'write an operator outside all modules as "/operator@last.module.before.it"'
 )
 
 
@@ -60,24 +60,25 @@ class OpId:
         for name in ("module", "operator", "after"):
             if not isinstance(getattr(self, name), str):
                 raise PlanError(
-                    f"the {name} of an operator id is text, not {type(getattr(self, name)).__name__}"
+                    f"the {name} of an operator id must be a string, "
+                    f"not {type(getattr(self, name)).__name__}"
                 )
         if type(self.index) is not int or not 0 <= self.index <= _LARGEST_INDEX:
             raise PlanError(
-                f"the index of an operator id is a whole number from 0 to {_LARGEST_INDEX}"
+                f"the index of an operator id must be an integer from 0 to {_LARGEST_INDEX}"
             )
         if not self.operator:
-            raise PlanError("an operator id has no operator", do=_HOW_TO_WRITE_IDS)
+            raise PlanError("the operator id has no operator name", do=_ID_FORMAT)
         for path in (self.module, self.after):
             if path and "" in path.split("."):
                 raise PlanError(
-                    f"the module path {shown(path)} has an empty segment", do=_HOW_TO_WRITE_IDS
+                    f"the module path {shown(path)} has an empty segment", do=_ID_FORMAT
                 )
         if self.module and self.after:
             raise PlanError(
-                "an operator id has a module and an `after`",
+                "the operator id has both `module` and `after`",
                 where=f"module {shown(self.module)}, after {shown(self.after)}",
-                do="give `after` only to operators outside modules",
+                do="set `after` only for operators outside modules",
             )
 
     def __str__(self) -> str:
@@ -90,21 +91,23 @@ class OpId:
         """Read the text form; raise `PlanError` for any text that `str` does not write."""
         if not isinstance(text, str):
             raise PlanError(
-                f"an operator id is text, not {type(text).__name__}", do=_HOW_TO_WRITE_IDS
+                f"an operator id must be a string, not {type(text).__name__}", do=_ID_FORMAT
             )
         result = _TEXT.fullmatch(text)
         if result is None:
-            raise PlanError(f"{shown(text)} is not an operator id", do=_HOW_TO_WRITE_IDS)
+            raise PlanError(f"{shown(text)} is not an operator id", do=_ID_FORMAT)
         try:
             module, operator, after = (_unescaped(part or "") for part in result.group(1, 2, 3))
         except UnicodeDecodeError:
             raise PlanError(
-                f"{shown(text)} has a %XX that is no character", do="escape the bytes of UTF-8"
+                f"{shown(text)} has an escape %XX that is not valid UTF-8",
+                do="escape each byte of the character's UTF-8 encoding",
             ) from None
         op_id = cls(module, operator, int(result[4] or 0), after)
         if str(op_id) != text:
             raise PlanError(
-                f"{shown(text)} is not how this operator id is written", do=f"write {str(op_id)!r}"
+                f"{shown(text)} is not the normal form of this operator id",
+                do=f"write {str(op_id)!r}",
             )
         return op_id
 

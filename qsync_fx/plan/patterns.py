@@ -39,8 +39,8 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
     """Compile a pattern to an expression over ids; raise `PlanError` if it is malformed."""
     if not isinstance(pattern, str):
         raise PlanError(
-            f"a pattern is text, not {type(pattern).__name__}",
-            do='write one such as "encoder.*.output"',
+            f"a pattern must be a string, not {type(pattern).__name__}",
+            do='write a pattern such as "encoder.*.output"',
         )
     return _compiled(pattern)
 
@@ -49,11 +49,13 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
 def _compiled(pattern: str) -> re.Pattern[str]:
     if len(pattern) > _LONGEST_PATTERN:
         raise PlanError(
-            f"a pattern has {len(pattern)} characters", do=f"use at most {_LONGEST_PATTERN}"
+            f"the pattern is too long: {len(pattern)} characters",
+            do=f"use at most {_LONGEST_PATTERN} characters",
         )
     if not pattern.isprintable():
         raise PlanError(
-            f"{shown(pattern)} has characters that do not print", do="write them as ids do, as %XX"
+            f"{shown(pattern)} has non-printable characters",
+            do="escape them as %XX, as in operator ids",
         )
     return re.compile("|".join(map(_expression, _written_out(pattern))))
 
@@ -104,8 +106,9 @@ def _written_out(pattern: str) -> list[str]:
     for index, text in enumerate(re.split(r"\{([^{}]*)\}", pattern)):
         if index % 2 == 0 and ("{" in text or "}" in text):
             raise PlanError(
-                f"{shown(pattern)} has a {'{' if '{' in text else '}'} without its other half, or braces in braces",
-                do='write "{attention,output}" or "{0..11}"; for a brace in a name write %7B and %7D, as ids do',
+                f"{shown(pattern)} has an unmatched {'{' if '{' in text else '}'} or nested braces",
+                do='write "{attention,output}" or "{0..11}"; escape a brace in a name as %7B or '
+                "%7D, as in operator ids",
             )
         parts.append(_alternatives(text, pattern) if index % 2 else [text])
         count *= len(parts[-1])
@@ -117,8 +120,8 @@ def _written_out(pattern: str) -> list[str]:
 def _alternatives(braced: str, pattern: str) -> list[str]:
     if not braced:
         raise PlanError(
-            f"{shown(pattern)} has braces with nothing in them",
-            do='write what to choose from, as in "{attention,output}" or "{0..11}"',
+            f"{shown(pattern)} has empty braces",
+            do='write the alternatives, as in "{attention,output}" or "{0..11}"',
         )
     result: list[str] = []
     for text in map(str.strip, braced.split(",")):
@@ -134,8 +137,9 @@ def _alternatives(braced: str, pattern: str) -> list[str]:
 
 def _too_long(pattern: str) -> PlanError:
     return PlanError(
-        f"{shown(pattern)} stands for too many patterns, once its braces are written out",
-        do=f'use at most {_LONGEST_WRITTEN_OUT} characters for all of them; "*" stands for any number',
+        f"{shown(pattern)} expands to too many patterns",
+        do=f"use at most {_LONGEST_WRITTEN_OUT} characters in the expansion of its braces, or use "
+        '"*", which matches any number',
     )
 
 
@@ -144,19 +148,20 @@ def _expression(pattern: str) -> str:
     module, slash, rest = pattern.partition("/")
     if not slash:
         if not module:
-            raise PlanError("a pattern is empty", do='write "**" to select every operator')
+            raise PlanError("the pattern is empty", do='write "**" to select every operator')
         return _path(module, pattern)
     rest, sharp, index = rest.partition("#")
     operator, position, after = rest.partition("@")
     if not operator or "/" in rest + index or "**" in operator:
         raise PlanError(
             f"{shown(pattern)} is not a pattern",
-            do='after "/" write one operator name, such as "softmax", "conv*" or "*"; "**" stands for module segments',
+            do='write one operator name after "/", such as "softmax", "conv*" or "*"; "**" '
+            "matches only module segments",
         )
     if sharp and not re.fullmatch(r"0|[1-9][0-9]{0,8}", index):
         raise PlanError(
             f"{shown(pattern)} has no number after #",
-            do='write "#0", "#1", ..., or leave it out for all',
+            do='write "#0", "#1", ..., or remove "#" to select all occurrences',
         )
     tail = rf"/(?>{_glob(operator, _IN_OPERATOR, pattern)}(?=[@#]|\Z))"
     tail += (
@@ -177,8 +182,8 @@ def _path(glob: str, pattern: str, full: bool = False) -> str:
         elif not segment or "**" in segment or "#" in segment or "@" in segment:
             raise PlanError(
                 f"{shown(pattern)} is not a pattern",
-                do='write segments between dots, "*" within a segment, "**" for any number of segments; "#" and "@" '
-                'come after "/"',
+                do='write segments separated by dots, "*" within a segment, and "**" for any '
+                'number of segments; write "#" and "@" after "/"',
             )
         else:
             blocks[-1].append(rf"(?>(?=[^./#@]){_glob(segment, _IN_SEGMENT, pattern)}{_SEPARATOR})")
@@ -230,8 +235,8 @@ def _members(one_of: str, pattern: str) -> Iterable[str]:
             first in alphabet and last in alphabet and first <= last for alphabet in _ALPHABETS
         ):
             raise PlanError(
-                f"{shown(pattern)} has a range [{first}-{last}] that is none",
-                do="write one such as [0-9] or [a-f]",
+                f"{shown(pattern)} has an invalid range [{first}-{last}]",
+                do="write a range such as [0-9] or [a-f]",
             )
         else:
             yield f"[{first}-{last}]"
@@ -242,7 +247,8 @@ def _members(one_of: str, pattern: str) -> Iterable[str]:
 
 def _stray(character: str, pattern: str) -> PlanError:
     return PlanError(
-        f"{shown(pattern)} has a {character} that stands for nothing",
-        do='write "[02]", "[0-9]" or "[!0]" for one character, none of . / # @ in it; for a character of a name that means something '
-        "in patterns write what its id has: %25 for %, %2A for *, %3F for ?, %5B for [, %5D for ]",
+        f"{shown(pattern)} has a misplaced {character}",
+        do='write "[02]", "[0-9]" or "[!0]" for one character, without . / # @ in the brackets; '
+        "escape special characters of a name as in operator ids: %25 for %, %2A for *, %3F for ?, "
+        "%5B for [, %5D for ]",
     )

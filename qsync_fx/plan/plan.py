@@ -35,7 +35,7 @@ DEVICE_CLASS = "device class"
 """Note of a part of a cluster plan: its device class."""
 CACHED = "cached profile"
 """Note of a default plan from a cached profile: the message to log."""
-_HOW_TO_WRITE_PATTERNS = 'write [["encoder.layer.*.output", "bf16"], ...]; a later one wins'
+_PATTERNS_FORMAT = 'write [["encoder.layer.*.output", "bf16"], ...]; the last matching pattern wins'
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,10 @@ class Plan:
         default = repr(self.default.name) if self.default else "None"
         if not self.patterns and not self.operators:
             return f"Plan.uniform({default})" if self.default else "Plan()"
-        return f"<Plan default={default} patterns={len(self.patterns)} operators={len(self.operators)}>"
+        return (
+            f"<Plan default={default} patterns={len(self.patterns)} "
+            f"operators={len(self.operators)}>"
+        )
 
     def __str__(self) -> str:
         counts = Counter(chosen.name for chosen in self.operators.values())
@@ -218,7 +221,7 @@ def _precision(value: object, where: str) -> Precision:
     name = value.name if isinstance(value, Precision) else value
     if not isinstance(name, str):
         raise PlanError(
-            f"a precision is text, not {kind(name)}", where=where, do=nearest("", FORMATS)
+            f"a precision must be a string, not {kind(name)}", where=where, do=nearest("", FORMATS)
         )
     if name not in FORMATS:
         raise PlanError(
@@ -230,23 +233,23 @@ def _precision(value: object, where: str) -> Precision:
 def _patterns(value: object) -> tuple[tuple[str, Precision], ...]:
     if not isinstance(value, list | tuple):
         raise PlanError(
-            f"patterns are a list, not {kind(value)}", where="patterns", do=_HOW_TO_WRITE_PATTERNS
+            f"patterns must be a list, not {kind(value)}", where="patterns", do=_PATTERNS_FORMAT
         )
     if len(value) > _MOST_PATTERNS:
         raise PlanError(
-            f"a plan has {len(value)} patterns",
+            f"the plan has too many patterns: {len(value)}",
             where="patterns",
-            do=f"use at most {_MOST_PATTERNS}",
+            do=f"use at most {_MOST_PATTERNS} patterns",
         )
     result = []
     for position, entry in enumerate(value):
         where = f"patterns[{position}]"
         if not isinstance(entry, list | tuple) or len(entry) != 2:
-            message = f"{len(entry)} things" if isinstance(entry, list | tuple) else kind(entry)
+            message = f"a list of {len(entry)}" if isinstance(entry, list | tuple) else kind(entry)
             raise PlanError(
-                f"a pattern comes with its precision, and this is {message}",
+                f"an entry must be a pair of pattern and precision, not {message}",
                 where=where,
-                do=_HOW_TO_WRITE_PATTERNS,
+                do=_PATTERNS_FORMAT,
             )
         try:
             pattern_regex(entry[0])
@@ -259,7 +262,7 @@ def _patterns(value: object) -> tuple[tuple[str, Precision], ...]:
 def _operators(argument: object) -> dict[OpId, Precision]:
     if not isinstance(argument, Mapping):
         raise PlanError(
-            f"operators are a mapping, not {kind(argument)}",
+            f"operators must be a mapping, not {kind(argument)}",
             where="operators",
             do='write {"encoder.dense/linear": "int8"}',
         )
@@ -271,7 +274,7 @@ def _operators(argument: object) -> dict[OpId, Precision]:
         except PlanError as error:
             raise PlanError(error.what, where=where, do=error.do) from None
         if op_id in result:
-            raise PlanError("the operator is named twice", where=where, do="keep one of them")
+            raise PlanError("the operator occurs twice", where=where, do="remove one entry")
         result[op_id] = _precision(value, where)
     return result
 

@@ -29,9 +29,9 @@ PLAN = Schema(
     Fields,
     noun="plan",
     error=PlanError,
-    remedy="write plans with Plan.save; ClusterPlan.load reads those for a cluster",
+    remedy="write plans with Plan.save; read plans for a cluster with ClusterPlan.load",
     name="qsync-plan",
-    smaller="use patterns in place of single operators",
+    smaller="use patterns instead of single operators",
 )
 
 
@@ -53,7 +53,7 @@ CLUSTER_PLAN = Schema(
     remedy="write plans for clusters with ClusterPlan.save",
     name="qsync-cluster-plan",
     largest=4 * PLAN.largest,
-    smaller="use patterns in place of single operators",
+    smaller="use patterns instead of single operators",
 )
 
 
@@ -76,13 +76,17 @@ def notes_of(value: object) -> dict[str, str]:
     """Return notes as a dictionary; raise `PlanError` if they are invalid."""
     if not isinstance(value, Mapping):
         raise PlanError(
-            f"notes are a mapping, not {kind(value)}", where="notes", do='write {"made by": "..."}'
+            f"notes must be a mapping, not {kind(value)}",
+            where="notes",
+            do='write {"made by": "..."}',
         )
     for name, text in value.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise PlanError(
-                "a note is text by name",
-                where=f"notes[{json.dumps(str(name)[:120])}], {kind(text)}",
-                do="turn numbers and lists into text",
+                f"a note must map a string to a string, not to {kind(text)}"
+                if isinstance(name, str)
+                else "the name of a note must be a string",
+                where=f"notes[{json.dumps(str(name)[:120])}]",
+                do="convert names and values to strings",
             )
     return dict(value)

@@ -44,9 +44,11 @@ def _device_plan(value: object) -> Plan:
     if isinstance(value, Plan):
         return value
     cluster = isinstance(value, ClusterPlan)
-    do = "give the plan of one of its classes: plan.for_class(name)" if cluster else "give a Plan"
-    message = f"what was given is of type {type(value).__name__}, and no plan of a device"
-    raise PlanError(message, where="plan", do=do)
+    raise PlanError(
+        f"a value of type {type(value).__name__} is not a plan for one device",
+        where="plan",
+        do="pass the plan of one class: plan.for_class(name)" if cluster else "pass a Plan",
+    )
 
 
 def read_plan(path: Path) -> Plan | ClusterPlan:
@@ -90,11 +92,10 @@ def part_of_this_process(plan: Plan | ClusterPlan, device_class: str | None = No
     """
     if isinstance(plan, Plan):
         if device_class is not None:
-            message = f"the plan has no parts, of which {device_class!r} could name one"
             raise PlanError(
-                message,
+                f"the plan has no class {device_class!r}: it is not a plan for a cluster",
                 where='option "device_class"',
-                do="leave the option out, or give a plan for a cluster",
+                do="remove the option, or use a plan for a cluster",
             )
         return plan
     if device_class is not None:

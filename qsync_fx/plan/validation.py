@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from qsync_fx.errors import PlanError, shown
+from qsync_fx.formatting import many
 from qsync_fx.plan.operator_id import OpId, escaped
 from qsync_fx.plan.patterns import alternatives, module_regex, pattern_regex
 
@@ -113,7 +114,7 @@ def check_plan(
                 f", {shown(pattern)}" if part != pattern else ""
             )
             if complete:
-                message = f"none of the {len(op_ids)} operators that a plan decides on"
+                message = f"none of the {len(op_ids)} adjustable operators"
                 raise _selects_nothing(part, where, message, idle[part])
             if modules is not None and not any(
                 map(module_regex(part).match, map(escaped, modules))
@@ -135,15 +136,13 @@ def _another_model(
         subject.append(f"has no precision for {len(result.missing)} of the {len(op_ids)} operators")
         where.append(_list("missing from the plan", result.missing))
     if extra:
-        subject.append(
-            f"names {len(extra)} operator{'s' * (len(extra) > 1)} that the model does not have"
-        )
+        subject.append(f"names {many(len(extra), 'operator')} that the model does not have")
         where.append(_list("in the plan, not in this model", extra))
     elif result.operators:
         where.append(_list("in the plan, not in this part of the model", result.operators))
     do = [
         "use the plan of this model"
-        + (", or give the plan a default precision" if result.missing else "")
+        + (", or set a default precision in the plan" if result.missing else "")
     ]
     do += _nearest_to(result.missing, list(plan.operators), "the plan")
     do += _nearest_to(result.operators, op_ids, "the model") if len(do) == 1 else []
@@ -156,7 +155,7 @@ def _selects_nothing(pattern: str, where: str, description: str, near: Sequence[
         where=where,
         do=f"nearest: {', '.join(near)}"
         if near
-        else 'remove it, or see the ids with "qsync inspect"',
+        else 'remove it, or list operator ids with "qsync inspect"',
     )
 
 
@@ -166,7 +165,7 @@ def _near(pattern: str, texts: list[str]) -> tuple[str, ...]:
 
 def _list(title: str, op_ids: Sequence[OpId]) -> str:
     texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in map(str, op_ids[:_SHOWN])]
-    more = f", ... ({len(op_ids)} in all)" if len(op_ids) > _SHOWN else ""
+    more = f", ... ({len(op_ids)} in total)" if len(op_ids) > _SHOWN else ""
     return f"{title}: {', '.join(texts)}{more}"
 
 

@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         QSyncError: the file cannot be written, or cannot keep its owner. The old file is unchanged.
     """
-    with _told(path):
+    with _with_location(path):
         _replace(target_of(path), text)
 
 
@@ -47,7 +47,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     It leaves the file as it is. It creates a temporary file in the same folder, because permission
     bits are not reliable on every file system.
     """
-    with _told(Path(path)):
+    with _with_location(Path(path)):
         target = target_of(path)
         temporary = _temporary(target)
         try:
@@ -63,13 +63,13 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     # Unlike pathlib's methods, these accept a name that is too long; the write reports it.
     if os.path.exists(target) and not os.path.isfile(target):
         raise QSyncError(
-            "a file would replace something that is no file", where=str(path), do="give a new path"
+            "the path exists and is not a regular file", where=str(path), do="use another path"
         )
     return target
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _with_location(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -127,10 +127,10 @@ def _change_owner(descriptor: int, replaced: os.stat_result, path: Path) -> None
         os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
     except OSError as error:
         raise QSyncError(
-            f"the file cannot keep its owner, user {replaced.st_uid} and group {replaced.st_gid}: "
-            f"{error.strerror or error}",
+            f"the owner of the file cannot be preserved, user {replaced.st_uid} and group "
+            f"{replaced.st_gid}: {error.strerror or error}",
             where=str(path),
-            do="give a new path, or remove the file first",
+            do="use another path, or remove the file first",
         ) from error
 
 

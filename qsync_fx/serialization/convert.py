@@ -29,7 +29,7 @@ from qsync_fx.serialization.strict_json import Malformed, Number, kind, step
 Check = Callable[[Any], str | None]
 _Hook = Callable[[Any, Any], Any]
 _LONGEST_NUMBER: Final = 40
-_WORDS: Final = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_WORDS: Final = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 
 def structured(by: Converter, tree: object, expected: Any) -> Any:
@@ -213,7 +213,7 @@ def _union(by: Converter, expected: Any) -> _Hook:
         reported = value.get("kind")
         if not isinstance(reported, str) or reported not in kinds:
             raise Malformed(
-                f" has {kind(reported)} in place of {' or '.join(map(repr, kinds))}", step("kind")
+                f" has {kind(reported)} instead of {' or '.join(map(repr, kinds))}", step("kind")
             )
         return by.structure(
             {key: part for key, part in value.items() if key != "kind"}, kinds[reported]
@@ -262,4 +262,4 @@ def _at(key: str | int, hook: _Hook, value: object, expected: Any) -> Any:
 
 
 def _not(value: object, wanted: str) -> Malformed:
-    return Malformed(f" has {kind(value)} in place of {wanted}")
+    return Malformed(f" has {kind(value)} instead of {wanted}")

@@ -62,7 +62,7 @@ class Schema(Generic[T]):
     name: str | None
     version: int = 1
     largest: int = 8 * 2**20
-    smaller: str = "keep less in one file"
+    smaller: str = "store less data in one file"
     checks: Mapping[Any, Check] = field(default_factory=dict)
 
     def plain(self, value: T) -> dict[str, Any]:
@@ -91,9 +91,9 @@ class Schema(Generic[T]):
         try:
             with open(name, "rb", opener=_open_at_once) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    message = f"the {self.noun} is not a file"
+                    message = f"the path of the {self.noun} is not a regular file"
                     raise self.error(
-                        message, where=shown(name), do="give the path of a regular file"
+                        message, where=shown(name), do="use the path of a regular file"
                     )
                 return file.read(self.largest + 1)
         # ValueError: the path has a null character, or the file system cannot encode it.
@@ -127,7 +127,9 @@ class Schema(Generic[T]):
         result = self.load(path)
         if (message := differs(result)) is not None:
             raise self.error(
-                f"an {self.noun} is in the way: {message}", where=str(path), do=self.remedy
+                f"the {self.noun} in the file does not belong to this run: {message}",
+                where=str(path),
+                do=self.remedy,
             )
         return result
 
@@ -167,10 +169,10 @@ class Schema(Generic[T]):
             subject, do = (
                 (error.what, error.do)
                 if isinstance(error, QSyncError)
-                else (str(error), "give another path")
+                else (str(error), "use another path")
             )
             raise self.error(
-                f"the {self.noun} is not saved: {subject}", where=shown(name), do=do
+                f"the {self.noun} cannot be saved: {subject}", where=shown(name), do=do
             ) from error
 
     def is_named_in(self, text: Parsed) -> bool:
@@ -196,8 +198,8 @@ class Schema(Generic[T]):
         except TypeError:
             name = None
         if not isinstance(name, str):
-            message = f"a {self.noun} lives at a path, not {kind(path)}"
-            raise self.error(message, do=f'give a path such as "{self.noun.split()[-1]}.json"')
+            message = f"the path of a {self.noun} must be a string or path, not {kind(path)}"
+            raise self.error(message, do=f'use a path such as "{self.noun.split()[-1]}.json"')
         return name
 
     def _complaining(self, read: Callable[[Any], V], text: str | bytes | Parsed) -> V:
@@ -205,8 +207,8 @@ class Schema(Generic[T]):
         try:
             if not isinstance(text, str | bytes | Parsed):
                 raise Malformed(
-                    f"a {self.noun} is read from text, not {kind(text)}",
-                    do="give text, or load a file",
+                    f"a {self.noun} is decoded from text, not from {kind(text)}",
+                    do="pass text, or load a file",
                 )
             if not isinstance(text, Parsed) and len(text) > self.largest:
                 raise Malformed(f" is larger than {self.largest} bytes", do=self.smaller)
@@ -220,13 +222,14 @@ class Schema(Generic[T]):
     def _decoded(self, text: str | bytes | Parsed) -> T:
         tree = text.tree if isinstance(text, Parsed) else parse_json(text)
         if not isinstance(tree, dict):
-            raise Malformed(f"a {self.noun} is a JSON object, not {kind(tree)}")
+            raise Malformed(f"the {self.noun} must be a JSON object, not {kind(tree)}")
         self._check_head(tree)
         body = {key: value for key, value in tree.items() if key not in self._head}
         available = [field.name for field in fields(self.holds)]  # type: ignore[arg-type]
         if (unknown := next((key for key in body if key not in available), None)) is not None:
             raise Malformed(
-                f"a {self.noun} has no field {shown(unknown)}", do=nearest(unknown[:40], available)
+                f"the {self.noun} has an unknown field {shown(unknown)}",
+                do=nearest(unknown[:40], available),
             )
         if (wrong := written_twice(tree)) is not None:
             raise wrong
@@ -235,7 +238,7 @@ class Schema(Generic[T]):
 
     def _check_head(self, tree: Mapping[str, object]) -> None:
         if self.name is not None and tree.get("format") != self.name:
-            message = f"the JSON does not say that it is a {self.noun}"
+            message = f"the JSON is not marked as a {self.noun}"
             head = f'a {self.noun} has "format": "{self.name}" and "version": {self.version}'
             raise Malformed(message, "format", f"{head}; {self.remedy}")
         key = list(self._head)[-1]
@@ -246,9 +249,9 @@ class Schema(Generic[T]):
             else 0
         )
         if number > self.version:
-            message = f" has version {number}, and this qsync_fx reads version {self.version}"
+            message = f" has version {number}, but this qsync_fx reads version {self.version}"
             raise Malformed(
-                message, key, f"upgrade qsync_fx, or have the {self.noun} saved by this version"
+                message, key, f"upgrade qsync_fx, or save the {self.noun} with this version"
             )
         if number != self.version:
             result = kind(inputs) if key in tree else "missing"
@@ -280,10 +283,12 @@ def parse(text: str | bytes) -> object:
     except tomllib.TOMLDecodeError as error:
         subject, _, where = str(error).rpartition(" (at ")
         raise Malformed(
-            f" is not TOML: {subject or error}", where.rstrip(")"), "correct it there"
+            f" is not valid TOML: {subject or error}",
+            where.rstrip(")"),
+            "correct the syntax at this position",
         ) from None
     except ValueError as error:  # an integer with thousands of digits
-        raise Malformed(f" is not TOML: {error}") from None
+        raise Malformed(f" is not valid TOML: {error}") from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
 

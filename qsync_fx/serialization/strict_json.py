@@ -95,10 +95,11 @@ def parse(text: str | bytes) -> object:
     except json.JSONDecodeError as error:
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         message = (
-            " ends in the middle" if cut and text.strip() else " is empty" if cut else "not JSON"
+            " is truncated" if cut and text.strip() else " is empty" if cut else "not valid JSON"
         )
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise Malformed(message, where, "get a whole copy" if cut else "correct it there") from None
+        do = "get a complete copy of the file" if cut else "correct the syntax at this position"
+        raise Malformed(message, where, do) from None
     except RecursionError:
         raise Malformed(" is nested too deeply") from None
 
@@ -112,7 +113,7 @@ def decoded(text: str | bytes) -> str:
     except UnicodeDecodeError as error:
         where = f"byte {error.start}"
         raise Malformed(
-            " is not UTF-8", where, "save the file as UTF-8, or get an intact copy"
+            " is not valid UTF-8", where, "save the file as UTF-8, or get an intact copy"
         ) from None
 
 
@@ -124,9 +125,9 @@ def written_twice(tree: object) -> Malformed | None:
         if isinstance(value, Object):
             if value.twice is not None:
                 return Malformed(
-                    f"the key {shown(value.twice)} is written twice",
+                    f"the key {shown(value.twice)} occurs twice",
                     where.removeprefix("."),
-                    "keep one of them",
+                    "remove one of them",
                 )
             todo += [(where + step(key), part) for key, part in value.items()]
         elif isinstance(value, list):

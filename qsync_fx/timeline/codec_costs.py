@@ -58,17 +58,20 @@ def compression(
     if all(codec == PLAIN.name for codec in codecs.values()):
         return None
     if fleet.compression is not None:
-        do = "leave [compression] out of the cluster's file, or codecs out of the plan"
         raise ProfileError(
-            "both the cluster and the plan say what is done to gradients",
+            "both the cluster and the plan define the compression of gradients",
             where="compression",
-            do=do,
+            do="remove [compression] from the cluster file, or the codecs from the plan",
         )
     parameters = next(iter(schedules.values())).parameters
     paths = {parameter.path for parameter in parameters}
     if (strange := next((path for path in codecs if path not in paths), None)) is not None:
-        message = f"the plan has a codec for the gradient of {shown(strange)}, which the model does not train"
-        raise ProfileError(message, where="codecs", do="replay the plan with profiles of its model")
+        raise ProfileError(
+            f"the plan has a codec for the gradient of {shown(strange)}, which is not a trained "
+            "parameter of the model",
+            where="codecs",
+            do="replay the plan with profiles of its model",
+        )
     return by_bucket(schedules, fleet, codecs, rates(fleet, available))
 
 
@@ -86,9 +89,15 @@ def of_catalog(device: Device) -> Rates:
     """Return rates predicted from memory bandwidth; a copy reads and writes each byte."""
     copy, host = device.memory.bandwidth * device.memory.fraction / 2, device.memory.host
     if host:
-        text = f"its memory copies {copy / 1e9:.3g} GB/s, and {host / 1e9:.3g} GB/s go to its host"
-        return of_gpu(copy, host, f"reckoned for {device.title}: {text}")
-    return of_copy(copy, f"reckoned for {device.title}: its memory copies {copy / 1e9:.3g} GB/s")
+        return of_gpu(
+            copy,
+            host,
+            f"predicted for {device.title}: {copy / 1e9:.3g} GB/s for copies in its memory, "
+            f"{host / 1e9:.3g} GB/s to the host",
+        )
+    return of_copy(
+        copy, f"predicted for {device.title}: {copy / 1e9:.3g} GB/s for copies in its memory"
+    )
 
 
 def _of_class(fleet: Cluster, name: str, profile: DeviceInputs) -> Rates:
@@ -100,7 +109,7 @@ def _of_class(fleet: Cluster, name: str, profile: DeviceInputs) -> Rates:
         return of_catalog(profile.device)
     if called is not None or stem in names():
         return of_catalog(get(called or stem))
-    return of_copy(COPY, f"reckoned for {name}: a core that copies {COPY / 1e9:.3g} GB/s")
+    return of_copy(COPY, f"predicted for {name}: {COPY / 1e9:.3g} GB/s for copies by one core")
 
 
 _LOWEST: Final = 1e4

@@ -20,6 +20,7 @@ from qsync_fx.devices.device_catalog import get
 from qsync_fx.devices.device_model import Device as DeviceOfCatalog
 from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError, shown
+from qsync_fx.formatting import many
 from qsync_fx.predictor.analytic_times import ADAMW, DeviceTimes, explained_for, moved_bytes
 from qsync_fx.predictor.memory.outside_passes import TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
@@ -33,7 +34,7 @@ _SOME: Final = 8
 """Most sizes in the warning."""
 
 
-def tell_of_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> None:
+def warn_about_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> None:
     """Warn about device classes whose profile has another batch size than the cluster's file.
 
     Args:
@@ -50,9 +51,10 @@ def tell_of_other_batches(fleet: Cluster, graphs: Mapping[str, ModelGraph]) -> N
             continue
         existing = ", ".join(sorted(leading, key=int)[:_SOME])
         warnings.warn(
-            f"devices.{name}: the cluster says batch = {device.batch}, and no tensor of the model that its profile is of has so many "
-            f"samples (first sizes are {existing}): seconds and memory are those of the profile's batch, and samples a second are wrong. "
-            "Measure with that batch, or say the one that was measured",
+            f"devices.{name}: the cluster has batch = {device.batch}, but no tensor in the profile "
+            f"has this batch size (leading sizes: {existing}). Times and memory are those of the "
+            "profile's batch, and samples per second are wrong. Measure with this batch size, or "
+            "set the batch of the profile in the cluster file.",
             stacklevel=3,
         )
 
@@ -113,7 +115,7 @@ def load_device_profiles(
     profiles = for_all(profiles, fleet)
     profiles = _with_catalog(fleet, {**profiles, **of_files(fleet, profiles)})
     fleet.check_names(profiles, "profiles")
-    tell_of_other_batches(fleet, {name: graph_of(name, item) for name, item in profiles.items()})
+    warn_about_other_batches(fleet, {name: graph_of(name, item) for name, item in profiles.items()})
     return _copying(_linked(fleet, profiles), profiles), profiles
 
 
@@ -153,14 +155,18 @@ def graph_of(name: str, profile: DeviceInputs) -> ModelGraph:
     """Return the model of a profile; raise `ProfileError` for other objects."""
     graph = getattr(profile, "graph", None)
     if graph is None:
-        do = "give what qsync_fx.measure returned, the path of its file, or qsync_fx.catalog_profile(...)"
-        message = (
-            f"what was given for {shown(name)} is of type {type(profile).__name__}, and no profile"
+        raise ProfileError(
+            f"the value for {shown(name)} is of type {type(profile).__name__}, not a profile",
+            where="profiles",
+            do="pass the result of qsync_fx.measure or qsync_fx.catalog_profile, or the path of "
+            "a profile",
         )
-        raise ProfileError(message, where="profiles", do=do)
     if not isinstance(graph, ModelGraph):
-        message = f"the profile of {shown(name)} does not say of which model it is"
-        raise ProfileError(message, where="profiles", do="measure again with this version")
+        raise ProfileError(
+            f"the profile of {shown(name)} does not contain its model",
+            where="profiles",
+            do="measure the model again with this version of qsync_fx",
+        )
     return graph
 
 
@@ -189,7 +195,7 @@ def _check_here(path: Path, profile: DeviceInputs) -> None:
     """Raise `ProfileError` for a profile that was measured on another machine."""
     from qsync_fx.profiler.profile import PROFILE, Profile
 
-    if not isinstance(profile, Profile) or profile.machine.reckoned:
+    if not isinstance(profile, Profile) or profile.machine.predicted:
         return
     try:
         profile.machine.check(here_for(profile.machine))
@@ -204,12 +210,16 @@ def _alone(profiles: Mapping[str, DeviceInputs], plans: int) -> Cluster:
         owned = pathlib.PurePath(graph_of(name, profile).device).stem
         return Cluster({owned if name == ALONE else name: ClusterDevice()})
     if not profiles:
-        do = "give what qsync_fx.measure returned or qsync measure wrote (--profile FILE), or a cluster that names its profiles"
-        raise ProfileError("nothing says how long operators take", where="profiles", do=do)
+        raise ProfileError(
+            "there is no profile with the durations of operators",
+            where="profiles",
+            do="pass the result of qsync_fx.measure, a file of qsync measure (--profile FILE), or "
+            "a cluster that names its profiles",
+        )
     raise ProfileError(
-        f"there are {plans} plans and {len(profiles)} profiles, and no cluster",
+        f"{many(plans, 'plan')} and {many(len(profiles), 'profile')} require a cluster",
         where="cluster",
-        do="say in a file of TOML how many devices there are of each, and what links them",
+        do="describe the number of devices of each class and their links in a TOML file",
     )
 
 
@@ -222,15 +232,15 @@ def of_files(fleet: Cluster, value: Mapping[str, DeviceInputs]) -> dict[str, Dev
 def _with_catalog(fleet: Cluster, profiles: dict[str, DeviceInputs]) -> dict[str, DeviceInputs]:
     """Return the profiles, with predictions for devices of the catalog that have none."""
     missing = {name: item.device for name, item in fleet.devices.items() if name not in profiles}
-    reckoned = {
-        name: _reckoned(name, called, profiles)
+    predicted = {
+        name: _predicted(name, called, profiles)
         for name, called in missing.items()
         if called is not None
     }
-    return {**profiles, **reckoned}
+    return {**profiles, **predicted}
 
 
-def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> DeviceInputs:
+def _predicted(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> DeviceInputs:
     """Return a predicted profile of a catalog device.
 
     A profile that was predicted for the same device has priority, so that equal devices get equal
@@ -238,9 +248,10 @@ def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> D
     device.
     """
     if not profiles:
-        message = f"nothing says which model {shown(name)} trains"
         raise ProfileError(
-            message, where="profiles", do="give a profile of one class of devices, or DeviceTimes"
+            f"the model that {shown(name)} trains is unknown",
+            where="profiles",
+            do="pass a profile of one class of devices, or DeviceTimes",
         )
     device, graphs = (
         get(called),
@@ -252,13 +263,15 @@ def _reckoned(name: str, called: str, profiles: Mapping[str, DeviceInputs]) -> D
             fitting[0], device
         )
     existing = ", ".join(sorted({pathlib.PurePath(graph.device).stem for graph in graphs.values()}))
-    message = f"the model was explained for {existing}, and formats run there that need not be those of {device}"
     file = f"{device}.json"
-    do = (
-        f'make its profile, qsync_fx.catalog_profile("{called}", model, step, batch).save("{file}") or qsync measure MODULE:CALLABLE '
-        f'--device {called} --output {file}, and give it: --profile {name}={file}, or profile = "{file}" for device in the cluster\'s file'
+    raise ProfileError(
+        f"the profiles are for {existing}, which may support other formats than {device}",
+        where=f"devices.{name}",
+        do=f'create a profile with qsync_fx.catalog_profile("{called}", model, step, batch)'
+        f'.save("{file}") or qsync measure MODULE:CALLABLE --device {called} --output {file}; '
+        f"pass it with --profile {name}={file}, or replace the device in the cluster file by "
+        f'profile = "{file}"',
     )
-    raise ProfileError(message, where=f"devices.{name}", do=do)
 
 
 def _is_of(profile: DeviceInputs, device: DeviceOfCatalog) -> bool:

@@ -123,13 +123,17 @@ def _plan(result: object) -> Plan | ClusterPlan:
     if isinstance(inputs, Plan | ClusterPlan):
         return inputs
     if isinstance(inputs, str) and inputs in FORMATS:
-        do = f"write Plan.uniform({inputs!r}) for a plan that has every operator in it"
-        raise PlanError(f"{inputs!r} is a format, and no plan", where="plan", do=do)
+        raise PlanError(
+            f"{inputs!r} is a format, not a plan",
+            where="plan",
+            do=f"pass Plan.uniform({inputs!r}) to run every operator in this format",
+        )
     if isinstance(inputs, str | os.PathLike):
         return read_plan(inputs)
-    do = "give a Plan, a ClusterPlan, what find_plan returned, or the path of a file that one was saved to"
     raise PlanError(
-        f"what was given is of type {type(inputs).__name__}, and no plan", where="plan", do=do
+        f"a value of type {type(inputs).__name__} is not a plan",
+        where="plan",
+        do="pass a Plan, a ClusterPlan, the result of find_plan, or the path of a saved plan",
     )
 
 

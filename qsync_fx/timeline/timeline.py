@@ -156,7 +156,7 @@ class Timeline:
         devices = ", ".join(
             f"{device.count} {name}" for name, device in self.played.cluster.devices.items()
         )
-        return f"Timeline({duration(self.seconds)} a step on {devices})"
+        return f"Timeline({duration(self.seconds)} per step on {devices})"
 
     def __str__(self) -> str:
 
@@ -183,7 +183,7 @@ class Timeline:
             self.played.buckets, step.sent.tolist(), step.arrived.tolist(), strict=True
         ):
             if sent > last:
-                pieces.append(TimelinePiece("waiting for others", "waiting", last, sent))
+                pieces.append(TimelinePiece("waiting for other devices", "waiting", last, sent))
             if arrived > max(sent, last):
                 pieces.append(
                     TimelinePiece(
@@ -194,7 +194,7 @@ class Timeline:
         copied = self.played.returned(name)
         if copied:
             pieces.append(
-                TimelinePiece("gradients out of their buckets", "outside", last, last + copied)
+                TimelinePiece("copy of gradients from buckets", "outside", last, last + copied)
             )
         return [
             *pieces,
@@ -209,7 +209,7 @@ class Timeline:
         for bucket, (ready, sent, arrived) in zip(self.played.buckets, moments, strict=True):
             if sent > max(ready, last):
                 pieces.append(
-                    TimelinePiece("waiting for others", "waiting", max(ready, last), sent)
+                    TimelinePiece("waiting for other devices", "waiting", max(ready, last), sent)
                 )
             pieces.append(TimelinePiece(_name(bucket), "sending", sent, arrived))
             last = arrived
@@ -249,15 +249,16 @@ def timeline_table(timeline: Timeline, shown: int = SHOWN) -> RenderableType:
 
 
 def _head(timeline: Timeline) -> str:
-    parts = [f"{duration(timeline.seconds)} a step"]
+    parts = [f"{duration(timeline.seconds)} per step"]
     if timeline.seconds:
-        parts.append(f"{1 / timeline.seconds:.4g} steps a second")
+        parts.append(f"{1 / timeline.seconds:.4g} steps per second")
     if timeline.throughput is not None:
-        parts.append(f"{timeline.throughput:.4g} samples a second")
+        parts.append(f"{timeline.throughput:.4g} samples per second")
     buckets = timeline.played.buckets
     if buckets:
         parts.append(
-            f"{many(len(buckets), 'bucket')} of {short(sum(bucket.nbytes for bucket in buckets), 'B')} gradients"
+            f"{short(sum(bucket.nbytes for bucket in buckets), 'B')} of gradients in "
+            f"{many(len(buckets), 'bucket')}"
         )
     codecs = Counter(bucket.coded.codec for bucket in buckets if bucket.coded is not None)
     if codecs:
@@ -292,7 +293,7 @@ def _peak(timeline: Timeline, name: str) -> str:
         return "?"
     if memory is None:
         return short(peak, "B")
-    return f"{short(peak, 'B')} of {short(memory, 'B')}{', too much' if peak > memory else ''}"
+    return f"{short(peak, 'B')} of {short(memory, 'B')}{', exceeded' if peak > memory else ''}"
 
 
 def _operators(timeline: Timeline, operators: Sequence[OperatorSeconds]) -> RenderableType:
@@ -330,7 +331,7 @@ def save(timeline: Timeline, path: Path) -> None:
         write_text(pathlib.Path(path), json.dumps(trace(timeline), allow_nan=False) + "\n")
     except QSyncError as error:
         raise ProfileError(
-            f"the timeline is not saved: {error.what}", where=error.where, do=error.do
+            f"the timeline cannot be saved: {error.what}", where=error.where, do=error.do
         ) from error
 
 

@@ -55,7 +55,7 @@ def test_a_plan_says_the_codec_of_each_parameter(tmp_path: Path) -> None:
     assert answer.codecs
     assert set(answer.codecs.values()) <= {"qsgd8", "qsgd4"}
     assert answer.judged.coding > 0
-    assert "codecs add" in str(answer) and "a core that copies 12 GB/s" in str(answer)
+    assert "codecs add" in str(answer) and "12 GB/s for copies by one core" in str(answer)
     answer.save(tmp_path / "plan.json")
     plan = ClusterPlan.load(tmp_path / "plan.json")
     assert plan.codecs == answer.codecs

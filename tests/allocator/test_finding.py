@@ -159,7 +159,7 @@ def test_what_is_found_is_a_plan_wherever_one_is_asked_for() -> None:
     )
     assert qsync_fx.switch_plan(compiled, given) is compiled
     assert asked_of(fleet, None, None, False, None, None, False).way == fleet.codecs
-    with pytest.raises(PlanError, match="no plan of a device"):
+    with pytest.raises(PlanError, match="is not a plan for one device"):
         qsync_fx.measure(
             nn.Linear(2, 2), lambda model, x: model(x).sum(), [torch.ones(1, 2)], plan=fleet
         )

@@ -96,7 +96,7 @@ def test_each_verb_takes_a_model_in_the_same_way() -> None:
     told = options_of(tune.COMMAND)
     assert options_of(inspect.COMMAND).keys() == told.keys() | {"--train", "--eval", "--target"}
     assert options_of(kernels.BUILD).items() - told.items() == {
-        ("--model", "what returns (model, args) or (model, args, kwargs)")
+        ("--model", "function that returns (model, args) or (model, args, kwargs)")
     }
     # A new option of the backend is a new argument of each.
     assert {model_args.flag(name) for name in DOCUMENTED} - told.keys() == {
@@ -162,14 +162,14 @@ def test_what_is_said_of_no_model_is_told(
 ) -> None:
     assert main(["kernels", "build", "--arch", "sm_80", *flags.split()]) == 2
     said = capsys.readouterr().err
-    assert "without a model" in said
+    assert "the option requires a model" in said
     assert f"where: {flags.split()[0]}\n" in said
 
 
 def test_a_command_runs_or_has_actions() -> None:
-    with pytest.raises(QSyncError, match="a command runs, or has actions"):
+    with pytest.raises(QSyncError, match="a command needs either a function or actions"):
         Command("neither")
-    with pytest.raises(QSyncError, match="a command runs, or has actions"):
+    with pytest.raises(QSyncError, match="a command needs either a function or actions"):
         Command("both", print, actions={"some": Command("some", print)})
 
 

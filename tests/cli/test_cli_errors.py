@@ -63,7 +63,7 @@ def test_wrong_arguments(
         (
             "models_of_tests:small",
             "there is no module 'models_of_tests'",
-            "run qsync in the folder that holds it",
+            "run qsync in the folder of the module",
         ),
         (
             "models_of_test.deeper:small",
@@ -72,11 +72,11 @@ def test_wrong_arguments(
         ),
         ("models_of_test:smal", "models_of_test has no 'smal'", "did you mean 'small'? known: "),
         ("models_of_test:Factory.mak", "Factory has no 'mak'", "did you mean 'make'? known: make"),
-        ("models_of_test:number", "it is a value of type int", "name a function"),
+        ("models_of_test:number", "a value of type int", "name a function"),
         (
             "models_of_test:needs",
             "cannot be called without arguments: missing a required",
-            "give its parameters defaults",
+            "give all its parameters defaults",
         ),
         (
             "models_of_test:alone",
@@ -87,15 +87,23 @@ def test_wrong_arguments(
         (
             "models_of_test:tensor",
             "args is of type Tensor, not a tuple",
-            "for one input write (model, (x,))",
+            "return (model, (x,)) for one input",
         ),
         (
             "models_of_test:text",
             "args is of type str, not a tuple",
-            "for one input write (model, (x,))",
+            "return (model, (x,)) for one input",
         ),
-        ("models_of_test:swapped", "the model is of type tuple", "return a module or function"),
-        ("models_of_test:keywords", "kwargs is not a dictionary of names", "return (model, args)"),
+        (
+            "models_of_test:swapped",
+            "the model is of type tuple",
+            "return a torch.nn.Module or a function",
+        ),
+        (
+            "models_of_test:keywords",
+            "kwargs is not a dictionary with string keys",
+            "return (model, args)",
+        ),
     ],
 )
 def test_references_that_lead_nowhere(
@@ -143,16 +151,16 @@ def test_what_the_users_code_raises_comes_through() -> None:
             "the plan cannot be read: No such file or directory",
             "check the path",
         ),
-        (["--plan", "cut.json"], "the plan ends in the middle", "get a whole copy"),
+        (["--plan", "cut.json"], "the plan is truncated", "get a complete copy"),
         (
             ["--plan", "cut.json", "--precision", "int8"],
-            "the plan ends in the middle",
-            "get a whole copy",
+            "the plan is truncated",
+            "get a complete copy",
         ),
         (
             ["--plan", "whole.json", "--precision", "int8"],
-            "precision and plan are both given",
-            'drop "precision"',
+            '"precision" and "plan" are both set',
+            'remove "precision"',
         ),
         (
             ["--plan", "whole.json"],
@@ -176,7 +184,10 @@ def test_errors_are_told_in_three_lines(
 
 
 def test_a_model_without_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fails(capsys, "inspect", "models_of_test:nothing")[0] == "qsync: the model made no graph"
+    assert (
+        fails(capsys, "inspect", "models_of_test:nothing")[0]
+        == "qsync: torch.compile captured no graph of the model"
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.support.processes.command_line import run
 
 pytestmark = pytest.mark.usefixtures("folder")
 FULL = "qsync: standard output cannot be written: No space left on device\n"
-CLOSED = "qsync: standard output is closed, and results go there: redirect it to a file or to /dev/null\n"
+CLOSED = "qsync: standard output is closed, so results cannot be printed: redirect it to a file or to /dev/null\n"
 WITHOUT_TORCH = ["--help", "--version", *(f"{name} --help" for name in commands.names())]
 SMALL = "models_of_test:small"
 

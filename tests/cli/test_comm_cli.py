@@ -27,14 +27,14 @@ def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out.splitlines()
     assert (
         printed[0].startswith("0.5 MiB of FP32 gradients, 1 thread, ")
-        and "2 turns; memcpy " in printed[0]
+        and "2 runs; memcpy " in printed[0]
     )
     assert printed[2].split()[:1] == ["codec"]
     assert [line.split()[:2] for line in printed[3:]] == [["qsgd8", "8.062"], ["1bit*", "2.000"]]
     assert main([*how[:-4], "--codec", "aqgb"]) == 0
     assert (
         capsys.readouterr().out.splitlines()[-1]
-        == "aqgb chooses its levels as it trains; here it sends all bits, as aqgb32 does."
+        == "aqgb chooses its levels during training; here it sends all bits, as aqgb32 does."
     )
     assert main([*how, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -46,7 +46,7 @@ def test_bench_says_how_fast_codecs_are_against_memcpy(capsys: pytest.CaptureFix
 
 def test_what_bench_cannot_take_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["comm", "bench", "--codec", "duo4"]) == 2
-    assert "duo4 is DUO" in capsys.readouterr().err
+    assert "duo4 is a DUO optimizer mode, not a codec" in capsys.readouterr().err
     assert main(["comm", "bench", "--codec", "qsgd9"]) == 2
     assert "did you mean 'qsgd" in capsys.readouterr().err
     assert main(["comm", "bench", "--repeats", "0"]) == 2
@@ -112,7 +112,7 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main(nodes) == 0
     told = capsys.readouterr().out
     assert "links of 1 Gbit/s between nodes of 4, 100 Gbit/s inside" in told
-    assert "a node sends" in told
+    assert "sent by a node" in told
     assert "compress(..., hierarchical=True)" in " ".join(told.split())
     assert main([*nodes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -125,15 +125,15 @@ def test_predict_knows_nodes(model: str, capsys: pytest.CaptureFixture[str]) -> 
     for wrong, text in (
         (
             ["--gpus-per-node", "3", "--inside", "1gbit"],
-            "16 devices do not make several nodes of 3",
+            "16 devices cannot be divided into several nodes of 3",
         ),
         (
             ["--gpus-per-node", "16", "--inside", "1gbit"],
-            "16 devices do not make several nodes of 16",
+            "16 devices cannot be divided into several nodes of 16",
         ),
-        (["--gpus-per-node", "4"], "belong together"),
-        (["--inside", "1gbit"], "belong together"),
-        (["--gpus-per-node", "4", "--inside", "fast"], "'fast' is no bandwidth"),
+        (["--gpus-per-node", "4"], "require each other"),
+        (["--inside", "1gbit"], "require each other"),
+        (["--gpus-per-node", "4", "--inside", "fast"], "'fast' is not a bandwidth"),
     ):
         assert main([*how, *wrong]) == 2
         assert text in capsys.readouterr().err
@@ -149,8 +149,8 @@ def test_predict_says_not_to_compress_where_nothing_is_won(
         == 0
     )
     told = capsys.readouterr().out
-    assert "Do not compress: no codec makes a step shorter." in told
-    assert "codecs would pay below" in told
+    assert "Do not compress: no codec shortens a step." in told
+    assert "A codec would pay below" in told
 
 
 def test_predict_takes_speeds_that_were_measured(
@@ -181,22 +181,25 @@ def test_predict_takes_speeds_that_were_measured(
     assert f"{path} has no speed of bf16, fp16, 1bit*, qsgd2, qsgd8, qsgd16" in printed.err
     path.write_text(json.dumps(rows[:1]))
     assert main([*how[:-3], "--rates", str(path)]) == 2
-    assert "the speed of no codec that can be foreseen" in capsys.readouterr().err
+    assert "the file contains no codec that can be predicted" in capsys.readouterr().err
     path.write_text('[{"codec": "qsgd4"}]')
     assert main([*how, "--rates", str(path)]) == 2
-    assert "the speeds of codecs cannot be read" in capsys.readouterr().err
+    assert "the codec speeds cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (["--gpus", "1", "--bandwidth", "1gbit"], "gradients go from one device to others"),
-        (["--gpus", "2", "--bandwidth", "fast"], "'fast' is no bandwidth"),
-        (["--gpus", "2", "--bandwidth", "0gbit"], "'0gbit' is no bandwidth"),
-        (["--gpus", "2", "--bandwidth", "1gbit"], "there is neither a model nor a profile"),
+        (
+            ["--gpus", "1", "--bandwidth", "1gbit"],
+            "gradients are exchanged between at least 2 devices",
+        ),
+        (["--gpus", "2", "--bandwidth", "fast"], "'fast' is not a bandwidth"),
+        (["--gpus", "2", "--bandwidth", "0gbit"], "'0gbit' is not a bandwidth"),
+        (["--gpus", "2", "--bandwidth", "1gbit"], "neither a model nor a profile is given"),
         (
             ["--gpus", "2", "--bandwidth", "1gbit", "--plan", "plan.json"],
-            "all operators are in one format here",
+            "qsync comm predict uses one format for all operators",
         ),
     ],
 )

@@ -130,13 +130,13 @@ def test_builds_what_a_model_needs_and_another_machine_finds_it(
 
 WRONG = {
     "--arch sm_81": ("'sm_81'", "sm_80"),
-    "": ("no GPU", "--arch sm_80"),
-    "--arch sm_80 --precision int8": ("without a model", "--model"),
-    "--arch sm_80 --plan plan.json": ("without a model", "--plan"),
+    "": ("no supported GPU", "--arch sm_80"),
+    "--arch sm_80 --precision int8": ("requires a model", "--model"),
+    "--arch sm_80 --plan plan.json": ("requires a model", "--plan"),
     "--arch sm_80 --model missing:model": ("no module", "missing"),
     "--arch sm_80 --model model_of_kernels_test:tiny --precision int7": ("int7", "int8"),
     "--arch sm_80 --model model_of_kernels_test:tiny --precision fp32": (
-        "nothing to compile",
+        "no kernel needs to be compiled",
         "model_of_kernels_test:tiny",
     ),
     "--arch sm_80 --jobs 0 --model model_of_kernels_test:tiny --precision int8": (
@@ -227,7 +227,7 @@ def test_lists_folders_built_ahead_of_time_too(
     assert run("list") == 0
     assert "second" in capsys.readouterr().out
     assert run("list", str(full / "missing")) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "the folder does not exist" in capsys.readouterr().err
 
 
 @needs_nvcc
@@ -237,7 +237,7 @@ def test_damaged_ones_are_told_and_cleared(full: Path, capsys: pytest.CaptureFix
     assert "1 damaged" in capsys.readouterr().err
     assert run("clear", "--older-than", "52w") == 0
     assert len(list(kernel_cache.entries(full / "kernels"))) == 1
-    assert "removed 1 kernels" in capsys.readouterr().err
+    assert "removed 1 kernel" in capsys.readouterr().err
 
 
 # clear
@@ -252,7 +252,7 @@ def test_clears_by_age_and_all(full: Path, capsys: pytest.CaptureFixture[str]) -
     assert names(full) == {"second"}
     capsys.readouterr()
     assert run("clear") == 0
-    assert "removed 1 kernels, 0.0 MB" in capsys.readouterr().err
+    assert "removed 1 kernel, 0.0 MB" in capsys.readouterr().err
     assert names(full) == set()
     assert (full / "tuning").is_dir(), "it is not of the kernels"
 
@@ -271,7 +271,7 @@ def test_the_cache_of_another_user_is_not_touched(
 @pytest.mark.parametrize("age", ["x", "3", "3y", "-1d", "1.5d", "d"])
 def test_ages_that_are_none(age: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("clear", f"--older-than={age}") == 2
-    assert "no age" in capsys.readouterr().err
+    assert "is not an age" in capsys.readouterr().err
 
 
 def test_path(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:

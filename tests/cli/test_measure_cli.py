@@ -84,7 +84,7 @@ def test_a_plan_corrects_a_profile_that_is_there(
         (["--profile", str(first)], "and there is none"),
         (
             ["--profile", str(first), "--plan", str(plan), "--sensitivity", "fisher"],
-            "keeps its sensitivity",
+            "does not change its sensitivity",
         ),
         (
             ["--profile", str(first), "--plan", str(plan), "--precisions", "fp32"],
@@ -125,7 +125,7 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(
     assert main([*asked, "--optimizer", "sgd", "--output", str(out)]) == 0
     printed = capsys.readouterr()
     assert (
-        "NVIDIA T4, reckoned" in printed.out
+        "NVIDIA T4, predicted" in printed.out
         and "optimizer SGD" in printed.out
         and printed.err == f"qsync: wrote {out}\n"
     )
@@ -146,17 +146,20 @@ def test_a_device_of_the_catalog_has_a_profile_to_replay(
     ("arguments", "says"),
     [
         (["linear", "--device", "t5"], "did you mean 't4'?"),
-        (["linear", "--device", "t4", "--precision", "int8"], "a profile is of several precisions"),
-        (["linear", "--device", "t4", "--repeats", "3"], "--repeats is for profiles measured here"),
+        (
+            ["linear", "--device", "t4", "--precision", "int8"],
+            "a profile covers several precisions",
+        ),
+        (["linear", "--device", "t4", "--repeats", "3"], "cannot be combined with --repeats"),
         (
             ["linear", "--device", "t4", "--cache", "--scaling", "row"],
-            "--scaling, --cache are for profiles measured here",
+            "cannot be combined with --scaling, --cache",
         ),
-        (["linear", "--precision", "int8"], "a profile is of several precisions"),
+        (["linear", "--precision", "int8"], "a profile covers several precisions"),
         (["linear", "--precisions", "fp23"], "did you mean 'fp32'?"),
         (["linear", "--precisions", "fp32", "--optimizer", "sdg"], "did you mean 'sgd'?"),
         (["linear", "--precisions", "fp32", "--repeats", "0"], "cannot be measured 0 times"),
-        (["function"], "a function has nothing to train"),
+        (["function"], "the model is a function without parameters"),
     ],
 )
 def test_what_cannot_be_measured_is_said(

@@ -118,7 +118,7 @@ def test_what_is_asked_of_it(
         "uniform fp32",
     ):
         assert part in printed.out, part
-    assert "without dynamic batches" in printed.err
+    assert "the comparison omits dynamic batches" in printed.err
     assert picture.read_text().startswith("<svg")
     assert formats(ClusterPlan.load(out).classes["b"]) == {"fp32"}
     assert main(planned(files, "--pareto", "--points", "2")) == 0
@@ -223,7 +223,7 @@ def test_a_model_alone_is_measured_and_its_plan_run(
             "a profile alone has nothing to run"
         )
     assert main(["plan", "--profile", "cpu.json", "--repeats", "1"]) == 2
-    assert "run with its model" in capsys.readouterr().err
+    assert "--max-replans runs the plan, which requires the model" in capsys.readouterr().err
 
 
 def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
@@ -248,9 +248,9 @@ def test_what_no_plan_fits_into_is_said_before_sensitivities_are_looked_for(
     ("arguments", "what"),
     [
         ([], "neither a model nor a profile"),
-        (["--profile", "a=x.json", "--profile", "a=y.json"], "given twice"),
-        (["--set", "0/linear"], "says no format"),
-        (["--plan", "plan.json"], "a plan is what is looked for"),
+        (["--profile", "a=x.json", "--profile", "a=y.json"], "occurs twice"),
+        (["--set", "0/linear"], "contains no format"),
+        (["--plan", "plan.json"], "qsync plan computes a plan and does not accept one"),
     ],
 )
 def test_arguments_that_do_not_go_together(
@@ -287,11 +287,11 @@ def loud():
         ("--memory 4GBB", "'4GBB' is no memory"),
         ("--budget bf17", "bf17"),
         ("--precisions int9", "int9"),
-        ("--optimizer adamv", "torch.optim has no 'adamv'"),
+        ("--optimizer adamv", "torch.optim has no optimizer 'adamv'"),
         ("--set linear=int9", "int9"),
         ("--pareto --points 1", "a front of 1 points is none"),
-        ("--cluster fleet.toml --device t5", "the cluster has no devices 't5'"),
-        ("--cluster fleet.toml --memory t5=1GB", "the cluster has no devices 't5'"),
+        ("--cluster fleet.toml --device t5", "the cluster has no class of devices 't5'"),
+        ("--cluster fleet.toml --memory t5=1GB", "the cluster has no class of devices 't5'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_model_runs(
@@ -310,19 +310,19 @@ def test_wrong_arguments_are_refused_before_the_model_runs(
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ("plan --plan plan.json", "a plan is what is looked for"),
-        ("plan --precision int8", "a plan is of several precisions"),
-        ("plan --set linear", "says no format"),
-        ("plan --cluster fleet.toml", "there is no device 't44'"),
+        ("plan --plan plan.json", "qsync plan computes a plan and does not accept one"),
+        ("plan --precision int8", "a plan covers several precisions"),
+        ("plan --set linear", "contains no format"),
+        ("plan --cluster fleet.toml", "unknown device 't44'"),
         ("plan --cluster misspelt.toml", "bandwith"),
         ("plan --cluster missing.toml", "cannot be read"),
-        ("replay plan.json --cluster fleet.toml", "there is no device 't44'"),
+        ("replay plan.json --cluster fleet.toml", "unknown device 't44'"),
         ("replay --trace trace.json --cluster misspelt.toml", "bandwith"),
-        ("measure --precision int8", "a profile is of several precisions"),
-        ("sensitivity --plan plan.json", "that of each operator alone"),
+        ("measure --precision int8", "a profile covers several precisions"),
+        ("sensitivity --plan plan.json", "a sensitivity does not depend on a plan"),
         (
             "comm predict --gpus 2 --bandwidth 1gbit --plan plan.json",
-            "all operators are in one format here",
+            "qsync comm predict uses one format for all operators",
         ),
     ],
 )
@@ -360,7 +360,7 @@ def test_wrong_names(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--allocator", "exakt"], "no allocator"),
         (["--objective", "hybird"], "no objective"),
         (["--explain", "0/linaer"], "did you mean"),
-        (["--hessian"], "running the model"),
+        (["--hessian"], "their computation requires the model"),
     ):
         assert main(planned(files, *more)) == 2
         assert what in capsys.readouterr().err

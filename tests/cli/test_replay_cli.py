@@ -27,7 +27,7 @@ def test_a_trace(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     trace, out = str(traces / "kineto-0.json"), tmp_path / "out.json"
     assert main(["replay", "--trace", trace, "--operators", "3", "--perfetto", str(out)]) == 0
     printed = capsys.readouterr()
-    assert "a step" in printed.out and "rank 0" in printed.out and "more operators" in printed.out
+    assert "per step" in printed.out and "rank 0" in printed.out and "more operators" in printed.out
     assert f"wrote {out}" in printed.err
     assert {event["name"] for event in json.loads(out.read_text())["traceEvents"]} >= {
         "optimizer",
@@ -115,7 +115,7 @@ def test_so_many_operators_as_are_asked_for(
     for more in ([], ["--json"]):
         assert main([*asked, "--operators", "-3", *more]) == 2
         assert (
-            "-3 operators cannot be shown" in (printed := capsys.readouterr()).err
+            "the number of operators is -3" in (printed := capsys.readouterr()).err
             and not printed.out
         )
 
@@ -164,12 +164,12 @@ def test_a_fleet_whose_profiles_the_cluster_names(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "there is no plan to replay"),
-        (["a={plan}", "a={plan}"], "'a' is given twice"),
-        (["{plan}", "{plan}"], "there are several without a name"),
-        (["a={plan}", "{plan}"], "some have a name and one has none"),
-        (["{plan}", "--trace", "x.json"], "a trace is of the plan that ran"),
-        (["--trace", "x.json", "--any-machine"], "a trace is of the plan that ran"),
+        ([], "neither a plan nor a trace is given"),
+        (["a={plan}", "a={plan}"], "the name 'a' occurs twice"),
+        (["{plan}", "{plan}"], "several values have no name"),
+        (["a={plan}", "{plan}"], "one value has no name, but others have"),
+        (["{plan}", "--trace", "x.json"], "a trace already contains its plan and durations"),
+        (["--trace", "x.json", "--any-machine"], "a trace already contains its plan and durations"),
         (
             ["--trace", "x.json", "--execution-trace", "y.json", "z.json"],
             "2 execution traces for 1 traces",

@@ -69,7 +69,9 @@ def test_check_compares_methods_with_the_truth(
     )
     lines = capsys.readouterr().out.splitlines()
     at = next(
-        at for at, line in enumerate(lines) if line.startswith("held to real quantized passes")
+        at
+        for at, line in enumerate(lines)
+        if line.startswith("reference: mean square error of the gradients in real quantized passes")
     )
     rows = {line.split()[0]: line.split()[1:] for line in lines[at + 2 :]}
     assert list(rows) == ["second_order", "injected", "depth", "paper", "fisher"]
@@ -107,9 +109,9 @@ def test_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "told"),
     [
         (["sensed:net", "--method", "second_ordr"], "did you mean 'second_order'"),
-        (["sensed:net", "--precision", "int8"], "name them with --precisions"),
+        (["sensed:net", "--precision", "int8"], "use --precisions instead"),
         (["sensed:net", "--precisions", "int7"], "int7"),
-        (["sensed:function"], "a function has nothing to train"),
+        (["sensed:function"], "the model is a function without parameters"),
         (["sensed:whole"], "no parameter that requires a gradient"),
         (["sensed:net", "--fraction", "2"], "no part of a batch"),
         (["sensed:net", "--steps", "0"], "no batches"),

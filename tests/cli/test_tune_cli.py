@@ -71,17 +71,17 @@ def test_without_a_gpu_it_says_so(here: Path, capsys: pytest.CaptureFixture[str]
         pytest.skip("there is a GPU")
     assert run("tunable:tiny", "--precision", "int8") == 2
     said = capsys.readouterr().err
-    assert "no GPU cuda to measure on" in said and "--recorded" in said
+    assert "there is no GPU cuda" in said and "--recorded" in said
     assert not (here / "cache").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--repeats", "0"), "0 times"),
-        (("--recorded", "a", "--record", "b"), "give one of them"),
+        (("--repeats", "0"), "the number of measurements is 0"),
+        (("--recorded", "a", "--record", "b"), "remove one of them"),
         (("--recorded", "missing.json"), "No such file"),
-        (("--device", "gpu"), "is no device"),
+        (("--device", "gpu"), "is not a device"),
         (("--device", "cpu"), "no GPU cpu"),
     ],
 )
@@ -145,7 +145,7 @@ def test_int8_that_loses_to_bf16_is_said_and_not_used(
         )
         == 0
     )
-    assert capsys.readouterr().out.count("no faster than bf16, so int8 is not used") == 2
+    assert capsys.readouterr().out.count("not faster than bf16, so int8 is not used") == 2
     found = decide(LAYER, "sm_80", tuning.load_table(Path("table.json")))
     assert found.config is None and not found.integers
 

@@ -125,19 +125,19 @@ def test_a_training_goes_on_to_the_bit_from_where_it_was_saved(world: int, tmp_p
     if world == 2:
         for found in run("loaded", 3, tmp_path / "more", where=str(tmp_path)):
             assert len(found["warned"]) == 1
-            assert "of 2, and this is rank" in found["warned"][0]
-            assert "the state is that of" in found["refused"]["text"]
+            assert "of 2, but this is rank" in found["warned"][0]
+            assert "the state belongs to" in found["refused"]["text"]
 
 
 def test_ranks_that_differ_are_told_before_they_send_anything(tmp_path: Path) -> None:
     first, *others = run("disagreement", 3, tmp_path)
     assert all(other == first for other in others)
-    assert "rank 1 has another codec of gradients than rank 0" in first["codec"]["text"]
+    assert "rank 1 has another gradient codec than rank 0" in first["codec"]["text"]
     assert "bits=4" in first["codec"]["text"]
     assert first["codec"]["rank"] == 1
-    assert "another seed of gradients" in first["seed"]["text"]
-    assert "another coding of tensors than" in first["least"]["text"]
-    assert "has a communication hook already" in first["twice"]["text"]
+    assert "another gradient seed" in first["seed"]["text"]
+    assert "another tensor codec than" in first["least"]["text"]
+    assert "already has a communication hook" in first["twice"]["text"]
 
 
 @tiers.ALL
@@ -197,10 +197,10 @@ def test_many_buckets_in_flight_for_many_steps(
 
 
 HARMED = {
-    "magic": "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: it begins with",
-    "length": "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: its length",
-    "late": "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: its step is",
-    "payload": "the gradients of rank 1 are not those of rank 0 after they were averaged",
+    "magic": "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: it begins with",
+    "length": "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: its length",
+    "late": "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: its step is",
+    "payload": "the averaged gradients of rank 1 differ from those of rank 0",
 }
 
 
@@ -218,7 +218,7 @@ def test_a_message_that_is_harmed_is_told_on_all_ranks(
     for found in run("faults", world, tmp_path, script=FAULTS, how=how):
         assert found["kind"] == "RankError"
         assert HARMED[how] in found["text"] or (
-            how == "payload" and "after they were averaged, to the last bit" in found["text"]
+            how == "payload" and "they must be bit-identical" in found["text"]
         )
 
 
@@ -232,7 +232,7 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(world: int, tmp_path: P
     for rank in (0, *range(2, world)):
         assert ended[rank].code == 0, ended[rank].log
         assert ended[rank].result["kind"] == "RankError"
-        assert "does not answer any more" in ended[rank].result["text"]
+        assert "no longer responds" in ended[rank].result["text"]
 
 
 @pytest.mark.parametrize(
@@ -259,13 +259,13 @@ def test_under_a_guard_the_other_ranks_raise_the_reason(
     assert last.code == {"raise": 1, "kill": -signal.SIGKILL}[how], last.log
     reason = {
         "raise": "has failed: ValueError: this batch is broken",
-        "kill": "has ended without a word",
+        "kill": "has ended without a report",
     }[how]
     for rank in others:
         assert rank.code == 0, rank.log
         assert rank.result["rank"] == world - 1
         assert f"rank {world - 1} {reason}" in rank.result["text"]
-        assert "does not answer any more" not in rank.result["text"]
+        assert "no longer responds" not in rank.result["text"]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_ranks_that_choose_their_own_levels_stay_equal(
         assert (rank["variance"] == 0) == (rate == 1e9)
         assert rank["checks"] == 2
         assert f"{len(decided)} decisions: " in rank["printed"]
-        assert f"the link takes {rate / 1e6:.1f} MB/s" in rank["printed"]
+        assert f"link bandwidth {rate / 1e6:.1f} MB/s" in rank["printed"]
         assert bool(rank["sent"]) == feedback
         assert rank["learnt"]
     assert len({tuple(entry[3] for entry in rank["entries"]) for rank in found}) == world
@@ -329,13 +329,13 @@ def test_a_message_of_any_length_that_is_harmed_is_told_on_all_ranks(
     for found in run("faults", 2, tmp_path, script=FAULTS, how=how, codec=codec):
         assert found["kind"] == "RankError"
         assert (
-            "rank 0 cannot read what rank 1 sent of bucket 1 of step 2: " in found["text"]
+            "rank 0 cannot read the message of rank 1 for bucket 1 of step 2: " in found["text"]
             or how == "payload"
         )
 
 
 def test_what_cannot_be_compressed_is_an_error() -> None:
-    with pytest.raises(qsync_fx.OptionError, match="takes a DistributedDataParallel, not Linear"):
+    with pytest.raises(qsync_fx.OptionError, match="requires a DistributedDataParallel or FSDP model, not Linear"):
         compress(nn.Linear(3, 3), "qsgd8")
 
 
@@ -347,7 +347,7 @@ def test_a_handle_prints_codec_transport_buckets_and_bytes(world: int, tmp_path:
             codec = "qsgd8" if name == "fsdp" else name
             start = f"{codec} over gloo, rank {rank} of {world}: "
             if world == 1:
-                assert shown["after"] == f"{start}one rank, nothing is sent"
+                assert shown["after"] == f"{start}one rank, no communication"
                 continue
             if name == "uncoded":
                 text = f"qsgd8, rank {rank} of 2: DistributedDataParallel sends all gradients uncompressed"
@@ -356,7 +356,7 @@ def test_a_handle_prints_codec_transport_buckets_and_bytes(world: int, tmp_path:
             assert shown["before"].startswith(f"{start}no step yet, ")
             wire, raw, slow = (round(total / 3) for total in shown["sums"])
             assert re.match(
-                rf"{start}\d+ buckets, {wire} bytes per step in place of {raw} in FP32",
+                rf"{start}\d+ buckets, {wire} bytes per step instead of {raw} in FP32",
                 shown["after"],
             )
             assert ("in full precision during the next step" in shown["after"]) == (name == "duo4")

@@ -45,7 +45,7 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
         assert first[name]["weights"] == first["none"]["weights"]
         assert first[name]["wire"] == 0
         assert (
-            "nothing is compressed: DistributedDataParallel sends gradients as they are"
+            "DistributedDataParallel sends all gradients uncompressed"
             in first[name]["told"]
         )
     assert first["all alike"]["weights"] == first["by name"]["weights"]
@@ -74,7 +74,7 @@ def test_codecs_change_in_the_middle_of_a_training(world: int, tmp_path: Path) -
         )
         assert all(early < late for early, late in itertools.pairwise(before))
         assert "a plan without codecs" in found["told"]
-        assert "nothing is compressed" not in found["told"]
+        assert "uncompressed" not in found["told"]
 
 
 def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_ranks_whose_plans_differ_are_told_before_the_first_step(tmp_path: Path)
         assert "rank 1 has another" in first[name]["text"], name
         assert what in first[name]["text"], name
         assert first[name]["rank"] == 1
-    assert "'0.wieght', which the model does not train" in first["strange"]["text"]
-    assert "a plan says itself which tensors go in FP32" in first["least"]["text"]
+    assert "'0.wieght', which is not a trained parameter" in first["strange"]["text"]
+    assert "a plan defines which tensors are sent in FP32" in first["least"]["text"]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=tiers.ALL)])
@@ -97,9 +97,9 @@ def test_what_one_rank_cannot_take_is_an_error_on_all_at_once(world: int, tmp_pa
     first, second, *others = run("unread", world, tmp_path)
     for name, kind, text in (
         ("missing", "PlanError", "nowhere.json"),
-        ("of another model", "PlanError", "'0.wieght', which the model does not train"),
-        ("argument", "OptionError", "check_every is a number of steps, not -1"),
-        ("optimizer", "OptionError", "has to know it"),
+        ("of another model", "PlanError", "'0.wieght', which is not a trained parameter"),
+        ("argument", "OptionError", "check_every must be a number of steps, not -1"),
+        ("optimizer", "OptionError", "requires the optimizer"),
     ):
         assert second[name]["kind"] == kind, "its own error stays what it is"
         assert text in second[name]["text"], name

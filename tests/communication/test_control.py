@@ -160,7 +160,7 @@ def test_what_was_learnt_is_kept() -> None:
     assert [entry.ratio for entry in other.log] == [
         entry.ratio for entry in list(controller.log)[4:]
     ]
-    assert str(other.adapted()) == "4 decisions: 100.0% in 32 bits; the link takes 125.0 MB/s"
+    assert str(other.adapted()) == "4 decisions: 100.0% in 32 bits; link bandwidth 125.0 MB/s"
     new = Controller()
     new.load({})
-    assert str(new.adapted()) == "0 decisions: nothing sent; the link is not measured yet"
+    assert str(new.adapted()) == "0 decisions: no data sent; link bandwidth not measured yet"

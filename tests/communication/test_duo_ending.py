@@ -22,7 +22,7 @@ def test_an_end_with_a_step_outstanding_is_told_with_what_to_do() -> None:
         gc.collect()
 
     with pytest.warns(
-        UserWarning, match=r"rank 1: .* step 3 .* one look ahead; call handle.flush\(\)"
+        UserWarning, match=r"rank 1: .* step 3 .* a lookahead step. Call handle.flush\(\)"
     ):
         ends()
 

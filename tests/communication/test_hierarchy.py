@@ -67,7 +67,7 @@ def test_gradients_are_coded_between_nodes_alone(
             sums = [[rank[name]["wire"][at] for rank in (first, *others)] for at in (0, 3)]
             assert [sum(one) for one in sums] == foreseen(name, world, size, found["buckets"]), name
         assert found["checks"] == 3
-        assert "inside the node sent" in found["printed"]
+        assert "in FP32 within the node" in found["printed"]
         if name == "qsgd2":
             assert wire < 0.5 * raw
 
@@ -94,7 +94,7 @@ def holds_of_plans(first: Any, *others: Any) -> None:
     )
     across, inside = first["sent"]
     assert 0 < across < 0.3 * inside
-    assert "codecs between nodes are not changed" in first["replanning"]["text"]
+    assert "codecs between nodes cannot change" in first["replanning"]["text"]
 
 
 @tiers.ALL
@@ -104,7 +104,7 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
     assert first["resumed"][0] == first["resumed"][1]
     warned, stated = first["one host"]
     assert len(warned) == 1
-    assert "nothing is compressed" in warned[0]
+    assert "not compressed" in warned[0]
     assert stated == ["1 nodes of 4 ranks: 0, 1, 2, 3"]
     assert first["torchrun"] == ["2 nodes of 2 ranks: 0, 2; 1, 3"]
     assert first["plan"] == [
@@ -112,15 +112,15 @@ def test_nodes_are_found_and_planned_for(tmp_path: Path) -> None:
         0,
     ]
     flat, larger = first["plan of others"]
-    assert "between nodes of 2 ranks, and here all ranks send each other" in flat
-    assert "between nodes of 4 ranks, and here nodes have 2" in larger
+    assert "between nodes of 2 ranks, but with hierarchical=False" in flat
+    assert "for nodes of 4 ranks, but these nodes have 2" in larger
     holds_of_plans(*(rank["planned"] for rank in (first, *others)))
     for name, text in {
         "unequal": "has 3 ranks, and",
-        "number": "4 ranks do not make nodes of 3",
+        "number": "4 ranks cannot be divided into nodes of 3",
         "differ": "another hierarchy than",
-        "aqgb": "not with FSDP, DUO or AQGB",
-        "flat": "and gradients are sent as",
+        "aqgb": "does not support FSDP, DUO and AQGB",
+        "flat": "but gradients are sent with",
     }.items():
         assert text in first[name]["text"], name
 
@@ -141,11 +141,11 @@ def test_a_plan_says_between_what_its_codecs_go() -> None:
     assert asked(between_nodes(4, in_a_row=True)) == CompressRequest({"weight": "qsgd8"}, 4, 4)
     assert asked(between_nodes(4), 2) == CompressRequest({"weight": "qsgd8"}, 2, 4)
     assert asked(between_nodes(4), codec="") == CompressRequest({}), "nothing is coded"
-    with pytest.warns(UserWarning, match="nodes of 4 ranks, and here all ranks send each other"):
+    with pytest.warns(UserWarning, match="nodes of 4 ranks, but with hierarchical=False"):
         assert asked(between_nodes(4), False) == CompressRequest({"weight": "qsgd8"})
-    with pytest.warns(UserWarning, match="nodes of 4 ranks, and here nodes have 1"):
+    with pytest.warns(UserWarning, match="nodes of 4 ranks, but these nodes have 1"):
         asked(between_nodes(4)).tell(None)
-    with pytest.warns(UserWarning, match="nothing is compressed"):
+    with pytest.warns(UserWarning, match="not compressed"):
         asked({}, True).tell(NodeGroups(((0, 1),)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -157,7 +157,7 @@ def test_a_plan_says_between_what_its_codecs_go() -> None:
 def test_a_message_that_is_harmed_inside_a_node_is_told_on_all_ranks(tmp_path: Path) -> None:
     for found in run("harmed", 4, tmp_path):
         assert found["kind"] == "RankError"
-        assert "rank 2 cannot read what rank 3 sent of bucket 1 of step 2: its" in found["text"]
+        assert "rank 2 cannot read the message of rank 3 for bucket 1 of step 2: its" in found["text"]
 
 
 @given(names=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))

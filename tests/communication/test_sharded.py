@@ -85,10 +85,10 @@ def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
     first, *others = run("refused", world, tmp_path, where=str(tmp_path))
     alone = [rank.pop("of one rank") for rank in (first, *others)]
     for name, kind, text in (
-        ("plan", "OptionError", "a plan has a codec for each parameter"),
+        ("plan", "OptionError", "a plan assigns a codec to each parameter"),
         ("missing", "PlanError", "nowhere.json"),
-        ("columns", "OptionError", "codes columns of parameters"),
-        ("part", "OptionError", "FSDP does not shard a parameter"),
+        ("columns", "OptionError", "encodes columns of parameters"),
+        ("part", "OptionError", "FSDP does not shard the parameter"),
     ):
         assert [rank[name]["kind"] for rank in alone] == [
             "RankError",
@@ -104,13 +104,13 @@ def test_what_cannot_be_is_an_error(world: int, tmp_path: Path) -> None:
     )
     texts = {name: one["text"] for name, one in first.items()}
     for name, text in {
-        "columns": "codes columns of parameters",
-        "duo": "DUO takes a DistributedDataParallel",
-        "differ": "another codec of gradients than",
-        "differ in code": "another codec of gradients than",
-        "part": "FSDP does not shard a parameter",
-        "hybrid": "over a mesh of one dimension",
-        "twice": "has a reduction of its own already",
+        "columns": "encodes columns of parameters",
+        "duo": "DUO requires a DistributedDataParallel",
+        "differ": "another gradient codec than",
+        "differ in code": "another gradient codec than",
+        "part": "FSDP does not shard the parameter",
+        "hybrid": "over a one-dimensional mesh",
+        "twice": "already has a custom reduce-scatter",
         "factor": "set_gradient_divide_factor",
     }.items():
         assert text in texts.pop(name), name
@@ -130,7 +130,7 @@ def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(tmp_path:
 def test_a_message_that_is_harmed_is_told_on_all_ranks(tmp_path: Path) -> None:
     for found in run("faults", 3, tmp_path, how="harm"):
         assert found["kind"] == "RankError"
-        assert "rank 0 cannot read what rank 1 sent of blocks.1 in step 2: its" in found["text"]
+        assert "rank 0 cannot read the message of rank 1 for blocks.1 in step 2: its" in found["text"]
 
 
 @tiers.ALL
@@ -139,11 +139,11 @@ def test_a_rank_that_is_killed_is_an_error_on_all_others(tmp_path: Path) -> None
     assert ended[1].code == -signal.SIGKILL
     assert ended[0].code == 0, ended[0].log
     assert ended[0].result["kind"] == "RankError"
-    assert "does not answer any more" in ended[0].result["text"]
+    assert "no longer responds" in ended[0].result["text"]
 
 
 @tiers.ALL
 def test_one_rank_trains_as_it_is(tmp_path: Path) -> None:
     (found,) = run("alone", 1, tmp_path)
     assert found["equal"]
-    assert "nothing is sent" in found["printed"]
+    assert "no communication" in found["printed"]

@@ -220,25 +220,25 @@ def test_constants_of_its_kin_serve_with_a_devices_own_peaks() -> None:
 @pytest.mark.parametrize(
     ("ask", "what"),
     [
-        (lambda d: d.gemm_seconds(0, 8, 8, "fp16"), "m cannot be 0"),
-        (lambda d: d.gemm_seconds(8, 8.0, 8, "fp16"), "n cannot be 8.0"),
-        (lambda d: d.gemm_seconds(8, 8, True, "fp16"), "k cannot be True"),
-        (lambda d: d.gemm_seconds(8, 8, 8, "fp16", "tt"), "no layout 'tt'"),
+        (lambda d: d.gemm_seconds(0, 8, 8, "fp16"), "m is 0, but must be"),
+        (lambda d: d.gemm_seconds(8, 8.0, 8, "fp16"), "n is 8.0, but must be"),
+        (lambda d: d.gemm_seconds(8, 8, True, "fp16"), "k is True, but must be"),
+        (lambda d: d.gemm_seconds(8, 8, 8, "fp16", "tt"), "unknown layout 'tt'"),
         (
             lambda d: d.conv_seconds(1, 1, 2, 2, 1, 3, 3, 1, 0, "fp16"),
-            "a window of 3 by 3 does not fit",
+            "the window of 3 x 3 is larger than the input of 2 x 2",
         ),
-        (lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 0, 0, "fp16"), "stride cannot be 0"),
-        (lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 1, -1, "fp16"), "padding cannot be -1"),
+        (lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 0, 0, "fp16"), "stride is 0, but must be"),
+        (lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 1, -1, "fp16"), "the padding is -1"),
         (
             lambda d: d.conv_seconds(1, 1, 8, 8, 1, 3, 3, 1, 1, "fp16", "forward"),
-            "no product 'forward'",
+            "unknown product 'forward'",
         ),
-        (lambda d: d.allreduce_seconds(-1, 2), "nbytes cannot be -1"),
-        (lambda d: d.allreduce_seconds(math.nan, 2), "nbytes cannot be nan"),
-        (lambda d: d.allreduce_seconds(1, 0), "ranks cannot be 0"),
-        (lambda d: d.memory_seconds(math.inf), "nbytes cannot be inf"),
-        (lambda d: d.cast_seconds("fp32", "fp16", -1), "numel cannot be -1"),
+        (lambda d: d.allreduce_seconds(-1, 2), "nbytes is -1, but must be"),
+        (lambda d: d.allreduce_seconds(math.nan, 2), "nbytes is nan, but must be"),
+        (lambda d: d.allreduce_seconds(1, 0), "ranks is 0, but must be"),
+        (lambda d: d.memory_seconds(math.inf), "nbytes is inf, but must be"),
+        (lambda d: d.cast_seconds("fp32", "fp16", -1), "numel is -1, but must be"),
     ],
 )
 def test_what_is_no_work_is_refused(ask: Any, what: str) -> None:
@@ -249,7 +249,9 @@ def test_what_is_no_work_is_refused(ask: Any, what: str) -> None:
 def test_unknown_formats_and_missing_links_are_named() -> None:
     with pytest.raises(PrecisionError, match="'fp17' is not a precision"):
         T4.gemm_seconds(8, 8, 8, "fp17")
-    with pytest.raises(DeviceError, match="nothing is known of all-reduces of epyc-9004"):
+    with pytest.raises(
+        DeviceError, match="the device file of epyc-9004 has no data on all-reduces"
+    ):
         get("epyc-9004").allreduce_seconds(1, 2)
 
 

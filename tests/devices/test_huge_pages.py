@@ -16,27 +16,27 @@ GLIBC = ("glibc", "2.36")
 @pytest.mark.parametrize(
     ("policy", "tunables", "library", "said"),
     [
-        ("always [madvise] never", "", GLIBC, f"not used: {SWITCH} python ... trains faster"),
+        ("always [madvise] never", "", GLIBC, f"not used; faster training: {SWITCH} python ..."),
         (
             "always [madvise] never",
             "glibc.malloc.hugetlb=1",
             GLIBC,
-            "used: this process asks for them",
+            "used: requested by this process",
         ),
         (
             "always [madvise] never",
             "glibc.malloc.hugetlb=1:glibc.malloc.hugetlb=0",
             GLIBC,
-            f"not used: {SWITCH} python ... trains faster",
+            f"not used; faster training: {SWITCH} python ...",
         ),
         ("always [madvise] never", "glibc.malloc.hugetlb=1", ("glibc", "2.31"), "not used"),
         ("always [madvise] never", "", ("", ""), "not used"),
-        ("[always] madvise never", "", GLIBC, "used, by this system for all processes"),
+        ("[always] madvise never", "", GLIBC, "used for all processes of this system"),
         (
             "always madvise [never]",
             "glibc.malloc.hugetlb=1",
             GLIBC,
-            "none: this system has them switched off (/sys/kernel/mm/transparent_hugepage/enabled)",
+            "disabled on this system (/sys/kernel/mm/transparent_hugepage/enabled)",
         ),
         ("", "", GLIBC, "unknown"),
     ],

@@ -25,10 +25,10 @@ from qsync_fx.formats import precision
             True,
             ("vnni",),
             "native",
-            "oneDNN has a unit for INT8 and the native module's path has none",
+            "oneDNN uses an INT8 unit that the native module's ISA variant does not use",
         ),
-        (False, True, (), "simulated", "no unit for INT8 is known of this CPU"),
-        (False, False, (), "simulated", "it has no VNNI"),
+        (False, True, (), "simulated", "this CPU has no known INT8 unit"),
+        (False, False, (), "simulated", "no VNNI"),
     ],
 )
 def test_exact_sums_are_no_unit(

@@ -114,7 +114,7 @@ def test_compiling_for_another_device_than_the_one_at_hand_is_an_error() -> None
     model = torch.compile(
         Perceptron(), backend="qsync", options={"precision": "int8", "target": "t4"}
     )
-    with pytest.raises(DeviceError, match=r"runs on cpu, and its target is t4"):
+    with pytest.raises(DeviceError, match=r"runs on cpu, but its target is t4"):
         model(torch.randn(2, 16))
     with pytest.raises(OptionError, match="did you mean"):
         qsync_fx.explain(Perceptron(), torch.randn(2, 16), options={"target": "t5"})

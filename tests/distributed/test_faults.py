@@ -49,4 +49,4 @@ def test_a_rank_that_is_killed_while_rank_0_solves_is_named(who: int, tmp_path: 
     assert ended[who].code == -signal.SIGKILL
     assert other.code == 0, other.log
     assert other.result["told"][0] == "RankError"
-    assert f"rank {who} has ended without a word" in other.result["told"][1]
+    assert f"rank {who} has ended without a report" in other.result["told"][1]

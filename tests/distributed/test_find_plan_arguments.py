@@ -14,14 +14,14 @@ from tests.support.planning.measured_layer import BATCH, Counted, layer
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"sensitivity": None}, "chosen by the sensitivity of each operator"),
+        ({"sensitivity": None}, "planning requires the sensitivity of each operator"),
         ({"sensitivity": "exat"}, "'exat' is no method"),
         ({"objective": "fast"}, "there is no objective 'fast'"),
         ({"objective": "fastest", "budget": "bf17"}, "bf17"),
         ({"objective": "recover", "budget": 0.5}, "what is recovered from is a format"),
         ({"target": "fp33"}, "fp33"),
         ({"memory": "4 GBB"}, "'4 GBB' is no memory"),
-        ({"memory": {"gpu": 1e9}}, "there are no devices 'gpu'"),
+        ({"memory": {"gpu": 1e9}}, "no rank has the device class 'gpu'"),
         ({"margin": 2.0}, "no plan leaves a margin of 2"),
         ({"precisions": ["int9"]}, "int9"),
         ({"codecs": ["qsgd5"]}, "a plan has no codec 'qsgd5'"),

@@ -18,10 +18,10 @@ from tests.support.processes import ranks
 @pytest.mark.parametrize(
     ("arguments", "failing", "what"),
     [
-        ({"sensitivity": None}, [0, 1], "a plan is chosen by the sensitivity"),
-        ({"sensitivity": None}, [1], "a plan is chosen by the sensitivity"),
-        ({"memory": {"gpu": 1e9}}, [0, 1], "there are no devices 'gpu'"),
-        ({"hierarchical": 3, "codecs": ["qsgd8"]}, [0, 1], "2 ranks do not make nodes of 3"),
+        ({"sensitivity": None}, [0, 1], "planning requires the sensitivity"),
+        ({"sensitivity": None}, [1], "planning requires the sensitivity"),
+        ({"memory": {"gpu": 1e9}}, [0, 1], "no rank has the device class 'gpu'"),
+        ({"hierarchical": 3, "codecs": ["qsgd8"]}, [0, 1], "2 ranks cannot be divided into nodes of 3"),
     ],
 )
 def test_wrong_arguments_of_find_plan_are_refused_on_all_ranks_before_a_step(
@@ -56,8 +56,8 @@ def test_what_differs_is_named_on_every_rank(tmp_path: Path) -> None:
     assert (ours["classes"], theirs["classes"]) == (["fp32"], ["bf16", "int8"])
     assert ours["replicas"] == theirs["replicas"]
     assert ours["replicas"]["where"] == "1.bias"
-    assert "the parameters of rank 1 are not those of rank 0" in ours["replicas"]["what"]
-    assert "rank 1 has not come to where the ranks compare" in ours["absent"]["what"]
+    assert "the parameters of rank 1 differ from those of rank 0" in ours["replicas"]["what"]
+    assert "rank 1 has not reached the comparison" in ours["absent"]["what"]
 
 
 @tiers.ALL
@@ -92,8 +92,8 @@ def test_gradients_are_averaged_over_samples(tmp_path: Path) -> None:
         ("plan", "has failed: PlanError: the pattern 'nowhere' selects none", 2),
         ("limit", "has failed: PlanError: Dynamo has reached torch._dynamo.config", 2),
         ("memory", "has failed: OutOfMemoryError: out of memory", 2),
-        *(("kill", "has ended without a word", world) for world in (2, 3)),
-        *(("stop", "has said nothing for", world) for world in (2, 3)),
+        *(("kill", "has ended without a report", world) for world in (2, 3)),
+        *(("stop", "has sent no heartbeat for", world) for world in (2, 3)),
     ],
 )
 def test_a_rank_that_fails_is_named_on_the_others(
@@ -157,7 +157,7 @@ def test_a_rank_that_is_killed_while_it_measures_itself_is_named(tmp_path: Path)
     assert second.code == -signal.SIGKILL
     assert first.code == 0, first.log
     assert first.result["rank"] == 1
-    assert first.result["what"] == "rank 1 has ended without a word"
+    assert first.result["what"] == "the process of rank 1 has ended without a report"
 
 
 @tiers.ALL

@@ -172,13 +172,13 @@ def test_one_rank_runs_the_plan_that_it_finds() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(OptionError, match="guard takes a module"):
+    with pytest.raises(OptionError, match="guard requires a torch.nn.Module"):
         guard(torch.relu)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="compiling is a number of seconds above 0, not 0"):
+    with pytest.raises(OptionError, match="compiling must be a positive number of seconds, not 0"):
         guard(nn.Linear(1, 1), compiling=0)
-    with pytest.raises(OptionError, match="check_every is a number of steps, not -1"):
+    with pytest.raises(OptionError, match="check_every must be a number of steps, not -1"):
         guard(nn.Linear(1, 1), check_every=-1)
-    with pytest.raises(OptionError, match="takes a DistributedDataParallel, not Linear"):
+    with pytest.raises(OptionError, match="requires a DistributedDataParallel, not Linear"):
         average_by_batch(nn.Linear(1, 1))
     assert issubclass(StoreLost, Exception)
 
@@ -186,10 +186,10 @@ def test_what_cannot_be_is_said() -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"seed": "a"}, "seed is a whole number, not 'a'"),
-        ({"least": -1}, "least is a number of values, not -1"),
-        ({"check_every": 1.5}, "check_every is a number of steps, not 1.5"),
-        ({"check_every": -1}, "check_every is a number of steps, not -1"),
+        ({"seed": "a"}, "seed must be an integer, not 'a'"),
+        ({"least": -1}, "least must be a number of values, not -1"),
+        ({"check_every": 1.5}, "check_every must be a number of steps, not 1.5"),
+        ({"check_every": -1}, "check_every must be a number of steps, not -1"),
     ],
 )
 def test_numbers_that_compress_cannot_take_are_refused(
@@ -201,7 +201,7 @@ def test_numbers_that_compress_cannot_take_are_refused(
 
 def test_what_is_no_state_of_a_compression_is_refused(group: None) -> None:
     handle = compress(DistributedDataParallel(nn.Linear(4, 4)), "qsgd8")
-    with pytest.raises(OptionError, match="no state of a compression"):
+    with pytest.raises(OptionError, match="not a state of gradient compression"):
         handle.load_state_dict(None)  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ def test_what_only_moves_or_converts_a_parameter_is_a_weight(
 @pytest.mark.parametrize(
     ("product", "row", "says"),
     [
-        (lambda net, x: x @ x.t(), "a product of two activations", "int8 is for products with a weight, matmul runs in bf16"),
+        (lambda net, x: x @ x.t(), "a product of two activations", "int8 applies to products with a weight, matmul runs in bf16"),
         (lambda net, x: net.w.t() @ net.square + x[:5], "a product of two parameters", "both of its factors are parameters"),
         (lambda net, x: x @ net.table, "a product with a buffer", "is no parameter"),
         (lambda net, x: x @ (net.w * 2), "computes from its parameters", "is no parameter"),

@@ -183,7 +183,7 @@ def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
     norm = reasons(kept(Attending, HALF), precision="int8")["norm"]
     assert (
         norm
-        == "fp16: plan: uniform int8; int8 is for products with a weight, layer_norm runs in fp16"
+        == "fp16: plan: uniform int8; int8 applies to products with a weight, layer_norm runs in fp16"
     )
     # A plan for an FP32 model: the CPU has no FP16 unit.
     assert reasons(build(Attending), precision="fp16")["head"].startswith(

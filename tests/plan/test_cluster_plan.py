@@ -78,20 +78,20 @@ def test_arbitrary_values_are_a_plan_or_an_error(value: Any) -> None:
     ("text", "what", "where"),
     [
         (HEAD + "}", "has no class", "classes"),
-        (HEAD + ', "classes": []}', "a list in place of an object", "classes"),
-        (HEAD + ', "classes": {"a": 1}}', "the number 1 in place of an object", 'classes.a'),
+        (HEAD + ', "classes": []}', "must be an object, not a list", "classes"),
+        (HEAD + ', "classes": {"a": 1}}', "must be an object, not the number 1", 'classes.a'),
         (HEAD + ', "classes": {"a": {"defalt": "int8"}}}', "no field 'defalt'", 'classes.a'),
         (HEAD + ', "classes": {"a": {"default": "int9"}}}', "'int9' is not a precision", 'classes.a.default'),
-        (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "written twice", 'classes.a'),
-        (HEAD + ', "classes": {"\\u001b[2J": {}}}', "a name that prints", 'classes["\\u001b[2J"]'),
-        (HEAD + ', "classes": {"a": {}}, "ranks": ["b"]}', "'b' is no class", "ranks[0]"),
-        (HEAD + ', "classes": {"a": {}}, "ranks": "a"}', "the table of ranks is a list, not text", "ranks"),
-        (HEAD + ', "classes": {"a": {}}, "devices": {"b": "x"}}', "'b' is no class", "devices"),
-        (HEAD + ', "classes": {"a": {}}, "devices": {"a": ""}}', "the name of a device is text", 'devices.a'),
-        (HEAD + ', "classes": {"a": {}}, "notes": {"a": 1}}', "a note is text by name", 'notes["a"]'),
-        (HEAD + ', "class": {}}', "no field 'class'", None),
+        (HEAD + ', "classes": {"a": {"default": "int8", "default": "int8"}}}', "occurs twice", 'classes.a'),
+        (HEAD + ', "classes": {"\\u001b[2J": {}}}', "must be a printable string", 'classes["\\u001b[2J"]'),
+        (HEAD + ', "classes": {"a": {}}, "ranks": ["b"]}', "no class 'b'", "ranks[0]"),
+        (HEAD + ', "classes": {"a": {}}, "ranks": "a"}', "the rank table must be a list, not text", "ranks"),
+        (HEAD + ', "classes": {"a": {}}, "devices": {"b": "x"}}', "no class 'b'", "devices"),
+        (HEAD + ', "classes": {"a": {}}, "devices": {"a": ""}}', "a device name must be a string", 'devices.a'),
+        (HEAD + ', "classes": {"a": {}}, "notes": {"a": 1}}', "a note must map a string to a string, not to the number 1", 'notes["a"]'),
+        (HEAD + ', "class": {}}', "unknown field 'class'", None),
         ('{"format": "qsync-cluster-plan", "version": 2}', "has version 2", "version"),
-        ('{"format": "qsync-plan", "version": 1}', "does not say that it is a plan", "format"),
+        ('{"format": "qsync-plan", "version": 1}', "is not marked as a plan", "format"),
     ],
 )  # fmt: skip
 def test_hostile_text(text: str, what: str, where: str | None, tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_codecs_of_gradients_are_part_of_a_plan(tmp_path: Path) -> None:
     old = ClusterPlan.from_json(HEAD + ', "classes": {"t4": {"default": "int8"}}}')
     assert not old.codecs
     for codecs, what, where in (
-        ({"a": "qsgd5"}, "'qsgd5' is no codec of gradients", "codecs.a"),
-        ({"a": 8}, "a value of type int is no codec", "codecs.a"),
-        (["qsgd8"], "codecs are a mapping, not a list", "codecs"),
-        ({"": "qsgd8"}, "a parameter has a name that prints", "codecs"),
+        ({"a": "qsgd5"}, "'qsgd5' is not a gradient codec", "codecs.a"),
+        ({"a": 8}, "a value of type int is not a gradient codec", "codecs.a"),
+        (["qsgd8"], "codecs must be a mapping, not a list", "codecs"),
+        ({"": "qsgd8"}, "a parameter name must be a printable string", "codecs"),
     ):
         with pytest.raises(PlanError, match=what) as caught:
             ClusterPlan(PLAN.classes, codecs=codecs)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def test_one_file_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("QSYNC_DEVICE_CLASS", "v100")
     assert Options.parse({"plan": str(path)}).plan == V100
     assert Options.parse({"plan": str(path), "device_class": "t4"}).plan == T4
-    with pytest.raises(PlanError, match="does not say that it is a plan"):
+    with pytest.raises(PlanError, match="is not marked as a plan"):
         Plan.load(path)
 
 
@@ -174,18 +174,18 @@ def test_which_part(plan: ClusterPlan, process: LocalPlan, expected: str) -> Non
 @pytest.mark.parametrize(
     ("plan", "process", "where"),
     [
-        (PLAN, LocalPlan(None, None, "cpu"), "no rank of several; the plan has no table of ranks; the device at hand is 'cpu'"),
-        (PLAN.for_ranks(["t4"]), LocalPlan(0, 2, "NVIDIA A100-SXM4-40GB"), "rank 0 of 2; the plan's table is for 1 ranks"),
+        (PLAN, LocalPlan(None, None, "cpu"), "this process has no rank; the plan has no rank table; the device name is 'cpu'"),
+        (PLAN.for_ranks(["t4"]), LocalPlan(0, 2, "NVIDIA A100-SXM4-40GB"), "rank 0 of 2; the plan's rank table is for 1 ranks"),
         (
             ClusterPlan({"a": T4, "b": V100}, {"a": "T4", "b": "Tesla"}),
             LocalPlan(None, None, "Tesla T4"),
-            "a and b are both called so",
+            "matches a and b",
         ),
     ],
 )  # fmt: skip
 def test_a_part_that_cannot_be_told(plan: ClusterPlan, process: LocalPlan, where: str) -> None:
     with pytest.raises(
-        PlanError, match="which part of the plan is this rank's cannot be told"
+        PlanError, match="the class of this rank's device in the cluster plan is unknown"
     ) as caught:
         plan.for_process(process)
     assert where in (caught.value.where or "")
@@ -196,13 +196,13 @@ def test_wrong_classes() -> None:
     with pytest.raises(PlanError, match="the plan has no class 'T4'") as caught:
         Options.parse({"plan": PLAN, "device_class": "T4"})
     assert "did you mean 't4'?" in (caught.value.do or "")
-    with pytest.raises(PlanError, match="the plan has no parts"):
+    with pytest.raises(PlanError, match="the plan has no class 't4'"):
         Options.parse({"plan": T4, "device_class": "t4"})
     with pytest.raises(OptionError, match='"device_class" cannot be'):
         Options.parse({"plan": PLAN, "device_class": 4})
     with pytest.raises(PlanError, match="has no class"):
         ClusterPlan({})
-    with pytest.raises(PlanError, match="a class has a plan, not text"):
+    with pytest.raises(PlanError, match="must be a plan, not text"):
         ClusterPlan({"t4": "int8"})  # type: ignore[dict-item]
 
 

@@ -118,22 +118,22 @@ def test_parse_reads_nothing_but_what_str_writes(text: str) -> None:
 
 @pytest.mark.parametrize("text", [None, 3, b"a/linear", ["a/linear"]])
 def test_text_of_another_type(text: object) -> None:
-    with pytest.raises(PlanError, match="is text, not"):
+    with pytest.raises(PlanError, match="must be a string, not"):
         OpId.parse(text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (("a", ""), "has no operator"),
+        (("a", ""), "has no operator name"),
         (("a..b", "linear"), "empty segment"),
         (("", "linear", 0, "."), "empty segment"),
-        (("a", "linear", 0, "b"), "a module and an `after`"),
-        (("a", "linear", -1), "whole number"),
-        (("a", "linear", 10**9), "whole number"),
-        (("a", "linear", True), "whole number"),
-        ((None, "linear"), "the module of an operator id is text"),
-        (("a", "linear", 0, 1), "the after of an operator id is text"),
+        (("a", "linear", 0, "b"), "both `module` and `after`"),
+        (("a", "linear", -1), "must be an integer"),
+        (("a", "linear", 10**9), "must be an integer"),
+        (("a", "linear", True), "must be an integer"),
+        ((None, "linear"), "the module of an operator id must be a string"),
+        (("a", "linear", 0, 1), "the after of an operator id must be a string"),
     ],
 )
 def test_ids_that_no_operator_can_have(fields: tuple[str, str], words: str) -> None:

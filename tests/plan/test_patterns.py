@@ -173,7 +173,7 @@ def test_malformed_patterns(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", [None, 3, b"a", []])
 def test_pattern_of_another_type(pattern: object) -> None:
-    with pytest.raises(PlanError, match="a pattern is text"):
+    with pytest.raises(PlanError, match="a pattern must be a string"):
         OpId("a", "b").matches(pattern)  # type: ignore[arg-type]
 
 

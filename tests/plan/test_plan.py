@@ -161,21 +161,29 @@ def test_layers_are_written_in_the_order_of_their_numbers() -> None:
     ("arguments", "what", "where"),
     [
         ({"default": "int9"}, "'int9' is not a precision", "default"),
-        ({"default": 8}, "a precision is text", "default"),
-        ({"patterns": {"a": "int8"}}, "patterns are a list, not an object", "patterns"),
-        ({"patterns": ["ab"]}, "this is text", "patterns[0]"),
-        ({"patterns": [("a", "int8"), ("b",)]}, "this is 1 things", "patterns[1]"),
+        ({"default": 8}, "a precision must be a string", "default"),
+        ({"patterns": {"a": "int8"}}, "patterns must be a list, not an object", "patterns"),
+        ({"patterns": ["ab"]}, "a pair of pattern and precision, not text", "patterns[0]"),
+        (
+            {"patterns": [("a", "int8"), ("b",)]},
+            "a pair of pattern and precision, not a list of 1",
+            "patterns[1]",
+        ),
         ({"patterns": [("a..b", "int8")]}, "is not a pattern", "patterns[0]"),
-        ({"patterns": [(3, "int8")]}, "a pattern is text", "patterns[0]"),
+        ({"patterns": [(3, "int8")]}, "a pattern must be a string", "patterns[0]"),
         ({"patterns": [("a", "bf61")]}, "'bf61' is not a precision", "patterns[0]"),
-        ({"patterns": [("a", "int8")] * 2001}, "2001 patterns", "patterns"),
-        ({"operators": [("a/b", "int8")]}, "operators are a mapping, not a list", "operators"),
+        ({"patterns": [("a", "int8")] * 2001}, "too many patterns: 2001", "patterns"),
+        ({"operators": [("a/b", "int8")]}, "operators must be a mapping, not a list", "operators"),
         ({"operators": {"linear": "int8"}}, "not an operator id", 'operators["linear"]'),
         ({"operators": {"a/linear": "int"}}, "'int' is not a precision", 'operators["a/linear"]'),
-        ({"operators": {7: "int8"}}, "an operator id is text", 'operators["7"]'),
-        ({"operators": {OpId("a", "b"): "int8", "a/b": "fp32"}}, "named twice", 'operators["a/b"]'),
-        ({"notes": {"seed": 1}}, "a note is text", 'notes["seed"]'),
-        ({"notes": "text"}, "notes are a mapping, not text", "notes"),
+        ({"operators": {7: "int8"}}, "an operator id must be a string", 'operators["7"]'),
+        (
+            {"operators": {OpId("a", "b"): "int8", "a/b": "fp32"}},
+            "occurs twice",
+            'operators["a/b"]',
+        ),
+        ({"notes": {"seed": 1}}, "a note must map", 'notes["seed"]'),
+        ({"notes": "text"}, "notes must be a mapping, not text", "notes"),
     ],
 )
 def test_plans_that_cannot_be(arguments: dict[str, object], what: str, where: str) -> None:
@@ -222,7 +230,7 @@ def test_check_lists_missing_and_extra() -> None:
         in error.where
     )
     assert error.do is not None
-    assert "give the plan a default precision" in error.do
+    assert "set a default precision in the plan" in error.do
     assert f"nearest to '{QUERY}' in the plan: module.{QUERY}" in error.do
     with pytest.raises(PlanError, match="in the plan, not in this part of the model"):
         plan.check(MODEL, complete=False)

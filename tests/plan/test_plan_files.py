@@ -63,7 +63,7 @@ def test_a_failed_write_leaves_the_old_plan(tmp_path: Path) -> None:
         [sys.executable, "-c", FAILED_WRITE, path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 3, done.stderr
-    assert "the plan is not saved: the file cannot be written: File too large" in done.stdout
+    assert "the plan cannot be saved: the file cannot be written: File too large" in done.stdout
     assert Plan.load(path) == Plan.uniform("fp32")
     assert os.listdir(tmp_path) == ["plan.json"]
 
@@ -105,7 +105,7 @@ def test_save_where_no_plan_can_be(tmp_path: Path) -> None:
         assert caught.value.where
         assert caught.value.do
     assert os.listdir(tmp_path) == ["pipe"]
-    with pytest.raises(PlanError, match="lives at a path, not null"):
+    with pytest.raises(PlanError, match="must be a string or path, not null"):
         Plan.uniform("int8").save(None)  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ def test_load_where_no_plan_is(tmp_path: Path) -> None:
         assert caught.value.do
         assert str(caught.value).encode()
     for value in (None, 0, b"plan.json", ["plan.json"]):
-        with pytest.raises(PlanError, match="lives at a path"):
+        with pytest.raises(PlanError, match="must be a string or path"):
             Plan.load(value)  # type: ignore[arg-type]
 
 

@@ -21,24 +21,24 @@ HEAD = '{"format": "qsync-plan", "version": 1'
     [
         ("", "the plan is empty", "line 1, column 1"),
         (" \n", "the plan is empty", "line 2, column 1"),
-        ("\0\0\0", "not JSON", "line 1, column 1"),
-        ("{", "ends in the middle", "line 1, column 2"),
-        (HEAD, "ends in the middle", "line 1"),
-        (HEAD + ', "operators": {"a/b": "in', "ends in the middle", "line 1, column 61"),
-        (HEAD + "} trailing", "not JSON", "line 1, column 40"),
-        ("{'format': 1}", "not JSON", "line 1, column 2"),
-        ("[]", "a plan is a JSON object, not a list", None),
+        ("\0\0\0", "not valid JSON", "line 1, column 1"),
+        ("{", "is truncated", "line 1, column 2"),
+        (HEAD, "is truncated", "line 1"),
+        (HEAD + ', "operators": {"a/b": "in', "is truncated", "line 1, column 61"),
+        (HEAD + "} trailing", "not valid JSON", "line 1, column 40"),
+        ("{'format': 1}", "not valid JSON", "line 1, column 2"),
+        ("[]", "the plan must be a JSON object, not a list", None),
         ("NaN", "not the number NaN", None),
         ("1" * 10_000, "not a number of 10000 digits", None),
         ("[" * 100_000, "nested too deeply", None),
         ('{"a":' * 100_000, "nested too deeply", None),
-        (HEAD + ', "patterns": ' + "[" * 500 + "]" * 500 + "}", "this is 1 things", "patterns[0]"),
-        ("{}", "does not say that it is a plan", "format"),
-        ('{"format": "other", "version": 1}', "does not say that it is a plan", "format"),
+        (HEAD + ', "patterns": ' + "[" * 500 + "]" * 500 + "}", "not a list of 1", "patterns[0]"),
+        ("{}", "is not marked as a plan", "format"),
+        ('{"format": "other", "version": 1}', "is not marked as a plan", "format"),
         ('{"format": "qsync-plan"}', "version is missing", "version"),
         (
             '{"format": "qsync-plan", "version": 2, "new": 1}',
-            "has version 2, and this qsync_fx reads version 1",
+            "has version 2, but this qsync_fx reads version 1",
             "version",
         ),
         ('{"format": "qsync-plan", "version": 0}', "version is the number 0", "version"),
@@ -52,39 +52,39 @@ HEAD = '{"format": "qsync-plan", "version": 1'
             "version",
         ),
         ('{"format": "qsync-plan", "version": 1e999}', "version is the number 1e999", "version"),
-        (HEAD + ', "operatos": {}}', "no field 'operatos'", None),
+        (HEAD + ', "operatos": {}}', "unknown field 'operatos'", None),
         (HEAD + ', "default": NaN}', "not the number NaN", "default"),
         (HEAD + ', "default": 1e999}', "not the number 1e999", "default"),
         (HEAD + ', "default": "int9"}', "'int9' is not a precision", "default"),
         (
             HEAD + ', "default": "int8", "default": "int8"}',
-            "the key 'default' is written twice",
+            "the key 'default' occurs twice",
             None,
         ),
         (
             HEAD + ', "operators": {"a/b": "int8", "a/b": "fp32"}}',
-            "the key 'a/b' is written twice",
+            "the key 'a/b' occurs twice",
             "operators",
         ),
-        (HEAD + ', "notes": {"a": "", "a": ""}}', "the key 'a' is written twice", "notes"),
-        (HEAD + ', "operators": {"a/b": 8}}', "text, not the number 8", 'operators["a/b"]'),
-        (HEAD + ', "operators": {"a/b": null}}', "text, not null", 'operators["a/b"]'),
-        (HEAD + ', "operators": {"a/b": {"x": 1}}}', "text, not an object", 'operators["a/b"]'),
+        (HEAD + ', "notes": {"a": "", "a": ""}}', "the key 'a' occurs twice", "notes"),
+        (HEAD + ', "operators": {"a/b": 8}}', "a string, not the number 8", 'operators["a/b"]'),
+        (HEAD + ', "operators": {"a/b": null}}', "a string, not null", 'operators["a/b"]'),
+        (HEAD + ', "operators": {"a/b": {"x": 1}}}', "a string, not an object", 'operators["a/b"]'),
         (
             HEAD + ', "operators": {"\\u001b[2J": "int8"}}',
             "'\\x1b[2J' is not an operator id",
             'operators["\\u001b[2J"]',
         ),
-        (HEAD + ', "operators": null}', "operators are a mapping, not null", "operators"),
-        (HEAD + ', "patterns": null}', "patterns are a list, not null", "patterns"),
+        (HEAD + ', "operators": null}', "operators must be a mapping, not null", "operators"),
+        (HEAD + ', "patterns": null}', "patterns must be a list, not null", "patterns"),
         (
             HEAD + ', "patterns": [["a", "int8"], ["b", Infinity]]}',
-            "text, not the number Infinity",
+            "a string, not the number Infinity",
             "patterns[1]",
         ),
-        (HEAD + ', "patterns": [["a", "b", "c"]]}', "this is 3 things", "patterns[0]"),
-        (HEAD + ', "patterns": [{"a": "b"}]}', "this is an object", "patterns[0]"),
-        (HEAD + ', "notes": {"seed": 1}}', "a note is text", 'notes["seed"], the number 1'),
+        (HEAD + ', "patterns": [["a", "b", "c"]]}', "not a list of 3", "patterns[0]"),
+        (HEAD + ', "patterns": [{"a": "b"}]}', "not an object", "patterns[0]"),
+        (HEAD + ', "notes": {"seed": 1}}', "not to the number 1", 'notes["seed"]'),
         (" " * (PLAN.largest + 1), "larger than", None),
     ],
     ids=lambda value: str(value)[:60],
@@ -108,7 +108,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for data in (b'{"format": "\xff"}', Plan.uniform("int8").to_json().encode("utf-16")):
         path.write_bytes(data)
-        with pytest.raises(PlanError, match="not UTF-8"):
+        with pytest.raises(PlanError, match="not valid UTF-8"):
             Plan.load(path)
     path.write_bytes(b"\xef\xbb\xbf" + Plan.uniform("int8").to_json().encode())
     assert Plan.load(path) == Plan.uniform("int8")
@@ -116,7 +116,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, {"format": "qsync-plan"}])
 def test_text_of_another_type(value: object) -> None:
-    with pytest.raises(PlanError, match="read from text"):
+    with pytest.raises(PlanError, match="decoded from text"):
         Plan.from_json(value)  # type: ignore[arg-type]
 
 

@@ -127,7 +127,7 @@ def test_the_plan_of_a_cached_profile_is_in_force_and_said(cache: Path) -> None:
         fast = trained(Pair())
         step(fast, 3)
     (said,) = messages
-    assert "no plan was asked for" in said and "the variance of bf16" in said and str(file) in said
+    assert "no plan was requested" in said and "the variance of bf16" in said and str(file) in said
     assert formats(fast) == PLANNED
     found = qsync_fx.plan_coverage(fast)
     assert found.complete and found.unasked[0] in str(found) and found.unasked[0] in said
@@ -186,8 +186,8 @@ def test_evaluation_decides_on_nothing() -> None:
 @pytest.mark.parametrize(
     ("model", "size", "changes", "why"),
     [
-        (Pair, 6, {}, "a batch of other sizes: first/linear gave out 4x16, here 6x16"),
-        (functools.partial(Pair, 32), 4, {}, "tensors of other sizes or types"),
+        (Pair, 6, {}, "another batch size: the output of first/linear is 4x16, here 6x16"),
+        (functools.partial(Pair, 32), 4, {}, "tensors of other sizes or dtypes"),
         (Pair, 4, {"torch": "2.0.0"}, "another machine: torch 2.0.0, here"),
         (Pair, 4, {"threads": 64}, "another machine: threads 64, here"),
     ],
@@ -287,5 +287,5 @@ def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Pat
         qsync_fx.cache_plan(replace(profile(), fingerprint=None))
     (cache / "file").write_text("")
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(cache / "file"))
-    with pytest.raises(ProfileError, match=r"is not saved[\s\S]*QSYNC_CACHE_DIR"):
+    with pytest.raises(ProfileError, match=r"cannot be saved[\s\S]*QSYNC_CACHE_DIR"):
         qsync_fx.cache_plan(profile())

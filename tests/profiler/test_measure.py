@@ -113,7 +113,7 @@ def test_an_interrupted_measurement_of_something_else_is_in_the_way(tmp_path: Pa
     with pytest.raises(ProfileError, match="another optimizer"):
         quick(layer(), Counted(), path=path, optimizer=torch.optim.SGD)
     Path(f"{path}.partial").write_text(Path(f"{path}.partial").read_text()[:-40])
-    with pytest.raises(ProfileError, match="ends in the middle"):
+    with pytest.raises(ProfileError, match="is truncated"):
         quick(layer(), Counted(), path=path)
 
 

@@ -70,7 +70,7 @@ def test_a_step_takes_what_the_devices_own_times_say(profile: Profile, plan: Pla
 
 
 def test_it_says_that_it_was_reckoned_and_for_what(profile: Profile, tmp_path: Path) -> None:
-    assert profile.machine.name == "NVIDIA T4, reckoned"
+    assert profile.machine.name == "NVIDIA T4, predicted"
     assert profile.optimizer == "AdamW"
     assert profile.loss_memory is not None and profile.loss_memory.most >= 2 * 4 * 64 * 512
     assert not profile.model.conditions, (

@@ -120,7 +120,7 @@ def test_a_file_that_cannot_keep_its_owner_is_not_replaced() -> None:
         try:
             for attempt in (lambda: check_writable(path), lambda: write_text(path, "text")):
                 with pytest.raises(
-                    QSyncError, match="cannot keep its owner, user 0 and group 0"
+                    QSyncError, match="cannot be preserved, user 0 and group 0"
                 ) as caught:
                     attempt()
                 assert caught.value.where == str(path)

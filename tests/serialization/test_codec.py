@@ -111,36 +111,36 @@ def test_what_has_a_default_may_be_missing() -> None:
         (
             ("version",),
             4,
-            "the drawing has version 4, and this qsync_fx reads version 3",
+            "the drawing has version 4, but this qsync_fx reads version 3",
             "version",
         ),
         (("version",), 3.0, "the drawing's version is the number 3.0", "version"),
-        (("shape",), 1, "a drawing has no field 'shape'", None),
-        (("shapes",), "ab", "the drawing has text in place of a list", "shapes"),
-        (("shapes",), {"0": 1}, "the drawing has an object in place of a list", "shapes"),
-        (("shapes", 0), None, "the drawing has null in place of an object", "shapes[0]"),
+        (("shape",), 1, "the drawing has an unknown field 'shape'", None),
+        (("shapes",), "ab", "the drawing has text instead of a list", "shapes"),
+        (("shapes",), {"0": 1}, "the drawing has an object instead of a list", "shapes"),
+        (("shapes", 0), None, "the drawing has null instead of an object", "shapes[0]"),
         (
             ("shapes", 0, "kind"),
             "cone",
-            "the drawing has text in place of 'circle' or 'box'",
+            "the drawing has text instead of 'circle' or 'box'",
             "shapes[0].kind",
         ),
         (
             ("shapes", 0, "radius"),
             "1",
-            "the drawing has text in place of a number",
+            "the drawing has text instead of a number",
             "shapes[0].radius",
         ),
         (
             ("shapes", 0, "radius"),
             True,
-            "the drawing has true in place of a number",
+            "the drawing has true instead of a number",
             "shapes[0].radius",
         ),
         (
             ("shapes", 0, "radius"),
             math.inf,
-            "has the number Infinity in place of a number",
+            "has the number Infinity instead of a number",
             "shapes[0].radius",
         ),
         (("shapes", 0, "radius"), -1, "a circle has no negative radius", "shapes[0]"),
@@ -148,37 +148,37 @@ def test_what_has_a_default_may_be_missing() -> None:
         (
             ("shapes", 1, "size"),
             [1],
-            "the drawing has a list in place of a list of 2",
+            "the drawing has a list instead of a list of 2",
             "shapes[1].size",
         ),
         (
             ("shapes", 1, "size", 1),
             2.0,
-            "has the number 2.0 in place of a whole number",
+            "has the number 2.0 instead of an integer",
             "shapes[1].size[1]",
         ),
         (
             ("shapes", 1, "name"),
             7,
-            "the drawing has the number 7 in place of text",
+            "the drawing has the number 7 instead of text",
             "shapes[1].name",
         ),
         (
             ("colours", "a/b"),
             "blue",
-            "the drawing has text in place of 'red' or 'green'",
+            "the drawing has text instead of 'red' or 'green'",
             'colours["a/b"]',
         ),
         (
             ("layers", "one", 0),
             10**50,
-            "has a number of 51 digits in place of a whole number",
+            "has a number of 51 digits instead of an integer",
             "layers.one[0]",
         ),
-        (("visible",), 1, "the drawing has the number 1 in place of true or false", "visible"),
-        (("zoom",), True, "the drawing has true in place of 1 or 2", "zoom"),
-        (("zoom",), 1.0, "the drawing has the number 1.0 in place of 1 or 2", "zoom"),
-        (("notes",), [["a", "b"]], "the drawing has a list in place of an object", "notes"),
+        (("visible",), 1, "the drawing has the number 1 instead of true or false", "visible"),
+        (("zoom",), True, "the drawing has true instead of 1 or 2", "zoom"),
+        (("zoom",), 1.0, "the drawing has the number 1.0 instead of 1 or 2", "zoom"),
+        (("notes",), [["a", "b"]], "the drawing has a list instead of an object", "notes"),
     ],
     ids=str,
 )
@@ -269,7 +269,7 @@ def places(tree: object) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_value_of_another_type_and_every_other_field_is_refused(name: str) -> None:
-    """An object in place of anything; a key that nothing has, in everything that has fields; a key twice."""
+    """An object instead of anything; a key that nothing has, in everything that has fields; a key twice."""
     schema, tree = FILES[name]
     text = json.dumps(tree)
     assert schema.noun == name

@@ -143,7 +143,7 @@ def test_a_codec_that_is_gathered_is_sent_to_all() -> None:
         assert fleet.all_reduce.seconds([found.nbytes], ranks, found.phases)[0] == pytest.approx(
             expected
         )
-    with pytest.raises(ProfileError, match="follows from the link"):
+    with pytest.raises(ProfileError, match="adapts its bits to the link"):
         coded(parameters, {"a": "aqgb"}, 2, rates)
 
 
@@ -183,12 +183,12 @@ def test_what_cannot_be_replayed_is_told() -> None:
     with pytest.raises(ProfileError, match="both the cluster and the plan"):
         qsync_fx.replay(plan, MLP, cluster=both)
     strange = ClusterPlan(plan.classes, codecs={"no.such": "qsgd8"})
-    with pytest.raises(ProfileError, match=r"'no\.such', which the model does not train"):
+    with pytest.raises(ProfileError, match=r"'no\.such', which is not a trained parameter"):
         qsync_fx.replay(strange, MLP, cluster=cluster(1e6))
     shaped = ClusterPlan(plan.classes, codecs={PATHS[0]: "1bit"})
-    with pytest.raises(ProfileError, match="codes by the shapes of parameters"):
+    with pytest.raises(ProfileError, match="depends on the shapes of parameters"):
         qsync_fx.replay(shaped, MLP, cluster=cluster(1e6))
-    with pytest.raises(ProfileError, match="how fast 'qsgd2' codes is not known"):
+    with pytest.raises(ProfileError, match="the speed of the codec 'qsgd2' is unknown"):
         coded([Parameter("a", 100)], {"a": "qsgd2"}, 2, RATES)
 
 

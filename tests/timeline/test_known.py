@@ -146,12 +146,12 @@ def test_a_batch_that_no_tensor_of_the_profiles_model_has_is_told(
 ) -> None:
     found = Cluster({"slow": ClusterDevice(count=2, batch=batch)}, Network(bandwidth=1e9))
     load_device_profiles({"slow": t4}, found)
-    said = [str(one.message) for one in recwarn if "cluster says batch" in str(one.message)]
+    said = [str(one.message) for one in recwarn if "cluster has batch" in str(one.message)]
     assert bool(said) == told, (
         "512 is a size of it, though not the first: nothing tells which size is the batch"
     )
     assert all(
-        text.startswith("devices.slow: the cluster says batch = 32, and no tensor of the")
+        text.startswith("devices.slow: the cluster has batch = 32, but no tensor in the")
         for text in said
     )
     assert all("first sizes are 64, 512, 1024" in text for text in said)

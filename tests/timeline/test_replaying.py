@@ -161,7 +161,7 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
     alone = qsync_fx.replay(Plan.uniform("fp16"), reckoned)
     assert timeline.seconds > 2 * alone.seconds > 0
     assert timeline.waiting["here"] > 0
-    with pytest.raises(ProfileError, match="nothing says which model 'there' trains"):
+    with pytest.raises(ProfileError, match="the model that 'there' trains is unknown"):
         qsync_fx.replay(
             Plan.uniform("fp16"), {}, cluster=Cluster({"there": ClusterDevice(device="t4")})
         )
@@ -177,17 +177,17 @@ def test_devices_of_the_catalog(tmp_path: Path) -> None:
             MLP,
             None,
             ProfileError,
-            "2 plans and 1 profiles, and no cluster",
+            "2 plans and 1 profile require a cluster",
         ),
-        (Plan(), {}, None, ProfileError, "nothing says how long operators take"),
+        (Plan(), {}, None, ProfileError, "there is no profile with the durations of operators"),
         ({"fast": Plan()}, MLP, FLEET, ProfileError, "there is none for the devices 'slow'"),
         ({"fast": Plan(), "slwo": Plan()}, MLP, FLEET, ProfileError, "did you mean 'slow'"),
         (Plan(), {"fast": MLP}, FLEET, ProfileError, "there is none for the devices 'slow'"),
-        (Plan(), object(), None, ProfileError, "is of type object, and no profile"),
-        (Plan(), None, None, ProfileError, "is of type NoneType, and no profile"),
-        ("int8", MLP, None, PlanError, "'int8' is a format, and no plan"),
+        (Plan(), object(), None, ProfileError, "is of type object, not a profile"),
+        (Plan(), None, None, ProfileError, "is of type NoneType, not a profile"),
+        ("int8", MLP, None, PlanError, "'int8' is a format, not a plan"),
         ("none.json", MLP, None, PlanError, "No such file"),
-        (8, MLP, None, PlanError, "is of type int, and no plan"),
+        (8, MLP, None, PlanError, "of type int is not a plan"),
         (Plan(operators={"nowhere/linear": "int8"}), MLP, None, PlanError, "nowhere"),
     ],
 )

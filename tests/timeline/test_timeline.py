@@ -61,7 +61,7 @@ def timeline(
 
 def test_a_notebook_shows_one_line() -> None:
     assert (
-        repr(timeline()) == f"Timeline({1e3 * timeline().seconds:.4g} ms a step on 3 fast, 1 slow)"
+        repr(timeline()) == f"Timeline({1e3 * timeline().seconds:.4g} ms per step on 3 fast, 1 slow)"
     )
 
 
@@ -193,11 +193,11 @@ def test_it_prints() -> None:
     fleet = Timeline(timeline().played, {"fast": 2_000_000_000, "slow": 10_000_000})
     text = str(fleet)
     first, *_ = text.splitlines()
-    assert f"{fleet.seconds * 1e3:.4g} ms a step" in first
-    assert "4 buckets of 6.29MB gradients" in first
+    assert f"{fleet.seconds * 1e3:.4g} ms per step" in first
+    assert "6.29MB of gradients in 4 buckets" in first
     row = next(line for line in text.splitlines() if line.strip().startswith("fast"))
     assert f"{fleet.waiting['fast'] * 1e3:.4g} ms" in row
-    assert "2GB of 1GB, too much" in row
+    assert "2GB of 1GB, exceeded" in row
     assert "3/linear" in text
 
 
@@ -244,5 +244,5 @@ def test_perfetto_gets_what_the_format_asks_for(tmp_path: Path) -> None:
 
 
 def test_perfetto_says_where_it_cannot_write(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="the timeline is not saved"):
+    with pytest.raises(ProfileError, match="the timeline cannot be saved"):
         timeline().save_perfetto(tmp_path / "none" / "timeline.json")

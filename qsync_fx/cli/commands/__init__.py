@@ -43,9 +43,9 @@ def load(name: str) -> Command:
             *(f"the package {installed.package(entry)}" for entry in entries),
         ]
         raise QSyncError(
-            f"several commands are called {name!r}",
+            f"several commands have the name {name!r}",
             where=" and ".join(where),
-            do="uninstall all packages but one",
+            do="uninstall all but one of these packages",
         )
     command: Command = importlib.import_module(ours or name).COMMAND
     return command

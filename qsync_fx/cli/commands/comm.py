@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 _PREDICT_ABOUT = f"""\
-Which codec of gradients pays: a step of a cluster is replayed with gradients in
-each, from bytes that are exact and seconds that a profile or the catalog says.
-Nothing is sent, and nothing is trained.
-{training_args.LOSS.capitalize()}."""
+Predicts which gradient codec pays: replays a training step of a cluster with each
+codec. Byte counts are exact; durations come from a profile or the device catalog.
+No gradient is sent, and no model is trained.
+{training_args.LOSS}"""
 
 _PREDICT_EXAMPLES = """\
 examples:
@@ -35,7 +35,8 @@ examples:
   qsync comm predict bert:small --gpus 8 --device v100 --bandwidth 100gbit
   qsync comm predict bert:small --gpus 16 --gpus-per-node 4 --inside 100gbit --bandwidth 1gbit
   qsync comm predict --profile cpu.json --gpus 4 --bandwidth 100mbit --json
-  qsync comm bench --json > rates.json; qsync comm predict --profile cpu.json --gpus 2 --bandwidth 1gbit --rates rates.json"""
+  qsync comm bench --json > rates.json
+  qsync comm predict --profile cpu.json --gpus 2 --bandwidth 1gbit --rates rates.json"""
 
 _UNITS: Final = {"bit": 1 / 8, "b": 1.0}
 _POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -43,13 +44,13 @@ _POWERS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     one_format = OptionError(
-        "all operators are in one format here",
+        "qsync comm predict uses one format for all operators",
         where="--plan",
-        do="name it with --precision; qsync replay takes a plan, with the codecs that it has",
+        do="set the format with --precision; qsync replay accepts a plan and its codecs",
     )
-    model_args.add(parser, needed=False, refused={"plan": one_format})
+    model_args.add(parser, required=False, refused={"plan": one_format})
     requested = parser.add_argument_group(
-        "what to predict", "By default all operators are in fp32."
+        "cluster and codecs", "By default all operators compute in fp32."
     )
     requested.add_argument(
         "--gpus",
@@ -58,20 +59,20 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         required=True,
-        help="how many devices",
+        help="number of devices",
     )
     requested.add_argument(
         "--bandwidth",
         metavar="RATE",
         required=True,
-        help="of each link: 1gbit, 100mbit, or 12.5GB a second",
+        help="bandwidth of each link per second, such as 1gbit, 100mbit or 12.5GB",
     )
     requested.add_argument(
         "--latency",
         metavar="SECONDS",
         type=float,
         default=5e-5,
-        help="of the smallest all-reduce; %(default)s",
+        help="latency of the smallest all-reduce (%(default)s)",
     )
     requested.add_argument(
         "--gpus-per-node",
@@ -80,47 +81,52 @@ def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=1,
-        help="how many share a node and its link to others; gradients then go in the codec between nodes alone",
+        help="devices per node, which share one link to other nodes; gradients are then compressed "
+        "only between nodes",
     )
     requested.add_argument(
-        "--inside", metavar="RATE", help="of each device inside its node, as --bandwidth"
+        "--inside",
+        metavar="RATE",
+        help="bandwidth of each device within its node, in the units of --bandwidth",
     )
     requested.add_argument(
         "--inside-latency",
         metavar="SECONDS",
         type=float,
         default=1e-5,
-        help="of the smallest one there; %(default)s",
+        help="latency of the smallest all-reduce within a node (%(default)s)",
     )
     requested.add_argument(
         "--device",
         metavar="NAME",
-        help="of the catalog, which the model is reckoned for; t4 by default",
+        help="device of the catalog to predict the step for; t4 by default",
     )
     requested.add_argument(
-        "--profile", metavar="FILE", help="of qsync measure, in place of the model and a device"
+        "--profile",
+        metavar="FILE",
+        help="profile written by qsync measure, instead of a model and a device",
     )
     training_args.add_optimizer(requested)
     requested.add_argument(
         "--codec",
         action="append",
         metavar="NAME",
-        help="this one, and others that are named so; by default all",
+        help="codec to compare; repeatable; by default all codecs",
     )
     requested.add_argument(
         "--rates",
         metavar="FILE",
-        help="how fast codecs are: what qsync comm bench --json has printed",
+        help="codec speeds: the output of qsync comm bench --json",
     )
-    requested.add_argument("--json", action="store_true", help="one JSON object for other programs")
+    requested.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _predict(arguments: argparse.Namespace) -> None:
     if arguments.ranks < 2:
         raise OptionError(
-            "gradients go from one device to others",
+            "gradients are exchanged between at least 2 devices",
             where=f"--gpus {arguments.ranks}",
-            do="give 2 or more",
+            do="set --gpus to 2 or more",
         )
     bandwidth, inside = _bytes_a_second(arguments.bandwidth, "--bandwidth"), _inside(arguments)
 
@@ -133,7 +139,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     for name in arguments.codec or ():
         if name not in CODECS[1:]:
             raise OptionError(
-                f"nothing is foreseen of {shown(name)}",
+                f"there is no prediction for the codec {shown(name)}",
                 where="--codec",
                 do=nearest(name, CODECS[1:]),
             )
@@ -155,9 +161,10 @@ def _predict(arguments: argparse.Namespace) -> None:
         missing = [name for name in codecs if name not in how_fast.by_codec]
         codecs = [name for name in codecs if name in how_fast.by_codec]
         if not codecs:
-            do = "measure others: qsync comm bench --json"
             raise OptionError(
-                "it has the speed of no codec that can be foreseen", where=arguments.rates, do=do
+                "the file contains no codec that can be predicted",
+                where=arguments.rates,
+                do="measure more codecs with qsync comm bench --json",
             )
         if missing:
             output.note(f"{arguments.rates} has no speed of {', '.join(missing)}")
@@ -174,16 +181,17 @@ def _profile(arguments: argparse.Namespace, fmt: str) -> Profile:
 
     if arguments.profile is not None:
         if arguments.model is not None or arguments.device is not None:
-            do = "leave the model and the device out, or the profile"
             raise OptionError(
-                "a profile says of which model and device it is", where="--profile", do=do
+                "a profile already defines the model and the device",
+                where="--profile",
+                do="remove the model and --device, or remove --profile",
             )
         return Profile.load(arguments.profile, any_machine=True)
     if arguments.model is None:
         raise OptionError(
-            "there is neither a model nor a profile",
+            "neither a model nor a profile is given",
             where="MODULE:CALLABLE",
-            do="name the model, or give --profile",
+            do="add MODULE:CALLABLE or --profile",
         )
     trained = training_args.read(
         argparse.Namespace(**{**vars(arguments), "precision": None, "precisions": None})
@@ -206,15 +214,16 @@ def _read(path: str) -> Rates:
             str(row["codec"]): Rate(float(row["encode"]), float(row["decode"])) for row in rows
         }
     except (OSError, ValueError, TypeError, KeyError) as error:
-        do = "write it with qsync comm bench --json"
         raise OptionError(
-            f"the speeds of codecs cannot be read: {error}", where=path, do=do
+            f"the codec speeds cannot be read: {error}",
+            where=path,
+            do="write the file with qsync comm bench --json",
         ) from error
     if any(not (rate.encode > 0 and rate.decode > 0) for rate in result.values()):
         raise OptionError(
-            "a codec has a speed that is not above 0",
+            "a codec speed is not positive",
             where=path,
-            do="write it with qsync comm bench --json",
+            do="write the file with qsync comm bench --json",
         )
     return Rates(f"measured, {path}", result)
 
@@ -223,16 +232,16 @@ def _inside(arguments: argparse.Namespace) -> float | None:
     """Return the bytes per second of links inside nodes; None without nodes of several devices."""
     size, ranks = arguments.size, arguments.ranks
     if size < 1 or ranks % size or (size > 1 and ranks == size):
-        message = f"{ranks} devices do not make several nodes of {size}"
         raise OptionError(
-            message, where="--gpus-per-node", do="give a number that divides --gpus, and is less"
+            f"{ranks} devices cannot be divided into several nodes of {size}",
+            where="--gpus-per-node",
+            do="use a number that divides --gpus and is smaller than it",
         )
     if (size > 1) != (arguments.inside is not None):
-        message = "links inside a node are of devices that share one: --gpus-per-node and --inside belong together"
         raise OptionError(
-            message,
+            "--gpus-per-node and --inside require each other",
             where="--inside",
-            do="give both, as --gpus-per-node 4 --inside 100gbit, or neither",
+            do="set both, as in --gpus-per-node 4 --inside 100gbit, or neither",
         )
     return None if arguments.inside is None else _bytes_a_second(arguments.inside, "--inside")
 
@@ -246,7 +255,9 @@ def _bytes_a_second(text: str, where: str) -> float:
     )
     if not size:
         raise OptionError(
-            f"{text[:40]!r} is no bandwidth", where=where, do="write 1gbit, 100mbit or 12.5GB"
+            f"{text[:40]!r} is not a bandwidth",
+            where=where,
+            do="write it as in 1gbit, 100mbit or 12.5GB",
         )
     return size
 
@@ -275,7 +286,7 @@ def _show(
         if nodes.bandwidth
         else ""
     )
-    print(f"links of {_rate(bandwidth)}{several}; how fast codecs are is {rates.source}\n")
+    print(f"links of {_rate(bandwidth)}{several}; codec speeds are {rates.source}\n")
     rows = [
         (
             item.codec,
@@ -290,43 +301,53 @@ def _show(
         )
         for item in (without, *result)
     ]
-    sent = ("a node sends", "a rank inside") if several else ("a rank sends",)
+    sent = ("sent by a node", "sent in the node") if several else ("sent by a rank",)
     columns = (
         "codec",
         *sent,
-        "a step",
-        "faster",
+        "step",
+        "speedup",
         "coding",
-        "communicating",
+        "communication",
         "hidden",
         "pays below",
     )
     output.show(output.table(columns, rows, right=columns[1:]))
     chosen = best(without, result)
     quickest = min(result, key=lambda item: item.seconds)
-    won = 1 - quickest.seconds / without.seconds
+    saving = 1 - quickest.seconds / without.seconds
     limit = max((item.until for item in result if item.until is not None), default=0.0)
-    hidden = f"computing hides {without.hidden:.0%} of {duration(without.communicating)} of communication"
+    hidden = (
+        f"Without a codec, computation hides {without.hidden:.0%} of "
+        f"{duration(without.communicating)} of communication."
+    )
     if chosen is without:
-        limit_said = (
-            f"codecs would pay below {_rate(limit)}" if limit else "none would at any bandwidth"
-        )
-        why = f"{quickest.codec} makes a step {won:.1%} shorter, which is less than steps are foreseen to"
-        reported = f"\nDo not compress: {why if won > 0 else 'no codec makes a step shorter'}. Without one {hidden}; {limit_said}."
+        reason = "no codec shortens a step"
+        if saving > 0:
+            reason = (
+                f"{quickest.codec} shortens a step by {saving:.1%}, "
+                "which is within the error of the prediction"
+            )
+        threshold = "No codec would pay at any bandwidth."
+        if limit:
+            threshold = f"A codec would pay below {_rate(limit)}."
+        summary = f"\nDo not compress: {reason}. {hidden} {threshold}"
     else:
-        reported = (
-            f"\n{chosen.codec} pays: {duration(chosen.seconds)} a step in place of {duration(without.seconds)}, {won:.0%} less. "
-            f"Without a codec {hidden}. What it does to the loss is for find_plan to weigh, and for a run to show."
+        summary = (
+            f"\n{chosen.codec} pays: {duration(chosen.seconds)} per step instead of "
+            f"{duration(without.seconds)}, {saving:.0%} less. {hidden} "
+            "The effect on the loss is not predicted here: find_plan estimates it, "
+            "and a training run shows it."
         )
     if several:
-        reported += (
-            " Codecs are those of what goes between nodes: compress(..., hierarchical=True)."
+        summary += (
+            " Codecs apply to the traffic between nodes, as in compress(..., hierarchical=True)."
         )
-    output.show(Text(reported))
+    output.show(Text(summary))
     if profile.graph.device != "cpu":
         print(
-            "On these devices gradients are coded by the GPU, and go by way of its host, over gloo; what goes without one is foreseen as "
-            "the cluster says."
+            "On these devices the GPU encodes gradients, and gloo sends them through host memory. "
+            "Without a codec, communication is predicted from the links of the cluster."
         )
 
 
@@ -375,7 +396,7 @@ def _as_json(
 
 
 PREDICT: Final = Command(
-    "which codec pays, and from which bandwidth on none does",
+    "predict which codec pays, and below which bandwidth",
     _predict,
     _add_predict_arguments,
     _PREDICT_ABOUT,
@@ -384,15 +405,15 @@ PREDICT: Final = Command(
 
 
 _ABOUT = """\
-How fast codecs of gradients are on this processor.
+Measures the speed of gradient codecs on this processor.
 
-Each is timed in turns with a copy of the same memory: 1 means as fast as
-memcpy. GB are of FP32, whatever its bytes on the wire. Decoding adds to what is
-there, as the sum over ranks does.
+Runs of each codec are interleaved with a copy of the same memory; a ratio of 1
+means as fast as memcpy. GB/s count FP32 values, not encoded bytes. "decode and add"
+adds to the output, as the sum over ranks does; "decode" overwrites it.
 
-Run by several ranks (torchrun, benchmarks/communication/links.py) it averages gradients
-over their process group in each codec, in turns with torch's all-reduce and
-its FP16 hook, and says how long the slowest rank takes."""
+Several ranks (torchrun, benchmarks/communication/links.py) average gradients over
+their process group with each codec, interleaved with torch's all-reduce and its
+FP16 hook. The time is that of the slowest rank."""
 
 _EXAMPLES = """\
 examples:
@@ -402,9 +423,9 @@ examples:
   python benchmarks/communication/links.py --rate 100mbit --ranks 2 -- qsync comm bench"""
 
 
-_ALONE: Final = {
-    "1bit": "1bit codes the columns of each parameter; here all values are one column.",
-    "aqgb": "aqgb chooses its levels as it trains; here it sends all bits, as aqgb32 does.",
+_WITHOUT_MODEL: Final = {
+    "1bit": "1bit encodes the columns of each parameter; here all values form one column.",
+    "aqgb": "aqgb chooses its levels during training; here it sends all bits, as aqgb32 does.",
 }
 """Notes on codecs that behave differently without a model."""
 
@@ -414,16 +435,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--codec",
         action="append",
         metavar="NAME",
-        help="this one, and others that are named so; by default all",
+        help="codec to compare; repeatable; by default all codecs",
     )
     parser.add_argument(
-        "--megabytes", type=float, default=26.0, help="FP32 gradients of so many MiB (%(default)s)"
+        "--megabytes", type=float, default=26.0, help="size of FP32 gradients in MiB (%(default)s)"
     )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (%(default)s)")
     parser.add_argument(
-        "--repeats", type=int, default=15, help="turns, of which the median counts (%(default)s)"
+        "--repeats",
+        type=int,
+        default=15,
+        help="interleaved runs, of which the median counts (%(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON list for other programs")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -440,17 +464,19 @@ def _bench(arguments: argparse.Namespace) -> None:
     for name in ("megabytes", "threads", "repeats"):
         if not getattr(arguments, name) > 0:
             raise OptionError(
-                f"{name} is {getattr(arguments, name)}, and has to be above 0",
-                where="qsync comm bench",
+                f"{name} is {getattr(arguments, name)}, but must be positive",
+                where=f"--{name}",
+                do="use a number above 0",
             )
     torch.set_num_threads(arguments.threads)
     for name in arguments.codec or ():
         if name in DUOS:
-            do = f"train with it: compress(ddp, {name!r}, optimizer=optimizer); or time the codec that it sends in"
             raise OptionError(
-                f"{name} is DUO, which looks ahead while a model trains, and no codec",
+                f"{name} is a DUO optimizer mode, not a codec: it computes lookahead steps "
+                "during training",
                 where="--codec",
-                do=do,
+                do=f"train with compress(ddp, {name!r}, optimizer=optimizer), or measure the "
+                "codec that it uses",
             )
     codecs = [codec_named(name) for name in arguments.codec or NAMES]
     values = max(1, round(arguments.megabytes * 2**18))
@@ -475,18 +501,20 @@ def _bench(arguments: argparse.Namespace) -> None:
         for speed in result
     )
     print(
-        f"{_what(values, arguments)}; memcpy {statistics.median(speed.copy for speed in result) / 1e9:.1f} GB/s\n"
+        f"{_setup(values, arguments)}; "
+        f"memcpy {statistics.median(speed.copy for speed in result) / 1e9:.1f} GB/s\n"
     )
-    subject = ("encode", "decode", "decode and add")
+    operations = ("encode", "decode", "decode and add")
     columns = (
         "codec",
-        "bits a value",
-        *(f"{item} GB/s" for item in subject),
-        *(f"{item} to memcpy" for item in subject),
+        "bits per value",
+        *(f"{operation} GB/s" for operation in operations),
+        *(f"{operation} / memcpy" for operation in operations),
     )
     output.show(output.table(columns, rows, right=columns[1:]))
-    if reported := [_ALONE[speed.codec] for speed in result if speed.codec in _ALONE]:
-        print("\n" + "\n".join(reported))
+    notes = [_WITHOUT_MODEL[speed.codec] for speed in result if speed.codec in _WITHOUT_MODEL]
+    if notes:
+        print("\n" + "\n".join(notes))
 
 
 def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Namespace) -> None:
@@ -517,32 +545,34 @@ def _between_ranks(codecs: Sequence[str], values: int, arguments: argparse.Names
         )
         for item in result
     )
-    print(f"{_what(values, arguments)}; {world} ranks, of which the slowest counts\n")
+    print(f"{_setup(values, arguments)}; {world} ranks, time of the slowest\n")
     columns = (
-        "gradients by",
+        "reduction",
         "ms",
-        "times torch fp32",
-        "times torch fp16",
-        "of it coding, ms",
+        "time / torch fp32",
+        "time / torch fp16",
+        "coding ms",
         "MB sent by a rank",
     )
     output.show(output.table(columns, rows, right=columns[1:]))
 
 
-def _what(values: int, arguments: argparse.Namespace) -> str:
+def _setup(values: int, arguments: argparse.Namespace) -> str:
     from qsync_fx import _C
     from qsync_fx.formatting import many
 
-    settings = f"{many(arguments.threads, 'thread')}, {_C.isa()} kernels, medians of {many(arguments.repeats, 'turn')}"
-    return f"{values / 2**18:.3g} MiB of FP32 gradients, {settings}"
+    return (
+        f"{values / 2**18:.3g} MiB of FP32 gradients, {many(arguments.threads, 'thread')}, "
+        f"{_C.isa()} kernels, medians of {many(arguments.repeats, 'run')}"
+    )
 
 
 COMMAND = Command(
-    "what sending gradients in fewer bits costs",
-    about="What sending gradients in fewer bits costs, and where it pays.",
+    "measure and predict gradient compression",
+    about="Measures the speed of gradient codecs, and predicts where compression pays.",
     actions={
         "bench": Command(
-            "codecs against memcpy on this processor, or between ranks",
+            "measure codecs relative to memcpy on this processor, or between ranks",
             _bench,
             _arguments,
             _ABOUT,

@@ -7,7 +7,9 @@ import argparse
 from qsync_fx.cli import output
 from qsync_fx.cli.command import Command
 
-_ABOUT = "Shows the torch, CPU, CUDA, compilers and CUTLASS of this machine, and how each precision runs on it."
+_ABOUT = """\
+Shows torch, CPU, CUDA, compilers and CUTLASS of this machine, and how each
+precision runs on it."""
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
@@ -20,4 +22,4 @@ def _doctor(arguments: argparse.Namespace) -> None:
         raise report.quantizer.wrong
 
 
-COMMAND = Command("what this machine offers", _doctor, about=_ABOUT)
+COMMAND = Command("show hardware, tools and formats of this machine", _doctor, about=_ABOUT)

@@ -16,60 +16,62 @@ if TYPE_CHECKING:
     from qsync_fx.graph import Operator
 
 _ABOUT = """\
-Prints every operator of a model: who decides its precision, which one it gets
-and why, the format of its output, the line of the model it comes from, and
-what it costs. Piped, a line is as long as it gets; COLUMNS=100 makes it fit."""
+Prints every operator of a model: its kind, its precision and the reason for it,
+the format of its output, its source line, and its cost. Lines do not wrap in a
+pipe; COLUMNS=100 sets their width."""
 
 _EXAMPLES = """\
 examples:
   qsync inspect bert:small --precision int8               the table
-  qsync inspect bert:small --kind adjustable              what a plan decides
+  qsync inspect bert:small --kind adjustable              operators that a plan decides
   qsync inspect bert:small --after cascade                the graph after a pass
-  qsync inspect bert:small --diff assign insert_casts     what passes changed
-  qsync inspect bert:small --plan-out plan.json           a plan to edit, for --plan
-  qsync inspect bert:small --json | jq .operators[].id    for programs"""
+  qsync inspect bert:small --diff assign insert_casts     changes between two passes
+  qsync inspect bert:small --plan-out plan.json           a plan to edit and use with --plan
+  qsync inspect bert:small --json | jq .operators[].id    output for programs"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    model_args.add(parser, looks=True)
-    printed = parser.add_argument_group("what to print")
+    model_args.add(parser, inspection=True)
+    printed = parser.add_argument_group("output")
     printed.add_argument(
         "--kind",
         choices=("adjustable", "dependent", "fixed"),
-        help="in table and JSON only operators of this kind",
+        help="show only operators of this kind, in the table and in JSON",
     )
     show = printed.add_mutually_exclusive_group()
     show.add_argument(
-        "--after", metavar="PASS", help="the graph after this pass, in place of the table"
+        "--after", metavar="PASS", help="print the graph after this pass instead of the table"
     )
     show.add_argument(
         "--diff",
         metavar=("A", "B"),
         nargs=2,
-        help="what changed in the graph from after pass A to after pass B",
+        help="print the changes of the graph between pass A and pass B",
     )
     show.add_argument(
-        "--json", action="store_true", help="everything in the table and more, as one JSON object"
+        "--json", action="store_true", help="print one JSON object with more details than the table"
     )
-    write = parser.add_argument_group("files to write")
+    write = parser.add_argument_group("output files")
     write.add_argument(
         "--dot",
         metavar="FILE",
         type=output.to_write,
-        help="the operators and what flows between them, for Graphviz",
+        help="write the operators and their data flow for Graphviz",
     )
     write.add_argument(
         "--plan-out",
         metavar="FILE",
         type=output.to_write,
-        help="a plan that names every adjustable operator in the precision it got: a start for edits",
+        help="write a plan with the precision of every adjustable operator, to edit",
     )
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.kind and (arguments.after or arguments.diff):
         raise QSyncError(
-            "a graph is shown whole", where="--kind", do="leave --kind out, or --after and --diff"
+            "--kind does not apply to the graph that --after and --diff print",
+            where="--kind",
+            do="remove --kind, or remove --after and --diff",
         )
     explanation = model_args.read(arguments).explain()
     if arguments.after:
@@ -143,4 +145,4 @@ def _number(size: Any) -> object:
     return str(size) if available is None and size is not None else available
 
 
-COMMAND = Command("what the backend does to a model", _inspect, _arguments, _ABOUT, _EXAMPLES)
+COMMAND = Command("show the operators of a model", _inspect, _arguments, _ABOUT, _EXAMPLES)

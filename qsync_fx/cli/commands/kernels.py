@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import KernelError, OptionError, nearest
+from qsync_fx.formatting import many
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
 _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def _what_to_list(parser: argparse.ArgumentParser) -> None:
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
         metavar="DIR",
         nargs="?",
         type=Path,
-        help="a folder of kernels; by default the cache and QSYNC_KERNELS_PATH",
+        help="folder of kernels; by default the cache and the folders of QSYNC_KERNELS_PATH",
     )
     parser.add_argument(
-        "--json", action="store_true", help="everything that is known of each, as one JSON list"
+        "--json", action="store_true", help="print all details of each kernel as one JSON list"
     )
 
 
@@ -52,9 +53,9 @@ def _list(arguments: argparse.Namespace) -> None:
     )
     if arguments.folder and not arguments.folder.is_dir():
         raise OptionError(
-            "there is no such folder",
+            "the folder does not exist",
             where=str(arguments.folder),
-            do="qsync kernels path tells the cache's",
+            do="check the path; qsync kernels path prints the folder of the cache",
         )
     result = [entry for folder in folders for entry in kernel_cache.entries(folder)]
     full = [entry for entry in result if isinstance(entry, kernel_cache.CacheEntry)]
@@ -68,7 +69,9 @@ def _list(arguments: argparse.Namespace) -> None:
     else:
         output.note(f"no kernels in {', '.join(map(str, folders))}")
     if damaged := len(result) - len(full):
-        output.note(f"{damaged} damaged ones besides, which will be compiled anew")
+        output.note(
+            f"{many(damaged, 'damaged kernel')} omitted; they are recompiled when they are needed"
+        )
 
 
 def table_of(entries: Iterable[CacheEntry]) -> Table:
@@ -95,9 +98,11 @@ def _age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _what_to_clear(parser: argparse.ArgumentParser) -> None:
+def _add_clear_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--older-than", metavar="AGE", help="only those compiled longer ago: 90m, 12h, 30d or 8w"
+        "--older-than",
+        metavar="AGE",
+        help="remove only kernels older than this, such as 90m, 12h, 30d or 8w",
     )
 
 
@@ -107,11 +112,11 @@ def _clear(arguments: argparse.Namespace) -> None:
     seconds = _seconds(arguments.older_than)
     folder = kernel_cache.root()
     if not folder.is_dir():
-        output.note(f"nothing in {folder}")
+        output.note(f"the cache is empty: {folder}")
         return
     kernel_cache.prepare(folder)
     count, size = kernel_cache.clear(folder, seconds)
-    output.note(f"removed {count} kernels, {size / 2**20:.1f} MB, from {folder}")
+    output.note(f"removed {many(count, 'kernel')}, {size / 2**20:.1f} MB, from {folder}")
 
 
 def _seconds(age: str | None) -> float:
@@ -119,7 +124,7 @@ def _seconds(age: str | None) -> float:
         return 0.0
     if not re.fullmatch(r"\d{1,6}[mhdw]", age):
         raise OptionError(
-            f"{age!r} is no age",
+            f"{age!r} is not an age",
             where="--older-than",
             do="write a number and a unit: 90m, 12h, 30d or 8w",
         )
@@ -132,22 +137,22 @@ def _path(arguments: argparse.Namespace) -> None:
     print(kernel_cache.root())
 
 
-LIST = Command("what is kept", _list, _what_to_list, "Lists the kernels that are kept.")
+LIST = Command("list compiled kernels", _list, _add_list_arguments, "Lists compiled kernels.")
 CLEAR = Command(
-    "empty the cache",
+    "clear the cache",
     _clear,
-    _what_to_clear,
-    "Removes kernels from the cache; damaged ones always.",
+    _add_clear_arguments,
+    "Removes kernels from the cache. Damaged kernels are always removed.",
 )
-PATH = Command("where the cache is", _path, about="Prints the folder of the cache.")
+PATH = Command("print the folder of the cache", _path, about="Prints the folder of the cache.")
 
 
 _BUILD_ABOUT = """\
 Compiles CUDA kernels. No GPU is needed.
 
-With --model, those that the model's layers need when they are trained in the
-precision or by the plan given; the model may be on the CPU. Otherwise one for
-each product and format."""
+With --model, compiles the kernels that training this model with the given
+precision or plan uses; the model may be on the CPU. Without --model, compiles
+one kernel for each product and format."""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,21 +160,22 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--arch",
         metavar="ARCH",
         action="append",
-        help="what to compile for, such as sm_80 or sm_90a; repeatable; by default this machine's GPUs",
+        help="target architecture, such as sm_80 or sm_90a; repeatable; by default those of this "
+        "machine's GPUs",
     )
     parser.add_argument(
         "--every-candidate",
         action="store_true",
-        help="all kernels that the tuner may choose from, not only those that run where nothing was tuned",
+        help="compile all candidates of the tuner, not only the default kernels",
     )
     parser.add_argument(
         "--jobs",
         metavar="N",
         type=int,
-        help="how many compilers run at once; by default as cores and memory allow",
+        help="number of concurrent compilers; by default as cores and memory allow",
     )
     parser.add_argument(
-        "--output", metavar="DIR", type=Path, help="folder to keep them in, in place of the cache"
+        "--output", metavar="DIR", type=Path, help="folder for the kernels instead of the cache"
     )
     model_args.add(parser, "--model")
 
@@ -178,15 +184,16 @@ def _build(arguments: argparse.Namespace) -> None:
     from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache
 
     architectures = (
-        [_arch(name) for name in arguments.arch] if arguments.arch else _own_architectures()
+        [_arch(name) for name in arguments.arch] if arguments.arch else _local_architectures()
     )
     folder = None if arguments.output is None else kernel_cache.prepare(arguments.output.absolute())
     units = [unit for arch in architectures for unit in _units(arch, arguments)]
     if not units:
         raise OptionError(
-            "there is nothing to compile: torch computes all products of this model",
+            "no kernel needs to be compiled: torch computes all products of this model",
             where=arguments.model,
-            do="--every-candidate compiles what the tuner may choose from; see qsync inspect for the precisions",
+            do="use --every-candidate to compile the candidates of the tuner, or check the "
+            "precisions with qsync inspect",
         )
     since = time.monotonic()
     built = compiler.attempt(units, jobs=arguments.jobs, folder=folder)
@@ -194,7 +201,8 @@ def _build(arguments: argparse.Namespace) -> None:
     output.show(table_of(entry for entry in entries if entry is not None))
     seconds, place = time.monotonic() - since, folder or kernel_cache.root()
     output.note(
-        f"{len(built.libraries)} kernels for {', '.join(architectures)} in {place}, {seconds:.0f} s"
+        f"{many(len(built.libraries), 'kernel')} for {', '.join(architectures)} in {place}, "
+        f"{seconds:.0f} s"
     )
     if built.failures:
         raise _failed(list(built.failures.values()), len(units))
@@ -205,7 +213,7 @@ def _failed(failures: Sequence[KernelError], total: int) -> KernelError:
     if len(failures) == 1 and total == 1:
         return first
     return type(first)(
-        f"{len(failures)} of {total} kernels could not be compiled; the first: {first.what}",
+        f"{len(failures)} of {total} kernels could not be compiled; first error: {first.what}",
         where=first.where,
         do=first.do,
     )
@@ -218,13 +226,13 @@ def _arch(name: str) -> Arch:
         if arch == name:
             return arch
     raise OptionError(
-        f"{name!r} is no architecture that there are kernels for",
+        f"there are no kernels for the architecture {name!r}",
         where="--arch",
         do=nearest(name, ARCHITECTURES),
     )
 
 
-def _own_architectures() -> list[Arch]:
+def _local_architectures() -> list[Arch]:
     import torch
 
     from qsync_fx.backend.cuda.runtime.device_state import known_of
@@ -235,9 +243,9 @@ def _own_architectures() -> list[Arch]:
     available = [arch for arch in dict.fromkeys(result) if arch is not None]
     if not available:
         raise OptionError(
-            "this machine has no GPU that there are kernels for",
+            "this machine has no supported GPU",
             where="--arch",
-            do="say what to compile for, as in --arch sm_80",
+            do="name the target architecture, as in --arch sm_80",
         )
     return available
 
@@ -248,9 +256,9 @@ def _units(arch: Arch, arguments: argparse.Namespace) -> list[TranslationUnit]:
     if arguments.model is None:
         for option in model_args.given(arguments):
             raise OptionError(
-                "without a model there is nothing to train so",
+                "the option requires a model",
                 where=model_args.flag(option),
-                do="name one with --model",
+                do="add --model, or remove the option",
             )
         return candidates.of_all(arch)
     from qsync_fx.backend.cuda.runtime.device_state import assumed
@@ -268,21 +276,21 @@ BUILD = Command("compile kernels", _build, _arguments, _BUILD_ABOUT)
 
 
 _KERNELS_ABOUT = """\
-CUDA kernels are compiled by nvcc when they are first needed, and kept.
+nvcc compiles CUDA kernels on first use and stores them in a cache.
 
-This command compiles them before, for this machine or for one that has no
-compiler, and shows and clears what is kept."""
+This command compiles kernels ahead of time, for this machine or for a machine
+without a compiler, and lists and clears the cache."""
 
 _EXAMPLES = """\
 examples:
   qsync kernels build --arch sm_80 --model bert:small --precision int8
-  qsync kernels build --arch sm_90a --output kernels      to carry elsewhere,
-      where QSYNC_KERNELS_PATH=/path/to/kernels finds them
+  qsync kernels build --arch sm_90a --output kernels
+      for another machine, which loads them with QSYNC_KERNELS_PATH=/path/to/kernels
   qsync kernels list --json | jq .[].name
   qsync kernels clear --older-than 30d"""
 
 COMMAND = Command(
-    "compile CUDA kernels, see and clear them",
+    "compile CUDA kernels, list and clear the cache",
     about=_KERNELS_ABOUT,
     examples=_EXAMPLES,
     actions={"build": BUILD, "list": LIST, "clear": CLEAR, "path": PATH},

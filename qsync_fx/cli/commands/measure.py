@@ -15,61 +15,65 @@ if TYPE_CHECKING:
 
 _ABOUT = f"""\
 Trains a model for some steps under a few plans, and attributes the time of the
-compiled code to its operators. What comes out foresees any other plan. As to the
-loss, {training_args.LOSS}.
+compiled code to its operators. The resulting profile predicts any other plan.
+{training_args.LOSS}
 
-The model is compiled once a plan, which takes seconds to minutes each. With
---output a measurement that was interrupted goes on from there.
+The model is compiled once per plan, which takes seconds to minutes each. With
+--output, an interrupted measurement resumes.
 
-With --device nothing is measured: the profile is what the catalog says of a
-device that is not at hand, such as those of a cluster. The step runs here, to see
-what it gives the model."""
+With --device, nothing is measured: the profile is computed from the catalog, for
+a device that is not in this machine. The step still runs here, to record the
+inputs of the model and the memory of the loss."""
 
 _EXAMPLES = """\
 examples:
   qsync measure bert:small --output cpu.json
   qsync measure bert:small --precisions fp32,bf16 --optimizer sgd
-  qsync measure bert:small --plan plan.json --output cpu.json   measures the plan itself, too
-  qsync measure bert:small --plan plan.json --profile cpu.json  the plan alone, which corrects cpu.json
-  qsync measure bert:small --device t4 --output t4.json         a T4, by the catalog"""
+  qsync measure bert:small --plan plan.json --output cpu.json   also measures the plan
+  qsync measure bert:small --plan plan.json --profile cpu.json  corrects cpu.json by the plan
+  qsync measure bert:small --device t4 --output t4.json         a T4 from the catalog"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     measured = training_args.add(
         parser,
-        "what to measure, and how",
-        "formats with commas between them; by default what the device computes itself",
+        "measurement",
+        "comma-separated formats; by default the native formats of the device",
         "a profile",
     )
     training_args.add_optimizer(measured)
     measured.add_argument(
         "--device",
         metavar="NAME",
-        help="of the catalog, or the path of a file of one: its profile is reckoned, and nothing measured; see docs/howto-device.md",
+        help="device of the catalog, or path of a device file: compute its profile without a "
+        "measurement; see docs/howto-device.md",
     )
     measured.add_argument(
         "--profile",
         metavar="FILE",
         type=Path,
-        help="one that is there: only what --plan names is measured, and corrects it; --output may name another file to write",
+        help="existing profile to correct: measures only the plan of --plan; --output writes the "
+        "result to another file",
     )
     measured.add_argument(
         "--sensitivity",
         metavar="METHOD",
-        help="how it is found what operators add to the variance of gradients (see qsync sensitivity), or none; exact by default",
+        help="method for the gradient variance that operators add (see qsync sensitivity), or "
+        "none; second_order by default",
     )
     measured.add_argument(
-        "--repeats", metavar="N", type=int, help="how often each plan has its turn; 7 by default"
+        "--repeats", metavar="N", type=int, help="interleaved runs of each plan; 7 by default"
     )
     measured.add_argument(
         "--cache",
         action="store_true",
-        help="keep it where torch.compile finds it: without a plan or a precision the model trains by the plan found from it from then on",
+        help="cache the plan found from this profile: torch.compile then uses it for this model if "
+        "neither a plan nor a precision is given",
     )
     training_args.add_output(
         parser,
-        "the profile, for other commands",
-        "the profile to standard output, as its file holds it",
+        "write the profile for other commands",
+        "print the profile in the format of its file",
     )
 
 
@@ -82,11 +86,10 @@ def _measure(arguments: argparse.Namespace) -> None:
     trained = training_args.read(arguments)
     inputs = trained.given
     if arguments.profile is not None and arguments.sensitivity is not None:
-        message = "a profile that is corrected keeps its sensitivity"
         raise OptionError(
-            message,
+            "the correction of a profile does not change its sensitivity",
             where="--sensitivity",
-            do="leave it out, or leave --profile out to measure anew",
+            do="remove --sensitivity, or remove --profile to measure a new profile",
         )
     path = arguments.output or arguments.profile
     options = {name: value for name, value in model_args.given(arguments).items() if name != "plan"}
@@ -111,7 +114,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         from qsync_fx.allocator.api import cache_plan
 
         output.wrote(cache_plan(profile))
-    _tell(profile, arguments)
+    _show(profile, arguments)
 
 
 def _from_catalog(arguments: argparse.Namespace) -> None:
@@ -128,10 +131,12 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
         f"--{name}": getattr(arguments, name) or None
         for name in ("profile", "sensitivity", "repeats", "cache")
     }
-    if text := [name for name, value in measuring.items() if value is not None]:
-        are = "is" if len(text) == 1 else "are"
-        message = f"a profile of the catalog is computed, and {', '.join(text)} {are} for profiles measured here"
-        raise OptionError(message, where="--device", do="leave one or the other out")
+    if unsupported := [name for name, value in measuring.items() if value is not None]:
+        raise OptionError(
+            f"--device measures nothing, so it cannot be combined with {', '.join(unsupported)}",
+            where="--device",
+            do=f"remove --device, or remove {', '.join(unsupported)}",
+        )
     device = get(arguments.device)
     trained = training_args.read(arguments)
     optimizer = training_args.optimizer(arguments.optimizer, trained.module)
@@ -140,10 +145,10 @@ def _from_catalog(arguments: argparse.Namespace) -> None:
     )
     if arguments.output is not None:
         output.wrote(profile.save(arguments.output))
-    _tell(profile, arguments)
+    _show(profile, arguments)
 
 
-def _tell(profile: Profile, arguments: argparse.Namespace) -> None:
+def _show(profile: Profile, arguments: argparse.Namespace) -> None:
     from qsync_fx.profiler.profile import PROFILE, profile_table
 
     if arguments.json:
@@ -153,5 +158,5 @@ def _tell(profile: Profile, arguments: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "how long operators take here, in each format", _measure, _arguments, _ABOUT, _EXAMPLES
+    "measure operators in each format on this machine", _measure, _arguments, _ABOUT, _EXAMPLES
 )

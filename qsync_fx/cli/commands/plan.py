@@ -13,16 +13,16 @@ from qsync_fx.cli.command import Command
 from qsync_fx.errors import OptionError
 
 _ABOUT = f"""\
-Chooses the format of each operator on each class of devices, so that a step of
-the cluster takes no longer than in low precision and gradients are disturbed
-least, or what else --objective asks for. Nothing is trained.
+Chooses the format of each operator on each class of devices. By default, a step of
+the cluster takes no longer than in low precision, and the plan adds the least
+variance to gradients; --objective selects another goal. No model is trained.
 
-What is known of devices comes from profiles (qsync measure), or is reckoned by
-the catalog for those that the cluster's file gives a device of. One model alone
-is measured here first, which takes minutes. Where profiles are of this machine
-and the model is named, the plan is run here, profiles are corrected by what it
-takes, and it is looked for again until both agree.
-{training_args.LOSS.capitalize()}."""
+Devices are described by profiles (qsync measure), or by the catalog if the cluster
+file names a catalog device. A model without either is measured here first, which
+takes minutes. If a profile is of this machine and the model is given, the plan also
+runs here: its measured step corrects the profiles, and planning repeats until
+prediction and measurement agree.
+{training_args.LOSS}"""
 
 _EXAMPLES = """\
 examples:
@@ -30,80 +30,87 @@ examples:
   qsync plan --profile v100=a.json --profile t4=b.json --cluster cluster.toml --memory t4=30%
   qsync plan --profile cpu.json --objective fastest --budget bf16
   qsync plan bert:small --cluster cluster.toml --compare          all allocators and baselines
-  qsync plan --profile cpu.json --explain encoder.0/linear        why it has its format
-  qsync plan --profile cpu.json --set 'encoder.*=fp32'            what if these had another one
-  qsync plan bert:small -o plan.json                              measures, plans, runs the plan
+  qsync plan --profile cpu.json --explain encoder.0/linear        reason for its format
+  qsync plan --profile cpu.json --set 'encoder.*=fp32'            effect of another format
+  qsync plan bert:small -o plan.json                              measure, plan, run the plan
   qsync plan bert:small --cluster cluster.toml --codecs qsgd8,qsgd4
   qsync plan --profile cpu.json --pareto front.svg                time against variance"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     given_plan = OptionError(
-        "a plan is what is looked for",
+        "qsync plan computes a plan and does not accept one",
         where="--plan",
-        do="leave it out; see qsync replay for one that is there",
+        do="remove it, or use qsync replay to evaluate an existing plan",
     )
     group = training_args.add(
         parser,
-        "what to plan for",
-        "formats that plans may ask for, with commas between them",
+        "planning problem",
+        "comma-separated formats that the plan may use",
         "a plan",
-        needed=False,
+        required=False,
         refused={"plan": given_plan},
     )
     group.add_argument(
-        "--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md"
+        "--cluster", metavar="FILE", help="TOML file of devices and links; see docs/predictor.md"
     )
     group.add_argument(
         "--profile",
         metavar="FILE",
         action="append",
         default=[],
-        help="profile, or NAME=FILE; may be repeated",
+        help="profile, or NAME=FILE for a class of devices; repeatable",
     )
     group.add_argument(
-        "--sensitivity", metavar="FILE", help="of qsync sensitivity, in place of what profiles hold"
+        "--sensitivity",
+        metavar="FILE",
+        help="file of qsync sensitivity, which replaces the sensitivities in profiles",
     )
     group.add_argument(
         "--method",
         metavar="NAME",
         default="second_order",
-        help="how it is found where nothing says it; %(default)s, or depth",
+        help="method for missing sensitivities: %(default)s, depth or another method of "
+        "qsync sensitivity",
     )
     training_args.add_optimizer(group)
     group.add_argument(
-        "--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices"
+        "--objective",
+        metavar="NAME",
+        help="hybrid, fastest or recover; by default hybrid for several devices, else fastest",
     )
     group.add_argument(
         "--budget",
         metavar="VARIANCE",
-        help="for fastest and recover: a number, or the format of a uniform plan",
+        help="limit of the variance, for fastest and recover: a number, or the format of a "
+        "uniform plan",
     )
     group.add_argument(
         "--target",
         metavar="SECONDS",
-        help="what a step may take: a number, or the format of a uniform plan",
+        help="limit of the step time: a number, or the format of a uniform plan",
     )
     group.add_argument(
         "--margin",
         metavar="SHARE",
         type=float,
-        help="by which devices are planned on as slower; what is uncertain by default",
+        help="share by which devices are assumed slower than predicted; by default the "
+        "uncertainty of the prediction",
     )
     group.add_argument(
         "--memory",
         metavar="SIZE",
         action="append",
         default=[],
-        help='"30%%", "4 GB" or bytes, or NAME=SIZE; repeatable',
+        help='memory limit: "30%%", "4 GB" or bytes; NAME=SIZE for a class of devices; repeatable',
     )
     group.add_argument(
-        "--allocator", metavar="NAME", default="milp", help="what chooses; %(default)s by default"
+        "--allocator", metavar="NAME", default="milp", help="allocator; %(default)s by default"
     )
     group.add_argument(
         "--tie-blocks",
         action="store_true",
-        help="operators at one place of equal blocks get one format",
+        help="give corresponding operators of equal blocks the same format",
     )
     group.add_argument(
         "--max-replans",
@@ -111,65 +118,70 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         dest="max_replans",
         metavar="N",
         type=int,
-        help="how often a plan at hand is run and looked for again; 3 at most by default, 0 for not",
+        help="maximum number of runs of the plan on this machine, each followed by new planning; "
+        "3 by default, 0 runs none",
     )
     group.add_argument(
         "--codecs",
         metavar="NAMES",
-        help="what buckets of gradients may be sent in beside fp32, with commas between them: qsgd8,qsgd4",
+        help="comma-separated codecs for gradient buckets besides fp32, such as qsgd8,qsgd4",
     )
-    looked = parser.add_argument_group("what to ask of the plan")
-    looked.add_argument(
+    analyses = parser.add_argument_group("analyses of the plan")
+    analyses.add_argument(
         "--compare",
         action="store_true",
-        help="what all allocators and baselines make of it, side by side",
+        help="compare all allocators and baselines",
     )
-    looked.add_argument(
+    analyses.add_argument(
         "--hessian",
         metavar="FILE",
         nargs="?",
         const="",
-        help="compare with HAWQ's order, too: found here, or from a file",
+        help="also compare with HAWQ's order, computed here or read from a file",
     )
-    looked.add_argument(
+    analyses.add_argument(
         "--explain",
         metavar="OP",
         action="append",
         default=[],
-        help="why an operator, or each that a pattern selects, has its format",
+        help="explain the format of an operator, or of each operator that a pattern selects",
     )
-    looked.add_argument(
+    analyses.add_argument(
         "--set",
         metavar="OP=FORMAT",
         action="append",
         default=[],
-        help="what if it had another, or all of a pattern; repeatable",
+        help="evaluate the plan with another format for an operator or pattern; repeatable",
     )
-    looked.add_argument(
+    analyses.add_argument(
         "--device",
         metavar="NAME",
-        help="of which class --explain and --set speak, where there are several",
+        help="class of devices for --explain and --set, if there are several",
     )
-    looked.add_argument(
+    analyses.add_argument(
         "--pareto",
         metavar="FILE",
         nargs="?",
         const="",
         type=_picture,
-        help="time against variance; FILE.svg or FILE.html gets a picture",
+        help="Pareto front of step time and variance; FILE.svg or FILE.html gets a plot",
     )
-    looked.add_argument(
-        "--points", metavar="N", type=int, default=9, help="of --pareto; %(default)s by default"
+    analyses.add_argument(
+        "--points",
+        metavar="N",
+        type=int,
+        default=9,
+        help="number of points of --pareto; %(default)s by default",
     )
-    saved = parser.add_argument_group("what to write")
+    saved = parser.add_argument_group("output")
     saved.add_argument(
         "-o",
         "--output",
         metavar="FILE",
         type=output.to_write,
-        help="the plan, for all ranks; with --set as changed",
+        help="write the plan for all ranks, with the changes of --set",
     )
-    saved.add_argument("--json", action="store_true", help="all of it as one JSON object")
+    saved.add_argument("--json", action="store_true", help="print the report as one JSON object")
 
 
 def _picture(path: str) -> Path | str:
@@ -182,7 +194,7 @@ def _picture(path: str) -> Path | str:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from qsync_fx.cli import plan_inputs as knowing, plan_report
+    from qsync_fx.cli import plan_inputs, plan_report
     from qsync_fx.predictor.replayer.cluster import Cluster
 
     # Check files before the import of torch, which is slow.
@@ -191,23 +203,23 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     from qsync_fx.allocator.api import find_plan
 
-    inputs = knowing.read(arguments, cluster)
+    inputs = plan_inputs.read(arguments, cluster)
     answer = find_plan(
         inputs.profiles.get("", inputs.profiles),
         inputs.cluster,
-        objective=knowing.objective(arguments, inputs),  # type: ignore[arg-type]
-        budget=knowing.limit(arguments.budget),
-        target=knowing.limit(arguments.target),
-        memory=knowing.memory(arguments),
+        objective=plan_inputs.objective(arguments, inputs),  # type: ignore[arg-type]
+        budget=plan_inputs.limit(arguments.budget),
+        target=plan_inputs.limit(arguments.target),
+        memory=plan_inputs.memory(arguments),
         allocator=plan_report.allocator(arguments, inputs),
         precisions=None if arguments.precisions is None else arguments.precisions.split(","),
         sensitivity=inputs.sensitivity,
         tie_blocks=arguments.tie_blocks,
         codecs=() if arguments.codecs is None else arguments.codecs.split(","),
         margin=arguments.margin,
-        **knowing.at_hand(arguments, inputs),
+        **plan_inputs.run_arguments(arguments, inputs),
     )
     plan_report.PlanReport(arguments, inputs, answer, changes).show()
 
 
-COMMAND = Command("which operator computes in which format", _plan, _arguments, _ABOUT, _EXAMPLES)
+COMMAND = Command("choose the format of each operator", _plan, _arguments, _ABOUT, _EXAMPLES)

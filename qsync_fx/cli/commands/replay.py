@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from qsync_fx.timeline.timeline import Timeline
 
 _ABOUT = """\
-Replays a training step: what each device computes, when gradients travel, and
-who waits for whom. Nothing is run. Plans and profiles of several classes of
-devices are given as NAME=FILE, with the names of the cluster's file; what
-stands there without a name is that of all.
+Simulates a training step: the computation of each device, the transfer of
+gradients, and the waiting times of devices. No model is run. For several classes
+of devices, write plans and profiles as NAME=FILE, with the names of the cluster
+file; a FILE without a name applies to all classes.
 
-With --trace the step of a run that was traced is replayed: one file of each
-rank, or one of each class of devices together with a cluster."""
+With --trace, replays the step of a traced run, from one file per rank, or from one
+file per class of devices and a cluster."""
 
 _EXAMPLES = """\
 examples:
   qsync replay plan.json --profile cpu.json            a step on this machine
-  qsync replay plan.json --profile t4.json --any-machine   one that was measured elsewhere
+  qsync replay plan.json --profile t4.json --any-machine   a step on another machine
   qsync replay v100=a.json t4=b.json --cluster cluster.toml --perfetto out.json
-  qsync replay plan.json --cluster cluster.toml        profiles that the cluster names
-  qsync replay --trace rank0.json rank1.json           a run as it was, without waiting in collectives
+  qsync replay plan.json --cluster cluster.toml        with the profiles of the cluster file
+  qsync replay --trace rank0.json rank1.json           a traced run, without its waiting times
   qsync replay plan.json --profile cpu.json --json | jq .seconds"""
 
 
@@ -43,40 +43,43 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="profile, or NAME=FILE; may be repeated",
+        help="profile, or NAME=FILE for a class of devices; repeatable",
     )
     parser.add_argument(
         "--any-machine",
         action="store_true",
-        help="the profile of one device may be one that was measured on another machine, as those of a cluster may",
+        help="accept a profile of a single device from another machine; profiles of a cluster are "
+        "always accepted",
     )
     parser.add_argument(
-        "--cluster", metavar="FILE", help="devices and links, a file of TOML; see docs/predictor.md"
+        "--cluster", metavar="FILE", help="TOML file of devices and links; see docs/predictor.md"
     )
-    traced = parser.add_argument_group("traces in place of plans and profiles")
+    traced = parser.add_argument_group("traces instead of plans and profiles")
     traced.add_argument(
         "--trace",
         metavar="FILE",
         nargs="+",
         default=[],
-        help="traces of torch.profiler, or NAME=FILE",
+        help="traces of torch.profiler, or NAME=FILE for classes of devices",
     )
     traced.add_argument(
         "--execution-trace",
         metavar="FILE",
         nargs="+",
         default=[],
-        help="execution traces of the same runs, in order",
+        help="execution traces of the same runs, in the order of --trace",
     )
-    printed = parser.add_argument_group("what to print and write")
+    printed = parser.add_argument_group("output")
     printed.add_argument(
         "--operators",
         metavar="N",
         type=int,
-        help="how many operators to show, the longest first; 15, and all with --json",
+        help="number of operators to show, the longest first; by default 15, with --json all",
     )
     printed.add_argument(
-        "--json", action="store_true", help="the step, devices and operators as one JSON object"
+        "--json",
+        action="store_true",
+        help="print the step, devices and operators as one JSON object",
     )
     printed.add_argument(
         "--perfetto",
@@ -90,7 +93,9 @@ def _replay(arguments: argparse.Namespace) -> None:
     shown = arguments.operators
     if shown is not None and shown < 0:
         raise OptionError(
-            f"{shown} operators cannot be shown", where="--operators", do="give 0 or more"
+            f"the number of operators is {shown}, but must not be negative",
+            where="--operators",
+            do="use 0 or more",
         )
     timeline = _of_traces(arguments) if arguments.trace else _of_plans(arguments)
     if arguments.json:
@@ -107,9 +112,9 @@ def _replay(arguments: argparse.Namespace) -> None:
 def _of_plans(arguments: argparse.Namespace) -> Timeline:
     if not arguments.plan:
         raise OptionError(
-            "there is no plan to replay",
+            "neither a plan nor a trace is given",
             where="PLAN",
-            do="name a plan file, or traces with --trace",
+            do="add a plan file, or traces with --trace",
         )
     plans, profiles = named(arguments.plan, "PLAN"), named(arguments.profile, "--profile")
     cluster = _cluster(arguments)
@@ -127,14 +132,17 @@ def _of_plans(arguments: argparse.Namespace) -> Timeline:
 def _of_traces(arguments: argparse.Namespace) -> Timeline:
     if arguments.plan or arguments.profile or arguments.any_machine:
         raise OptionError(
-            "a trace is of the plan that ran", where="--trace", do="leave plans and profiles out"
+            "a trace already contains its plan and durations",
+            where="--trace",
+            do="remove plans, --profile and --any-machine, or remove --trace",
         )
     traces = named(arguments.trace, "--trace", "rank {}")
     executions = arguments.execution_trace
     if executions and len(executions) != len(traces):
-        message = f"{len(executions)} execution traces for {len(traces)} traces"
         raise OptionError(
-            message, where="--execution-trace", do="give one for each trace, in the same order"
+            f"there are {len(executions)} execution traces for {len(traces)} traces",
+            where="--execution-trace",
+            do="name one execution trace for each trace, in the same order",
         )
     cluster = _cluster(arguments)
 
@@ -205,5 +213,5 @@ def as_json(timeline: Timeline, shown: int | None = None) -> Mapping[str, Any]:
 
 
 COMMAND = Command(
-    "how long a training step takes under a plan", _replay, _arguments, _ABOUT, _EXAMPLES
+    "predict the time of a training step under a plan", _replay, _arguments, _ABOUT, _EXAMPLES
 )

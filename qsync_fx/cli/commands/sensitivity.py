@@ -15,16 +15,15 @@ if TYPE_CHECKING:
     from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
 
 _ABOUT = f"""\
-Runs a model for some steps, in FP32, and says what each operator would add to
-the variance of its gradients in each precision: what a plan for mixed precision
-keeps small. Nothing is trained.
-{training_args.LOSS.capitalize()}.
+Runs a model in FP32 for some steps, and estimates the variance that each operator
+would add to the gradients in each precision. A mixed-precision plan minimizes this
+variance. No model is trained.
+{training_args.LOSS}
 
-The inputs are one batch, of which --fraction is used, in each step anew.
---check runs other methods and real quantized passes beside it and says how well
-they agree (Spearman's correlation of ranks); it costs a pass an operator,
-precision and draw. What was interrupted goes on from its last step when it is
-asked again with the same --output: steps are kept in OUTPUT.partial."""
+Each step draws the share --fraction of the batch. --check also runs other methods
+and real quantized passes, and reports their agreement (Spearman's rank
+correlation); it costs one pass per operator, precision and draw. With --output, an
+interrupted command resumes from its last step: steps are saved in OUTPUT.partial."""
 
 _EXAMPLES = """\
 examples:
@@ -39,12 +38,14 @@ _TRUTH = "monte_carlo"
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     alone = OptionError(
-        "a sensitivity is that of each operator alone", where="--plan", do="leave the plan out"
+        "a sensitivity does not depend on a plan: it covers each operator separately",
+        where="--plan",
+        do="remove --plan",
     )
     settings = training_args.add(
         parser,
-        "what to find, and how",
-        "with commas between them; by default narrow ones that the device has units for",
+        "estimation",
+        "comma-separated formats; by default the native formats of the device narrower than fp32",
         "a sensitivity",
         refused={"plan": alone},
     )
@@ -52,25 +53,29 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--method",
         metavar="NAME",
         default="second_order",
-        help="how: second_order (default), injected, paper and others",
+        help="method: second_order (default), injected, paper and others",
     )
     settings.add_argument(
-        "--steps", metavar="N", type=int, default=50, help="a mean over so many steps (%(default)s)"
+        "--steps",
+        metavar="N",
+        type=int,
+        default=50,
+        help="number of steps to average over (%(default)s)",
     )
     settings.add_argument(
         "--fraction",
         metavar="F",
         type=float,
         default=0.5,
-        help="how much of the batch (%(default)s)",
+        help="share of the batch for each step (%(default)s)",
     )
     settings.add_argument(
         "--check", action="store_true", help="compare methods with real quantized passes"
     )
     training_args.add_output(
         parser,
-        "the sensitivity, for programs",
-        "the same to standard output, in place of the table",
+        "write the sensitivity as JSON",
+        "print the sensitivity as JSON instead of the table",
     )
 
 
@@ -127,8 +132,8 @@ def _show_agreement(result: Sequence[Sensitivity]) -> None:
         "precision",
         "operators",
         "Spearman",
-        "times the truth",
-        "spread of the truth",
+        "ratio to reference",
+        "reference spread",
         "seconds",
     )
     body = []
@@ -144,13 +149,14 @@ def _show_agreement(result: Sequence[Sensitivity]) -> None:
             )
             body.append((item.method, name, *numbers))
     print(
-        f"\nheld to real quantized passes, mean square error of the gradients, {truth.seconds:.0f} s"
+        "\nreference: mean square error of the gradients in real quantized passes, "
+        f"{truth.seconds:.0f} s"
     )
     output.show(output.table(heading, body, heading[2:]))
 
 
 COMMAND = Command(
-    "what narrow operators add to the variance of gradients",
+    "estimate the gradient variance of each operator",
     _sensitivity,
     _arguments,
     _ABOUT,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qsync_fx.cli import model_args, output
 from qsync_fx.cli.command import Command
 from qsync_fx.errors import DeviceError, OptionError
+from qsync_fx.formatting import many
 
 if TYPE_CHECKING:
     import torch
@@ -24,41 +25,41 @@ if TYPE_CHECKING:
     from qsync_fx.backend.cuda.tuning import Environment, TableWriter, Timer, TunedChoice
 
 _ABOUT = """\
-Measures torch's own product and each kernel that serves for every matrix
-product and convolution of a model, forward and backward, and keeps the
-fastest. Training uses what is kept from then on.
+Measures torch's implementation and each suitable kernel for every matrix product
+and convolution of a model, forward and backward, and saves the fastest. Training
+then uses the saved choices.
 
-Sizes are rounded to the next quarter of a power of two, so one run serves
-similar batches. A kernel replaces torch where it is more than 3 % faster;
-int8 and fp8 are used where they beat bf16."""
+Sizes are rounded to the next quarter of a power of two, so one run covers similar
+batches. A kernel replaces torch if it is more than 3 % faster; int8 and fp8 are used
+if they are faster than bf16."""
 
 _EXAMPLES = """\
 examples:
   qsync tune bert:small --precision int8
   qsync tune bert:small --precision fp8 --device cuda:1 --repeats 21
-  qsync tune bert:small --precision int8 --record h200.json   keep every timing
-  qsync tune bert:small --precision int8 --recorded h200.json decide without a GPU"""
+  qsync tune bert:small --precision int8 --record h200.json   save every timing
+  qsync tune bert:small --precision int8 --recorded h200.json choose without a GPU"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     model_args.add(parser)
-    measured = parser.add_argument_group("how to measure")
+    measured = parser.add_argument_group("measurement")
     measured.add_argument(
-        "--device", metavar="NAME", default="cuda", help="the GPU to measure on, such as cuda:1"
+        "--device", metavar="NAME", default="cuda", help="GPU to measure on, such as cuda:1"
     )
     measured.add_argument(
         "--repeats",
         metavar="N",
         type=int,
-        help="how often each candidate is measured; 9 by default",
+        help="measurements of each candidate; 9 by default",
     )
     measured.add_argument(
         "--recorded",
         metavar="FILE",
         type=Path,
-        help="take timings from this file, in place of a GPU",
+        help="read timings from this file instead of measuring",
     )
-    saved = parser.add_argument_group("what to write")
+    saved = parser.add_argument_group("output")
     saved.add_argument(
         "--record",
         metavar="FILE",
@@ -69,10 +70,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         type=Path,
-        help="table to keep results in, in place of the user's own",
+        help="file for the table of results instead of the user's own",
     )
     saved.add_argument(
-        "--json", action="store_true", help="every choice and median, as one JSON object"
+        "--json", action="store_true", help="print all choices and medians as one JSON object"
     )
 
 
@@ -86,11 +87,15 @@ def _tune(arguments: argparse.Namespace) -> None:
     rounds = ROUNDS if arguments.repeats is None else arguments.repeats
     if rounds < 1:
         raise OptionError(
-            f"a candidate cannot be measured {rounds} times", where="--repeats", do="give 1 or more"
+            f"the number of measurements is {rounds}, but must be at least 1",
+            where="--repeats",
+            do="use 1 or more",
         )
     if arguments.recorded and arguments.record:
         raise OptionError(
-            "timings are read or written", where="--recorded, --record", do="give one of them"
+            "--recorded reads timings and --record writes them, which excludes each other",
+            where="--recorded, --record",
+            do="remove one of them",
         )
     if arguments.output is not None:
         tuning.check_writable(arguments.output)
@@ -108,9 +113,9 @@ def _tune(arguments: argparse.Namespace) -> None:
         make, keepers = _measuring(gpu, arch)
     if not problems:
         raise OptionError(
-            "torch computes every product of this model, whatever the device",
+            "there is no product to tune: torch computes every product of this model",
             where=arguments.model,
-            do="give a --precision that kernels are for, such as int8; see qsync inspect",
+            do="set a --precision that has kernels, such as int8; see qsync inspect",
         )
 
     def candidates(problem: Problem) -> Sequence[Any]:
@@ -147,20 +152,24 @@ def _gpu(name: str) -> tuple[torch.device, Arch]:
         gpu = torch.device(name)
     except RuntimeError:
         raise OptionError(
-            f"{name!r} is no device", where="--device", do="write cuda, or cuda:1 for the second"
+            f"{name!r} is not a device",
+            where="--device",
+            do="write cuda, or cuda:1 for the second GPU",
         ) from None
     count = torch.cuda.device_count()
     if gpu.type != "cuda" or (gpu.index or 0) >= count:
         raise DeviceError(
-            f"there is no GPU {name} to measure on: this machine has {count or 'none'}",
+            f"there is no GPU {name}: this machine has {many(count, 'GPU') if count else 'no GPU'}",
             where="--device",
-            do="run it on a machine that has one; --recorded FILE decides by timings from there",
+            do="run qsync tune on a machine with a GPU, or use its timings with --recorded FILE",
         )
     gpu = torch.device("cuda", gpu.index or 0)
     result = device_state.known_of(gpu)
     if result.arch is None:
         raise DeviceError(
-            f"there are no kernels to tune: {result.reason}", where=str(gpu), do="see qsync doctor"
+            f"there are no kernels for this GPU: {result.reason}",
+            where=str(gpu),
+            do="see qsync doctor",
         )
     return gpu, result.arch
 
@@ -262,13 +271,13 @@ def _table(choices: list[TunedChoice], wide: str) -> Printed:
 
 def _note(choice: TunedChoice, wide: str) -> str:
     notes = (
-        [f"no faster than {wide}, so {choice.problem.a} is not used"]
+        [f"not faster than {wide}, so {choice.problem.a} is not used"]
         if choice.faster_than_bf16 is False
         else []
     )
     if choice.failed:
         name, why = next(iter(choice.failed.items()))
-        notes.append(f"{len(choice.failed)} did not run: {name}: {why.splitlines()[0]}")
+        notes.append(f"{many(len(choice.failed), 'kernel')} failed: {name}: {why.splitlines()[0]}")
     return "; ".join(notes)
 
 

@@ -170,7 +170,7 @@ class Gatherer:
             length = point_to_point.length_of(result[HEADER:])
             fault = self._head(bucket, segment, peer, length).fault(result[:HEADER])
             if fault is None and length > most:
-                fault = f"its length is {length}, and can be {most}"
+                fault = f"its length is {length}, but at most {most} is valid"
             if fault is not None:
                 reducer.fault(bucket, peer, fault)
             # Receive as many bytes as arrive if the length is unknown.
@@ -251,7 +251,7 @@ class Gatherer:
                 self.codec.decode(received[sender], values, add=sender > 0)
             except ValueError:
                 self.reducer.fault(
-                    bucket, sender, f"its levels are not those of {values.numel()} values"
+                    bucket, sender, f"its levels do not fit {values.numel()} values"
                 )
         self.reducer.tally.decode += time.perf_counter() - begin
 

@@ -33,5 +33,5 @@ def codec_named(name: str) -> Codec:
         OptionError: the name is unknown.
     """
     if name not in _CODECS:
-        raise OptionError(f"no codec of gradients is called {name!r}", do=nearest(name, NAMES))
+        raise OptionError(f"unknown gradient codec {name!r}", do=nearest(name, NAMES))
     return _CODECS[name]

@@ -24,9 +24,9 @@ def kernels() -> Any:
 
     if not hasattr(_C, "qsgd_encode"):
         raise QSyncError(
-            "the native module has no codecs of gradients: it is older than the rest of qsync_fx",
+            "the native module has no gradient codecs: it is older than the rest of qsync_fx",
             where=str(_C.__file__),
-            do="build it again: pip install .",
+            do="rebuild it with pip install .",
         )
     return _C
 
@@ -68,7 +68,8 @@ def floats(values: Tensor) -> int:
     """Return the address of contiguous FP32 values on the CPU."""
     if values.dtype != torch.float32 or values.device.type != "cpu" or not values.is_contiguous():
         raise QSyncError(
-            f"codecs take contiguous FP32 values on the CPU, not {values.dtype} on {values.device}"
+            "codecs require contiguous FP32 values on the CPU, "
+            f"not {values.dtype} on {values.device}"
         )
     return values.data_ptr()
 
@@ -82,7 +83,8 @@ def bytes_of(wire: Tensor, least: int) -> int:
         or wire.numel() < least
     ):
         raise QSyncError(
-            f"{least} contiguous bytes on the CPU are asked for, not {wire.numel()} of {wire.dtype}"
+            f"the buffer needs {least} contiguous bytes on the CPU, but has {wire.numel()} values "
+            f"of {wire.dtype} on {wire.device}"
         )
     return wire.data_ptr()
 
@@ -91,7 +93,8 @@ def long_enough(wire: Tensor, least: int) -> None:
     """Raise `QSyncError` if a buffer has fewer than `least` contiguous bytes, on any device."""
     if wire.dtype != torch.uint8 or not wire.is_contiguous() or wire.numel() < least:
         raise QSyncError(
-            f"{least} contiguous bytes are asked for, not {wire.numel()} of {wire.dtype}"
+            f"the buffer needs {least} contiguous bytes, but has {wire.numel()} values of "
+            f"{wire.dtype}"
         )
 
 
@@ -100,7 +103,9 @@ def same_size(values: Tensor, residual: Tensor | None) -> int:
     if residual is None:
         return 0
     if residual.numel() != values.numel():
-        raise QSyncError(f"a residual of {residual.numel()} values for {values.numel()}")
+        raise QSyncError(
+            f"the error feedback has {residual.numel()} values for {values.numel()} gradients"
+        )
     return floats(residual)
 
 

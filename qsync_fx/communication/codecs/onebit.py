@@ -88,7 +88,10 @@ class Columns(Codec):
 
     @property
     def unit(self) -> int:
-        raise QSyncError("1bitSGD codes columns: fit it to the shape of a parameter first")
+        raise QSyncError(
+            "1bitSGD encodes columns and needs the shape of a parameter",
+            do="call fitted(shape) first",
+        )
 
     def nbytes(self, n: int) -> int:
         return n // self.unit
@@ -96,10 +99,10 @@ class Columns(Codec):
     def encode(
         self, values: Tensor, wire: Tensor, draw: Draw, residual: Tensor | None = None
     ) -> None:
-        raise QSyncError(f"1bitSGD has no columns in {self.unit} values")
+        raise QSyncError(f"1bitSGD cannot code {self.unit} values without the shape of a parameter")
 
     def decode(self, wire: Tensor, values: Tensor, add: bool = False, last: bool = False) -> None:
-        raise QSyncError(f"1bitSGD has no columns in {self.unit} values")
+        raise QSyncError(f"1bitSGD cannot code {self.unit} values without the shape of a parameter")
 
 
 @dataclass(frozen=True)

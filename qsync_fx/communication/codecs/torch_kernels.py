@@ -50,8 +50,9 @@ def run(function: Callable[..., Any], *value: Any) -> Any:
             text = next(iter(str(error).splitlines()), "")
             _failed.append(text)
             warnings.warn(
-                "gradients on a GPU are coded operator by operator, with the same bytes, in several times as long, as Inductor could not "
-                f"fuse that ({type(error).__name__}: {text}): install the Triton that belongs to this torch",
+                "gradients on the GPU are encoded by unfused operators, with the same bytes but "
+                f"several times slower, because Inductor failed ({type(error).__name__}: {text}). "
+                "Install the Triton version of this torch",
                 stacklevel=2,
             )
         return function(*value)

@@ -206,9 +206,10 @@ class DuoCompressor(DdpCompressor):
     def _begin(self, step: int) -> PendingStep:
         if self._joins():
             raise OptionError(
-                "DUO needs a step of every rank's optimizer for each of its gradients, and under join a rank without data takes none",
+                "DUO needs an optimizer step on every rank for each gradient, but under join() a "
+                "rank without data makes no step",
                 where="ddp.join()",
-                do="give all ranks the same number of batches, or train with a codec in place of DUO",
+                do="use the same number of batches on all ranks, or a codec instead of DUO",
             )
         self._steps.drop_unused()
         averaged = self._steps.averaged = PendingStep(step)

@@ -39,29 +39,31 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
     where = "compress(..., optimizer=...)"
     if optimizer is None:
         raise OptionError(
-            "DUO commits and looks ahead with the optimizer, so it has to know it",
+            "DUO requires the optimizer for its committed and lookahead steps",
             where=where,
-            do="give the optimizer",
+            do="pass optimizer=...",
         )
     subject = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
         raise OptionError(
-            f"DUO steps an optimizer of torch, and {subject} is none",
+            f"DUO requires a torch.optim.Optimizer, and {subject} is not one",
             where=where,
-            do="give the torch.optim.Optimizer itself, without what is around it",
+            do="pass the torch.optim.Optimizer itself, without a wrapper",
         )
     if type(optimizer).__module__.startswith("torch.distributed"):
         raise OptionError(
-            f"{subject} talks to other ranks in its step, which DUO takes twice",
+            f"{subject} communicates with other ranks in its step, which DUO runs twice",
             where=where,
-            do="give the optimizer that it is made of, over all parameters",
+            do="pass the inner optimizer of all parameters",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
-            f"a step of {subject} runs the model again (a closure), so it does not follow from parameters, state and gradients",
+            f"a step of {subject} requires a closure, so it is not a function of parameters, state "
+            "and gradients",
             where=where,
-            do="train with SGD, Adam, AdamW or another optimizer without closure, or with a codec in place of DUO",
+            do="train with SGD, Adam, AdamW or another optimizer without a closure, or with a "
+            "codec instead of DUO",
         )
     owned = {
         id(p): f"parameter {index} of group {position}"
@@ -73,11 +75,12 @@ def checked(optimizer: object, named: Sequence[tuple[str, nn.Parameter]]) -> Opt
         (theirs, owned, "the model trains parameters that the optimizer does not have"),
     ):
         if missing := [name for key, name in current.items() if key not in existing]:
-            more = f", ... ({len(missing)} in all)" if len(missing) > _SHOWN else ""
+            more = f", ... ({len(missing)} in total)" if len(missing) > _SHOWN else ""
             raise OptionError(
-                f"{whose}: their gradients would stay in few bits, or have none",
+                f"{whose}: they would get no gradients, or none in full precision",
                 where=", ".join(missing[:_SHOWN]) + more,
-                do="make the optimizer of all parameters of the model that require gradients, and of no others",
+                do="create the optimizer with exactly those parameters of the model that require "
+                "gradients",
             )
     return optimizer
 
@@ -246,13 +249,15 @@ def check(optimizer: Optimizer) -> None:
             )
         except Exception as error:
             raise _no(
-                optimizer, index, f"it takes no step of a part ({type(error).__name__}: {error})"
+                optimizer,
+                index,
+                f"its step fails on a shard ({type(error).__name__}: {error})",
             ) from error
         if not torch.equal(full.flatten(), torch.cat(parts)):
             raise _no(
                 optimizer,
                 index,
-                "its step of a part of a parameter is not that part of its step of the whole",
+                "its step on a shard differs from the shard of its step on the full tensor",
             )
 
 
@@ -260,7 +265,7 @@ def _no(optimizer: Optimizer, group: int, why: str) -> OptionError:
     return OptionError(
         f"{type(optimizer).__name__} cannot be sharded over ranks: {why}",
         where=f"group {group} of the optimizer",
-        do="leave out sharded, or train with SGD, Adam, AdamW or another optimizer that steps each value for itself",
+        do="remove sharded=..., or train with SGD, Adam, AdamW or another elementwise optimizer",
     )
 
 

@@ -37,7 +37,9 @@ _COUNTERS: Final = ("step",)
 """State entries that are not sharded, even if they have the shape of a parameter."""
 _PARAMETERS, _SUM, _STATE = 0, 1, 2
 """Message numbers; for gradients the number is the bucket index."""
-_TOLD: Final = "the parameters of rank {} are not those of rank {} after a step of the optimizer"
+_DIFFERENT_PARAMETERS: Final = (
+    "the parameters of rank {} differ from those of rank {} after an optimizer step"
+)
 
 
 class ReplicatedParameters:
@@ -134,9 +136,9 @@ class ShardedParameters(ReplicatedParameters):
         for piece, p in zip(pieces, parameters, strict=True):
             if not _dense(p):
                 raise OptionError(
-                    "the values of a parameter lie with gaps between them, and a part of it is a part of its memory",
+                    "the parameter is not dense in memory, so it cannot be sharded",
                     where=piece.name,
-                    do="make the parameter contiguous, or leave out sharded",
+                    do="make the parameter contiguous, or remove sharded=...",
                 )
         self._reducer = Reducer(group, state)
         self.tally: CommunicationStatistics | None = self._reducer.tally
@@ -296,7 +298,7 @@ class ShardedParameters(ReplicatedParameters):
                     if compared:
                         made = torch.where(result.isnan(), torch.nan, result)
                         reducer.digest = zlib.crc32(made.cpu().numpy().tobytes(), reducer.digest)
-            reducer.settle(step, compared, _TOLD)
+            reducer.settle(step, compared, _DIFFERENT_PARAMETERS)
             return torch.empty(0)
 
         self._now(work)
@@ -307,9 +309,10 @@ class ShardedParameters(ReplicatedParameters):
             return functional_optimizer.copied(value)
         if value.shape != p.shape:
             raise OptionError(
-                f"the optimizer keeps {name} of {list(value.shape)} for a parameter of {list(p.shape)}, and a part of it is not known",
+                f"the optimizer state {name} has the shape {list(value.shape)} for a parameter of "
+                f"{list(p.shape)}, so it cannot be sharded",
                 where=self._pieces[place].name,
-                do="leave out sharded",
+                do="remove sharded=...",
             )
         return self.own(place, torch.empty_like(p, dtype=value.dtype).copy_(value)).clone()
 

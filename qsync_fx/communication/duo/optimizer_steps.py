@@ -62,8 +62,9 @@ class Outstanding:
     def _ended(self) -> None:
         if self.step is not None:
             warnings.warn(
-                f"rank {self._rank}: a training with DUO ended before the gradients of step {self.step} were used in full: its "
-                "parameters are one look ahead; call handle.flush() before you evaluate, save or end",
+                f"rank {self._rank}: training with DUO ended before the full-precision gradients "
+                f"of step {self.step} were applied, so the parameters are those of a lookahead step. "
+                "Call handle.flush() before evaluation, before saving and at the end of training",
                 stacklevel=2,
             )
 
@@ -131,10 +132,10 @@ class Steps:
             return
         if self.averaged.finite:
             raise OptionError(
-                "the gradients of a backward pass were averaged, and no step of the optimizer has used them",
+                "no optimizer step has used the averaged gradients of the previous backward pass",
                 where=f"step {self.averaged.step} of DUO",
-                do="accumulate gradients under ddp.no_sync(), as DUO keeps those of one backward pass; where they are not to be used, "
-                "say so: handle.skip()",
+                do="accumulate gradients under ddp.no_sync(), because DUO stores the gradients of "
+                "one backward pass; call handle.skip() to discard gradients",
             )
         self.statistics.skipped += 1
         self.buffers.give(self.averaged)
@@ -161,8 +162,8 @@ class Steps:
         if use.scaled and not live.finite(pending.step):
             self.statistics.skipped += 1
             warnings.warn(
-                f"the gradients of step {pending.step} in full precision are not finite, though they were in few bits: "
-                "the step is left out",
+                f"the full-precision gradients of step {pending.step} are not finite, although the "
+                "low-precision ones were: the step is skipped",
                 stacklevel=4,
             )
         else:
@@ -184,18 +185,19 @@ class Steps:
             return
         if args[1:] or any(value is not None for value in kwargs.values()):
             raise OptionError(
-                "a step of the optimizer was given arguments, as a closure, and DUO takes it again without them",
+                "optimizer.step has arguments such as a closure, but DUO repeats the step without "
+                "them",
                 where="optimizer.step(...)",
-                do="call the backward pass before, and optimizer.step() without arguments",
+                do="run the backward pass first, then call optimizer.step() without arguments",
             )
         self._wait()
         averaged, live = self.averaged, self._parameters
         if averaged is None:
             if any(p.grad is not None for p in live.stepped):
                 raise OptionError(
-                    "the optimizer steps with gradients that were not averaged since it did so last",
+                    "the gradients were not averaged since the last optimizer step",
                     where="optimizer.step()",
-                    do="call it once after each backward pass that is not under ddp.no_sync()",
+                    do="call optimizer.step() once after each backward pass outside ddp.no_sync()",
                 )
             return
         use, infinite = self._use(averaged)
@@ -236,11 +238,12 @@ class Steps:
                 else "clip_grad_norm_ and returns nothing"
             )
             raise OptionError(
-                "gradients were changed between the backward pass and the step, and DUO cannot do the same to those in full precision",
-                where=f"step {averaged.step} of DUO",
-                do="have the optimizer change them, as it is called for both: after compress(...), call "
-                f"optimizer.register_step_pre_hook(clip) with a function clip(*_) that calls {clips}; "
-                "a GradScaler is given to compress(..., scaler=scaler)",
+                "gradients were changed between the backward pass and the step, and DUO cannot "
+                "apply the same change to the full-precision gradients",
+                where=f"step {fresh.step} of DUO",
+                do="change them in a hook of the optimizer, which runs for both: after "
+                "compress(...), call optimizer.register_step_pre_hook(clip) with a function "
+                f"clip(*_) that calls {clips}; pass a GradScaler as compress(..., scaler=scaler)",
             )
         used = [g is not None for g in gradients]
         use = Use(

@@ -182,11 +182,12 @@ def check_rank(state: Mapping[str, Any], rank: int, world: int) -> None:
     """Raise `OptionError` for a state of another rank or world size, which has other shards."""
     if (state.get("rank"), state.get("world")) != (rank, world):
         raise OptionError(
-            f"the state is that of rank {state.get('rank')} of {state.get('world')}, whose optimizer has other parts of parameters than "
-            f"that of rank {rank} of {world}",
-            where="the state of DUO, sharded",
-            do="go on among as many ranks, each with its own state; among others, flush before parameters are saved, and begin with a new "
-            "optimizer, or with one that has loaded handle.whole_optimizer_state() before compress",
+            f"the state belongs to rank {state.get('rank')} of {state.get('world')}, whose "
+            f"optimizer has other shards than rank {rank} of {world}",
+            where="the sharded state of DUO",
+            do="resume with the same number of ranks, each with its own state. To resume with "
+            "another number, call handle.flush() before saving parameters, and start with a new "
+            "optimizer or one that has loaded handle.whole_optimizer_state() before compress",
         )
 
 
@@ -202,9 +203,9 @@ def load(
     for piece, weight in zip(pieces, saved, strict=True):
         if piece.name not in weights or weights[piece.name].shape != weight.shape:
             raise OptionError(
-                "the state of DUO is of another model",
+                "the state of DUO belongs to another model",
                 where=f"{piece.name}, {list(weight.shape)}",
-                do="load it into the same model",
+                do="load the state of the same model",
             )
     for piece, weight in zip(pieces, saved, strict=True):
         weight.copy_(weights[piece.name])

@@ -86,9 +86,11 @@ class Duo:
     def __post_init__(self) -> None:
         if self.fast.residual or isinstance(self.fast, Adaptive):
             raise OptionError(
-                f"DUO's fast reduction cannot be {self.fast.name}, which does not depend on the gradients of one step alone",
+                f"DUO's fast reduction cannot use {self.fast.name}, which depends on the gradients "
+                "of earlier steps",
                 where="Duo(fast=...)",
-                do="give a codec without a residual, such as Signs(64) for one bit: the slow reduction brings what the fast one leaves",
+                do="use a codec without error feedback, such as SignBit(64) for one bit: the slow "
+                "reduction corrects the error of the fast one",
             )
 
     def assigned(self, sizes: Sequence[int], least: int | None = None) -> Assigned:
@@ -128,9 +130,10 @@ def weights_codec(duo: Duo, requested: str | Codec | None) -> Codec:
     result = codec_named(requested) if isinstance(requested, str) else requested
     if result.residual or isinstance(result, Adaptive | ZeroBit):
         raise OptionError(
-            f"differences of parameters cannot be sent in {result.name}: what a codec leaves of one is in the next, and has to come then",
+            f"differences of parameters cannot be sent with {result.name}, which has error "
+            "feedback, an adaptive number of bits or no values",
             where="compress(..., sharded=...)",
-            do='give a codec without a residual whose bits are known before, such as "qsgd4", or True',
+            do='use a codec without error feedback and with fixed bits, such as "qsgd4", or True',
         )
     return result
 
@@ -146,5 +149,5 @@ def way_named(name: str) -> Codec | Duo:
     if name in NAMES:
         return codec_named(name)
     raise OptionError(
-        f"no codec of gradients is called {name!r}", do=nearest(name, [*NAMES, *DUOS])
+        f"unknown gradient codec {name!r}", do=nearest(name, [*NAMES, *DUOS])
     )

@@ -105,8 +105,12 @@ def awaited(
         if watcher.failure is not None:
             raise watcher.failure.error()
         if (waited := time.monotonic() - began) > limit:
-            message = f"rank {rank} has not come to where the ranks compare their {about}, in {waited:.0f} s"
-            do = "see in its log what it does instead; every rank stands in the same guard, around the same training"
+            message = (
+                f"rank {rank} has not reached the comparison of {about} within {waited:.0f} s"
+            )
+            do = (
+                "check its log; every rank must enter the same guard around the same training loop"
+            )
             watcher.tell(Failure(rank, message, None, do, lives=False))
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -125,16 +129,16 @@ def _difference(
         others = [rank for rank, digest in digests.items() if digest != most]
         current, existing = (_lines(channel, about, section, rank) for rank in (usual, others[0]))
         only_there = [line for line in existing if line not in set(current)] or [
-            "the same in another order"
+            "the same lines in another order"
         ]
         only_here = [line for line in current if line not in set(existing)] or [
-            "the same in another order"
+            "the same lines in another order"
         ]
         more = f" ({len(others)} ranks differ from rank {usual})" if len(others) > 1 else ""
         where = f"rank {others[0]}: {_some(only_there)}; rank {usual}: {_some(only_here)}{more}"
         message = f"rank {others[0]} has another {section} than rank {usual}"
         return Failure(
-            others[0], message, where, do.get(section, "start all ranks with the same one")
+            others[0], message, where, do.get(section, f"use the same {section} on all ranks")
         )
     return None
 
@@ -145,28 +149,29 @@ def _lines(channel: Channel, about: str, section: str, rank: int) -> list[str]:
 
 
 def _some(lines: Sequence[str]) -> str:
-    more = f", ... ({len(lines)} in all)" if len(lines) > _SHOWN else ""
+    more = f", ... ({len(lines)} in total)" if len(lines) > _SHOWN else ""
     return ", ".join(lines[:_SHOWN]) + more
 
 
 def lost(rank: int) -> RankError:
     who = "rank 0, or the launcher" if rank else "the launcher"
     return RankError(
-        "the store of the process group does not answer any more: the process that holds it has ended",
-        where=f"rank {rank}; the store is held by {who}",
-        do="see in its log why, and start all ranks again",
+        "the store of the process group no longer responds: its process has ended",
+        where=f"rank {rank}; the store is in the process of {who}",
+        do="find the cause in the log of this process, and restart all ranks",
     )
 
 
 REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "version": "install the same versions on all ranks",
-        "model": "build the same model on all ranks",
-        "DDP": "give DistributedDataParallel the same arguments on all ranks",
-        "plan for the cluster": "give all ranks the same file of a plan",
-        "replanning": "give guard(..., replan=...) with the same numbers on all ranks, or on none",
-        "batch": "give all ranks batches of the same size and types; for batches of different sizes have gradients weighted with "
-        "qsync_fx.distributed.average_by_batch(ddp), or give guard(..., same_batch=False)",
+        "model": "create the same model on all ranks",
+        "DDP": "pass the same arguments to DistributedDataParallel on all ranks",
+        "plan for the cluster": "use the same plan file on all ranks",
+        "replanning": "pass guard(..., replan=...) with the same settings on all ranks, or on none",
+        "batch": "use batches of the same size and dtypes on all ranks; for different sizes, "
+        "weight gradients with qsync_fx.distributed.average_by_batch(ddp), or pass guard(..., "
+        "same_batch=False)",
     }
 )
 

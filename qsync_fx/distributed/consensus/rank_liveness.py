@@ -61,7 +61,10 @@ _HURRIED: Final = 3.0
 """Limit of silence in seconds after a failed collective, which implies that a rank is gone."""
 _LINGERS: Final = 5.0
 _GONE: Final = "done"
-_WHY: Final = "see whether its process was killed or stopped, or its machine ran out of memory, and start all ranks again"
+_REMEDY: Final = (
+    "check whether its process was killed or stopped, or its machine ran out of memory; then "
+    "restart all ranks"
+)
 
 
 class Watcher:
@@ -175,7 +178,8 @@ class Watcher:
                 self._look(now)
         elif self.ends is not None and now - self._at > self.ends:
             _LOG.error(
-                "rank %d does not come back from where it waits, and is ended", self.channel.rank
+                "rank %d does not return from a collective operation and is terminated",
+                self.channel.rank,
             )
             logging.shutdown()
             os._exit(1)
@@ -193,8 +197,8 @@ class Watcher:
                 and self.channel.get(f"beat/{rank}") != _GONE
                 and self.channel.told() is None
             ):
-                message = f"rank {rank} has ended without a word"
-                self.tell(Failure(rank, message, None, _WHY, lives=False))
+                message = f"the process of rank {rank} has ended without a report"
+                self.tell(Failure(rank, message, None, _REMEDY, lives=False))
                 return
         limit = min(self.silence, _HURRIED) if self.channel.count("hurry") else self.silence
         for rank in range(self.channel.world) if self.channel.rank == 0 else (0,):
@@ -205,8 +209,8 @@ class Watcher:
                 self._seen[rank] = text, now
             silent = now - self._seen[rank][1]
             if silent > limit:
-                message = f"rank {rank} has said nothing for {silent:.0f} s"
-                self.tell(Failure(rank, message, f"limit: {limit:g} s", _WHY, lives=False))
+                message = f"rank {rank} has sent no heartbeat for {silent:.0f} s"
+                self.tell(Failure(rank, message, f"limit: {limit:g} s", _REMEDY, lives=False))
                 return
             since = (
                 self._since.setdefault(rank, now)
@@ -214,7 +218,7 @@ class Watcher:
                 else self._since.pop(rank, now)
             )
             if now - since > self.compiling and text.startswith("compiles"):
-                do = "give guard(..., compiling=SECONDS) more time, or see in its log what takes so long"
+                do = "raise the limit with guard(..., compiling=SECONDS), or check its log"
                 message = f"rank {rank} has been compiling for {now - since:.0f} s"
                 self.tell(Failure(rank, message, f"limit: {self.compiling:g} s", do))
                 return

@@ -60,7 +60,7 @@ class Failure:
         result = RankError(
             self.what,
             where=self.where,
-            do=self.do or "mend what failed there, and start all ranks again",
+            do=self.do or "correct the error on that rank, and restart all ranks",
         )
         result.rank = self.rank
         return result

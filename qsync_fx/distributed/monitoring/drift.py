@@ -114,12 +114,12 @@ class Hysteresis:
         for name, least in (("patience", 1), ("cooldown", 0)):
             if getattr(self, name) < least:
                 raise OptionError(
-                    f"{name} is a number of steps from {least}, not {getattr(self, name)}"
+                    f"{name} must be at least {least} steps, not {getattr(self, name)}"
                 )
         for name in ("tolerance", "gain", "links"):
             if not getattr(self, name) >= 0:
                 raise OptionError(
-                    f"{name} is a share from 0, such as 0.15, and not {getattr(self, name)}"
+                    f"{name} must be a share of 0 or more, such as 0.15, not {getattr(self, name)}"
                 )
 
 

@@ -182,7 +182,7 @@ class PeakCheck:
     def _tell(self, peak: float, memory: float) -> None:
         self.over = peak / (self._foreseen.peak or peak)
         _LOG.info(
-            "%s holds %s in a step, of %s that its plan may take",
+            "%s: peak memory of a step %s, limit of its plan %s",
             self._who,
             short(peak, "B"),
             short(memory, "B"),
@@ -191,13 +191,13 @@ class PeakCheck:
             foreseen = (
                 ""
                 if self._foreseen.peak is None
-                else f", and the plan foresees {short(self._foreseen.peak, 'B')}"
+                else f"; predicted peak {short(self._foreseen.peak, 'B')}"
             )
             error = PlanError(
-                f"{self._who} holds {short(peak, 'B')} in a step, {short(peak - memory, 'B')} more than the {short(memory, 'B')} "
-                "that its plan may take",
+                f"{self._who}: the peak memory of a step is {short(peak, 'B')}, "
+                f"{short(peak - memory, 'B')} above the plan's limit of {short(memory, 'B')}",
                 where=f"step {self._steps} under this plan{foreseen}",
-                do=f"plan for {short(memory * memory / peak, 'B')} of memory on this class, or give it a smaller batch; "
-                "guard(..., replan=...) does the first by itself",
+                do=f"plan for {short(memory * memory / peak, 'B')} of memory on this class, or use "
+                "a smaller batch; guard(..., replan=...) replans automatically",
             )
             _LOG.warning("%s", error)

@@ -83,7 +83,7 @@ def test_its_path_is_refused_and_told_and_the_next_one_is_right(kernel: str, whi
     )
     assert (
         report.startswith(f"{second} (of ")
-        and f"; {first} gives wrong results on this processor" in report
+        and f"; {first} computes wrong results on this processor" in report
     )
 
 

@@ -312,5 +312,5 @@ def test_what_a_kernel_cannot_take_is_an_error() -> None:
     for short in (wire[:10], wire[::2], wire.float()):
         with pytest.raises(QSyncError, match="contiguous bytes"):
             codec.encode(torch.zeros(640), short, Draw())
-    with pytest.raises(QSyncError, match="a residual of 3 values for 64"):
+    with pytest.raises(QSyncError, match="the error feedback has 3 values for 64"):
         codec_named("1bit*").encode(torch.zeros(64), wire, Draw(), torch.zeros(3))

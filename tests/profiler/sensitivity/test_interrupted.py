@@ -101,7 +101,7 @@ def test_an_interrupted_sensitivity_of_something_else_is_in_the_way(
     path = tmp_path / "sensitivity.json"
     with pytest.raises(KeyboardInterrupt):
         found(Counted(interrupted_at=3), path)
-    with pytest.raises(ProfileError, match="is in the way") as raised:
+    with pytest.raises(ProfileError, match="does not belong to this run") as raised:
         found(Counted(), path, **other)
     assert what in raised.value.what and "remove it" in raised.value.do
 

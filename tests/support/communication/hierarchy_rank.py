@@ -140,11 +140,11 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         handle = compress(parallel(), "qsgd8", hierarchical=True)
     found["one host"] = (
         [str(warning.message) for warning in caught],
-        handle.statement()["nodes of ranks"],
+        handle.statement()["node layout"],
     )
     os.environ |= {"GROUP_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(world // 2)}
     found["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()[
-        "nodes of ranks"
+        "node layout"
     ]
     os.environ["GROUP_RANK"] = str(int(rank == 3))
     says("unequal", lambda: compress(parallel(), "qsgd8", hierarchical=True))
@@ -178,7 +178,7 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         followed = [compress(parallel(), plan(between_nodes(2, row))) for row in (False, True)]
         compress(parallel(), plan(between_nodes(2)), hierarchical=2)
         found["plan"] = (
-            [handle.statement()["nodes of ranks"][0] for handle in followed],
+            [handle.statement()["node layout"][0] for handle in followed],
             len(caught),
         )
         compress(parallel(), plan(between_nodes(2)), hierarchical=False)

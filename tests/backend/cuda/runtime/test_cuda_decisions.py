@@ -110,7 +110,7 @@ def test_devices_say_which_formats_kernels_make_native() -> None:
         assert [name for name, s in found.items() if s.how == "simulated"] == ["fp8_e5m2"]
         assert (
             "CUTLASS kernels for sm_90a" in found["fp8"].reason
-            and "no kernel of ours" in found["fp8_e5m2"].reason
+            and "qsync_fx has no kernel" in found["fp8_e5m2"].reason
         )
     with assumed("sm_75"):
         assert (
