@@ -66,7 +66,7 @@ from qsync_fx.passes.tracing.dynamo_frames import (
 )
 from qsync_fx.plan.operator_id import OpId
 
-_SAYS: Final = "DistributedDataParallel does not split the graph where it runs, or has split it"
+_SAYS: Final = "DistributedDataParallel does not split the graph here, or has already split it"
 
 
 def compile_anew_where_split(inputs: Sequence[Any]) -> None:
@@ -190,11 +190,14 @@ def tell_of_shared_code(graph: PrecisionGraph, current: SourcePlace, options: Op
     operator, other = result[0]
     choice = graph.context.plan.precision_for(other)
     error = PlanError(
-        f"code that Dynamo uses for {len(list(_alike(operator, current))) + 1} modules alike runs {operator.id} in "
-        f"{operator.note.planned}, and so {other} too, which the plan wants in {choice.precision if choice else 'no precision'}",
-        where=f"{current.code.co_qualname}, {current.code.co_filename}:{current.code.co_firstlineno}; {operator.where}",
-        do="remove the graph break before it (TORCH_LOGS=graph_breaks shows it), use the module (self) after the break too, so that each "
-        "has code of its own, or plan one precision for all",
+        f"Dynamo uses one compiled code for {len(list(_alike(operator, current))) + 1} equal "
+        f"modules. It runs {operator.id} in {operator.note.planned}, and therefore {other} too, "
+        f"for which the plan has {(choice.precision if choice else 'no precision')}",
+        where=f"{current.code.co_qualname}, "
+        f"{current.code.co_filename}:{current.code.co_firstlineno}; {operator.where}",
+        do="remove the graph break before it (TORCH_LOGS=graph_breaks shows it), use the module "
+        "(self) after the break, too, so that each module has its own code, or plan one "
+        "precision for all of them",
     )
     if options.strict:
         raise error
@@ -245,12 +248,16 @@ def told(graph: PrecisionGraph) -> Iterator[None]:
         if not isinstance(requested, SkipFrame):
             raise
         context = graph.context
-        message = f"{context.options.inner_backend} does not compile this graph for {context.device}: {requested}"
+        message = (
+            f"{context.options.inner_backend} does not compile this graph for "
+            f"{context.device}: {requested}"
+        )
         if not context.automatic:
             raise DeviceError(
-                f"{message}; it would run as the model is written, without the plan",
+                f"{message}; the model would run as written, without the plan",
                 where=graph.where,
-                do="hold the model and its inputs in FP32 or FP16 there, and let the plan choose what is narrower",
+                do="keep the model and its inputs in FP32 or FP16 there, and let the plan choose "
+                "narrower formats",
             ) from error
         warnings.warn(f"{message}; it runs uncompiled ({graph.where})", UserWarning, stacklevel=2)
         raise requested from None
@@ -288,10 +295,11 @@ def tell_of_failures(failed: list[Exception], code: CodeType, options: Options) 
     if isinstance(error, QSyncError):
         raise error
     raise PlanError(
-        f"a graph of {code.co_qualname} cannot be compiled, and would run as the model is written, without the plan: "
-        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        f"a graph of {code.co_qualname} cannot be compiled, and would run as written, without "
+        f"the plan: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
         where=f"{code.co_qualname}, {code.co_filename}:{code.co_firstlineno}",
-        do="set torch._dynamo.config.suppress_errors = False to see the whole error, or leave the module out of what is compiled",
+        do="set torch._dynamo.config.suppress_errors = False to see the complete error, or do "
+        "not compile this module",
     ) from error
 
 

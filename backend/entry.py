@@ -52,19 +52,20 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
     if (mode := arguments.get("mode")) is not None:
         # torch itself rejects a mode together with options.
         if mode not in MODES:
+            available = (f"{name} (options={dict(value)})" for name, value in MODES.items())
             raise OptionError(
                 f"the backend qsync has no mode {shown(str(mode))}",
                 where="torch.compile, mode",
-                do=f"drop it, or take one of: {', '.join(f'{name} (which is options={dict(value)})' for name, value in MODES.items())}",
+                do=f"remove it, or use one of: {', '.join(available)}",
             )
         return Options.parse(MODES[mode])
     # Since 2.15 torch also passes the name of the compilation for logs.
     others = sorted(arguments.keys() - {"options", "name", "mode"})
     if others:
         raise OptionError(
-            f"the backend qsync has no {', '.join(others)}",
+            f"the backend qsync has no argument {', '.join(others)}",
             where="torch.compile",
-            do="give what you want in options={...}",
+            do="pass options in options={...}",
         )
     return Options.parse(arguments.get("options"))
 

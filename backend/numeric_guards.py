@@ -95,9 +95,10 @@ def _warn_second_order(outputs: Any, where: str, inner: str) -> bool:
 
     def problem() -> QSyncError:
         return QSyncError(
-            f'there is no second derivative of compiled code: "{inner}" compiles the backward pass, which has none of its own',
+            f'compiled code has no second derivative: "{inner}" compiles the backward pass, '
+            "which is not differentiable",
             where=where,
-            do=f"compile what is differentiated twice with {WAY_OUT}, or with fp32",
+            do=f"compile a model that is differentiated twice with {WAY_OUT}, or with fp32",
         )
 
     def reported(ctx: Any, run: Callable[[Any], Any], args: list[Any]) -> Any:
@@ -179,9 +180,10 @@ def _finite(gradients: list[torch.Tensor]) -> bool:
 
 def _warn_overflow(model: nn.Module, formats: str, step: int) -> None:
     warnings.warn(
-        f"gradients of {type(model).__name__} are not finite in step {step} of its optimizer, which takes them into the weights. "
-        f"Operators run in {formats} here, and nothing has scaled the loss: train with torch.amp.GradScaler, as under autocast, or plan "
-        "fp32 for what overflows (docs/options.md#fp16-and-gradscaler)",
+        f"gradients of {type(model).__name__} are not finite in step {step} of its optimizer, "
+        f"which applies them to the weights. Operators run in {formats}, and the loss was not "
+        "scaled: train with torch.amp.GradScaler, as under autocast, or plan fp32 for the "
+        "operators that overflow (docs/options.md#fp16-and-gradscaler)",
         PlanWarning,
         stacklevel=3,
     )

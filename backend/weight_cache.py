@@ -162,9 +162,10 @@ def _some(weight: Tensor) -> Tensor:
 
 def _warn_changed(weight: Tensor) -> None:
     warnings.warn(
-        f"a weight {list(weight.shape)} was written to without torch counting it (through .data, numpy or shared memory), and a "
-        'pass may have read its old values: the option "cache_quantized_weights" requires that this does not happen. The weight '
-        "is quantized in each pass from now on; write to weights under torch.no_grad(), or call "
+        f"a weight {list(weight.shape)} was modified without torch noticing (through .data, "
+        "numpy or shared memory), and a pass may have used its old values: the option "
+        '"cache_quantized_weights" forbids such writes. From now on the weight is quantized in '
+        "each pass. Modify weights under torch.no_grad(), or call "
         "torch.autograd.graph.increment_version(weight) after each write",
         PlanWarning,
         stacklevel=2,
@@ -277,7 +278,7 @@ def _quantized_weights(graph: PrecisionGraph) -> Iterator[tuple[fx.Node, str]]:
             op="call_function", target=torch.ops.qsync.quantize.default
         ):
             if origins.of(node.args[0]) is Origin.PARAMETER:
-                inside = "it stands in what is checkpointed, and is computed again with that"
+                inside = "it is inside a checkpointed region and is recomputed with it"
                 yield node, inside if part is not graph else _obstacle(graph, node, memory)
 
 
@@ -285,13 +286,16 @@ def _obstacle(graph: PrecisionGraph, node: fx.Node, memory: AliasSets) -> str:
     owned = arguments(node)
     weight, value = owned["x"], graph.value(owned["x"])
     if weight.op != "placeholder":
-        return "it is computed from a parameter, or held by the graph"
+        return "it is computed from a parameter, or is a constant of the graph"
     if memory.of(weight) & memory.written:
         return "the model itself writes to it"
     if any(type(size) is not int for size in (*value.shape, *value.stride())):
         return "its size is symbolic"
     if value.device.type == "cuda" and quantize_launch.fused(value, precision(owned["fmt"])):
-        return "no kernel quantizes it here, so that a compiler does it with what stands beside it"
+        return (
+            "no kernel quantizes it on this device, so a compiler fuses its quantization with "
+            "other operators"
+        )
     return ""
 
 
@@ -300,17 +304,17 @@ def _warn_left_out(
 ) -> None:
     if not any_weights and graph.operators("adjustable"):
         warnings.warn(
-            f'the option "cache_quantized_weights" has no effect on {graph.where}: none of its weights is quantized. '
-            "It is for int8 and fp8",
+            f'the option "cache_quantized_weights" has no effect on {graph.where}: none of its '
+            "weights is quantized. The option applies to int8 and fp8",
             PlanWarning,
             stacklevel=2,
         )
     if left:
         of = sorted({f"{node_metadata.cast_source(node).name}: {why}" for node, why in left})
         warnings.warn(
-            f'with the option "cache_quantized_weights" {len(left)} weights of {graph.where} are still quantized in each '
-            f"pass: {'; '.join(of[:3])}"
-            f"{'; and so on' if len(of) > 3 else ''}",
+            f'with the option "cache_quantized_weights", {len(left)} weights of {graph.where} '
+            "are still quantized in each pass: "
+            f"{'; '.join(of[:3])}{'; and so on' if len(of) > 3 else ''}",
             PlanWarning,
             stacklevel=2,
         )

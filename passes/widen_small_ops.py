@@ -60,7 +60,7 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
     for node, op in default.items():
         root, fmt = joins.root(node), _precision(op)
         if root in gone:
-            why = small.get(node, f"what stands around it is too small for {fmt} to pay")
+            why = small.get(node, f"its neighbours are too small for {fmt} to be faster")
             but = f"{why}, so it runs in {FP32}"
             op.update(precision=FP32, instead=but, reason=f"{op.note.reason}; {but}")
         elif node in small:

@@ -236,7 +236,9 @@ def test_broken_lowerings_name_their_package(
 
 def test_two_lowerings_for_one_operator(install: Install) -> None:
     install("qsync_fx.lowerings", "taken", code=LOWERING)
-    with pytest.raises(QSyncError, match="two lowerings claim the operator linear") as caught:
+    with pytest.raises(
+        QSyncError, match="two lowerings are registered for the operator linear"
+    ) as caught:
         lowerings()
     assert (
         caught.value.where
@@ -247,7 +249,7 @@ def test_two_lowerings_for_one_operator(install: Install) -> None:
 def test_a_lowering_without_a_row(install: Install) -> None:
     install("qsync_fx.lowerings", "rowless", code=LOWERING)
     with pytest.raises(
-        QSyncError, match="a lowering is for the operator softmax, and no row"
+        QSyncError, match="a lowering is registered for the operator softmax, but no row"
     ) as caught:
         lowerings()
     assert caught.value.where == "quiet_package:rowless of the package quiet-package"

@@ -48,7 +48,8 @@ class TranslationUnit:
 
 
 CONVERT_TYPES: Final = {
-    "bits8": 0, "bits16": 1, "bits32": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "fp16": 6, "bf16": 7, "fp32": 8,
+    "bits8": 0, "bits16": 1, "bits32": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "fp16": 6, "bf16": 7,
+    "fp32": 8,
 }  # fmt: skip
 """`x_type` and `y_type` of the arguments: raw bits, and formats by name in `qsync_fx.formats`."""
 
@@ -325,12 +326,15 @@ def _operator(config: KernelConfig) -> str:
 def _gemm_fields_3x(config: KernelConfig) -> dict[str, str]:
     name, _, fast = config.schedule.partition("_")
     kind = name.capitalize()
+    accumulation = "FP8FastAccum" if fast else ""
+    cooperative = "Cooperative" if name == "cooperative" else ""
+    scheduler = "StreamK" if config.order == "stream_k" else "Persistent"
     return {
         "Tile": shape_3x(config.tile),
         "Cluster": shape_3x(config.cluster or (1, 1, 1)),
-        "Schedule": f"cutlass::gemm::KernelTmaWarpSpecialized{kind}{'FP8FastAccum' if fast else ''}",
-        "EpilogueSchedule": f"cutlass::epilogue::TmaWarpSpecialized{'Cooperative' if name == 'cooperative' else ''}",
-        "Scheduler": f"cutlass::gemm::{'StreamKScheduler' if config.order == 'stream_k' else 'PersistentScheduler'}",
+        "Schedule": f"cutlass::gemm::KernelTmaWarpSpecialized{kind}{accumulation}",
+        "EpilogueSchedule": f"cutlass::epilogue::TmaWarpSpecialized{cooperative}",
+        "Scheduler": f"cutlass::gemm::{scheduler}Scheduler",
     }
 
 

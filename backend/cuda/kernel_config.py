@@ -102,7 +102,9 @@ class KernelConfig:
     def name(self) -> str:
         """Readable name: operation, arch, formats, tile, schedule, order, digest."""
         tile = "x".join(map(str, self.tile))
-        return f"{self.operation}_{self.arch}_{self.a}_{self.b}_{self.out}_{tile}_{self.schedule}_{self.order}_{self.digest}"
+        formats = f"{self.a}_{self.b}_{self.out}"
+        variant = f"{tile}_{self.schedule}_{self.order}"
+        return f"{self.operation}_{self.arch}_{formats}_{variant}_{self.digest}"
 
 
 SHARED_MEMORY: Final[dict[Arch, int]] = {

@@ -44,7 +44,11 @@ LINKED = ("-Wl,-z,defs", "-ldl")
 
 # NVRTC has no standard headers of the host.
 _STANDARD = {
-    name: f"#pragma once\n#include <cuda/std/{name}>\nnamespace std {{ using namespace cuda::std; }}\n"
+    name: (
+        "#pragma once\n"
+        f"#include <cuda/std/{name}>\n"
+        "namespace std { using namespace cuda::std; }\n"
+    )
     for name in ("cstdint", "limits", "type_traits")
 }
 _FIRST_PARAMETER = 0x160
@@ -128,7 +132,8 @@ def agree(name: str, report: str) -> None:
     passed = ctypes.CDLL(os.path.abspath(f"{name}.so.part")).qsync_parameters()
     if banks != {_FIRST_PARAMETER + passed}:
         raise Failed(
-            f"the machine code takes {sorted(banks)} bytes with {_FIRST_PARAMETER} before, the host gives {passed}"
+            f"the machine code has parameters up to byte {sorted(banks)}, the host passes "
+            f"{passed} bytes from byte {_FIRST_PARAMETER}"
         )
 
 
@@ -278,7 +283,7 @@ def nvcc() -> ToolProgram:
             result = _program(shutil.which(named), ("--version",), r"release [\d.]+, V([\d.]+)")
             if result is None:
                 raise ToolchainError(
-                    "this is no nvcc that runs",
+                    "this is not a working nvcc",
                     where=f"{name}={named}",
                     do=f"correct {name}, or unset it",
                 )
@@ -293,9 +298,11 @@ def nvcc() -> ToolProgram:
     raise ToolchainError(
         f"CUDA kernels cannot be compiled: no nvcc of {dotted(OLDEST_NVCC)} or later"
         + (f" ({'; '.join(unfit)})" if unfit else ""),
-        where="QSYNC_NVCC, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda/bin and the wheel nvidia-cuda-nvcc",
-        do="install the CUDA toolkit, or name its nvcc in QSYNC_NVCC; on a machine that has none, use kernels that another one has "
-        "built: qsync kernels build --output DIR there, QSYNC_KERNELS_PATH=DIR here",
+        where="QSYNC_NVCC, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda/bin and the wheel "
+        "nvidia-cuda-nvcc",
+        do="install the CUDA toolkit, or set QSYNC_NVCC to its nvcc; on a machine without nvcc, "
+        "use kernels from another machine: run `qsync kernels build --output DIR` there, and "
+        "set QSYNC_KERNELS_PATH=DIR here",
     )
 
 
@@ -333,7 +340,7 @@ def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
             result = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
             if result is None:
                 raise ToolchainError(
-                    "this is no C++ compiler that runs",
+                    "this is not a working C++ compiler",
                     where=f"{name}={named}",
                     do=f"correct {name}, or unset it",
                 )
@@ -349,23 +356,25 @@ def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
         fit = next((program for program in older if program), None)
         if fit is None:
             raise ToolchainError(
-                f"nvcc {dotted(compiler.version)} accepts GCC up to {newest}, and this one is {dotted(result.version)}",
+                f"nvcc {dotted(compiler.version)} accepts GCC up to {newest}, and the version of "
+                f"this one is {dotted(result.version)}",
                 where=str(result.path),
-                do=f"install g++-{newest} (it is found by that name), or name a compiler in NVCC_CCBIN",
+                do=f"install g++-{newest} (it is found by this name), or set NVCC_CCBIN to a "
+                "compiler",
             )
         result = fit
     if result is None:
         raise ToolchainError(
-            "CUDA kernels cannot be compiled: this takes a C++ compiler, and there is none",
+            "CUDA kernels cannot be compiled: no C++ compiler was found",
             where="NVCC_CCBIN, CUDAHOSTCXX, and g++ in PATH",
-            do="install g++ (on Debian: apt-get install g++), or name a compiler in NVCC_CCBIN",
+            do="install g++ (on Debian: apt-get install g++), or set NVCC_CCBIN to a compiler",
         )
     if result.version < OLDEST_GCC:
         raise _too_old(
             "the host compiler",
             result,
             OLDEST_GCC,
-            "install a later g++, or name one in NVCC_CCBIN",
+            "install a later g++, or set NVCC_CCBIN to one",
         )
     return result
 
@@ -387,16 +396,18 @@ def cutlass() -> Headers:
             )
             if result is None:
                 raise ToolchainError(
-                    "this folder holds no CUTLASS: it has no include/cutlass/version.h beside tools/util/include",
+                    "this folder does not contain CUTLASS: include/cutlass/version.h or "
+                    "tools/util/include is missing",
                     where=f"{name}={named}",
-                    do=f"set {name} to a checkout of CUTLASS {dotted(OLDEST_CUTLASS)} or later, or unset it",
+                    do=f"set {name} to a checkout of CUTLASS {dotted(OLDEST_CUTLASS)} or later, "
+                    "or unset it",
                 )
             return _checked(result)
     for root in (*(folder / "source" for folder in package_folders("cutlass_library")), BESIDE):
         if result := _headers(root):
             return _checked(result)
     raise ToolchainError(
-        "the headers of CUTLASS are missing",
+        "the CUTLASS headers were not found",
         where=f"QSYNC_CUTLASS_PATH, CUTLASS_PATH, the wheel nvidia-cutlass, and {BESIDE}",
         do="pip install --no-deps nvidia-cutlass==4.2.0.0",
     )
@@ -417,9 +428,11 @@ def _headers(root: Path) -> Headers | None:
 def _checked(headers: Headers) -> Headers:
     if headers.version < OLDEST_CUTLASS:
         raise ToolchainError(
-            f"CUTLASS {dotted(headers.version)} is too old: {dotted(OLDEST_CUTLASS)} or later is needed",
+            f"CUTLASS {dotted(headers.version)} is too old: {dotted(OLDEST_CUTLASS)} or later is "
+            "needed",
             where=str(headers.folders[0]),
-            do="pip install --no-deps nvidia-cutlass==4.2.0.0, and unset QSYNC_CUTLASS_PATH and CUTLASS_PATH",
+            do="pip install --no-deps nvidia-cutlass==4.2.0.0, and unset QSYNC_CUTLASS_PATH and "
+            "CUTLASS_PATH",
         )
     return headers
 
@@ -528,18 +541,22 @@ def nvrtc() -> Nvrtc:
         result = _in_wheels(root / "nvidia") or _in_toolkit(root)
         if result is None:
             raise ToolchainError(
-                f"this folder holds no NVRTC of CUDA {dotted(OLDEST)} to 12.9 with CUDA's headers",
+                f"this folder does not contain NVRTC of CUDA {dotted(OLDEST)} to 12.9 with the "
+                "CUDA headers",
                 where=f"QSYNC_NVRTC={named}",
-                do=f"name a toolkit of CUDA 12, or a folder with {_PACKAGES}; or unset QSYNC_NVRTC and {INSTALL}",
+                do=f"set it to a toolkit of CUDA 12, or to a folder with {_PACKAGES}; or unset "
+                f"QSYNC_NVRTC and run {INSTALL}",
             )
         return result
     for place in package_folders("nvidia"):
         if result := _in_wheels(place):
             return result
     raise ToolchainError(
-        "nothing here compiles for sm_70 (V100), which CUDA 13 has dropped: NVRTC of CUDA 12 is missing",
+        "kernels for sm_70 (V100) cannot be compiled: CUDA 13 has dropped it, and NVRTC of CUDA "
+        "12 was not found",
         where=f"QSYNC_NVRTC, and the wheels {_PACKAGES}",
-        do=f"{INSTALL}, or install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc; without them, torch computes on such devices",
+        do=f"run {INSTALL}, or install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc; without "
+        "them, torch computes on such devices",
     )
 
 

@@ -92,7 +92,7 @@ def problem_from(data: object, where: str) -> Problem:
     except Malformed as wrong:
         place = ", ".join(filter(None, (where, wrong.where)))
         raise QSyncError(
-            f"this is no problem: {wrong.what.strip()}", where=place, do=wrong.do or None
+            f"this is not a valid problem: {wrong.what.strip()}", where=place, do=wrong.do or None
         ) from None
     return result
 
@@ -106,7 +106,10 @@ def shown(problem: Problem) -> str:
         return f"gemm {problem.m} x {problem.n} x {problem.k} {majors} {formats} -> {problem.out}"
     p = problem
     window = f"{p.r} x {p.s}" + (f" / {p.stride[0]}" if max(p.stride) > 1 else "")
-    return f"{p.operation} {p.n} x {p.h} x {p.w}, {p.c} to {p.k} channels, {window}, {formats} -> {p.out}"
+    return (
+        f"{p.operation} {p.n} x {p.h} x {p.w}, {p.c} to {p.k} channels, {window}, {formats} -> "
+        f"{p.out}"
+    )
 
 
 MARGIN: Final = 0.03
@@ -197,9 +200,10 @@ def tune(
     }
     if not seconds:
         raise TuningError(
-            f"no candidate could be measured: {next(iter(failed.values()), 'there is none')}",
+            "no candidate could be measured: "
+            f"{next(iter(failed.values()), 'no kernel supports this problem')}",
             where=shown(problem),
-            do="see what `qsync doctor` says of the device",
+            do="run `qsync doctor` to check the device",
         )
     return TunedChoice(problem, _winner(seconds), seconds, failed, None, rounds)
 
@@ -207,7 +211,7 @@ def tune(
 def _valid(values: Iterable[float]) -> list[float]:
     result = list(values)
     if not result or not all(math.isfinite(value) and value > 0 for value in result):
-        raise TuningError("its timings are no positive numbers")
+        raise TuningError("its timings are not positive numbers")
     return result
 
 
@@ -363,7 +367,7 @@ def load_table(path: Path, environment: Environment | None = None) -> TuningTabl
         raise TuningError(
             f"the tuning table was measured in another environment: {rows.environment}",
             where=str(path),
-            do="remove it; `qsync tune` writes a new one",
+            do="delete it; `qsync tune` writes a new one",
         )
     return TuningTable(rows.environment, {choice.problem: choice for choice in rows.choices})
 
@@ -406,9 +410,9 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except Timeout:
         raise TuningError(
-            "another process has been writing the tuning table for a minute",
+            "another process has been writing to the tuning table for a minute",
             where=str(path),
-            do=f"wait for it; if there is none, remove {path}.lock",
+            do=f"wait until it ends; if there is no such process, delete {path}.lock",
         ) from None
     except OSError as error:
         raise TuningError(
@@ -444,14 +448,14 @@ def _short(choice: TunedChoice) -> TunedChoice:
 
 def _check_choice(choice: TunedChoice) -> str | None:
     if choice.problem != choice.problem.bucket():
-        return "the sizes of its problem are those of no bucket"
+        return "the sizes of its problem belong to no size bucket"
     if choice.name not in choice.seconds:
-        return "the winner has no seconds"
+        return "the fastest kernel has no timing"
     if any(map(_long, (*choice.seconds, *choice.failed, *choice.failed.values()))):
         return f"a name or a reason is longer than {_LONGEST} characters"
     if not all(value > 0 for value in choice.seconds.values()):
-        return "seconds are not positive"
-    return None if choice.rounds > 0 else f"it was measured in {choice.rounds} rounds"
+        return "timings are not positive"
+    return None if choice.rounds > 0 else f"the number of its rounds is {choice.rounds}"
 
 
 def _long(value: object) -> bool:
@@ -470,7 +474,7 @@ TABLE: Final = Schema(
     _Rows,
     noun="tuning table",
     error=TuningError,
-    remedy="remove it; `qsync tune` writes a new one",
+    remedy="delete it; `qsync tune` writes a new one",
     name="qsync tuning table",
     largest=LARGEST_FILE,
     checks={**CHECKS, **ENVIRONMENT, TunedChoice: _check_choice},
@@ -508,7 +512,7 @@ class RecordedTimer:
 
     def measure(self, candidate: Candidate) -> list[float]:
         if name_of(candidate) not in self.seconds:
-            raise TuningError("no timings of it are recorded")
+            raise TuningError("the recorded timings do not contain this problem")
         return self.seconds[name_of(candidate)]
 
 
@@ -558,7 +562,7 @@ def load_recording(path: Path) -> TimingRecording:
 def _check(row: _Row) -> str | None:
     return next(
         (
-            f"there are no seconds of {name[:60]!r}"
+            f"there is no timing of {name[:60]!r}"
             for name, values in row.seconds.items()
             if not values
         ),
@@ -570,7 +574,7 @@ RECORDING: Final = Schema(
     _RecordedRows,
     noun="recording",
     error=TuningError,
-    remedy="record timings with qsync tune --record FILE",
+    remedy="record timings with `qsync tune --record FILE`",
     name="qsync recorded timings",
     largest=LARGEST_FILE,
     checks={**CHECKS, **ENVIRONMENT, _Row: _check},

@@ -74,8 +74,9 @@ def serves(graph: PrecisionGraph) -> bool:
         return True
     if graph.context.options.fast_dropout and may_be_drawn(graph):
         warnings.warn(
-            'the option "fast_dropout" has no effect on a graph with activation checkpointing or another operator that has a body, or with '
-            "a call of torch.native_dropout: torch's dropout stays there",
+            'the option "fast_dropout" has no effect on a graph with activation checkpointing or '
+            "another higher-order operator, or with a call of torch.native_dropout: the dropout "
+            "of torch runs there",
             PlanWarning,
             stacklevel=2,
         )

@@ -134,7 +134,8 @@ def captures(options: Options, device: torch.device) -> bool:
     """Return whether to capture steps in CUDA graphs; warn if the option has no effect here."""
     if options.cudagraphs and device.type != "cuda":
         warnings.warn(
-            f'the option "cudagraphs" has no effect on {device.type}: there are CUDA graphs on CUDA devices alone',
+            f'the option "cudagraphs" has no effect on {device.type}: CUDA graphs need a CUDA '
+            "device",
             PlanWarning,
             stacklevel=2,
         )

@@ -48,15 +48,17 @@ def lowerings() -> Mapping[str, Lowering]:
         name = lowering.name
         if name in result:
             raise QSyncError(
-                f"two lowerings claim the operator {name}",
+                f"two lowerings are registered for the operator {name}",
                 where=f"{owner[name]} and {source}",
                 do="remove one of them, or uninstall the package that adds it",
             )
         if name not in taking_scales:
             raise QSyncError(
-                f"a lowering is for the operator {name}, and no row of that name takes scaled formats",
+                f"a lowering is registered for the operator {name}, but no row of that name "
+                "supports scaled formats",
                 where=source,
-                do='add an OperatorRow with scaled=(activation, weight) to the entry point group "qsync_fx.ops"',
+                do="add an OperatorRow with scaled=(activation, weight) to the entry point group "
+                '"qsync_fx.ops"',
             )
         result[name], owner[name] = lowering, source
     return result

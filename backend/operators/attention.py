@@ -81,7 +81,8 @@ def _laid_out(graph: PrecisionGraph, node: fx.Node, value: fx.Node, mask: Tensor
 
 
 _REASON: Final = (
-    f"computed as products, which are faster than torch's fused kernel up to {MOST_TOKENS} tokens"
+    "computed as separate products, which are faster than torch's fused kernel up to "
+    f"{MOST_TOKENS} tokens"
 )
 
 

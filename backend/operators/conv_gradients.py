@@ -243,8 +243,8 @@ def _fake(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tens
 
 
 define(
-    "depthwise_gradients(Tensor gradient, Tensor x, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
-    "bool[2] needed) -> (Tensor, Tensor)",
+    "depthwise_gradients(Tensor gradient, Tensor x, Tensor weight, SymInt[] stride, SymInt[] "
+    "padding, SymInt[] dilation, bool[2] needed) -> (Tensor, Tensor)",
     {"CompositeExplicitAutograd": _kernel},
     _fake,
 )

@@ -64,19 +64,19 @@ def _checked(
     where = "qsync::convert"
     if x.dtype not in TYPES:
         raise PrecisionError(
-            f"{x.dtype} is not converted",
+            f"{x.dtype} cannot be converted",
             where=where,
-            do="give integers or floats that layers have",
+            do="pass integers, or floats that layers support",
         )
     if dtype not in FLOATS and (scale is not None or dtype != x.dtype):
         raise PrecisionError(
             f"{x.dtype} cannot become {dtype}{'' if scale is None else ' with a scale'}",
             where=where,
-            do="convert to float16, bfloat16 or float32; qsync::quantize makes narrower types",
+            do="convert to float16, bfloat16 or float32; use qsync::quantize for narrower types",
         )
     require(
         x.dim() == 2 and len(shape) == 2,
-        lambda: f"{where}: {x.dim()} dimensions to {len(shape)}, not 2 to 2",
+        lambda: f"{where}: needs a 2-d input and shape, not {x.dim()} and {len(shape)} dimensions",
     )
     if scale is not None:
         item = (
@@ -85,7 +85,7 @@ def _checked(
             and scale.dtype == torch.float32
             and scale.device == x.device
         )
-        require(item, lambda: f"{where}: the scale is no single FP32 number on {x.device}")
+        require(item, lambda: f"{where}: the scale must be a single FP32 number on {x.device}")
     rows, columns = (x.shape[1], x.shape[0]) if transposed else x.shape
     enough = (shape[0] >= rows, shape[1] >= columns)
     for fits in enough:

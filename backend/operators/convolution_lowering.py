@@ -58,7 +58,7 @@ def _geometry(node: fx.Node) -> Geometry | None:
 
 def _refuses(node: fx.Node) -> str | None:
     if _geometry(node) is None:
-        return "its padding differs between the two sides, which takes a padded input"
+        return "its padding differs between the two sides, which needs a padded input"
     return None
 
 
@@ -84,9 +84,14 @@ def _slower(node: fx.Node, fmt: Precision, context: Context) -> str | None:
             return None
         return cpu_kernels.gemm_too_small(places, channels, summed, fmt)
     if not native_integer_unit():
-        return "the native module's path has no unit for int8, so that convolutions in it are computed in bf16"
+        return (
+            "the kernels of the native module have no INT8 unit on this CPU, so its "
+            "convolutions run in bf16"
+        )
     if transposed or groups != 1 or weight.dim() != 4:
-        return "the CPU's kernel is for convolutions in two dimensions, neither transposed nor in groups"
+        return (
+            "the CPU kernel supports only 2-d convolutions that are neither transposed nor grouped"
+        )
     return cpu_kernels.conv_too_small(weight.shape, stride)
 
 

@@ -52,7 +52,7 @@ def _unpacked_fake(
     dtype = dtype or torch.bool
     require(
         dtype in _IN_BYTES,
-        lambda: f"qsync::unpack_bits: truth values are of bool or int8, not of {dtype}",
+        lambda: f"qsync::unpack_bits: masks are bool or int8, not {dtype}",
     )
     return bits.new_empty(size, dtype=dtype)
 

@@ -92,7 +92,8 @@ def first_only(backward: Backward) -> Backward:
 
 def _problem(fmt: str, where: str | None) -> QSyncError:
     return PrecisionError(
-        f"there is no second derivative in {fmt}: its gradient is computed from rounded values",
+        f"an operator in {fmt} has no second derivative: its gradient is computed from rounded "
+        "values",
         where=where or f"an operator in {fmt}",
         do=f"plan it in fp32 or bf16, as {WAY_OUT} does for all operators",
     )

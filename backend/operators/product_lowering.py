@@ -44,9 +44,7 @@ def _refuses(node: fx.Node) -> str | None:
     if isinstance(result, str):
         return result
     return (
-        "only the CPU has a product of groups for it"
-        if result.group and not _on_cpu(node)
-        else None
+        "only the CPU has a grouped product for it" if result.group and not _on_cpu(node) else None
     )
 
 

@@ -32,7 +32,7 @@ def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
     row = precision(fmt)
     if not row.scaled:
         raise PrecisionError(
-            f"{row} has no scale", where="qsync::quantize", do="use a conversion, or qsync::round"
+            f"{row} has no scale", where="qsync::quantize", do="convert it, or use qsync::round"
         )
     if not x.is_floating_point():
         raise PrecisionError(
@@ -42,9 +42,10 @@ def scaled_format(fmt: str, x: Tensor, keep: Sequence[int]) -> Precision:
         )
     if keep and any(not -x.dim() <= dim < x.dim() for dim in keep):
         raise PrecisionError(
-            f"a tensor of {x.dim()} dimensions cannot have a scale per index of dimensions {list(keep)}",
+            f"a tensor of {x.dim()} dimensions cannot have a scale per index of the dimensions "
+            f"{list(keep)}",
             where="qsync::quantize",
-            do="name dimensions that it has",
+            do="use dimensions that the tensor has",
         )
     return row
 
@@ -111,7 +112,8 @@ def _quantize_native(
 
 
 define(
-    "quantize(Tensor x, Tensor seed, int stream, str fmt, str rounding, int[] keep) -> (Tensor q, Tensor scale)",
+    "quantize(Tensor x, Tensor seed, int stream, str fmt, str rounding, int[] keep) -> (Tensor "
+    "q, Tensor scale)",
     {
         "CPU": _quantize_native,
         "CUDA": _quantize_kernel,
@@ -189,7 +191,8 @@ def _quantize_transposed_kernel(
 
 
 define(
-    "quantize_transposed(Tensor x, Tensor seed, int stream, str fmt, str rounding) -> (Tensor q, Tensor transpose, Tensor scale)",
+    "quantize_transposed(Tensor x, Tensor seed, int stream, str fmt, str rounding) -> (Tensor q, "
+    "Tensor transpose, Tensor scale)",
     {"CPU": _quantize_transposed_native, "CUDA": _quantize_transposed_kernel},
     _quantize_transposed_fake,
     tags=(),  # See `qsync_fx.backend.inductor.inductor_config`.

@@ -33,7 +33,7 @@ def define(
             so operators that `qsync_fx.backend.inductor.inductor_config` constrains omit it.
     """
     assert fake is not None or set(implementations) == {"CompositeImplicitAutograd"}, (
-        f"{schema} needs a fake"
+        f"{schema} needs a fake implementation"
     )
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]

@@ -55,7 +55,8 @@ def _embedding_fake(
 
 
 define(
-    "embedding_gradient(Tensor gradient, Tensor indices, SymInt rows, SymInt padding, bool by_frequency) -> Tensor",
+    "embedding_gradient(Tensor gradient, Tensor indices, SymInt rows, SymInt padding, bool "
+    "by_frequency) -> Tensor",
     {"CompositeExplicitAutograd": _embedding_kernel},
     _embedding_fake,
 )
@@ -115,8 +116,8 @@ def _max_pool_fake(
 
 
 define(
-    "max_pool2d_gradient(Tensor gradient, Tensor indices, SymInt[] size, SymInt[] kernel, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation, bool ceil_mode) -> Tensor",
+    "max_pool2d_gradient(Tensor gradient, Tensor indices, SymInt[] size, SymInt[] kernel, "
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool ceil_mode) -> Tensor",
     {"CompositeExplicitAutograd": _max_pool_kernel},
     _max_pool_fake,
 )

@@ -55,7 +55,7 @@ def gridded_format(fmt: str, x: Tensor) -> Precision:
     row = precision(fmt)
     if row.scaled or (row.plain and row.bits >= 32):
         raise PrecisionError(
-            f"{row} is not a format that qsync::round makes",
+            f"qsync::round does not support the format {row}",
             where="qsync::round",
             do="use qsync::quantize" if row.scaled else f"convert to {row.dtype}",
         )

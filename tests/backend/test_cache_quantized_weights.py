@@ -206,7 +206,7 @@ def test_a_weight_that_was_changed_is_read_as_it_is(
         assert torch.equal(compiled(x), before), (
             "a weight that is not trusted any more is read in each pass"
         )
-    told = [w for w in recwarn.list if "written to without torch counting it" in str(w.message)]
+    told = [w for w in recwarn.list if "modified without torch noticing" in str(w.message)]
     assert len(told) == (name in UNCOUNTED)
 
 
@@ -259,7 +259,7 @@ class Derived(nn.Module):
 @pytest.mark.parametrize(
     ("model", "why", "count"),
     [
-        (Checkpointed, "inside.* it stands in what is checkpointed", 1),
+        (Checkpointed, "inside.* it is inside a checkpointed region", 1),
         (Writing, "the model itself writes to it", 0),
         (Derived, "it is computed from a parameter", 0),
     ],
@@ -276,7 +276,7 @@ def test_what_stays_in_the_graph_is_said(
     )
     with pytest.warns(
         qsync_fx.PlanWarning,
-        match=f'"cache_quantized_weights" 1 weights of .* are still quantized .*{why}',
+        match=f'"cache_quantized_weights", 1 weights of .* are still quantized .*{why}',
     ):
         found = compiled(x)
     assert torch.equal(found, wanted) and len(made) == count
@@ -288,6 +288,6 @@ def test_a_model_without_such_weights_is_told() -> None:
     compiled = torch.compile(nn.Linear(8, 8), backend="qsync", options=options)
     with pytest.warns(
         qsync_fx.PlanWarning,
-        match='"cache_quantized_weights" has no effect on .* It is for int8 and fp8',
+        match='"cache_quantized_weights" has no effect on .* The option applies to int8 and fp8',
     ):
         compiled(torch.randn(4, 8))

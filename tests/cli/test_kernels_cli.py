@@ -140,7 +140,7 @@ WRONG = {
         "model_of_kernels_test:tiny",
     ),
     "--arch sm_80 --jobs 0 --model model_of_kernels_test:tiny --precision int8": (
-        "0 compilers",
+        "compilers cannot be 0",
         "from 1",
     ),
 }

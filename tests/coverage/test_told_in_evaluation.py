@@ -146,10 +146,10 @@ def test_layers_that_share_code_and_are_planned_differently_are_told_of() -> Non
     texts = told(lambda: compiled(build(lambda: Stack(Layer)), plan=plan)(x))
     assert len(texts) == 1
     assert (
-        "code that Dynamo uses for 3 modules alike runs layers.0/matmul in fp32, and so layers.1/matmul too"
+        "Dynamo uses one compiled code for 3 equal modules. It runs layers.0/matmul in fp32, and therefore layers.1/matmul too"
         in texts[0]
     )
-    assert "which the plan wants in bf16" in texts[0]
+    assert "for which the plan has bf16" in texts[0]
     with pytest.raises(PlanError, match="use the module"):
         compiled(build(lambda: Stack(Layer)), plan=plan, strict=True)(x)
 

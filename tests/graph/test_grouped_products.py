@@ -160,4 +160,4 @@ def test_groups_take_scaled_formats_where_there_are_products_of_them(device: str
     scaled = dataclasses.replace(row, scaled=(0, 1))
     node_metadata.NOTE[node] = OperatorInfo(OpId("experts", row.name, 0), row.kind, "", scaled)
     refused = lowerings()[row.name].refuses(node)
-    assert refused == (None if device == "cpu" else "only the CPU has a product of groups for it")
+    assert refused == (None if device == "cpu" else "only the CPU has a grouped product for it")

@@ -59,7 +59,7 @@ def test_a_small_model_is_in_fp32_and_says_why() -> None:
     )
     assert (
         layers["2"][1]
-        == f"{default}; what stands around it is too small for bf16 to pay, so it runs in fp32"
+        == f"{default}; its neighbours are too small for bf16 to be faster, so it runs in fp32"
     )
 
 

@@ -110,7 +110,7 @@ def test_what_is_as_fast_in_bf16_runs_in_it(monkeypatch: pytest.MonkeyPatch) -> 
         f"in bf16; {ROWS} x 2 x 1024 is too small for bf16 to pay, so it runs in fp32"
     )
     assert f"from {cpu_kernels.CHANNELS} on it does, so it runs in bf16" in layers["thin"][1]
-    assert "of one value" in layers["step"][1] and "groups" in layers["grouped"][1]
+    assert "of one value" in layers["step"][1] and "grouped" in layers["grouped"][1]
 
 
 def test_without_a_unit_it_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_exact_sums_are_no_unit(precision: str, monkeypatch: pytest.MonkeyPatch)
         "wide"
     ][0] == "bf16"
     assert "the native module's path has no unit for int8" in layers["large"][1]
-    assert "so that convolutions in it are computed in bf16" in layers["wide"][1]
+    assert "so its convolutions run in bf16" in layers["wide"][1]
     assert (
         "7 operators are in a format that is not faster here, such as large/linear (the native module's path has no unit"
         in text
@@ -273,12 +273,12 @@ def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
         **dict.fromkeys(("large", "named"), "int8"),
         **dict.fromkeys(("small", "image", "groups"), "bf16"),
     }
-    too_small = "256 x 32 x 256 is too small for int8 to pay where nothing was tuned"
+    too_small = "256 x 32 x 256 is assumed to be too small for int8 to be faster (not tuned)"
     assert wide["small"][1] == f"plan: default int8; {too_small}, so it runs in bf16"
     none = "there are no kernels for layers like it, so it runs in bf16"
     assert wide["groups"][1] == f"plan: default int8; {none}"
     # A kernel of images takes one scale for all of them.
-    assert (none if scaling == "channel" else "is too small for int8 to pay") in wide["image"][1]
+    assert (none if scaling == "channel" else "is assumed to be too small for int8") in wide["image"][1]
     # What a plan names is obeyed, and without the option all is: kept in a byte a value, and multiplied as it pays.
     assert f"torch computes output: {too_small}" in wide["named"][1]
     assert {fmt for fmt, _ in layers("a100", False).values()} == {"int8"}
@@ -311,7 +311,7 @@ def test_what_was_measured_on_a_gpu_decides_there() -> None:
         assert str(layer.precision) == fmt
     assert (
         layer.reason
-        == "plan: uniform int8; int8 was measured to be no faster than bf16 here, so it runs in bf16"
+        == "plan: uniform int8; int8 was measured to be no faster than bf16 on this device, so it runs in bf16"
     )
 
 

@@ -104,7 +104,7 @@ def _attempt(
     if not compiling:
         for item in todo:
             built.failures[item.unit] = KernelError(
-                "it has not been compiled", where=item.unit.name
+                "the kernel has not been compiled", where=item.unit.name
             )
     elif todo:
         kernel_cache.sweep(place)
@@ -155,7 +155,7 @@ def _take(built: Built, unit: TranslationUnit, result: CacheEntry | KernelError)
         built.failures[unit] = RefusedKernelError(
             f"the kernel must not be used: {result.manifest.refused}",
             where=unit.name,
-            do="use another configuration; this is remembered until qsync kernels clear",
+            do="use another configuration; the refusal is cached until `qsync kernels clear`",
         )
     else:
         built.libraries[unit] = result.library

@@ -64,7 +64,9 @@ def jobs(value: int | None = None) -> int:
     if value is not None:
         if value < 1:
             raise OptionError(
-                f"{value} compilers cannot run at once", where="jobs", do="give a number from 1"
+                f"the number of parallel compilers cannot be {value}",
+                where="jobs",
+                do="set a number of at least 1",
             )
         return value
     if (number := environment.count("QSYNC_BUILD_JOBS")) is not None:
@@ -140,9 +142,10 @@ def command(unit: TranslationUnit, tools: Toolchain) -> list[str]:
     if tools.toolkit:
         if unit.interface != "gemm":
             raise KernelError(
-                "without an nvcc of CUDA 12 there are products for sm_70 alone: torch does the rest",
+                "without an nvcc of CUDA 12, only GEMM kernels are compiled for sm_70; torch "
+                "does the rest",
                 where=unit.name,
-                do="install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc, if this is wanted",
+                do="for all kernels, install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc",
             )
         return toolchain.command(unit.name, unit.arch, tools, (TEMPLATES,))
     number = unit.arch.removeprefix("sm_")
@@ -169,7 +172,10 @@ def described(tools: Toolchain) -> str:
     """Return the names and versions of the compilers."""
     name = "NVRTC" if tools.toolkit else "nvcc"
     templates = f", CUTLASS {dotted(tools.cutlass.version)}" if tools.cutlass.folders else ""
-    return f"{name} {dotted(tools.nvcc.version)}, host compiler {dotted(tools.host.version)}{templates}"
+    return (
+        f"{name} {dotted(tools.nvcc.version)}, host compiler "
+        f"{dotted(tools.host.version)}{templates}"
+    )
 
 
 def _runtime(compiler: Path) -> list[str]:
@@ -194,9 +200,9 @@ def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Pop
     """
     if not re.fullmatch(r"[A-Za-z0-9_]{1,200}", unit.name):
         raise KernelError(
-            "this name of a unit makes no file name",
+            "the name of this unit is not a valid file name",
             where=unit.name,
-            do="use letters, digits and _",
+            do="use letters, digits and _ only",
         )
     arguments = command(unit, tools)
     try:
@@ -216,9 +222,9 @@ def start(unit: TranslationUnit, work: Path, tools: Toolchain) -> subprocess.Pop
             )
     except OSError as error:
         raise KernelError(
-            f"compiling cannot start: {error}",
+            f"the compiler cannot be started: {error}",
             where=shlex.join(arguments),
-            do="check that the disk has space",
+            do="check that the disk has free space",
         ) from error
 
 
@@ -238,17 +244,20 @@ def failure(
     of_the_source = False
     if status < 0 or re.search(r"\bKilled\b|signal 9|out of memory|Cannot allocate", report):
         gigabytes = need(unit) / 1e9
-        do = f"it was killed, mostly for lack of memory (this takes about {gigabytes:.1f} GB): set QSYNC_BUILD_JOBS=1"
+        do = (
+            "the compiler was killed, probably for lack of memory (it needs about "
+            f"{gigabytes:.1f} GB): set QSYNC_BUILD_JOBS=1"
+        )
     elif "unsupported GNU version" in report or "unsupported clang version" in report:
-        do = "name a host compiler that this nvcc accepts in NVCC_CCBIN"
+        do = "set NVCC_CCBIN to a host compiler that this nvcc accepts"
     elif "No space left" in report:
-        do = "set QSYNC_CACHE_DIR to a folder on a disk with space"
+        do = "set QSYNC_CACHE_DIR to a folder on a disk with free space"
     else:
         of_the_source = True
-        do = f"the whole output is in {saved / unit.name}.log, the source beside it"
+        do = f"see the complete output in {saved / unit.name}.log, and the source next to it"
     error = ToolchainError(
         f"{'NVRTC' if tools.toolkit else 'nvcc'} failed with status {status} on {unit.name}"
-        + (f"; its last lines:\n{last}" if last else " and said nothing"),
+        + (f"; its last lines:\n{last}" if last else " without output"),
         where=f"cd {shlex.quote(str(saved))} && {shlex.join(command(unit, tools))}",
         do=do,
     )
@@ -290,8 +299,8 @@ class WaitNotice:
         rank = "" if number is None else f" (rank {number})"
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         print(
-            f"qsync{rank}: has waited {passed:.0f} s for another process that compiles {names[0]}{more}; "
-            "qsync kernels build compiles before a run",
+            f"qsync{rank}: has been waiting {passed:.0f} s for another process that compiles "
+            f"{names[0]}{more}; run `qsync kernels build` to compile before training",
             file=sys.stderr,
         )
 
@@ -527,7 +536,7 @@ def _stored(job: _Job, place: Path) -> CacheEntry:
     refused, opcode = sass.complaint(report), ""
     if job.unit.opcode and not refused and (result := sass.instructions(code)):
         opcode = next((name for name in result if name.startswith(job.unit.opcode)), "")
-        refused = "" if opcode else f"its machine code has no {job.unit.opcode}"
+        refused = "" if opcode else f"its machine code has no {job.unit.opcode} instruction"
     used = sass.resources(report)
     if not refused:
         used = replace(used, shared_memory=max(used.shared_memory, shared_memory(library)))

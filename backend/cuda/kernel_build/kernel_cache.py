@@ -165,9 +165,10 @@ def ahead_of_time() -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise KernelError(
-                "this folder of kernels does not exist",
+                "this kernel folder does not exist",
                 where=f"QSYNC_KERNELS_PATH: {folder}",
-                do="correct or unset QSYNC_KERNELS_PATH; qsync kernels build --output makes such folders",
+                do="correct or unset QSYNC_KERNELS_PATH; `qsync kernels build --output` creates "
+                "such folders",
             )
         if folder.stat().st_mode & stat.S_IWOTH:
             raise _open_to_others(folder)
@@ -187,15 +188,17 @@ def prepare(folder: Path) -> Path:
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         raise KernelError(
-            f"kernels cannot be kept: {error.strerror or error}",
+            f"kernels cannot be stored: {error.strerror or error}",
             where=str(folder),
-            do="set QSYNC_CACHE_DIR to a folder of yours on a disk with space",
+            do="set QSYNC_CACHE_DIR to a folder that belongs to you, on a disk with free space",
         ) from error
     if result.st_uid != os.geteuid():
         raise KernelError(
-            f"this folder belongs to another user (number {result.st_uid}): what is in it would be run as you",
+            f"this folder belongs to another user (uid {result.st_uid}), and its code would run "
+            "with your permissions",
             where=str(folder),
-            do="set QSYNC_CACHE_DIR to a folder of yours; to use kernels that another one has built, set QSYNC_KERNELS_PATH",
+            do="set QSYNC_CACHE_DIR to a folder that belongs to you; to use kernels that another "
+            "user has built, set QSYNC_KERNELS_PATH",
         )
     if result.st_mode & stat.S_IWOTH:
         raise _open_to_others(folder)
@@ -204,9 +207,9 @@ def prepare(folder: Path) -> Path:
 
 def _open_to_others(folder: Path) -> KernelError:
     return KernelError(
-        "anybody may write to this folder, and what is in it would be run as you",
+        "every user can write to this folder, and its code would run with your permissions",
         where=str(folder),
-        do=f"chmod o-w {folder}, if you trust what is in it",
+        do=f"run `chmod o-w {folder}`, if you trust its contents",
     )
 
 
@@ -246,7 +249,7 @@ def fingerprint(library: Path) -> tuple[int, str]:
     descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         content = file.read()
     return len(content), hashlib.sha256(content).hexdigest()
 
@@ -282,9 +285,10 @@ def store(folder: Path, work: Path, manifest: Manifest) -> CacheEntry:
         work.rename(path)
     except OSError as error:
         raise KernelError(
-            f"the library cannot be kept: {error.strerror or error}",
+            f"the library cannot be stored: {error.strerror or error}",
             where=str(path),
-            do="check that the disk has space, or set QSYNC_CACHE_DIR to a folder on another one",
+            do="check that the disk has free space, or set QSYNC_CACHE_DIR to a folder on "
+            "another disk",
         ) from error
     return CacheEntry(path, manifest)
 

@@ -207,11 +207,11 @@ def _manifest(result: Manifest) -> str | None:
     texts = {name: value for name, value in vars(result).items() if isinstance(value, str)}
     for name, value in texts.items():
         if len(value) > _LONGEST or not value.isprintable():
-            return f"{name} is no short text"
+            return f"{name} is too long or not printable"
         if not re.fullmatch(_PATTERNS.get(name, ".*"), value, flags=re.DOTALL):
-            return f"{name} is not what it should be"
+            return f"{name} has an invalid format"
     if bool(result.refused) == bool(result.sha256):
-        return "a library is there or it was refused, not both"
+        return "it must have either a library or a refusal, not both"
     return _beyond({"size": result.size, "seconds": result.seconds, "created": result.created})
 
 
@@ -275,7 +275,10 @@ class Library:
         """Return the bytes of device memory that `run` needs."""
         size: int = self._handle.qsync_workspace(ctypes.byref(arguments))
         if size < 0:
-            raise KernelError(f"the kernel tells a workspace of {size} bytes", where=self.unit.name)
+            raise KernelError(
+                f"the kernel returned an invalid workspace size of {size} bytes",
+                where=self.unit.name,
+            )
         return size
 
     def run(self, arguments: Arguments, workspace: int, stream: int) -> None:
@@ -292,9 +295,9 @@ class Library:
         status = self._handle.qsync_run(ctypes.byref(arguments), workspace, stream)
         if status:
             raise LaunchError(
-                f"the kernel cannot be started: {self.error(status)}",
+                f"the kernel cannot be launched: {self.error(status)}",
                 where=self.unit.name,
-                do="see qsync doctor for the device and its driver",
+                do="run `qsync doctor` to check the device and its driver",
             )
 
     def shared_memory(self) -> int:
@@ -319,10 +322,10 @@ def load(path: Path, unit: TranslationUnit) -> Library:
     _declare(handle, path, _STRUCTURES[unit.interface])
     version = handle.qsync_abi()
     if version != VERSION:
-        raise _foreign(path, f"it speaks version {version} of the interface, not {VERSION}")
+        raise _foreign(path, f"its ABI version is {version}, not {VERSION}")
     name = (handle.qsync_name() or b"").decode("utf-8", errors="replace")
     if name != unit.name:
-        raise _foreign(path, f"it is {name!r}, not {unit.name!r}")
+        raise _foreign(path, f"its name is {name!r}, not {unit.name!r}")
     return Library(unit, path, handle)
 
 
@@ -341,8 +344,10 @@ def shared_memory(path: Path) -> int:
     command = [sys.executable, "-I", "-c", _ASKED, str(path), *folders]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode or not done.stdout.strip().isdecimal():
-        text = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
-        raise _foreign(path, f"asked for its shared memory, {text[-1]}")
+        text = done.stderr.strip().splitlines() or [
+            f"the process ended with status {done.returncode}"
+        ]
+        raise _foreign(path, f"its shared memory size cannot be read: {text[-1]}")
     return int(done.stdout)
 
 
@@ -381,7 +386,7 @@ def _declare(handle: ctypes.CDLL, path: Path, structure: type[ctypes.Structure])
         try:
             function = getattr(handle, name)
         except AttributeError:
-            raise _foreign(path, f"it has no function {name}") from None
+            raise _foreign(path, f"it does not export the function {name}") from None
         function.restype, function.argtypes = result, arguments
 
 
@@ -399,9 +404,10 @@ def _opened(path: Path) -> ctypes.CDLL:
                 ctypes.CDLL(str(candidate), mode=ctypes.RTLD_GLOBAL)
                 return _private(path)
     raise KernelError(
-        f"the kernel needs CUDA's runtime {missing[1]}, and it is nowhere to be found",
+        f"the kernel needs the CUDA runtime {missing[1]}, which was not found",
         where=str(path),
-        do=f"use a torch that brings CUDA {missing[1].rpartition('.')[2]}, install that toolkit, or put its lib folder in LD_LIBRARY_PATH",
+        do=f"use a torch that includes CUDA {missing[1].rpartition('.')[2]}, install that "
+        "toolkit, or add its lib folder to LD_LIBRARY_PATH",
     )
 
 
@@ -440,7 +446,8 @@ def _runtime_folders() -> Iterator[Path]:
 
 def _foreign(path: Path, why: str) -> KernelError:
     return KernelError(
-        f"this is no library of kernels that can be used: {why}",
+        f"this is not a valid kernel library: {why}",
         where=str(path),
-        do="qsync kernels clear, and build it again; one that was built elsewhere must be built for this system",
+        do="run `qsync kernels clear` and build it again; a library from another machine must be "
+        "built for this system",
     )

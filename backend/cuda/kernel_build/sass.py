@@ -36,7 +36,7 @@ def volta_instructions(path: Path) -> Counter[str]:
     try:
         return Counter(name for code in _sections(data, ".text.") for name in _named(code))
     except (struct.error, ValueError, IndexError) as error:
-        raise KernelError(f"this is no machine code: {error}", where=str(path)) from error
+        raise KernelError(f"this is not machine code: {error}", where=str(path)) from error
 
 
 def _named(code: bytes) -> list[str]:
@@ -50,7 +50,7 @@ def _named(code: bytes) -> list[str]:
 def _sections(data: bytes, prefix: str) -> list[bytes]:
     """Return the contents of the sections with a name prefix (System V ABI, object files)."""
     if data[:5] != b"\x7fELF\x02":
-        raise ValueError("no ELF file of 64 bits")
+        raise ValueError("it is not a 64-bit ELF file")
     (offset,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", data, 0x3A)
     # name, type, flags, address, offset, size
@@ -66,7 +66,7 @@ def _sections(data: bytes, prefix: str) -> list[bytes]:
 def _content(data: bytes, header: tuple[int, ...]) -> bytes:
     start, size = header[4], header[5]
     if start + size > len(data):
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     return data[start : start + size]
 
 
@@ -98,9 +98,9 @@ def complaint(report: str) -> str:
     if used.spills:
         return f"it spills {used.spills} bytes of registers to memory (it uses {used.registers})"
     if used.stack:
-        return f"it keeps {used.stack} bytes on the stack"
+        return f"it uses {used.stack} bytes of stack"
     if not re.search(r"Used \d+ registers", report):
-        return "it holds no kernel"
+        return "it contains no kernel"
     return ""
 
 

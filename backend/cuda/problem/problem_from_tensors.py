@@ -142,7 +142,8 @@ def conv_problem(
             (n, k), (_, c, h, w), (r, s) = first[:2], second, size
     return ConvProblem(
         operation, n, h, w, c, k, r, s, window.padding, window.stride, window.dilation,
-        _format(a, tf32), _format(b, tf32), _FORMATS[out_dtype], scale_kind(a_scale), scale_kind(b_scale), bias is not None,
+        _format(a, tf32), _format(b, tf32), _FORMATS[out_dtype], scale_kind(a_scale),
+        scale_kind(b_scale), bias is not None,
     )  # fmt: skip
 
 

@@ -188,8 +188,10 @@ class GemmSite(_KernelSite):
             None if (m, n) == (rows, columns) else lambda d: d[:rows, :columns].contiguous()
         )
         arguments = GemmArguments(
-            lda=_leading(a, (m, k), used.a_major, a_copied), ldb=_leading(b, (k, n), used.b_major, b_copied), ldd=n,
-            m=m, n=n, k=k, a_scale_per_row=used.a_scale == "channel", b_scale_per_column=used.b_scale == "channel",
+            lda=_leading(a, (m, k), used.a_major, a_copied),
+            ldb=_leading(b, (k, n), used.b_major, b_copied), ldd=n,
+            m=m, n=n, k=k, a_scale_per_row=used.a_scale == "channel",
+            b_scale_per_column=used.b_scale == "channel",
             split=1, **launch_utils.place(a.device),
         )  # fmt: skip
         self._fresh = partial(GemmArguments.from_buffer_copy, arguments)
@@ -238,7 +240,8 @@ class ConvSite(_KernelSite):
         )
         arguments = ConvArguments(
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
-            pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h, dilation_w=dilation_w,
+            pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h,
+            dilation_w=dilation_w,
             b_scale_per_channel=t.b_scale == "channel", split=1, **launch_utils.place(a.device),
         )  # fmt: skip
         self._fresh = partial(ConvArguments.from_buffer_copy, arguments)
@@ -326,7 +329,8 @@ class QuantizerSite:
         self._read = None if lies is not None else x.dtype if x.dtype in TYPES else torch.float32
         arguments = QuantizeArguments(
             rows=groups.rows, columns=groups.columns, ldx=groups.columns if lies is None else lies,
-            x_type=X_TYPES[str(format_name(self._read or x.dtype))], format=QUANTIZER_FORMATS[encoding(row).name],
+            x_type=X_TYPES[str(format_name(self._read or x.dtype))],
+            format=QUANTIZER_FORMATS[encoding(row).name],
             rounding=ROUNDINGS[rounding],
             group=groups.group, **launch_utils.place(x.device),
         )  # fmt: skip

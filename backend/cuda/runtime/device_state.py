@@ -68,7 +68,7 @@ def assumed(
     arch: Arch | None, table: TuningTable | None = None, on: str = "cuda"
 ) -> Iterator[None]:
     """Treat all devices of type `on` as devices of `arch` with kernels; without kernels if None."""
-    reason = "" if arch is not None else "no kernels are assumed"
+    reason = "" if arch is not None else "the device is assumed to have no kernels"
     token = _assumed.set((on, DeviceState(arch, reason, table)))
     devices.forget()
     try:
@@ -188,9 +188,9 @@ def forget() -> None:
 @functools.cache
 def _known(index: int) -> DeviceState:
     if not switch("QSYNC_KERNELS"):
-        return DeviceState(None, "kernels are switched off by QSYNC_KERNELS", None)
+        return DeviceState(None, "kernels are disabled by QSYNC_KERNELS", None)
     if index >= torch.cuda.device_count():
-        return DeviceState(None, f"there is no device cuda:{index} here", None)
+        return DeviceState(None, f"the device cuda:{index} does not exist on this machine", None)
     capability = torch.cuda.get_device_capability(index)
     properties = torch.cuda.get_device_properties(index)
     arch = kernel_config.target(

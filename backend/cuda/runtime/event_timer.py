@@ -144,7 +144,7 @@ def differs(problem: Problem, result: Tensor, value: TimedOperands) -> str:
     # The reference itself may have been rounded to BF16.
     if bool(error <= 0.02 * largest):
         return ""
-    return f"it is off by {float(error / largest):.2g} of the largest value"
+    return f"its largest error is {float(error / largest):.2g} of the largest value"
 
 
 COPIES_BYTES: Final = 256 * 2**20
@@ -252,6 +252,6 @@ def call_of(
 
 def _no_memory(error: Exception) -> TuningError:
     return TuningError(
-        f"the device has too little memory for it: {str(error).splitlines()[0]}",
-        do="free memory on it, or tune smaller batches",
+        f"the device has too little free memory for this measurement: {str(error).splitlines()[0]}",
+        do="free memory on the device, or tune smaller batches",
     )

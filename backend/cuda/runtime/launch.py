@@ -58,9 +58,11 @@ def gemm(
         [M, N], `out_dtype`, row-major.
     """
     key = (
-        kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(),
+        kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(),
+        b.stride(),
         a.data_ptr() & 15, b.data_ptr() & 15,
-        None if a_scale is None else (a_scale.dtype, a_scale.shape), None if b_scale is None else (b_scale.dtype, b_scale.shape),
+        None if a_scale is None else (a_scale.dtype, a_scale.shape),
+        None if b_scale is None else (b_scale.dtype, b_scale.shape),
         None if bias is None else bias.shape, out_dtype, tf32,
     )  # fmt: skip
     site = call_cache.cached_call.get(key)
@@ -96,7 +98,7 @@ def _gemm_site(
     if not m or not n or not k:
         return ByTorch()
     if too_large(m, n, k):
-        launch_utils.note(f"gemm {m} x {n} x {k}", "its sizes do not fit 32 bits")
+        launch_utils.note(f"gemm {m} x {n} x {k}", "its sizes do not fit into 32 bits")
         return ByTorch()
     problem = gemm_problem(a, b, a_scale, b_scale, bias, out_dtype, tf32)
     library, result = _chosen(problem, a.device)
@@ -124,10 +126,13 @@ def conv2d_product(
 ) -> Tensor:
     """Compute `qsync::conv2d_product` on a CUDA device; `check` as in `gemm`."""
     key = (
-        kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(), b.stride(),
+        kernel_registry.refusals(), a.device, a.dtype, b.dtype, a.shape, b.shape, a.stride(),
+        b.stride(),
         a.data_ptr() & 15, b.data_ptr() & 15,
-        None if a_scale is None else (a_scale.dtype, a_scale.shape), None if b_scale is None else (b_scale.dtype, b_scale.shape),
-        None if bias is None else bias.shape, *size, *stride, *padding, *dilation, operation, out_dtype, tf32,
+        None if a_scale is None else (a_scale.dtype, a_scale.shape),
+        None if b_scale is None else (b_scale.dtype, b_scale.shape),
+        None if bias is None else bias.shape, *size, *stride, *padding, *dilation, operation,
+        out_dtype, tf32,
     )  # fmt: skip
     site = call_cache.cached_call.get(key)
     if site is None:
@@ -183,7 +188,7 @@ def _conv_site(
         return ByTorch()
     problem = conv_problem(a, b, a_scale, b_scale, bias, size, window, operation, out_dtype, tf32)
     if min(problem.p, problem.q) < 1 or _conv_too_large(problem):
-        launch_utils.note(shown(problem), "its sizes do not fit 32 bits")
+        launch_utils.note(shown(problem), "its sizes do not fit into 32 bits")
         return ByTorch()
     library, result = _chosen(problem, a.device)
     if library is None or result.config is None:

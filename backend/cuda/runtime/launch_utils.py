@@ -64,9 +64,9 @@ def library(unit: TranslationUnit, device: torch.device, shown: str) -> Library 
         return None
     if result is None:
         when = (
-            "a CUDA graph was captured"
+            "CUDA graph capture began"
             if captures
-            else "training began, and no step waits for a compiler"
+            else "training began, and a step never waits for a compiler"
         )
         note(shown, f"its kernel was not loaded before {when}")
     return result
@@ -87,7 +87,7 @@ def asked(library: Library, arguments: Arguments) -> int:
     why = library.can_implement(arguments)
     if why is not None:
         raise KernelError(
-            f"its kernel does not take these operands: {why}", where=library.unit.name
+            f"its kernel does not support these operands: {why}", where=library.unit.name
         )
     return library.workspace(arguments)
 
@@ -135,8 +135,9 @@ def failed(library: Library, shown: str, error: KernelError) -> None:
         return
     kernel_registry.switch_off(library.unit, error)
     warnings.warn(
-        f"the kernel {library.unit.name} is switched off until this process ends, and others or torch compute in its place: {error.what}. "
-        f"It was called for {shown}. Training goes on, with the same numbers; qsync doctor tells of the device and its driver.",
+        f"the kernel {library.unit.name} failed and is disabled until this process ends; other "
+        f"kernels or torch replace it: {error.what}. It was launched for {shown}. Training "
+        "continues with the same numbers. Run `qsync doctor` to check the device and its driver.",
         PlanWarning,
         stacklevel=2,
     )

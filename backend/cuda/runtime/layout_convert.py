@@ -26,7 +26,7 @@ from qsync_fx.backend.cuda.runtime import launch_utils
 from qsync_fx.backend.cuda.runtime.device_state import known_of
 from qsync_fx.errors import KernelError
 
-NEITHER = "its values lie neither by rows nor by columns"
+NEITHER = "its values are neither row-major nor column-major"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _why_not(
     return (
         "there is no kernel for these types"
         if kinds is None
-        else f"{result.arch} has no kernel that copies"
+        else f"{result.arch} has no kernel for this copy"
     )
 
 
@@ -181,9 +181,11 @@ def run(
         factor = None if scale is None else scale.to(t.device)
         arguments = ConvertArguments(
             x=t.data_ptr(), y=y.data_ptr(), scale=launch_utils.address(factor),
-            batches=lines.batches, rows=lines.rows, columns=lines.columns, ldx=lines.stride, batch_stride=lines.batch_stride,
+            batches=lines.batches, rows=lines.rows, columns=lines.columns, ldx=lines.stride,
+            batch_stride=lines.batch_stride,
             y_batches=shape[0], y_rows=shape[1], y_columns=shape[2],
-            x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=lines.turned, **launch_utils.place(t.device),
+            x_type=CONVERT_TYPES[kinds[0]], y_type=CONVERT_TYPES[kinds[1]], turned=lines.turned,
+            **launch_utils.place(t.device),
         )  # fmt: skip
         launch_utils.run(library, arguments, t.device)
     return y

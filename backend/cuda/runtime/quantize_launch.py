@@ -121,7 +121,7 @@ def _by_kernel(
     groups = Groups(int(q.shape[0]), int(q.shape[1]), 0) if transposed else groups_of(q, keep)
     if groups is None:
         launch_utils.note(
-            f"{_shown(x)} -> {row}", "the values of a group do not lie in rows or columns of memory"
+            f"{_shown(x)} -> {row}", "the values of a group are not contiguous rows or columns"
         )
         return None
     site = QuantizerSite(library, x, q, row, rounding, keep, groups)
@@ -150,7 +150,7 @@ def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
         return result.reason
     target = written(row)
     return (
-        f"there is no quantizer of ours for {row}"
+        f"qsync_fx has no quantization kernel for {row}"
         if target is None
         else kernel_registry.quantizer(result.arch, source, target)
     )
@@ -230,12 +230,18 @@ def run(
     )
 
 
-QUANTIZING: Final = "values are quantized by code that the compiler fuses, which draws eight times as often as a kernel of ours"
-ONE_BY_ONE: Final = (
-    "but to FP8 operator by operator, in some two hundred launches a tensor, since the compiler converts to no floats of one byte for "
-    "compute capability {capability}"
+QUANTIZING: Final = (
+    "values are quantized by code that the compiler fuses, which draws eight "
+    "times as many random numbers as the kernels of qsync_fx"
 )
-PRODUCTS: Final = "INT8 is multiplied by cuBLAS where it takes the sizes, all else of INT8, FP8 and TF32 in {carrier}, no faster than that"
+ONE_BY_ONE: Final = (
+    "but to FP8 operator by operator, in about two hundred launches per tensor, "
+    "because the compiler cannot convert to 8-bit floats for compute capability {capability}"
+)
+PRODUCTS: Final = (
+    "cuBLAS multiplies INT8 where it supports the sizes; all other products in "
+    "INT8, FP8 and TF32 are computed in {carrier} and are no faster than that"
+)
 
 _told: set[str] = set()
 
@@ -254,7 +260,10 @@ def told(device: torch.device) -> str:
     if result.mend is None or result.lacks is None:
         return ""
     name = "the GPU" if device.index is None else str(device)
-    return f"{name} runs without kernels of ours: {result.lacks}. Numbers are the same. {costs(result, device)}. To mend it: {result.mend}"
+    return (
+        f"{name} runs without the kernels of qsync_fx: {result.lacks}. The numbers are the "
+        f"same. {costs(result, device)}. To fix this: {result.mend}"
+    )
 
 
 def costs(result: DeviceState, device: torch.device) -> str:
@@ -264,12 +273,12 @@ def costs(result: DeviceState, device: torch.device) -> str:
     }
     products = PRODUCTS.format(carrier=" and ".join(sorted(carriers)))
     if result.arch is not None and result.compiles:
-        return f"Only products are missing, and no kernel that was compiled elsewhere: {products}"
+        return f"Only kernels for products are missing, except those compiled elsewhere: {products}"
     both = f"{products}; {_quantizing(device)}"
     return (
         both
         if result.arch is None
-        else f"There are those that were compiled before, and no others: else {both}"
+        else f"Only kernels that were compiled before are available; for all others, {both}"
     )
 
 

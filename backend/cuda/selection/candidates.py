@@ -82,7 +82,7 @@ def add(config: KernelConfig) -> KernelConfig:
     wrong = problems(config)
     if wrong:
         raise OptionError(
-            "the configuration is no kernel: " + "; ".join(wrong),
+            "the kernel configuration is invalid: " + "; ".join(wrong),
             where=config.name if isinstance(config.tile, tuple) else repr(config),
             do="change it, or start from one of `candidates(problem, arch)`",
         )
@@ -97,7 +97,7 @@ def remove(config: KernelConfig) -> None:
 def _known(arch: str) -> None:
     if arch not in ARCHITECTURES:
         raise OptionError(
-            f"{arch!r} is no architecture that there are kernels for",
+            f"there are no kernels for the architecture {arch!r}",
             do=nearest(str(arch), ARCHITECTURES),
         )
 

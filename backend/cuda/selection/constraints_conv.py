@@ -48,22 +48,22 @@ _PLAIN: Final = (
     ConfigRule(
         "volta",
         lambda c: c.arch == "sm_70",
-        "there are no convolutions for sm_70 (V100): torch computes them there",
+        "there are no convolution kernels for sm_70 (V100): torch computes convolutions there",
     ),
     ConfigRule(
         "operation",
         lambda c: c.operation not in get_args(ConvOperation),
-        "the operation of a convolution is fprop, dgrad or wgrad",
+        "the operation of a convolution must be fprop, dgrad or wgrad",
     ),
     ConfigRule(
         "operands",
         lambda c: (c.a, c.b) not in OPERANDS or c.a.startswith("fp8"),
-        "there are convolutions of int8, fp16, bf16, tf32 and fp32 by the same format",
+        "both operands of a convolution must have the same format: int8, fp16, bf16, tf32 or fp32",
     ),
     ConfigRule(
         "schedule",
         lambda c: c.schedule not in ("multistage", "pipelined", "warp_specialized"),
-        "the schedule of a convolution is multistage, pipelined or warp_specialized",
+        "the schedule of a convolution must be multistage, pipelined or warp_specialized",
     ),
 )
 """Preconditions of the other rules."""
@@ -73,7 +73,8 @@ _BOTH: Final = (
     ConfigRule(
         "int8",
         lambda c: c.a == "int8" and c.operation != "fprop",
-        "tensor cores take INT8 only contiguous along the sum, which channels of gradients are not: fprop alone",
+        "tensor cores need INT8 contiguous along the reduction, and the channels of gradients "
+        "are not: only fprop supports INT8",
     ),
     ConfigRule(
         "scales",
@@ -81,12 +82,13 @@ _BOTH: Final = (
             (c.a_scale, c.b_scale)
             not in (("none", "none"), ("tensor", "channel" if c.operation == "fprop" else "tensor"))
         ),
-        'a kernel reads no scales, or one of a and any kind of b ("tensor", "channel"; of gradients "tensor")',
+        'a kernel reads no scales, or a per-tensor scale of a and any scale of b ("tensor", '
+        '"channel"; for gradients "tensor")',
     ),
     ConfigRule(
         "gradients",
         lambda c: c.operation != "fprop" and c.bias,
-        "gradients have no bias",
+        "gradient kernels have no bias",
     ),
     ConfigRule(
         "parts",
@@ -94,7 +96,7 @@ _BOTH: Final = (
             c.order == "split_k"
             and (c.operation != "wgrad" or c.out != "fp32" or conv_on_hopper(c))
         ),
-        "only weight gradients in FP32, by multistage or pipelined kernels, are sums of parts",
+        "only weight gradients in FP32, by multistage or pipelined kernels, support split_k",
     ),
 )
 
@@ -110,12 +112,12 @@ _CUTLASS_2: Final = (
                 or (c.operation == "wgrad" and c.tile[0] * size_of(c.a) % 128 != 0)
             )
         ),
-        "operands of gradients that lie across the sum have rows of 128 bytes in a tile",
+        "gradient operands that are not contiguous along the reduction need tile rows of 128 bytes",
     ),
     ConfigRule(
         "16 bytes",
         lambda c: c.unit == "tensor" and c.alignment * size_of(c.a) != 16,
-        "tensor cores are fed 16 bytes at a time: channels that are no multiple are filled up before",
+        "tensor cores read 16 bytes at a time: other channel counts must be padded",
     ),
     registers(_sums),
     ConfigRule(
@@ -125,19 +127,21 @@ _CUTLASS_2: Final = (
             and c.operation != "wgrad"
             and in_flight(c) + _sums(c) > _BESIDE_PIXELS
         ),
-        "what a pipelined kernel has loaded waits in registers, beside the sums of a warp tile",
+        "the values that a pipelined kernel has loaded must fit into registers, together with "
+        "the accumulators of a warp tile",
     ),
     ConfigRule(
         "order",
         lambda c: c.order not in ("identity", "split_k"),
-        "tiles are in the order identity, or split_k",
+        "the tile order must be identity or split_k",
     ),
     ConfigRule(
         "strided sums",
         lambda c: (
             c.operation == "dgrad" and c.strided and c.unit == "tensor" and _sums(c) > _FEW_SUMS
         ),
-        "strided gradients step through pixels: beside that a thread has room for 64 sums",
+        "strided gradients compute pixel indices: this leaves a thread registers for 64 "
+        "accumulators",
     ),
     ConfigRule(
         "deep sums",
@@ -147,12 +151,13 @@ _CUTLASS_2: Final = (
             and c.tile[2] * size_of(c.a) > 64
             and _sums(c) > _FEW_SUMS
         ),
-        "weight gradients at sm_90a with more than 64 sums a thread have 64 bytes along the sum in a tile",
+        "weight gradients on sm_90a with more than 64 accumulators per thread need tiles of 64 "
+        "bytes along the reduction",
     ),
     ConfigRule(
         "strided swizzle",
         lambda c: c.operation == "dgrad" and c.strided and c.swizzle == 2,
-        "the swizzle of strided gradients is 1, 4 or 8",
+        "the swizzle of strided gradients must be 1, 4 or 8",
     ),
 )
 
@@ -162,31 +167,33 @@ _CUTLASS_3: Final = (
     ConfigRule(
         "tf32",
         lambda c: c.a == "tf32" and c.operation != "fprop",
-        "wgmma takes TF32 only contiguous along the sum",
+        "wgmma needs TF32 contiguous along the reduction",
     ),
     ConfigRule(
         "stride",
         lambda c: c.operation == "dgrad" and c.strided,
-        "TMA unfolds gradients of stride 1 alone: strided ones are multistage",
+        "TMA supports only input gradients of stride 1: strided gradients need multistage",
     ),
     ConfigRule(
         "cluster",
         lambda c: (
             c.cluster is None or not all(size in (1, 2) for size in c.cluster) or c.cluster[2] != 1
         ),
-        "a cluster has 1 or 2 threadblocks in m and n",
+        "a cluster must have 1 or 2 threadblocks in m and in n",
     ),
-    ConfigRule("tile m", lambda c: c.tile[0] not in (64, 128), "m of the tile is 64 or 128"),
+    ConfigRule("tile m", lambda c: c.tile[0] not in (64, 128), "m of the tile must be 64 or 128"),
     ConfigRule(
-        "tile n", lambda c: c.tile[1] not in (64, 128, 256), "n of the tile is 64, 128 or 256"
+        "tile n", lambda c: c.tile[1] not in (64, 128, 256), "n of the tile must be 64, 128 or 256"
     ),
     ConfigRule(
-        "registers", lambda c: _sums(c) > 128, "the sums of a tile fit into registers: 128 a thread"
+        "registers",
+        lambda c: _sums(c) > 128,
+        "the accumulators of a tile must fit into registers: 128 per thread",
     ),
     ConfigRule(
         "order",
         lambda c: c.order != "identity" or c.swizzle != 1,
-        "tiles are in the order identity, with swizzle 1",
+        "the tile order must be identity, with swizzle 1",
     ),
     shared_memory(lambda _: _EPILOGUE),
 )

@@ -50,7 +50,9 @@ def _k_major(c: KernelConfig) -> bool:
 _PLAIN: Final = (
     *shared.PLAIN,
     ConfigRule(
-        "operation", lambda c: c.operation != "gemm", "the operation is gemm, fprop, dgrad or wgrad"
+        "operation",
+        lambda c: c.operation != "gemm",
+        "the operation must be gemm, fprop, dgrad or wgrad",
     ),
     ConfigRule(
         "operands",
@@ -60,12 +62,12 @@ _PLAIN: Final = (
     ConfigRule(
         "layouts",
         lambda c: not {c.a_major, c.b_major} <= set(get_args(Major)),
-        "operands lie by rows or by columns",
+        "operands must be row-major or column-major",
     ),
     ConfigRule(
         "scales",
         lambda c: (c.a_scale, c.b_scale) not in (("none", "none"), ("channel", "channel")),
-        'a kernel reads no scales, or any kind of scale of both operands ("channel")',
+        'a kernel reads no scales, or any scale of both operands ("channel")',
     ),
     ConfigRule(
         "schedule",
@@ -81,7 +83,7 @@ _PLAIN: Final = (
                 "pingpong_fast",
             )
         ),
-        "the schedule is multistage, pipelined, cooperative or pingpong",
+        "the schedule must be multistage, pipelined, cooperative or pingpong",
     ),
 )
 """Preconditions of the other rules."""
@@ -91,12 +93,12 @@ _BOTH: Final = (
     ConfigRule(
         "K-major",
         lambda c: c.unit == "tensor" and c.a in ("int8", *_FP8) and not _k_major(c),
-        "tensor cores take INT8 and FP8 only contiguous along k: a by rows, b by columns",
+        "tensor cores need INT8 and FP8 contiguous along k: a row-major, b column-major",
     ),
     ConfigRule(
         "fast",
         lambda c: c.schedule.endswith("_fast") and c.a not in _FP8,
-        "only sums of FP8 products have a fast variant",
+        "only FP8 products have a fast accumulation variant",
     ),
 )
 
@@ -108,22 +110,22 @@ _CUTLASS_2: Final = (
         lambda c: (
             c.order not in ("identity", "stream_k") or (c.order == "stream_k" and c.swizzle != 1)
         ),
-        "tiles are in the order identity, or stream_k, which has no swizzle",
+        "the tile order must be identity, or stream_k without swizzle",
     ),
     ConfigRule(
         "asynchronous copies",
         lambda c: c.schedule != "pipelined" and c.alignment * size_of(c.a) < 4,
-        "asynchronous copies have at least 4 bytes",
+        "asynchronous copies need at least 4 bytes",
     ),
     ConfigRule(
         "aligned bytes",
         lambda c: c.unit == "tensor" and size_of(c.a) == 1 and c.alignment != 16,
-        "INT8 and FP8 operands of tensor cores are aligned to 16",
+        "INT8 and FP8 operands of tensor cores must be aligned to 16 bytes",
     ),
     ConfigRule(
         "fp8 by wgmma",
         lambda c: c.a in _FP8 and c.arch == "sm_90a",
-        "sm_90a multiplies FP8 by wgmma (cooperative or pingpong)",
+        "FP8 on sm_90a needs wgmma (cooperative or pingpong)",
     ),
 )
 
@@ -140,30 +142,32 @@ _CUTLASS_3: Final = (
             or c.cluster[2] != 1
             or c.cluster[0] * c.cluster[1] > 8
         ),
-        "a cluster has up to 8 threadblocks, 1, 2 or 4 in m and n",
+        "a cluster must have at most 8 threadblocks: 1, 2 or 4 in m and in n",
     ),
     ConfigRule(
         "tile m",
         lambda c: (
             c.tile[0] not in ((128, 256) if c.schedule.startswith("cooperative") else (64, 128))
         ),
-        "two groups of warps share a cooperative tile, m 128 or 256; one has a pingpong tile, m 64 or 128",
+        "m of the tile must be 128 or 256 for cooperative (two warp groups per tile), 64 or 128 "
+        "for pingpong (one warp group per tile)",
     ),
     ConfigRule(
         "tile n",
         lambda c: c.tile[1] not in (32, 64, 128, 256),
-        "n of the tile is 32, 64, 128 or 256",
+        "n of the tile must be 32, 64, 128 or 256",
     ),
     ConfigRule(
         "registers",
         lambda c: _sums(c) > 128,
-        "the sums of a tile, twice for accurate FP8, fit into registers: 128 a thread",
+        "the accumulators of a tile, twice for accurate FP8, must fit into registers: 128 per "
+        "thread",
     ),
     ConfigRule(
         "tf32 across k",
         lambda c: c.a == "tf32" and (c.a_major, c.b_major) != ("row", "column"),
-        "wgmma takes TF32 only contiguous along k: CUTLASS transposes an a by columns in registers, which spill, and stores the transposed "
-        "result for a b by rows: multistage",
+        "wgmma needs TF32 contiguous along k: CUTLASS transposes a column-major a in registers, "
+        "which spill, and stores the transposed result for a row-major b; use multistage",
     ),
     ConfigRule(
         "order",
@@ -171,7 +175,7 @@ _CUTLASS_3: Final = (
             c.order not in ("persistent", "stream_k")
             or (c.order == "stream_k" and not c.schedule.startswith("cooperative"))
         ),
-        "tiles are in the order persistent, or, cooperative ones, stream_k",
+        "the tile order must be persistent, or stream_k for cooperative kernels",
     ),
     shared_memory(_epilogue_bytes),
 )

@@ -88,7 +88,7 @@ def registers(sums: Callable[[KernelConfig], int]) -> ConfigRule:
     return ConfigRule(
         "registers",
         lambda c: _divides(c) and sums(c) + _ADDRESSES > min(256, _REGISTERS // (WARP * _warps(c))),
-        "the sums of a warp tile fit into registers",
+        "the accumulators of a warp tile must fit into registers",
     )
 
 
@@ -101,7 +101,8 @@ def shared_memory(epilogue: Callable[[KernelConfig], int]) -> ConfigRule:
     return ConfigRule(
         "shared memory",
         lambda c: _stage_bytes(c) * max(c.stages, 2) + epilogue(c) > SHARED_MEMORY[c.arch],
-        "two stages or as many as are asked for fit into shared memory beside the epilogue",
+        "two stages, or the requested number of stages, must fit into shared memory together "
+        "with the epilogue",
     )
 
 
@@ -109,7 +110,7 @@ PLAIN: Final = (
     ConfigRule(
         "arch",
         lambda c: c.arch not in ARCHITECTURES,
-        f"the architecture is one of {', '.join(ARCHITECTURES)}",
+        f"the architecture must be one of {', '.join(ARCHITECTURES)}",
     ),
     ConfigRule(
         "shapes",
@@ -121,19 +122,21 @@ PLAIN: Final = (
                 )
             )
         ),
-        "tile, warp, instruction and cluster are three sizes from 1 to 1024",
+        "tile, warp, instruction and cluster must each have three sizes from 1 to 1024",
     ),
-    ConfigRule("output", lambda c: c.out not in OUTPUTS, "the output is fp32, fp16 or bf16"),
-    ConfigRule("swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle is 1, 2, 4 or 8"),
+    ConfigRule("output", lambda c: c.out not in OUTPUTS, "the output must be fp32, fp16 or bf16"),
+    ConfigRule(
+        "swizzle", lambda c: c.swizzle not in (1, 2, 4, 8), "the swizzle must be 1, 2, 4 or 8"
+    ),
     ConfigRule(
         "alignment",
         lambda c: c.alignment not in (1, 2, 4, 8, 16) or c.out_alignment not in (1, 2, 4, 8),
-        "alignments are powers of two, up to 16 (operands) and 8 (output)",
+        "alignments must be powers of two, up to 16 (operands) and 8 (output)",
     ),
     ConfigRule(
         "stages",
         lambda c: type(c.stages) is not int or not 0 <= c.stages <= 16,
-        "there are up to 16 stages",
+        "there must be at most 16 stages",
     ),
 )
 """Preconditions of the other rules."""
@@ -142,17 +145,17 @@ BOTH: Final = (
     ConfigRule(
         "since",
         lambda c: ARCHITECTURES.index(c.arch) < ARCHITECTURES.index(OPERANDS[c.a, c.b]),
-        "the architecture has tensor cores for the formats",
+        "the architecture must have tensor cores for the formats",
     ),
     ConfigRule(
         "unit",
         lambda c: (c.unit == "simt") != ordinary(c.arch, c.a),
-        'fp32, and int8 on sm_70, runs on the ordinary units ("simt"), all else on tensor cores',
+        'fp32, and int8 on sm_70, need the unit "simt"; all other formats need tensor cores',
     ),
     ConfigRule(
         "wide",
         lambda c: c.alignment * size_of(c.a) > 16 or c.out_alignment * size_of(c.out) > 16,
-        "one access has at most 16 bytes",
+        "a memory access has at most 16 bytes",
     ),
 )
 """Rules of kernels of CUTLASS 2.x and 3.x."""
@@ -161,17 +164,17 @@ CUTLASS_2: Final = (
     ConfigRule(
         "names",
         lambda c: c.warp is None or c.instruction is None or c.cluster is not None,
-        "a kernel below wgmma names warp and instruction, and no cluster",
+        "a kernel without wgmma needs warp and instruction, and no cluster",
     ),
     ConfigRule(
         "warp divides tile",
         lambda c: not _divides(c),
-        "the warp tile divides the tile in m and n, and has its k",
+        "the warp tile must divide the tile in m and n, and have the same k",
     ),
     ConfigRule(
         "instruction",
         lambda c: c.instruction != instruction_of(c),
-        "the instruction is the one that the architecture has for the format",
+        "the instruction must be the one that the architecture has for the format",
     ),
     ConfigRule(
         "iterations",
@@ -183,12 +186,14 @@ CUTLASS_2: Final = (
                 or c.warp[2] // c.instruction[2] % 2 != 0
             )
         ),
-        "the warp tile is a multiple of the instruction, an even one in k: loads of one half hide behind the other",
+        "the warp tile must be a multiple of the instruction, and an even multiple in k: the "
+        "loads of one half overlap with the other half",
     ),
     ConfigRule(
         "rows of memory",
         lambda c: c.unit == "tensor" and c.tile[2] * size_of(c.a) not in (64, 128),
-        "a tile has 64 or 128 bytes along k, which is what shared memory without bank conflicts is laid out for",
+        "a tile must have 64 or 128 bytes along k: shared memory is laid out for these sizes to "
+        "avoid bank conflicts",
     ),
     ConfigRule(
         "simt tile",
@@ -200,12 +205,13 @@ CUTLASS_2: Final = (
                 or c.out_alignment != 1
             )
         ),
-        "tiles of ordinary units have 32 bytes along k, and alignments of 4 bytes, and of one value for the output",
+        "simt tiles must have 32 bytes along k, an alignment of 4 bytes, and an output alignment "
+        "of 1",
     ),
     ConfigRule(
         "warps",
         lambda c: _divides(c) and not 1 <= _warps(c) <= 16,
-        "a threadblock has 1 to 16 warps",
+        "a threadblock must have 1 to 16 warps",
     ),
     ConfigRule(
         "loads",
@@ -214,22 +220,23 @@ CUTLASS_2: Final = (
             and c.unit == "tensor"
             and any(c.tile[i] * c.tile[2] * size_of(c.a) % (16 * WARP * _warps(c)) for i in (0, 1))
         ),
-        "threads share the loads of a tile evenly, 16 bytes each",
+        "the loads of a tile must divide evenly among threads, 16 bytes each",
     ),
     ConfigRule(
         "pipeline",
         lambda c: (c.schedule == "pipelined") != (c.arch in ("sm_70", "sm_75")),
-        "sm_70 and sm_75 are pipelined: they have no asynchronous copies, which multistage needs",
+        "sm_70 and sm_75 need the schedule pipelined: multistage needs asynchronous copies, "
+        "which they lack",
     ),
     ConfigRule(
         "stages of the pipeline",
         lambda c: (c.stages != 2) if c.schedule == "pipelined" else not 3 <= c.stages <= 10,
-        "pipelined has two stages, multistage three to ten",
+        "pipelined needs two stages, multistage three to ten",
     ),
     ConfigRule(
         "shared memory",
         lambda c: _stage_bytes(c) * c.stages > SHARED_MEMORY[c.arch],
-        "the stages fit into shared memory",
+        "the stages must fit into shared memory",
     ),
 )
 
@@ -237,21 +244,22 @@ CUTLASS_3: Final = (
     ConfigRule(
         "wgmma",
         lambda c: c.unit != "tensor" or c.warp is not None or c.instruction is not None,
-        "the schedule says warp and instruction",
+        'wgmma kernels have the unit "tensor", and no warp and instruction: the schedule '
+        "determines them",
     ),
     ConfigRule(
         "tile k",
         lambda c: c.tile[2] * size_of(c.a) != 128,
-        "a tile has 128 bytes along k, the widest swizzle of TMA",
+        "a tile must have 128 bytes along k, the widest swizzle of TMA",
     ),
     ConfigRule(
         "TMA",
         lambda c: c.alignment * size_of(c.a) != 16 or c.out_alignment * size_of(c.out) != 16,
-        "TMA moves 16 aligned bytes: alignments are 16 bytes",
+        "TMA copies 16 aligned bytes: alignments must be 16 bytes",
     ),
     ConfigRule(
         "stages of the pipeline",
         lambda c: c.stages == 1,
-        "a pipeline has two stages or more; 0 takes as many as fit",
+        "a pipeline needs at least two stages; 0 selects as many as fit",
     ),
 )

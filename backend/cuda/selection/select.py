@@ -63,17 +63,20 @@ def _unsuited(config: KernelConfig, problem: Problem) -> str | None:
 
 def _gemm_misplaced(config: KernelConfig, problem: GemmProblem) -> str | None:
     if (config.a_major, config.b_major) != (problem.a_major, problem.b_major):
-        return f"it takes a by {config.a_major}s and b by {config.b_major}s, not by {problem.a_major}s and {problem.b_major}s"
+        return (
+            f"it reads {config.a_major}-major a and {config.b_major}-major b, not "
+            f"{problem.a_major}-major a and {problem.b_major}-major b"
+        )
     return None
 
 
 def _gemm_misaligned(config: KernelConfig, problem: GemmProblem) -> str | None:
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
     if not all(1 <= size <= _LARGEST for size in sizes.values()):
-        return f"sizes are from 1 to {_LARGEST}"
+        return f"sizes must be from 1 to {_LARGEST}"
     longest = codegen.LARGEST_K.get(problem.a, problem.k)
     if problem.k > longest:
-        return f"k = {problem.k} is above {longest}: sums of products may leave 32 bits"
+        return f"k = {problem.k} is above {longest}: sums may overflow 32 bits"
     multiples = (
         ("k" if config.a_major == "row" else "m", config.alignment),
         ("k" if config.b_major == "column" else "n", config.alignment),
@@ -81,7 +84,7 @@ def _gemm_misaligned(config: KernelConfig, problem: GemmProblem) -> str | None:
     )
     for name, multiple in multiples:
         if sizes[name] % multiple:
-            return f"{name} = {sizes[name]} is no multiple of {multiple}"
+            return f"{name} = {sizes[name]} is not a multiple of {multiple}"
     if not codegen.gemm_on_hopper(config) and -(-problem.n // config.tile[1]) > _ACROSS:
         return f"n = {problem.n} has more than {_ACROSS} tiles of {config.tile[1]}"
     return None
@@ -91,28 +94,28 @@ def _conv_unfit(config: KernelConfig, problem: ConvProblem) -> str | None:
     if problem.a_scale == "channel" or (
         problem.b_scale == "channel" and problem.operation != "fprop"
     ):
-        return "scales that vary along the sum, or along pixels, cannot be applied after it"
+        return "scales that vary along the reduction, or per pixel, cannot be applied to its result"
     positive = (problem.n, problem.h, problem.w, problem.c, problem.k, problem.r, problem.s)
     if min(*positive, *problem.stride, *problem.dilation) < 1 or min(problem.padding) < 0:
-        return "sizes, strides and dilations are at least 1, paddings at least 0"
+        return "sizes, strides and dilations must be at least 1, paddings at least 0"
     if min(problem.p, problem.q) < 1:
         return "the filter is larger than the image"
     strided = problem.stride != (1, 1)
     if problem.operation == "dgrad" and strided != config.strided:
-        return f"it serves {'strided' if config.strided else 'unit'} strides alone"
+        return f"it supports only {'strided' if config.strided else 'unit'} strides"
     if problem.operation == "dgrad" and strided and problem.dilation != (1, 1):
-        return "input gradients of convolutions both strided and dilated are not provided"
+        return "input gradients of convolutions with both stride and dilation are not supported"
     reach = [
         dilation * (size - 1)
         for dilation, size in zip(problem.dilation, (problem.r, problem.s), strict=True)
     ]
     if codegen.conv_on_hopper(config):
         if max(*reach, *problem.padding) > _CORNER:
-            return f"TMA reaches {_CORNER} pixels beyond an image"
+            return f"TMA reaches at most {_CORNER} pixels beyond an image"
         if max(problem.stride) > 8:
-            return "TMA has strides up to 8"
+            return "TMA supports strides up to 8"
     elif max(problem.r, problem.s) > _FILTER:
-        return f"filters have up to {_FILTER} rows and columns"
+        return f"filters must have at most {_FILTER} rows and columns"
     return None
 
 
@@ -123,7 +126,7 @@ def _conv_misaligned(config: KernelConfig, problem: ConvProblem) -> str | None:
         multiples.append(("k", config.alignment))
     for name, multiple in multiples:
         if (size := getattr(problem, name)) % multiple:
-            return f"{name} = {size} is no multiple of {multiple}"
+            return f"{name} = {size} is not a multiple of {multiple}"
     x = problem.n * problem.h * problem.w * problem.c
     weight = problem.k * problem.r * problem.s * problem.c
     y = problem.n * problem.p * problem.q * problem.k
@@ -215,7 +218,7 @@ def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | 
         dear = dear or bool(configs)
     if dear:
         message = (
-            "copying its operands" if padding.filled(problem) == problem else "filling up its sizes"
+            "copying its operands" if padding.filled(problem) == problem else "padding its sizes"
         )
         return f"{message} for a kernel costs more than it gains"
     formats = problem.a if problem.a == problem.b else f"{problem.a} and {problem.b}"
@@ -237,7 +240,7 @@ def _kernel(
     problem: Problem, result: DispatchPath, config: KernelConfig, reason: str
 ) -> KernelDecision:
     if result.taken != problem:
-        reason += ", its operands copied"
+        reason += ", with copied operands"
     return KernelDecision(config, result.taken, reason)
 
 
@@ -247,11 +250,11 @@ def _tuned(
     if choice.faster_than_bf16 is False:
         return _torch(
             problem,
-            f"{problem.a} was measured to be no faster than {wide(arch)} here",
+            f"{problem.a} was measured to be no faster than {wide(arch)} on this device",
             integers=False,
         )
     if choice.name == "torch":
-        return _torch(problem, "torch was measured to be as fast")
+        return _torch(problem, "torch was measured to be at least as fast")
     for config in result.configs:
         if config.name == choice.name:
             return _kernel(problem, result, config, "tuned")
@@ -263,14 +266,14 @@ def _tuned(
     torch_takes = choice.seconds.get("torch", float("inf"))
     if left and choice.seconds[left[0].name] < torch_takes:
         return _kernel(problem, result, left[0], "tuned")
-    return _torch(problem, "the kernel that was tuned for it does not take this size")
+    return _torch(problem, "the tuned kernel does not support this size")
 
 
 def _untuned(problem: Problem, arch: Arch, result: DispatchPath) -> KernelDecision:
     first = result.configs[0]
     narrow = problem.a in NARROW or problem.b in NARROW
     if not narrow and "tf32" not in (problem.a, problem.b):
-        return _torch(problem, "torch is taken to be as fast where nothing was tuned")
+        return _torch(problem, "without tuning, torch is assumed to be as fast")
     if not narrow:
         return _kernel(problem, result, first, "not tuned")
     if arch in ("sm_70", "sm_75"):
@@ -280,6 +283,6 @@ def _untuned(problem: Problem, arch: Arch, result: DispatchPath) -> KernelDecisi
         return _kernel(problem, result, first, "not tuned")
     return _torch(
         problem,
-        f"{m} x {n} x {k} is too small for {problem.a} to pay where nothing was tuned",
+        f"{m} x {n} x {k} is assumed to be too small for {problem.a} to be faster (not tuned)",
         integers=False,
     )

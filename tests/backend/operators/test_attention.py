@@ -61,7 +61,7 @@ def by_products(model: nn.Module, x: Tensor, dynamic: bool = False, **options: A
     (said,) = [
         op.reason for op in explained.operators if op.id.operator == "scaled_dot_product_attention"
     ]
-    return "computed as products" in said
+    return "computed as separate products" in said
 
 
 def test_it_is_products_in_bf16_where_it_trains() -> None:

@@ -236,9 +236,12 @@ def test_explain_says_what_computes() -> None:
     ]
     device = torch.device("cuda")
     with assumed(None):
-        assert str(computed(first, device)) == "torch computes: no kernels are assumed"
+        assert (
+            str(computed(first, device))
+            == "torch computes: the device is assumed to have no kernels"
+        )
     with assumed("sm_90a"):
-        assert "torch computes output: 8 x 96 x 64 is too small for int8" in str(
+        assert "torch computes output: 8 x 96 x 64 is assumed to be too small for int8" in str(
             computed(first, device)
         )
     with assumed("sm_80", everything("sm_80", problems)):

@@ -88,15 +88,15 @@ def test_who_waits_for_another_process_says_so(
     assert said(10.0, "raced", "raced_too") == said(14.0, "raced", "raced_too") == ""
     words = said(15.0, "raced", "raced_too")
     assert (
-        "qsync (rank 3): has waited 5 s for another process that compiles raced and 1 others"
+        "qsync (rank 3): has been waiting 5 s for another process that compiles raced and 1 others"
         in words
     )
     assert "qsync kernels build" in words
-    assert said(70.0, "raced") == "" and "has waited 65 s" in said(75.0, "raced")
+    assert said(70.0, "raced") == "" and "has been waiting 65 s" in said(75.0, "raced")
     # A process that compiles itself in between begins to wait anew.
     assert said(80.0) == said(81.0, "raced") == said(
         85.0, "raced"
-    ) == "" and "has waited 5 s" in said(86.0, "raced")
+    ) == "" and "has been waiting 5 s" in said(86.0, "raced")
 
 
 def test_an_interrupt_leaves_nothing(

@@ -51,13 +51,13 @@ def test_what_must_not_be_used() -> None:
         sass.complaint(REPORT.format(stack=0, spills=0, loads=24))
         == "it spills 24 bytes of registers to memory (it uses 254)"
     )
-    assert "40 bytes on the stack" in sass.complaint(REPORT.format(stack=40, spills=0, loads=0))
+    assert "40 bytes of stack" in sass.complaint(REPORT.format(stack=40, spills=0, loads=0))
     serialized = (
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
         "wgmma pipeline crossing function boundary at a function call in the function 'kernel'\n"
     )
     assert "(C7510)" in sass.complaint(serialized + REPORT.format(stack=0, spills=0, loads=0))
-    assert sass.complaint("ptxas info    : 0 bytes gmem\n") == "it holds no kernel"
+    assert sass.complaint("ptxas info    : 0 bytes gmem\n") == "it contains no kernel"
 
 
 # What is said meanwhile.

@@ -48,7 +48,7 @@ def test_the_runtime_is_found_where_the_system_does_not_look(
             check=True,
         )
     with pytest.raises(
-        KernelError, match=r"needs CUDA's runtime libcudart.so.99[\s\S]*brings CUDA 99"
+        KernelError, match=r"needs the CUDA runtime libcudart.so.99[\s\S]*includes CUDA 99"
     ):
         library._opened(tmp_path / "kernel.so")
     monkeypatch.setattr(toolchain, "wheel_folders", lambda name: [tmp_path / name])

@@ -66,7 +66,7 @@ def test_everything_is_missing_one_after_the_other(bare: Path) -> None:
     nvcc(bare / "path/nvcc")
     complains("C++ compiler", "apt-get install g++")
     program(bare / "path/g++", "12.2.0")
-    complains("headers of CUTLASS are missing", "pip install --no-deps nvidia-cutlass")
+    complains("CUTLASS headers were not found", "pip install --no-deps nvidia-cutlass")
 
 
 def test_finds_all(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_one_that_the_user_named_is_not_passed_over(
 ) -> None:
     nvcc(bare / "path/nvcc")
     monkeypatch.setenv(name, str(bare / "nowhere"))
-    complains("this is no nvcc that runs", f"{name}={bare}/nowhere")
+    complains("this is not a working nvcc", f"{name}={bare}/nowhere")
     monkeypatch.setenv(name, str(nvcc(bare / "old/nvcc", "12.3.0")))
     complains("nvcc is 12.3.0", f"correct {name}")
 
@@ -133,7 +133,7 @@ def test_volta_needs_cuda_12(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("QSYNC_NVCC", str(named))
     assert toolchain.toolchain("sm_70").nvcc == ToolProgram(named, (12, 9, 86))
     monkeypatch.setenv("QSYNC_NVCC", str(bare / "nowhere"))
-    with pytest.raises(ToolchainError, match="no nvcc that runs"):
+    with pytest.raises(ToolchainError, match="not a working nvcc"):
         toolchain.toolchain("sm_70")
 
 
@@ -145,7 +145,7 @@ def test_nvrtc_is_found_where_the_user_says(
     program(bare / "path/g++", "16.1.0")
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(cutlass(bare / "a checkout")))
     monkeypatch.setenv("QSYNC_NVRTC", str(bare / "cuda"))
-    with pytest.raises(ToolchainError, match="holds no NVRTC") as raised:
+    with pytest.raises(ToolchainError, match="does not contain NVRTC") as raised:
         toolchain.toolchain("sm_70")
     assert f"QSYNC_NVRTC={bare}/cuda" in str(raised.value)
     if kind == "wheels":
@@ -169,7 +169,7 @@ def test_nvrtc_is_found_where_the_user_says(
     library.parent.mkdir(parents=True)
     library.with_suffix(".12.9.86").touch()
     library.symlink_to(library.with_suffix(".12.9.86"))
-    with pytest.raises(ToolchainError, match="holds no NVRTC"):
+    with pytest.raises(ToolchainError, match="does not contain NVRTC"):
         toolchain.toolchain("sm_70")
     crt.touch()
     found = toolchain.toolchain("sm_70")
@@ -220,7 +220,7 @@ def test_cutlass_too_old_or_none(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ToolchainError, match=r"CUTLASS 3\.5\.1 is too old"):
         toolchain.cutlass()
     monkeypatch.setenv("QSYNC_CUTLASS_PATH", str(bare))
-    with pytest.raises(ToolchainError, match="holds no CUTLASS"):
+    with pytest.raises(ToolchainError, match="does not contain CUTLASS"):
         toolchain.cutlass()
 
 

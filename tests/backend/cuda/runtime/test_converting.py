@@ -110,7 +110,7 @@ def test_what_lies_neither_way_is_torchs_to_copy(by_kernel: None) -> None:
     assert "there is no kernel for these types" in launch_utils.reasons().values()
     with assumed("sm_70", on="cpu"):
         assert layout_convert.laid_out(wide.half(), 8, 8, "column").sum() == 64
-    assert "sm_70 has no kernel that copies" in launch_utils.reasons().values()
+    assert "sm_70 has no kernel for this copy" in launch_utils.reasons().values()
     launch_utils.forget()
     assert layout_convert.laid_out(wide.float(), 9, 8, "row").sum() == 64
     assert list(launch_utils.reasons().values()) == ["cpu has no kernels"]
@@ -207,7 +207,7 @@ def test_the_operator_is_one_to_torch(case: dict[str, Any]) -> None:
 
 def test_errors_of_the_operator() -> None:
     x = torch.ones(3, 5)
-    with pytest.raises(PrecisionError, match="float64 is not converted"):
+    with pytest.raises(PrecisionError, match="float64 cannot be converted"):
         convert(x.double())
     with pytest.raises(PrecisionError, match="cannot become"):
         convert(x, torch.int8)

@@ -99,7 +99,7 @@ def test_a_gpu_is_not_needed_to_say_what_it_would_do() -> None:
         assert (found := decision(INT8, device).config) is not None and found.arch == "sm_90a"
         assert decision(INT8, CPU).config is None
     with assumed(None):
-        assert decision(INT8, device).reason == "no kernels are assumed"
+        assert decision(INT8, device).reason == "the device is assumed to have no kernels"
     assert decision(INT8, CPU).reason == "cpu has no kernels"
 
 

@@ -160,7 +160,9 @@ def test_without_a_kernel_the_reference_computes_and_says_why() -> None:
         q, scale = quantize_launch.quantize(x, SEED, 3, row, "stochastic", [0])
     want = reference.quantize(x, SEED, 3, row, "stochastic", [0])
     assert torch.equal(q, want[0]) and torch.equal(scale, want[1])
-    assert launch_utils.reasons() == {"quantize 8 x 16 fp32 -> int8": "no kernels are assumed"}
+    assert launch_utils.reasons() == {
+        "quantize 8 x 16 fp32 -> int8": "the device is assumed to have no kernels"
+    }
 
 
 def test_a_kernel_is_found_by_the_values_that_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +181,7 @@ def test_a_kernel_is_found_by_the_values_that_it_writes(monkeypatch: pytest.Monk
             assert torch.equal(q, want[0]) and torch.equal(scale, want[1])
     assert asked == ["quantize_sm_80_fp32_int8"] * 2
     assert launch_utils.reasons() == {
-        "quantize 8 x 16 fp32 -> int4": "there is no quantizer of ours for int4"
+        "quantize 8 x 16 fp32 -> int4": "qsync_fx has no quantization kernel for int4"
     }
 
 

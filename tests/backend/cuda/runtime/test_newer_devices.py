@@ -23,7 +23,7 @@ from tests.support.cuda.large_products import INT8
 CUDA = torch.device("cuda", 0)
 NO_NVCC = ToolchainError("no nvcc of 12.4 or later", do="install the CUDA toolkit")
 NO_CUTLASS = ToolchainError(
-    "the headers of CUTLASS are missing", do="pip install --no-deps nvidia-cutlass==4.2.0.0"
+    "the CUTLASS headers were not found", do="pip install --no-deps nvidia-cutlass==4.2.0.0"
 )
 
 
@@ -158,9 +158,9 @@ def test_what_is_missing_is_said_once_with_its_cost_and_its_cure(
     [text] = [str(warning.message) for warning in told]
     assert (
         what.what in text
-        and text.endswith(f"To mend it: {what.do}")
+        and text.endswith(f"To fix this: {what.do}")
         and "cuBLAS" in text
-        and "Numbers are the same" in text
+        and "The numbers are the same" in text
     )
     assert ("quantized by code that the compiler fuses" in text) is not nvcc
     with warnings.catch_warnings():
@@ -197,9 +197,9 @@ def test_who_has_switched_kernels_off_lacks_nothing(machine: Machine) -> None:
     ("named", "arch", "compiles", "why"),
     [
         ({}, "sm_80", True, ""),
-        ({"QSYNC_NVCC": "/nowhere/nvcc"}, None, False, "this is no nvcc that runs"),
+        ({"QSYNC_NVCC": "/nowhere/nvcc"}, None, False, "this is not a working nvcc"),
         ({"QSYNC_CUTLASS_PATH": "/nowhere"}, "sm_80", True, "CUTLASS"),
-        ({"QSYNC_KERNELS": "off"}, None, True, "switched off by QSYNC_KERNELS"),
+        ({"QSYNC_KERNELS": "off"}, None, True, "disabled by QSYNC_KERNELS"),
     ],
 )
 def test_whether_kernels_are_used_is_asked_of_the_tools_and_the_cache_that_are_here(
@@ -228,8 +228,10 @@ def test_whether_kernels_are_used_is_asked_of_the_tools_and_the_cache_that_are_h
         monkeypatch.undo()
         forget()
     assert (found.arch, found.compiles) == (arch, compiles) and (found.lacks is None) is (
-        not why or "off" in why
+        not why or "QSYNC_KERNELS" in why
     )
     assert why in (found.reason or found.lacks or "")
     assert (made.config is not None) is (not why) and why in made.reason
-    assert absent.arch is None and ("no device cuda:1" in absent.reason or "off" in why)
+    assert absent.arch is None and (
+        "cuda:1 does not exist" in absent.reason or "QSYNC_KERNELS" in why
+    )

@@ -78,7 +78,7 @@ def test_timings_that_are_none_choose_nothing(nonsense: list[float]) -> None:
     kernels, times = timer([1.0], nonsense)
     assert tune(INT8, kernels, times).name == "torch"
     kernels, times = timer(nonsense)
-    with pytest.raises(TuningError, match="no positive numbers"):
+    with pytest.raises(TuningError, match="not positive numbers"):
         tune(INT8, kernels, times)
 
 
