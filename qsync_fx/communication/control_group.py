@@ -33,7 +33,9 @@ def control() -> ProcessGroup | None:
             return group  # type: ignore[no-any-return]
     limits = (limit_of(default._get_backend(device)) for device in default._device_types)
     timeout = min((limit for limit in limits if limit is not None), default=None)
-    made: ProcessGroup = distributed.new_group(backend="gloo", timeout=timeout, group_desc=_DESCRIPTION)
+    made: ProcessGroup = distributed.new_group(
+        backend="gloo", timeout=timeout, group_desc=_DESCRIPTION
+    )
     return made
 
 

@@ -287,5 +287,5 @@ def test_what_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, cache: Pat
         qsync_fx.cache_plan(replace(profile(), fingerprint=None))
     (cache / "file").write_text("")
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(cache / "file"))
-    with pytest.raises(ProfileError, match=r"cannot be saved[\s\S]*QSYNC_CACHE_DIR"):
+    with pytest.raises(ProfileError, match=r"is not saved[\s\S]*QSYNC_CACHE_DIR"):
         qsync_fx.cache_plan(profile())

@@ -63,8 +63,8 @@ class Outstanding:
         if self.step is not None:
             warnings.warn(
                 f"rank {self._rank}: training with DUO ended before the full-precision gradients "
-                f"of step {self.step} were applied, so the parameters are those of a lookahead step. "
-                "Call handle.flush() before evaluation, before saving and at the end of training",
+                f"of step {self.step} were applied, so the parameters are those of a lookahead "
+                "step. Call handle.flush() before evaluation, before saving and at the end of training",
                 stacklevel=2,
             )
 
