@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from qsync_fx.backend.dynamo_hooks import (
 )
 from qsync_fx.backend.inductor import (
     decompositions,
-    decompositions as dropout,
     inductor_config,
     layouts,
     recompute_policy,
@@ -172,63 +172,164 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], options: Option
     """Run the pipeline and compile the result with the inner compiler."""
     if in_backward_pass():
         return _compile_backward(module, inputs, options)
-    plan, current = options.plan, place(options)
-    unasked = candidates(current, options, _device(module, inputs))
-    alone = False
-    if options.passes or (plan is not None and (plan.patterns or plan.operators)):
-        alone = compile_for_this_module_only(current)
-    elif unasked is not None:
-        try:
-            alone = compile_for_this_module_only(current)
-        except PlanError as error:
-            tell_of_a_stale_profile(error.what, current, options)
-            unasked = None
-    if options.target is not None:
-        check_target(options.target, _device(module, inputs))
-    graph = rewrite(module, inputs, options, observed=_seen(current, options), unasked=unasked)
-    note_unasked(graph, current, options)
-    record(graph, current, options, module, alone)
-    compile_anew_where_split(inputs)
-    numeric_guards.watch(graph, current.root)
-    if not options.is_default and graph.operators("adjustable"):
-        warn_at_the_limit(current)
-    if not alone:
-        tell_of_shared_code(graph, current, graph.context.options)
-    wait_for_a_step()
-    device = graph.context.device
-    fast_dropout = dropout.serves(graph)
-    kernels = (
-        prepare(graph)
-        + " fast_dropout" * fast_dropout
-        + " activation_recompute" * options.activation_recompute
-    )
-    # Casts are explicit by now, in the backward pass too, so it must not be traced under the
-    # caller's autocast region.
-    with (
-        torch._functorch.config.patch(backward_pass_autocast="off"),
-        inductor_config.tracing(device, kernels),
-        recompute_policy.settings() if options.activation_recompute else nullcontext(),
-        told(graph),
-        cpu_kernels.laid_out_later() if options.inner_backend == "inductor" else nullcontext(),
-    ):
-        extras = inductor_config.captures(options, device), options.activation_recompute
-        lifted = lift(graph) if options.cache_quantized_weights else Lifted(device)
-        compiler = inner_compiler(options.inner_backend, device, fast_dropout, *extras)
-        compiled = lifted.around(compiler(graph.module, [*inputs, *lifted.inputs]))
-    run = telling(compiled, graph, options.inner_backend)
-    if (
-        current.root is not None
-        and current.entered
-        and current.resumes_at is None
-        and not current.nested
-        and _evaluates(graph, current.root)
-    ):
-        return settle_when_called_again(run, current.root, options)
-    return run
+    return CompilationSession(module, inputs, options).run()
 
 
-def _evaluates(graph: PrecisionGraph, root: torch.nn.Module) -> bool:
-    return not (graph.context.training and root.training)
+@dataclass
+class CompilationSession:
+    """Compilation of one Dynamo graph, by the steps of `run`, while Dynamo compiles a frame.
+
+    Most steps have effects outside the graph, so their order is a contract:
+
+    1. `restrict_reuse` comes first: if the code of one module cannot follow its plan, it must raise
+       before anything is recorded. It drops cached plans that `run_passes` must not use, and sets
+       `module_only`, which `record_operators` and `report_reuse` read.
+    2. `check_device` raises, so it also precedes all records.
+    3. `run_passes` makes the lowered graph, which all later steps read. It reads the operators of
+       the model's earlier graphs from the log, so it precedes `record_operators`.
+    4. `record_operators` writes the graph to the log of the options. The check of the first
+       training step, which `watch_training` registers, and later graphs of the model read the log.
+    5. `watch_training` and `report_reuse` install guards and hooks, and warn. `report_reuse` raises
+       with the option "strict", before any time is spent on kernels.
+    6. `prepare_kernels` compiles the kernels. Tracing in `compile_module` selects among those that
+       did compile, under a cache key that identifies them. The quantizers of weights are among
+       them, so this step precedes the lift of weight quantization in `compile_module`.
+    7. `compile_module` runs the inner compiler. `check_runs` wraps its result.
+
+    Attributes:
+        module, inputs, options: as a backend receives them.
+        current: position of the graph in the user's model.
+        device: device of the graph.
+        module_only: whether the code is guarded against reuse for other modules.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    options: Options
+    current: SourcePlace = field(init=False)
+    device: torch.device = field(init=False)
+    module_only: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.current = place(self.options)
+        self.device = _device(self.module, self.inputs)
+
+    def run(self) -> Compiled:
+        """Return the compiled code; the class describes the order of the steps."""
+        cached_plans = self.restrict_reuse()
+        self.check_device()
+        graph = self.run_passes(cached_plans)
+        self.record_operators(graph)
+        self.watch_training(graph)
+        self.report_reuse(graph)
+        fast_dropout = decompositions.serves(graph)
+        cache_key = self.prepare_kernels(graph, fast_dropout)
+        compiled = self.compile_module(graph, fast_dropout, cache_key)
+        return self.check_runs(compiled, graph)
+
+    def restrict_reuse(self) -> Candidates | None:
+        """Guard the code against reuse for other modules, if their plans may differ.
+
+        Returns:
+            the cached plans that the graph may use; None if there are none.
+
+        Raises:
+            PlanError: each module needs code of its own, more than Dynamo's recompile limit.
+        """
+        plan, cached_plans = self.options.plan, candidates(self.current, self.options, self.device)
+        if self.options.passes or (plan is not None and (plan.patterns or plan.operators)):
+            self.module_only = compile_for_this_module_only(self.current)
+        elif cached_plans is not None:
+            try:
+                self.module_only = compile_for_this_module_only(self.current)
+            except PlanError as error:
+                tell_of_a_stale_profile(error.what, self.current, self.options)
+                return None
+        return cached_plans
+
+    def check_device(self) -> None:
+        """Raise `DeviceError` if the graph is for another device than the present one."""
+        if self.options.target is not None:
+            check_target(self.options.target, self.device)
+
+    def run_passes(self, cached_plans: Candidates | None) -> PrecisionGraph:
+        """Return the lowered graph."""
+        return rewrite(
+            self.module,
+            self.inputs,
+            self.options,
+            observed=_seen(self.current, self.options),
+            unasked=cached_plans,
+        )
+
+    def record_operators(self, graph: PrecisionGraph) -> None:
+        """Record the graph, and the default plan that it follows, in the log of the options."""
+        note_unasked(graph, self.current, self.options)
+        record(graph, self.current, self.options, self.module, self.module_only)
+
+    def watch_training(self, graph: PrecisionGraph) -> None:
+        """Install the guard of DDP, and the optimizer hooks that check gradients and the plan."""
+        compile_anew_where_split(self.inputs)
+        numeric_guards.watch(graph, self.current.root)
+        wait_for_a_step()
+
+    def report_reuse(self, graph: PrecisionGraph) -> None:
+        """Report code that Dynamo will not compile again, or will share between modules.
+
+        Raises:
+            PlanError: modules that share the code have different plans, and the option "strict" is
+                set.
+        """
+        if not self.options.is_default and graph.operators("adjustable"):
+            warn_at_the_limit(self.current)
+        if not self.module_only:
+            tell_of_shared_code(graph, self.current, graph.context.options)
+
+    def prepare_kernels(self, graph: PrecisionGraph, fast_dropout: bool) -> str:
+        """Compile the kernels of the graph; return the key of the decisions for torch's caches."""
+        parts = [prepare(graph)]
+        if fast_dropout:
+            parts.append("fast_dropout")
+        if self.options.activation_recompute:
+            parts.append("activation_recompute")
+        return " ".join(parts)
+
+    def compile_module(self, graph: PrecisionGraph, fast_dropout: bool, cache_key: str) -> Compiled:
+        """Return the code of the inner compiler, called with the inputs of Dynamo's graph."""
+        options, device = self.options, self.device
+        recompute = options.activation_recompute
+        by_inductor = options.inner_backend == "inductor"
+        # Casts are explicit by now, in the backward pass too, so it must not be traced under the
+        # caller's autocast region.
+        with (
+            torch._functorch.config.patch(backward_pass_autocast="off"),
+            inductor_config.tracing(device, cache_key),
+            recompute_policy.settings() if recompute else nullcontext(),
+            told(graph),
+            cpu_kernels.laid_out_later() if by_inductor else nullcontext(),
+        ):
+            compiler = inner_compiler(
+                options.inner_backend,
+                device,
+                fast_dropout=fast_dropout,
+                cudagraphs=inductor_config.captures(options, device),
+                activation_recompute=recompute,
+            )
+            lifted = lift(graph) if options.cache_quantized_weights else Lifted(device)
+            return lifted.around(compiler(graph.module, [*self.inputs, *lifted.inputs]))
+
+    def check_runs(self, compiled: Compiled, graph: PrecisionGraph) -> Compiled:
+        """Return compiled code that reports unsupported derivatives and plans that do not apply."""
+        result, root = telling(compiled, graph, self.options.inner_backend), self.current.root
+        if root is None or not _starts_model(self.current):
+            return result
+        trains = graph.context.training and root.training
+        return result if trains else settle_when_called_again(result, root, self.options)
+
+
+def _starts_model(current: SourcePlace) -> bool:
+    """Return whether a graph is the first one of the compiled model."""
+    return current.entered and current.resumes_at is None and not current.nested
 
 
 def _compile_backward(module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
@@ -363,5 +464,4 @@ def _unhooked() -> AbstractContextManager[object]:
 def _is_complete(module: fx.GraphModule, current: SourcePlace) -> bool:
     """Return whether the graph is complete: no split by DDP, and no graph break around it."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    full = current.entered and current.resumes_at is None and not current.nested
-    return full and reason is not None and not reason.graph_break
+    return _starts_model(current) and reason is not None and not reason.graph_break

@@ -73,10 +73,10 @@ def _assign(graph: PrecisionGraph, operator: Operator) -> bool:
         and region is None
         and stays(owned, row_on(graph.context.device, choice.precision), graph.context.automatic)
     ):
-        operator.decide(owned, f"the model holds it in {owned}, which no default changes")
+        operator.decide(owned, f"its format in the model is {owned}, which no default changes")
     elif graph.context.automatic:
         operator.decide(
-            choice.precision, "no precision was asked for, and this is the device's default"
+            choice.precision, "no precision was requested, and this is the default of the device"
         )
         return True
     else:

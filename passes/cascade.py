@@ -77,7 +77,7 @@ def _follow(operator: Operator, rule: Rule, formats: Formats) -> None:
     result, large = rule.precision([formats.get(used) for used in rule.inputs])
     row, reason = operator.row, operator.note.reason
     if row is not None and rule.in_place:
-        reason = f"{row.reason}; it writes in place, in the format of what it writes to"
+        reason = f"{row.reason}; it writes in place, in the format of its target"
     elif row is not None and large is not None:
         widest = rule.promotion([formats.get(used) for used in rule.inputs])
         reason = (

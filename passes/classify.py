@@ -53,7 +53,7 @@ def classify(operator: Operator, origins: Origins | None = None) -> None:
         )
     elif row.kind is Kind.ADJUSTABLE and in_place(node):
         operator.update(
-            kind=Kind.FIXED, reason="it writes in place, into a tensor whose type stays as it is"
+            kind=Kind.FIXED, reason="it writes in place, into a tensor whose dtype does not change"
         )
     else:
         row = with_weight(graph, node, row, origins or Origins(graph))
@@ -62,5 +62,5 @@ def classify(operator: Operator, origins: Origins | None = None) -> None:
 
 def _higher_order(bodies: tuple[PrecisionGraph, ...]) -> str:
     if bodies:
-        return "a higher-order operator: the operators of its body follow the plan as if they stood in its place"
+        return "a higher-order operator: the operators of its body follow the plan"
     return "a higher-order operator whose body stays as the model wrote it"

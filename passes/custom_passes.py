@@ -349,7 +349,7 @@ def _decide(operator: Operator, passed: Sequence[str]) -> None:
         elif (lowered and str(note.precision) not in operator.node.args) or (
             not lowered and owned is not note.output
         ):
-            why = f"{note.precision} gives way: {_settled(owned)}"
+            why = f"{note.precision} is replaced: {_settled(owned)}"
             operator.update(
                 precision=owned, output=owned, instead=why, reason=f"{note.reason}; {why}"
             )
@@ -364,8 +364,8 @@ def _decide(operator: Operator, passed: Sequence[str]) -> None:
 
 
 def _settled(owned: Precision | None) -> str:
-    computes = f", so it computes in what it reads, {owned}" if owned is not None else ""
-    return f"it was put in after {InsertCasts.name!r} had settled formats{computes}"
+    computes = f", so it computes in the format of its inputs, {owned}" if owned is not None else ""
+    return f"it was inserted after {InsertCasts.name!r} had fixed all formats{computes}"
 
 
 _ATTRIBUTES: Mapping[str, tuple[type, ...]] = MappingProxyType(
@@ -433,7 +433,7 @@ def refuse_damage(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None
         by: the name of the pass.
 
     Raises:
-        PassError: the pass has damaged the graph.
+        PassError: the pass has corrupted the graph.
     """
     for damage in _damage(graph, before):
         _refuse(damage, by)
@@ -466,7 +466,7 @@ def refuse_calls(graph: PrecisionGraph, before: GraphSnapshot, by: str) -> None:
 def _refuse(damage: Damage, by: str) -> None:
     node = "" if damage.node is None else f", node %{damage.node.name}"
     raise PassError(
-        f"pass {by!r} has damaged the graph: {damage.problem}",
+        f"pass {by!r} has corrupted the graph: {damage.problem}",
         where=f"pass {by!r}{node}",
         do=damage.repair,
     )
@@ -518,7 +518,7 @@ def _damage_to_node(node: fx.Node, before: GraphSnapshot) -> Iterator[Damage]:
     target, name = node.target, type(node.target).__name__
     if node.op not in _OPERATIONS:
         repair = f"use one of: {', '.join(_OPERATIONS)}"
-        yield Damage(node, f"{node.op!r} is no operation of torch.fx", repair)
+        yield Damage(node, f"{node.op!r} is not an operation of torch.fx", repair)
     elif node.op == "call_function" and not callable(target):
         yield Damage(node, f"its target is {name}, not a function", "set a function of torch")
     elif node.op != "call_function" and not isinstance(target, str):

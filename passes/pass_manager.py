@@ -92,7 +92,7 @@ def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
     run = [isinstance(step, _RUN) for step in passes]
     if any(step.name == error.step and runs for step, runs in zip(passes, run, strict=True)):
         return tuple(LeftOut(step.name) for step in passes)
-    because = f"the graph fell back to the formats that the model holds: {error.what}"
+    because = f"the graph fell back to the formats of the model: {error.what}"
     first = next(index for index in range(len(passes)) if not any(run[index:]))
     return tuple(
         step if run[index] else LeftOut(step.name, because if index == first else "")
@@ -103,9 +103,9 @@ def without_plan(passes: Sequence[Pass], error: PassError) -> tuple[Pass, ...]:
 def warn(error: PassError, current: SourcePlace) -> None:
     message = error.what[0].upper() + error.what[1:]
     text = (
-        f"{message} ({error.where}). That is a bug in qsync_fx. This graph trains in the formats that the model holds, without the plan; "
-        f"the rest of the model follows it. Please report it, with the model or with the graph: {VERIFY}=raise makes an error of this "
-        "warning, and its attribute `graph` has the text."
+        f"{message} ({error.where}). This is a bug in qsync_fx. This graph trains in the formats of the model, without the plan; "
+        f"the rest of the model follows it. Please report it, with the model or with the graph: {VERIFY}=raise turns this "
+        "warning into an error, whose attribute `graph` contains the graph as text."
     )
     if current.code is not None:
         warnings.warn_explicit(
@@ -349,7 +349,7 @@ def _apply(step: Callable[[PrecisionGraph], object], name: str, graph: Precision
     result = step(graph)
     if result is not None:
         raise PassError(
-            f"pass {name!r} returned {type(result).__name__}, which would be lost: passes change the graph in place",
+            f"pass {name!r} returned {type(result).__name__}, which is discarded: passes change the graph in place",
             where=f"pass {name!r}",
             do="change the nodes of graph.graph, or set graph.module, and return nothing",
         )

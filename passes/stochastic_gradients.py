@@ -99,7 +99,7 @@ class _Rewriter:
             if "gradients" in arguments(node):
                 self._ask(node)
             elif 16 in (existing.gradient.bits, existing.carrier.bits):
-                self._say(operator, f"{node.target} knows no other way")
+                self._say(operator, f"{node.target} has no variant with stochastic rounding")
         elif fmt.bits == 16:
             why = self._lower(operator)
             if why:
@@ -115,7 +115,7 @@ class _Rewriter:
         node.update_kwarg("gradients", "stochastic")
 
     def _say(self, operator: Operator, why: str) -> None:
-        clause = f"its gradients are rounded to the nearest value, since {why}"
+        clause = f"its gradients are rounded to the nearest value, because {why}"
         operator.update(reason=f"{operator.note.reason}; {clause}")
 
     def _lower(self, operator: Operator) -> str:
@@ -128,7 +128,7 @@ class _Rewriter:
         inputs = tuple(arguments(node).values())
         used = [argument_at(inputs, index) for index in row.scaled]
         if not all(self.graph.value(item).dtype is fmt.dtype for item in used):
-            return "its operands are of several types"
+            return "its operands have different dtypes"
         operands = tuple((_original(item), item, None) for item in used)
         stream = self.streams.take()
         settings = self._seed_node(), stream, fmt.name, "stochastic", self.graph.value(node).dtype
@@ -136,7 +136,7 @@ class _Rewriter:
             new = self.lowerings[row.name].emit(node, Operands(operands, *settings))  # type: ignore[arg-type]
         if "gradients" not in arguments(new):
             self.graph.graph.erase_node(new)
-            return f"{new.target} knows no other way"
+            return f"{new.target} has no variant with stochastic rounding"
         self._ask(new)
         operator.update(stream=stream)
         replace(self.graph, operator, new, saved=tuple(used))

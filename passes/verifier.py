@@ -168,7 +168,7 @@ def _casts_are_needed(graph: PrecisionGraph) -> Iterator[Broken]:
         source = node.args[0] if node.args else None
         if node_metadata.is_cast(node) and node.target is not py_operator.getitem:
             if not node.users:
-                yield node, "nothing reads this cast"
+                yield node, "this cast has no reader"
             if isinstance(source, fx.Node):
                 if (
                     node.target is torch.ops.aten.to.dtype
@@ -199,7 +199,7 @@ def _streams_are_apart(graph: PrecisionGraph) -> Iterator[Broken]:
                 if fact.stream in visited:
                     yield (
                         node,
-                        f"it draws its roundings from stream {fact.stream}, and so does %{visited[fact.stream].name}",
+                        f"it draws its rounding from stream {fact.stream}, like %{visited[fact.stream].name}",
                     )
                 visited[fact.stream] = node
 
@@ -244,7 +244,7 @@ def _dequantizes_for_products(graph: PrecisionGraph) -> Iterator[Broken]:
             ):
                 yield (
                     user,
-                    f"it reads %{node.name}, which stands for a quantized operand and has no gradient",
+                    f"it reads %{node.name}, which represents a quantized operand and has no gradient",
                 )
 
 
@@ -322,7 +322,7 @@ def _formats(graph: PrecisionGraph, node: fx.Node) -> Iterator[Precision]:
 def _is_charged(graph: PrecisionGraph) -> Iterator[Broken]:
     for node in graph.nodes if any(graph.own_operators()) else ():
         if computes(node) and tensors(graph.value(node)) and node_metadata.charged(node) is None:
-            yield node, "no operator is charged with the time that it takes"
+            yield node, "its time is not assigned to any operator"
 
 
 STRIDES = VerifierRule(
@@ -334,7 +334,7 @@ RULES = (
     VerifierRule("every operator has one id", "normalize", _keeps_ids),
     VerifierRule("every decision has a reason", "classify", _has_reasons),
     VerifierRule(
-        "every adjustable operator has a precision, and what is not as planned says why",
+        "every adjustable operator has a precision, and every deviation from the plan has a reason",
         "assign",
         _is_assigned,
     ),
@@ -346,23 +346,23 @@ RULES = (
     ),
     VerifierRule("every cast is needed and none is doubled", "insert_casts", _casts_are_needed),
     VerifierRule(
-        "each rounding draws from a stream of its own", "insert_casts", _streams_are_apart
+        "each rounding draws from its own random stream", "insert_casts", _streams_are_apart
     ),
     VerifierRule(
-        "no cast holds a value from before a write", "insert_casts", _reads_current_values
+        "no reader of a cast gets a stale value", "insert_casts", _reads_current_values
     ),
     VerifierRule(
-        "what stands for a quantized operand is for lowering",
+        "only lowered operators read placeholders of quantized operands",
         "insert_casts",
         _dequantizes_for_products,
     ),
     VerifierRule("losses read FP32", "insert_casts", _losses_are_wide),
     VerifierRule(
-        "the graph holds no format that the device does not compile", "lower", _is_compiled
+        "the graph has no format that the device does not compile", "lower", _is_compiled
     ),
     VerifierRule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
-    VerifierRule("every node says whose time it takes", "lower", _is_charged),
-    VerifierRule("the graph takes and returns what Dynamo expects", "normalize", _fits_its_callers),
+    VerifierRule("the time of every node is assigned to an operator", "lower", _is_charged),
+    VerifierRule("inputs and outputs of the graph are those that Dynamo expects", "normalize", _fits_its_callers),
 )
 
 

@@ -64,7 +64,7 @@ def give_way(graph: PrecisionGraph, unasked: Iterable[Operator]) -> None:
             but = f"{why}, so it runs in {FP32}"
             op.update(precision=FP32, instead=but, reason=f"{op.note.reason}; {but}")
         elif node in small:
-            neighbours = f"what becomes of its result is in {fmt} by {paying[root]}"
+            neighbours = f"its result is used in {fmt} by {paying[root]}"
             op.update(reason=f"{op.note.reason}; {small[node]}, but {neighbours}, so it stays")
 
 

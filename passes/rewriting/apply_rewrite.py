@@ -199,7 +199,7 @@ def _traced(
             raise PassError(
                 f"the replacement of {name!r} cannot be traced: {error}",
                 where=where,
-                do="write it in torch operators on its arguments, tensors that exist before, and what its match tells",
+                do="use only torch operators on its arguments, existing tensors and facts of its match",
             ) from error.__cause__
 
 
@@ -208,7 +208,7 @@ def _check(traced: TracedPattern, site: MatchSite, name: str, where: str) -> Non
     new = ", ".join(describe(output.meta["val"]) for output in traced.outputs)
     if old != new:
         raise PassError(
-            f"the replacement of {name!r} gives {new} where the model computes {old}",
+            f"the replacement of {name!r} returns {new} where the model computes {old}",
             where=where,
             do="return as many tensors as the pattern does, of the same shapes and types (y.to(x.dtype) gives y the type of x)",
         )
@@ -232,7 +232,7 @@ def obstacle(graph: PrecisionGraph, site: MatchSite, modes: Mapping[fx.Node, Mod
         early = [user for user in outside if order[user] < last]
         if early:
             return (
-                f"its result %{node.name} is read by %{early[0].name} before its last one is there"
+                f"its result %{node.name} is read by %{early[0].name} before its last result is computed"
             )
     return _written_within(graph, site, order)
 

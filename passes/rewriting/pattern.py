@@ -175,9 +175,9 @@ class PatternShape:
             )
         if any(output.op != "call_function" for output in traced.outputs):
             raise PassError(
-                f"the pattern {name!r} returns what it is given",
+                f"the pattern {name!r} returns an argument",
                 where=where,
-                do="return what it computes",
+                do="return a computed tensor",
             )
         shown = {
             literal: tuple(_where(traced, default)) for literal, default in pattern.literals.items()
@@ -185,7 +185,7 @@ class PatternShape:
         hidden = next((literal for literal, item in shown.items() if not item), None)
         if hidden is not None:
             raise PassError(
-                f"the argument {hidden!r} of the pattern {name!r} reaches no operator as it is",
+                f"the argument {hidden!r} of the pattern {name!r} does not reach any operator unchanged",
                 where=where,
                 do="hand it to an operator unchanged, or give it no default if it is a tensor",
             )

@@ -45,13 +45,13 @@ class Rewrite(GraphPass):
         unknown = [name for name in inspect.signature(function).parameters if name not in available]
         if unknown:
             raise OptionError(
-                f"the replacement of {self.name!r} takes {unknown[0]!r}, which the pattern has not",
+                f"the replacement of {self.name!r} takes {unknown[0]!r}, which the pattern does not have",
                 do=f"take some of {', '.join(sorted(available))}",
             )
         if self._puts:
             raise OptionError(
-                f"the rewrite {self.name!r} has a replacement already",
-                do="write a rewrite for each",
+                f"the rewrite {self.name!r} already has a replacement",
+                do="write one rewrite for each replacement",
             )
         self._puts.append(function)
         return self

@@ -120,7 +120,7 @@ def _checked(module: fx.GraphModule, lift: _Lift) -> TracedPattern:
         )
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(module, str(node.target)), FakeTensor):
-            raise Untraceable("it computes a value past torch's dispatcher, which tracing sees")
+            raise Untraceable("it computes a value outside torch's dispatcher, where tracing cannot see it")
     return TracedPattern(module, tuple(lift.tensors), outputs)
 
 
@@ -145,7 +145,7 @@ class _Lift(TorchFunctionMode):
         if id(value) not in self.stand_ins:
             if value.grad_fn is not None:
                 raise Untraceable(
-                    "it refers to a tensor that was computed with gradients; refer to what it was computed from"
+                    "it refers to a tensor that was computed with gradients; refer to the inputs of that computation"
                 )
             mode = active_fake_mode()
             assert mode is not None

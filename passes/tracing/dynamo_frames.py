@@ -219,7 +219,7 @@ def compile_for_this_module_only(current: SourcePlace) -> bool:
             else f"the graph breaks inside {kind.__name__}"
         )
         raise PlanError(
-            f"{why}, of which the model has {equal}; each needs code of its own to follow the plan, and "
+            f"{why}; the model has {equal} of this class, each needs its own compiled code to follow the plan, and "
             f"torch._dynamo.config.recompile_limit is {limit}",
             where=f"module {current.path}, {current.code.co_filename}:{current.code.co_firstlineno}"
             if current.code

@@ -199,7 +199,7 @@ class Tracking(fx.Interpreter):
         return super().call_function(_OPERATOR_OF.get(target, target), args, kwargs)
 
 
-_HOOKED = "a hook sees its gradient, in the type that the model has"
+_HOOKED = "a hook reads its gradient in the dtype of the model"
 
 
 def rebuild(
@@ -314,7 +314,7 @@ class _Builder:
             node_metadata.OPAQUE[new] = _HOOKED
         elif node.target is not operator.getitem:
             node_metadata.OPAQUE[new] = (
-                "kept as Dynamo wrote it: between vmap's borders values are no plain tensors"
+                "kept as Dynamo wrote it: inside vmap values are not plain tensors"
             )
 
     def _execute(self, node: fx.Node, leveled: bool) -> Any:
@@ -371,7 +371,7 @@ class _Builder:
                 nodes,
                 nodes[0],
                 "UntracedValue",
-                "it computes a value past the dispatcher, which tracing sees",
+                "it computes a value outside the dispatcher, where tracing cannot see it",
             )
         else:
             # Retracing smaller pieces isolates the responsible node.
@@ -382,7 +382,7 @@ class _Builder:
         """Copy one of the nodes as Dynamo wrote it, and retrace the nodes before and after it."""
         if by := node_metadata.put_in_by(bad):
             raise PassError(
-                f"pass {by!r} has put in %{bad.name}, which cannot be traced: {kind}: {message}",
+                f"pass {by!r} inserted %{bad.name}, which cannot be traced: {kind}: {message}",
                 where=f"pass {by!r}, node %{bad.name}",
                 do="call operators of torch, or functions that compute with tensors alone",
             )
@@ -392,7 +392,7 @@ class _Builder:
             self.retrace(nodes[:where])
         new = self.copy(bad, current(bad.meta.get("example_value")))
         node_metadata.OPAQUE[new] = (
-            f"kept as Dynamo wrote it, since it cannot be re-traced ({kind})"
+            f"kept as Dynamo wrote it, because it cannot be re-traced ({kind})"
         )
         # Inputs of a trace are single tensors, so a trace cannot read a tuple.
         items = _items(bad)

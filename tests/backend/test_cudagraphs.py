@@ -51,7 +51,7 @@ def test_a_graph_is_compiled_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = compiling.inner_compiler
 
     def watched(
-        name: str, device: torch.device, fast_dropout: bool, cudagraphs: bool, *others: bool
+        name: str, device: torch.device, fast_dropout: bool, cudagraphs: bool, **others: bool
     ) -> Any:
         asked.append(cudagraphs)
         return inner("eager", device)

@@ -234,7 +234,7 @@ def test_no_format_that_the_device_does_not_compile_is_put_in() -> None:
             back = graph.graph.call_function(torch.ops.aten.to.dtype, (half, torch.float32))
         output.args = ((back,),)
 
-    with pytest.raises(PassError, match="holds no format that the device does not compile"):
+    with pytest.raises(PassError, match="has no format that the device does not compile"):
         qsync_fx.explain(
             Perceptron(), torch.randn(4, 16), options={"passes": [narrow], "target": "t4"}
         )

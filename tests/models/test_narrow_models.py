@@ -175,7 +175,7 @@ def test_reports_say_what_stays_and_what_is_put_in_its_place() -> None:
             if op.kind == "adjustable"
         }
 
-    stays = "fp16: the model holds it in fp16, which no default changes"
+    stays = "fp16: its format in the model is fp16, which no default changes"
     assert reasons(kept(Attending, HALF))["head"] == stays
     assert reasons(kept(Attending, HALF), precision="fp32")["head"] == stays
     assert reasons(kept(Attending, HALF), precision="fp16")["head"] == "fp16: plan: uniform fp16"

@@ -226,7 +226,7 @@ def test_an_error_says_which_damage_it_is() -> None:
     with pytest.raises(PassError) as caught:
         run(erase_the_output, {"after": "assign"})
     assert str(caught.value) == (
-        "pass 'faulty' has damaged the graph: it has no output node\n"
+        "pass 'faulty' has corrupted the graph: it has no output node\n"
         "  where: pass 'faulty'\n"
         "  do:    keep the output node, and set its args to return other values"
     )
@@ -236,7 +236,7 @@ def test_an_error_says_which_damage_it_is() -> None:
 
 def test_explaining_names_the_pass_too() -> None:
     step = qsync_fx.graph_pass(after="assign", name="faulty")(set_no_module)
-    with pytest.raises(PassError, match="pass 'faulty' has damaged the graph"):
+    with pytest.raises(PassError, match="pass 'faulty' has corrupted the graph"):
         qsync_fx.explain(net(), torch.randn(4, 8), options={"passes": [step]})
 
 

@@ -53,7 +53,7 @@ def perceptron(width: int) -> nn.Module:
 def test_a_small_model_is_in_fp32_and_says_why() -> None:
     layers = found(perceptron(16), torch.randn(8, 16))
     assert {fmt for fmt, _ in layers.values()} == {"fp32"}
-    default = "no precision was asked for, and this is the device's default"
+    default = "no precision was requested, and this is the default of the device"
     assert (
         layers["0"][1] == f"{default}; 8 x 16 x 16 is too small for bf16 to pay, so it runs in fp32"
     )
@@ -157,7 +157,7 @@ def test_a_small_gate_makes_nothing_large_wide() -> None:
         **dict.fromkeys(("body", "norm", "excite", "tail"), "bf16"),
         **dict.fromkeys(("squeeze", "head"), "fp32"),
     }
-    because = "8 x 128 x 16 is too small for bf16 to pay, but what becomes of its result is in bf16 by body/linear, so it stays"
+    because = "8 x 128 x 16 is too small for bf16 to pay, but its result is used in bf16 by body/linear, so it stays"
     assert layers["excite"][1].endswith(because)
     assert layers["/mul@excite"][0] == "bf16"
 

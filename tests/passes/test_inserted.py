@@ -82,7 +82,7 @@ def test_reports_tell_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> N
     explanation = explain(step, precision="bf16")
     (row,) = (line for line in str(explanation).splitlines() if "tap.relu" in line)
     assert "body/tap.relu" in row
-    assert "inserted by tap; it was put in after 'insert_casts'" in row
+    assert "inserted by tap; it was inserted after 'insert_casts'" in row
     assert "inserting.py:" in row
     from qsync_fx.cli.commands.inspect import operator_as_json
 

@@ -111,5 +111,5 @@ def test_what_stands_for_a_quantized_operand_is_for_products_alone() -> None:
         with graph.graph.inserting_before(op.node):
             op.node.replace_input_with(operand, relu(graph, operand))
 
-    with pytest.raises(PassError, match="which stands for a quantized operand and has no gradient"):
+    with pytest.raises(PassError, match="which represents a quantized operand and has no gradient"):
         explain(qsync_fx.graph_pass(after="insert_casts")(run), precision="int8")

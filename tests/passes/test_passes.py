@@ -92,7 +92,7 @@ def test_a_pass_that_returns_something_is_told_that_it_would_be_lost(returned: s
 
     with pytest.raises(
         PassError,
-        match=r"'returns' returned .*, which would be lost: passes change the graph in place",
+        match=r"'returns' returned .*, which is discarded: passes change the graph in place",
     ):
         explain(returns)
 

@@ -101,7 +101,7 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("assign", forget_a_precision, "every adjustable operator has a precision"),
         ("assign", change_silently, "says why"),
         ("cascade", unassign_a_dependent, "dependent operators follow their inputs"),
-        ("lower", narrow_an_output, "the graph takes and returns what Dynamo expects"),
+        ("lower", narrow_an_output, "inputs and outputs of the graph are those that Dynamo expects"),
         (
             "insert_casts",
             narrow_an_output,
@@ -140,5 +140,5 @@ def test_no_two_roundings_draw_from_one_stream() -> None:
             node_metadata.CAST[second], stream=node_metadata.CAST[first].stream
         )
 
-    with pytest.raises(PassError, match="each rounding draws from a stream of its own"):
+    with pytest.raises(PassError, match="each rounding draws from its own random stream"):
         explain(draw_alike, precision="int8")

@@ -200,7 +200,7 @@ def test_roundings_of_gradients_draw_from_streams_of_their_own() -> None:
         )
         second.update(stream=first.note.stream)
 
-    with pytest.raises(PassError, match="each rounding draws from a stream of its own"):
+    with pytest.raises(PassError, match="each rounding draws from its own random stream"):
         qsync_fx.explain(
             model,
             torch.randn(4, 16, requires_grad=True),

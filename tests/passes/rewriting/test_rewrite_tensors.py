@@ -214,12 +214,12 @@ def test_replacements_that_do_not_fit(put: Callable[..., Any], what: str) -> Non
     [
         (lambda x: x + _GIVEN, "refers to a tensor that it is not given"),
         (lambda x, y: x.sin(), "does not read 'y'"),
-        (lambda x: x, "returns what it is given"),
+        (lambda x: x, "returns an argument"),
         (lambda x: x.sum().item(), "cannot be traced: DataDependentOutputException"),
         (lambda x: None, "cannot be traced: it returns NoneType"),
         (
             lambda x, scale=3.0: x * (scale + 1),
-            "the argument 'scale' of the pattern '<lambda>' reaches no operator as it is",
+            "the argument 'scale' of the pattern '<lambda>' does not reach any operator unchanged",
         ),
         (lambda ids, weight: F.embedding(ids, weight), "cannot be traced"),
     ],
@@ -259,9 +259,9 @@ def test_what_is_wrong_with_a_rewrite_is_told_where_it_is_written() -> None:
         qsync_fx.rewrite(lambda p=1: p)
     with pytest.raises(OptionError, match="an example of 1 tensors and 2 arguments"):
         qsync_fx.rewrite(example=(torch.empty(2),))(lambda x, y: x + y)
-    with pytest.raises(OptionError, match="takes 'z', which the pattern has not"):
+    with pytest.raises(OptionError, match="takes 'z', which the pattern does not have"):
         rewriting(lambda x: x.sin(), lambda z: z)
-    with pytest.raises(OptionError, match="has a replacement already"):
+    with pytest.raises(OptionError, match="already has a replacement"):
         rewriting(linear, linear).replacement(linear)
     with pytest.raises(OptionError, match="has no replacement") as caught:
         explained(qsync_fx.rewrite(linear))
