@@ -220,3 +220,31 @@ class RandomIndicator:
             ):
                 result[name, fmt] = drawn / 2**place
         return result
+
+
+METHODS: Final = (
+    MethodSpec(
+        "depth",
+        lambda: Formulas(by_depth),
+        "exact variances of each product, weighed with how deep the operator stands",
+        lambda operators, precisions: 2,
+    ),
+    MethodSpec(
+        "paper",
+        lambda: Formulas(qsync_indicator),
+        "QSync's equations 3 to 5 to the letter",
+        lambda operators, precisions: 1,
+    ),
+    MethodSpec(
+        "fisher",
+        lambda: Formulas(by_fisher),
+        "squared gradients, weighed with exact variances",
+        lambda operators, precisions: 1,
+    ),
+    MethodSpec(
+        "random",
+        RandomIndicator,
+        "drawn, halved with each wider precision",
+        lambda operators, precisions: 0,
+    ),
+)

@@ -94,3 +94,13 @@ def truth(step: GradientStep, run: Run, draws: int, exact: Gradients) -> Truth:
     # The mean of n draws has 1/n of their variance; this is Bessel's correction.
     variance = max(0.0, total - of_mean) * draws / (draws - 1)
     return Truth(variance, max(0.0, total - variance))
+
+
+METHODS: Final = (
+    MethodSpec(
+        "monte_carlo",
+        MonteCarlo,
+        "each operator in turn runs in the precision: the truth that the others are held to",
+        lambda operators, precisions: 1 + 4 * operators * precisions,
+    ),
+)

@@ -130,3 +130,13 @@ def _drawn(item: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
     return (
         torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation
     ).to(of.dtype)
+
+
+METHODS: Final = (
+    MethodSpec(
+        "injected",
+        Injected,
+        "noise of the exact variance is put in at each operator in turn",
+        lambda operators, precisions: 1 + 2 * operators * precisions,
+    ),
+)

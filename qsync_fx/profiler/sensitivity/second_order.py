@@ -366,3 +366,21 @@ def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | N
         if slope is not None and incoming is not None
     ]
     return sum(weights[1:], weights[0]) / len(slopes) if weights else None
+
+
+METHODS: Final = (
+    MethodSpec(
+        "second_order",
+        SecondOrder,
+        "exact variances, carried to the gradients by second derivatives, and the gates that flip",
+        lambda operators, precisions: 20,
+        twice=True,
+    ),
+    MethodSpec(
+        "hessian",
+        HessianIndicator,
+        "HAWQ: the top eigenvalue of each weight's Hessian",
+        lambda operators, precisions: 2 + 8 * operators,
+        twice=True,
+    ),
+)
