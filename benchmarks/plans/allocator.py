@@ -22,7 +22,7 @@ import torch
 
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, PlanEvaluator, Problem
-from qsync_fx.allocator.api import HOMES, get_allocator
+from qsync_fx.allocator.api import allocators
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.devices import get
 from qsync_fx.errors import QSyncError
@@ -123,10 +123,10 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
     found |= {"processor": time.process_time() - busy, "rounds": len(answer.iterations)}
     found["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
     # Under limits of memory the paper's allocator asks for a peak at each of its steps.
-    for name in HOMES if others and part.memory is None else ():
+    for name, baseline in allocators().items() if others and part.memory is None else ():
         if name != "milp":
             try:
-                other = get_allocator(name).allocate(problem)
+                other = baseline.allocate(problem)
             except QSyncError:
                 continue
             if other.fits and answer.value:

@@ -72,7 +72,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     training_args.add_optimizer(group)
     group.add_argument(
-        "--objective", metavar="NAME", help="hybrid, fastest or recover; hybrid for several devices"
+        "--objective",
+        metavar="NAME",
+        help="hybrid, fastest, recover, or of your own; hybrid for several devices, else fastest",
     )
     group.add_argument(
         "--budget",
@@ -195,7 +197,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     answer = find_plan(
         inputs.profiles.get("", inputs.profiles),
         inputs.cluster,
-        objective=knowing.objective(arguments, inputs),  # type: ignore[arg-type]
+        objective=knowing.objective(arguments, inputs),
         budget=knowing.limit(arguments.budget),
         target=knowing.limit(arguments.target),
         memory=knowing.memory(arguments),

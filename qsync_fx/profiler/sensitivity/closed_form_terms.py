@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from typing import Final
+
 import torch
 from torch import Tensor, fx
 
@@ -25,7 +27,7 @@ from qsync_fx.predictor.indicator.rounding_variance import (
 )
 from qsync_fx.profiler.sensitivity.checkpoint import Values
 from qsync_fx.profiler.sensitivity.gate_flips import factored
-from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, Taps, tapped

@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from qsync_fx.diagnostics.explanation import Explained
 from qsync_fx.diagnostics.replay_passes import ReplayedPlan
 from qsync_fx.plan import Plan
-from qsync_fx.profiler.sensitivity.gradient_step import Gradients, GradientStep, Key
+from qsync_fx.profiler.sensitivity.gradient_step import (
+    Gradients,
+    GradientStep,
+    Key,
+    MethodSpec,
+)
 from qsync_fx.profiler.tensor_capture.graph_capture import Run
 
 

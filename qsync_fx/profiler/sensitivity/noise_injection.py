@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,12 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator
 from qsync_fx.graph.fx_utils import argument_at
 from qsync_fx.predictor.indicator.rounding_variance import error, noise
-from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, square_distance
+from qsync_fx.profiler.sensitivity.gradient_step import (
+    GradientStep,
+    Key,
+    MethodSpec,
+    square_distance,
+)
 from qsync_fx.profiler.tensor_capture.rounding_sites import Rounded, RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Call, Tap, put, tapped
 
