@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import qsync_fx
 from qsync_fx import ops
 from qsync_fx.backend.operators import lowerings
 from qsync_fx.cli import main
+from qsync_fx.entry_points import listed_in_modules
 from qsync_fx.errors import OptionError, QSyncError
 from qsync_fx.passes import pass_manager
 from tests.support import pages
@@ -356,3 +358,23 @@ def test_two_commands_of_one_name(
     assert told[0] == f"qsync: several commands have the name '{name}'"
     assert where in told[1] and "the package quiet-package" in told[1]
     assert main(["kernels", "path"]) == 0
+
+
+def test_modules_of_a_package_list_their_extensions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "extended_package"
+    folder.mkdir()
+    value = "import types\nVALUES = (types.SimpleNamespace(name={!r}),)\n"
+    for name, text in (("__init__", ""), ("first", value.format("a")), ("helpers", "")):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(listed_in_modules("extended_package", "VALUES")) == ["a"]
+    (folder / "second.py").write_text(value.format("b"))
+    importlib.invalidate_caches()
+    assert list(listed_in_modules("extended_package", "VALUES")) == ["a", "b"]
+    (folder / "fourth.py").write_text(value.format("a"))
+    importlib.invalidate_caches()
+    with pytest.raises(QSyncError, match="two VALUES are called 'a'") as caught:
+        listed_in_modules("extended_package", "VALUES")
+    assert caught.value.where == "extended_package.first and extended_package.fourth"

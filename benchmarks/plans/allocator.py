@@ -25,7 +25,7 @@ import torch
 
 import qsync_fx
 from qsync_fx.allocator import DeviceClass, PlanEvaluator, Problem
-from qsync_fx.allocator.api import HOMES, get_allocator
+from qsync_fx.allocator.api import allocators
 from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
 from qsync_fx.devices import get
 from qsync_fx.errors import QSyncError
@@ -127,10 +127,10 @@ def row(case: str, limit: str, problem: Problem, gap: float, others: bool) -> Ma
     found["judged"] = not PlanEvaluator(problem, answer.plans).judged().exceeds(problem)
     # With a memory limit the paper's allocator evaluates the peak at each of its steps: too slow
     # here.
-    for name in HOMES if others and part.memory is None else ():
+    for name, baseline in allocators().items() if others and part.memory is None else ():
         if name != "milp":
             try:
-                other = get_allocator(name).allocate(problem)
+                other = baseline.allocate(problem)
             except QSyncError:
                 continue
             if other.fits and answer.value:

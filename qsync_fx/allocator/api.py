@@ -1,8 +1,10 @@
 """Planning entry point `find_plan`, plan diagnosis, allocator registry and plan cache.
 
 `find_plan` builds a problem from profiles and a cluster, runs an allocator and adds the notes of
-`diagnose`. `get_allocator` imports an allocator on first use. `cache_plan` writes the plan after
-its profile, so that each cached plan has a profile.
+`diagnose`. Each module of this package that implements allocators defines `ALLOCATORS`, a tuple of
+them, which `allocators` imports on first use; a new allocator is a new module
+(docs/howto-allocator.md). `cache_plan` writes the plan after its profile, so that each cached plan
+has a profile.
 
 Invariant: the plan meets every requested limit according to `PlanEvaluator`, or an error names the
 limits that cannot be met. Diagnostic notes compare evaluated plans.
@@ -10,8 +12,8 @@ limits that cannot be met. Diagnostic notes compare evaluated plans.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import importlib
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,10 +33,11 @@ from qsync_fx.allocator.measure_and_replan import (
 )
 from qsync_fx.allocator.plan_result import Allocator, PlanNote, PlanNoteKind, PlanResult
 from qsync_fx.allocator.problem import Problem, width
-from qsync_fx.allocator.problem_builder import Objective, PlanRequest, build_problem, target_of
+from qsync_fx.allocator.problem_builder import PlanRequest, build_problem
 from qsync_fx.communication.codec_cost_model import by_bucket
 from qsync_fx.devices.format_support import default_precision
 from qsync_fx.devices.machine import here_for
+from qsync_fx.entry_points import listed_in_modules
 from qsync_fx.errors import OptionError, ProfileError, nearest
 from qsync_fx.plan_cache import KEPT, SUFFIX, CachedPlan, folder
 from qsync_fx.predictor.indicator.sensitivity_map import Sensitivity
@@ -162,14 +165,6 @@ def _not_faster(answer: PlanResult, judge: PlanEvaluator, name: str) -> Iterator
             )
 
 
-HOMES: Final[dict[str, tuple[str, str]]] = {
-    "milp": ("qsync_fx.allocator.milp.milp_allocator", "MilpAllocator"),
-    "paper": ("qsync_fx.allocator.recovery", "PrecisionRecovery"),
-    "uniform": ("qsync_fx.allocator.baselines", "Uniform"),
-    "full-precision": ("qsync_fx.allocator.baselines", "FullPrecision"),
-    "random": ("qsync_fx.allocator.baselines", "RandomGreedy"),
-}
-"""Module and class of each allocator without constructor arguments, by name."""
 MADE: Final[dict[str, tuple[str, str]]] = {
     "hessian": (
         "the curvature of each operator",
@@ -192,31 +187,27 @@ def get_allocator(selected: str | Allocator) -> Allocator:
         raise OptionError(
             f"the allocator {selected!r} takes {subject} to be made", where="allocator", do=do
         )
-    if selected not in HOMES:
+    available = allocators()
+    if selected not in available:
         raise OptionError(
             f"there is no allocator {selected[:40]!r}",
             where="allocator",
-            do=nearest(selected[:40], HOMES),
+            do=nearest(selected[:40], available),
         )
-    module, name = HOMES[selected]
-    return _made(module, name)
+    return available[selected]
 
 
-def allocators() -> dict[str, Allocator]:
+@functools.cache
+def allocators() -> Mapping[str, Allocator]:
     """Return the allocators without constructor arguments, by name."""
-    return {selected: _made(*home) for selected, home in HOMES.items()}
-
-
-def _made(module: str, name: str) -> Allocator:
-    result: Allocator = getattr(importlib.import_module(module), name)()
-    return result
+    return listed_in_modules("qsync_fx.allocator", "ALLOCATORS")
 
 
 def find_plan(
     profile: Given | Mapping[str, Given],
     cluster: Cluster | Path | None = None,
     *,
-    objective: Objective = "hybrid",
+    objective: str = "hybrid",
     budget: str | float | None = None,
     memory: Mapping[str, Memory] | Memory | None = None,
     target: str | float | None = None,
@@ -244,7 +235,8 @@ def find_plan(
         objective: "hybrid": least variance of the gradients with a step of at most `target`, with
             the fastest of several classes fixed to its widest format. "fastest": least seconds per
             step with at most the variance `budget`. "recover": least variance on all classes with a
-            step of at most the time in mixed precision.
+            step of at most the time in mixed precision. Other names are those of
+            `qsync_fx.allocator.objectives`.
         budget: variance, or a format whose uniform plan defines it; for "recover", the format of
             mixed precision. Default: the widest format of each class with at most 16 bits.
         memory: limit of the peak memory of a step, of all classes or per class: bytes, "4 GB", or
@@ -287,7 +279,7 @@ def find_plan(
     def solve(available: Mapping[str, DeviceInputs]) -> PlanResult:
         problem, notes = build_problem(fleet, available, wishes)
         shares = margins(problem, available, wishes.margin)
-        answer = with_margin(problem, shares, lambda slower: target_of(slower, wishes), chosen)
+        answer = with_margin(problem, shares, wishes.seconds_limit, chosen)
         if not answer.fits:
             raise unfit(problem, [answer.judged])
         return replace(answer, notes=(*notes, *answer.notes, *diagnose(answer)))

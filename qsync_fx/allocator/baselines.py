@@ -375,3 +375,6 @@ def _notes(problem: Problem, before: Mapping[str, int], after: Mapping[str, int]
         )
         for name, batch in after.items()
     ]
+
+
+ALLOCATORS: Final = (Uniform(), FullPrecision(), RandomGreedy())

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
 
 from qsync_fx.allocator.codec_choice import CodecSearchSpace
-from qsync_fx.allocator.evaluator import PlanEvaluator, beyond
 from qsync_fx.allocator.feasibility import check_margin
+from qsync_fx.allocator.objectives import objective_named
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind
-from qsync_fx.allocator.problem import DeviceClass, Plans, Problem, width
+from qsync_fx.allocator.problem import DeviceClass, Problem
 from qsync_fx.errors import OptionError, PlanError, ProfileError, nearest, shown
 from qsync_fx.formats import FORMATS, precision
 from qsync_fx.plan.cluster_plan import CODECS, PLAIN
@@ -26,11 +25,6 @@ from qsync_fx.predictor.replayer.cluster import WAYS, Cluster, Memory, memory_si
 from qsync_fx.profiler.profile import Profile, anchors
 from qsync_fx.timeline.codec_costs import rates
 from qsync_fx.timeline.device_profiles import DeviceInputs, conditions, graph_of, training_of
-
-Objective = Literal["hybrid", "fastest", "recover"]
-OBJECTIVES: Final[tuple[str, ...]] = get_args(Objective)
-_MIXED: Final = 16
-"""Maximum bits of a mixed-precision format."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +50,7 @@ class PlanRequest:
                 invalid.
             PrecisionError: a format does not exist.
         """
-        if self.objective not in OBJECTIVES:
-            message = f"there is no objective {shown(str(self.objective))}"
-            raise PlanError(message, do=nearest(str(self.objective), OBJECTIVES))
-        if self.objective == "fastest" and self.target is not None:
-            do = "leave it out, or take the objective hybrid: the least variance within a time"
-            raise OptionError("the fastest plan has no time to keep to", where="target", do=do)
-        if self.objective == "hybrid" and self.budget is not None:
-            do = "leave it out, or take the objective fastest: the least seconds within a variance"
-            raise OptionError(
-                "the plan of least variance has no variance to keep to", where="budget", do=do
-            )
-        if self.objective == "recover" and self.budget is not None and self.target is not None:
-            do = "give the format of mixed precision as the budget, or what a step may take as the target"
-            raise OptionError(
-                "a budget and a target both say what a step may take", where="target", do=do
-            )
-        if self.objective == "recover" and self.target is None:
-            _check_recovered(self.budget)
+        objective_named(self.objective).check(self.budget, self.target)
         for limit in (self.budget, self.target):
             if isinstance(limit, str):
                 precision(limit)
@@ -82,6 +59,10 @@ class PlanRequest:
         codec_names(self.codecs)
         check_margin(self.margin)
         _check_memory(self.memory)
+
+    def seconds_limit(self, problem: Problem) -> float | None:
+        """Return the limit of seconds per step of the objective; None for no limit."""
+        return objective_named(self.objective).seconds(problem, self.budget, self.target)
 
 
 def build_problem(
@@ -107,17 +88,8 @@ def build_problem(
     problem = Problem(
         classes, fleet, tied=tied, coding=_coding(fleet, available, wishes.codecs, notes)
     )
-    if wishes.objective == "fastest":
-        budget = wishes.budget
-        allowed = (
-            budget
-            if isinstance(budget, int | float)
-            else problem.variance_of(_uniform(problem, budget))
-        )
-        return replace(problem, least="seconds", variance=float(allowed)), notes
-    if wishes.objective == "hybrid":
-        problem = _kept(problem, notes)
-    return replace(problem, seconds=target_of(problem, wishes)), notes
+    problem = objective_named(wishes.objective).constrained(problem, wishes.budget, notes)
+    return replace(problem, seconds=wishes.seconds_limit(problem)), notes
 
 
 def codec_names(names: Sequence[str]) -> list[str]:
@@ -131,12 +103,6 @@ def codec_names(names: Sequence[str]) -> list[str]:
                 do=nearest(str(name), CODECS),
             )
     return codecs
-
-
-def _check_recovered(budget: str | float | None) -> None:
-    if isinstance(budget, int | float):
-        do = "name the format of mixed precision, or give the seconds as the target"
-        raise PlanError("what is recovered from is a format", where="budget", do=do)
 
 
 def _check_memory(memory: Mapping[str, Memory] | Memory | None) -> None:
@@ -300,72 +266,6 @@ def _unknown(graph: ModelGraph, available: Sensitivity, fmt: str) -> str:
             if FORMATS[runs].bits < 32 and runs not in available.variance.get(operator.id, {}):
                 return operator.id
     return ""
-
-
-def _kept(problem: Problem, notes: list[PlanNote]) -> Problem:
-    """Return the problem with the fastest of several classes fixed to its widest format.
-
-    The class stays open if it lacks the memory. Speed is compared with all classes in their widest
-    formats.
-    """
-    if len(problem.classes) == 1:
-        return problem
-    widest = {name: part.uniform(part.widest) for name, part in problem.classes.items()}
-    judge = PlanEvaluator(problem, widest)
-    quickest = min(problem.classes, key=judge.computing)
-    part = problem.classes[quickest]
-    if part.memory is not None and beyond(judge.peak(quickest) or 0, part.memory):
-        return problem
-    notes.append(PlanNote(PlanNoteKind.KEEPS, quickest, formats=(part.widest,)))
-    return replace(
-        problem, classes={**problem.classes, quickest: replace(part, kept=widest[quickest])}
-    )
-
-
-def target_of(problem: Problem, wishes: PlanRequest) -> float:
-    """Return the limit of seconds per step: the requested one, or the time of a uniform plan."""
-    target = wishes.target
-    if isinstance(target, int | float):
-        return float(target)
-    if target is None and wishes.objective == "hybrid":
-        return PlanEvaluator(problem, problem.uniform()).seconds
-    if target is None:
-        _check_recovered(wishes.budget)
-    fmt = target or wishes.budget
-    assert fmt is None or isinstance(fmt, str)
-    return PlanEvaluator(problem, _uniform(problem, fmt)).seconds
-
-
-def _uniform(problem: Problem, fmt: str | None) -> Plans:
-    """Return uniform plans of all open classes in one format.
-
-    A class without the format uses another format with as many bits. Default (None): the
-    mixed-precision format of each class, its widest format of at most 16 bits.
-    """
-    if fmt is None:
-        parts = {name: problem.classes[name] for name in problem.open}
-        mixed = {
-            name: max(
-                (f for f in part.formats if FORMATS[f].bits <= _MIXED),
-                key=width,
-                default=part.lowest,
-            )
-            for name, part in parts.items()
-        }
-        return problem.completed({name: part.uniform(mixed[name]) for name, part in parts.items()})
-    requested = precision(fmt)
-    result = {}
-    for name in problem.open:
-        part = problem.classes[name]
-        equal = [other for other in part.formats if FORMATS[other].bits == requested.bits]
-        owned = requested.name if requested.name in part.formats else next(iter(equal), None)
-        if owned is None:
-            message = f"plans for {shown(name)} have neither {requested} nor a format as narrow"
-            raise PlanError(
-                message, do=f"name one of {', '.join(part.formats)}, or allow {requested}"
-            )
-        result[name] = part.uniform(owned)
-    return problem.completed(result)
 
 
 def _tied(graph: ModelGraph) -> tuple[tuple[str, ...], ...]:

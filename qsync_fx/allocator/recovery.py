@@ -425,3 +425,6 @@ def _order(problem: Problem, judged: Evaluation) -> tuple[float, float, float]:
     """Return the sort key of plans: limits exceeded, objective, then the other metric."""
     other = judged.seconds if problem.least == "variance" else judged.variance
     return (bool(judged.exceeds(problem)), judged.value(problem), other)
+
+
+ALLOCATORS: Final = (PrecisionRecovery(),)

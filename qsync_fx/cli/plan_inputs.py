@@ -177,7 +177,7 @@ def _fits(available: PlanInputs, arguments: argparse.Namespace) -> None:
         find_plan(
             available.profiles.get("", available.profiles),
             available.cluster,
-            objective=objective(arguments, available),  # type: ignore[arg-type]
+            objective=objective(arguments, available),
             memory=memory(arguments),
             sensitivity=inputs.get("", inputs),
         )

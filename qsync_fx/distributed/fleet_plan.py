@@ -24,7 +24,7 @@ from qsync_fx.allocator.api import find_plan
 from qsync_fx.allocator.evaluator import Evaluation, evaluate_plan
 from qsync_fx.allocator.measure_and_replan import MAX_REPLANS, ReplanLoop, check_max_replans
 from qsync_fx.allocator.plan_result import PlanNote, PlanNoteKind, PlanResult
-from qsync_fx.allocator.problem_builder import Objective, PlanRequest
+from qsync_fx.allocator.problem_builder import PlanRequest
 from qsync_fx.communication.control_group import CPU
 from qsync_fx.devices.device_catalog import names
 from qsync_fx.distributed.consensus import agreement
@@ -194,7 +194,7 @@ def measure_and_plan(
     *,
     optimizer: GivenOptimizer | None = None,
     device_class: str | None = None,
-    objective: Objective = "hybrid",
+    objective: str = "hybrid",
     budget: str | float | None = None,
     memory: Mapping[str, Memory] | Memory | None = None,
     target: str | float | None = None,

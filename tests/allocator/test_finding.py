@@ -206,7 +206,7 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(ProfileError, match="'bf16' disturbs gradients is not known"):
         qsync_fx.find_plan(OTHER, sensitivity=poor, precisions=["fp32", "bf16"])
     with pytest.raises(PlanError, match="no objective 'fast'"):
-        qsync_fx.find_plan(MLP, objective="fast")  # type: ignore[arg-type]
+        qsync_fx.find_plan(MLP, objective="fast")
     with pytest.raises(OptionError, match="no allocator 'exakt'"):
         qsync_fx.find_plan(MLP, allocator="exakt")
     with pytest.raises(ProfileError, match="no cluster"):

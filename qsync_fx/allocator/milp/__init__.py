@@ -8,3 +8,9 @@ of the program: `format_variables`, `cast_terms`, `neighbour_terms`, `linearized
 Invariant: with integer choices, a program has the states of the cost mapper and, for the state
 costs it was built with, the seconds of the replayer.
 """
+
+from typing import Final
+
+from qsync_fx.allocator.milp.milp_allocator import MilpAllocator
+
+ALLOCATORS: Final = (MilpAllocator(),)

@@ -77,7 +77,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--objective",
         metavar="NAME",
-        help="hybrid, fastest or recover; by default hybrid for several devices, else fastest",
+        help="hybrid, fastest, recover or the name of a custom objective; by default hybrid for "
+        "several devices, else fastest",
     )
     group.add_argument(
         "--budget",
@@ -207,7 +208,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     answer = find_plan(
         inputs.profiles.get("", inputs.profiles),
         inputs.cluster,
-        objective=plan_inputs.objective(arguments, inputs),  # type: ignore[arg-type]
+        objective=plan_inputs.objective(arguments, inputs),
         budget=plan_inputs.limit(arguments.budget),
         target=plan_inputs.limit(arguments.target),
         memory=plan_inputs.memory(arguments),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from typing import Final
+
 import torch
 from torch import Tensor, fx
 
@@ -25,7 +27,7 @@ from qsync_fx.predictor.indicator.rounding_variance import (
 )
 from qsync_fx.profiler.sensitivity.checkpoint import Values
 from qsync_fx.profiler.sensitivity.gate_flips import factored
-from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec
 from qsync_fx.profiler.tensor_capture.gradient_probes import Erring, erring
 from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, OperatorCall, Taps, tapped
@@ -220,3 +222,31 @@ class RandomIndicator:
             ):
                 result[name, fmt] = drawn / 2**place
         return result
+
+
+METHODS: Final = (
+    MethodSpec(
+        "depth",
+        lambda: Formulas(by_depth),
+        "exact variances of each product, weighed with how deep the operator stands",
+        lambda operators, precisions: 2,
+    ),
+    MethodSpec(
+        "paper",
+        lambda: Formulas(qsync_indicator),
+        "QSync's equations 3 to 5 to the letter",
+        lambda operators, precisions: 1,
+    ),
+    MethodSpec(
+        "fisher",
+        lambda: Formulas(by_fisher),
+        "squared gradients, weighed with exact variances",
+        lambda operators, precisions: 1,
+    ),
+    MethodSpec(
+        "random",
+        RandomIndicator,
+        "drawn, halved with each wider precision",
+        lambda operators, precisions: 0,
+    ),
+)

@@ -119,7 +119,7 @@ def sensitivity(
         model: the model to train; it is restored.
         step: `step(model, batch)` returns the loss; it calls the model through its first argument.
         batches: a list repeats if it is shorter than `steps`; an iterator ends the steps.
-        method: one of `METHODS`.
+        method: name of a method, of `indicator_registry.methods`.
         precisions: by default those below 32 bits that the device computes natively.
         steps: number of batches in the mean.
         fraction: fraction of each batch that is used.

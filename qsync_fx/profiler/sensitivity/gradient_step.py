@@ -93,6 +93,26 @@ class Method(Protocol):
         """Return each operator's contribution in each precision; absent keys contribute 0."""
 
 
+@dataclass(frozen=True)
+class MethodSpec:
+    """A sensitivity method.
+
+    Attributes:
+        name: name for users.
+        make: makes an instance for a model.
+        about: description for lists.
+        passes: approximate forward and backward passes per step, from the numbers of operators and
+            precisions.
+        twice: whether it uses second derivatives, which fused attention kernels lack.
+    """
+
+    name: str
+    make: Callable[[], Method]
+    about: str
+    passes: Callable[[int, int], int]
+    twice: bool = False
+
+
 def gradients_of(loss: Tensor, model: nn.Module) -> Gradients:
     """Return the gradients of a loss by parameter name, for the parameters it depends on."""
     parameters = trained(model)

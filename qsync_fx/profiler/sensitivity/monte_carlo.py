@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from qsync_fx.diagnostics.explanation import Explained
 from qsync_fx.diagnostics.replay_passes import ReplayedPlan
 from qsync_fx.plan import Plan
-from qsync_fx.profiler.sensitivity.gradient_step import Gradients, GradientStep, Key
+from qsync_fx.profiler.sensitivity.gradient_step import (
+    Gradients,
+    GradientStep,
+    Key,
+    MethodSpec,
+)
 from qsync_fx.profiler.tensor_capture.graph_capture import Run
 
 
@@ -94,3 +99,13 @@ def truth(step: GradientStep, run: Run, draws: int, exact: Gradients) -> Truth:
     # The mean of n draws has 1/n of their variance; this is Bessel's correction.
     variance = max(0.0, total - of_mean) * draws / (draws - 1)
     return Truth(variance, max(0.0, total - variance))
+
+
+METHODS: Final = (
+    MethodSpec(
+        "monte_carlo",
+        MonteCarlo,
+        "each operator in turn runs in the precision: the truth that the others are held to",
+        lambda operators, precisions: 1 + 4 * operators * precisions,
+    ),
+)

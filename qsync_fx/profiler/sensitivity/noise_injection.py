@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,12 @@ from qsync_fx.formats import Precision
 from qsync_fx.graph import Operator
 from qsync_fx.graph.fx_utils import argument_at
 from qsync_fx.predictor.indicator.rounding_variance import error, noise
-from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, square_distance
+from qsync_fx.profiler.sensitivity.gradient_step import (
+    GradientStep,
+    Key,
+    MethodSpec,
+    square_distance,
+)
 from qsync_fx.profiler.tensor_capture.rounding_sites import Rounded, RoundingSite
 from qsync_fx.profiler.tensor_capture.tensor_hooks import OUTPUT, Call, Tap, put, tapped
 
@@ -130,3 +135,13 @@ def _drawn(item: Rounded, of: Tensor, generator: torch.Generator) -> Tensor:
     return (
         torch.randn(of.shape, generator=generator, dtype=torch.float64).to(of.device) * deviation
     ).to(of.dtype)
+
+
+METHODS: Final = (
+    MethodSpec(
+        "injected",
+        Injected,
+        "noise of the exact variance is put in at each operator in turn",
+        lambda operators, precisions: 1 + 2 * operators * precisions,
+    ),
+)

@@ -16,6 +16,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from typing import Final
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -23,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 from qsync_fx.ops.spec import Place
 from qsync_fx.profiler.sensitivity.checkpoint import Values, by_key, by_operator
 from qsync_fx.profiler.sensitivity.gate_flips import flipping
-from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key
+from qsync_fx.profiler.sensitivity.gradient_step import GradientStep, Key, MethodSpec
 from qsync_fx.profiler.sensitivity.noise_injection import Injected
 from qsync_fx.profiler.tensor_capture.gradient_probes import (
     Erring,
@@ -366,3 +368,21 @@ def _weights(gate: NonsmoothOperator, result: Probed, number: int) -> Tensor | N
         if slope is not None and incoming is not None
     ]
     return sum(weights[1:], weights[0]) / len(slopes) if weights else None
+
+
+METHODS: Final = (
+    MethodSpec(
+        "second_order",
+        SecondOrder,
+        "exact variances, carried to the gradients by second derivatives, and the gates that flip",
+        lambda operators, precisions: 20,
+        twice=True,
+    ),
+    MethodSpec(
+        "hessian",
+        HessianIndicator,
+        "HAWQ: the top eigenvalue of each weight's Hessian",
+        lambda operators, precisions: 2 + 8 * operators,
+        twice=True,
+    ),
+)

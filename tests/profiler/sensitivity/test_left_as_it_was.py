@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qsync_fx
-from qsync_fx.profiler.sensitivity.indicator_registry import METHODS
+from qsync_fx.profiler.sensitivity.indicator_registry import methods
 from qsync_fx.profiler.tensor_capture.graph_capture import Captured, as_it_is
 from qsync_fx.profiler.tensor_capture.tensor_hooks import tapped
 from tests.support import tiers
@@ -103,7 +103,7 @@ def state(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "method", [m if m == "second_order" else pytest.param(m, marks=tiers.ALL) for m in METHODS]
+    "method", [m if m == "second_order" else pytest.param(m, marks=tiers.ALL) for m in methods()]
 )
 def test_a_model_is_left_as_it_was(method: str) -> None:
     make, width = MODELS["convolutional"]
