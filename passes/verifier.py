@@ -348,21 +348,21 @@ RULES = (
     VerifierRule(
         "each rounding draws from its own random stream", "insert_casts", _streams_are_apart
     ),
-    VerifierRule(
-        "no reader of a cast gets a stale value", "insert_casts", _reads_current_values
-    ),
+    VerifierRule("no reader of a cast gets a stale value", "insert_casts", _reads_current_values),
     VerifierRule(
         "only lowered operators read placeholders of quantized operands",
         "insert_casts",
         _dequantizes_for_products,
     ),
     VerifierRule("losses read FP32", "insert_casts", _losses_are_wide),
-    VerifierRule(
-        "the graph has no format that the device does not compile", "lower", _is_compiled
-    ),
+    VerifierRule("the graph has no format that the device does not compile", "lower", _is_compiled),
     VerifierRule("planned precision is present in the lowered graph", "lower", _plan_is_kept),
     VerifierRule("the time of every node is assigned to an operator", "lower", _is_charged),
-    VerifierRule("inputs and outputs of the graph are those that Dynamo expects", "normalize", _fits_its_callers),
+    VerifierRule(
+        "inputs and outputs of the graph are those that Dynamo expects",
+        "normalize",
+        _fits_its_callers,
+    ),
 )
 
 

@@ -84,8 +84,7 @@ def load(entry: EntryPoint) -> object:
 def unfit(entry: EntryPoint, result: object, wanted: str) -> QSyncError:
     """Return the error for an entry point of the wrong type."""
     return QSyncError(
-        f"the installed package {package(entry)} offers {_kind(result)} "
-        f"where {wanted} is expected",
+        f"the installed package {package(entry)} offers {_kind(result)} where {wanted} is expected",
         where=place(entry),
         do=f"upgrade or uninstall {package(entry)}; correct the package if it is your own",
     )

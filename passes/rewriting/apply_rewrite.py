@@ -231,9 +231,7 @@ def obstacle(graph: PrecisionGraph, site: MatchSite, modes: Mapping[fx.Node, Mod
             return f"its inner value %{node.name} is read by %{outside[0].name} too"
         early = [user for user in outside if order[user] < last]
         if early:
-            return (
-                f"its result %{node.name} is read by %{early[0].name} before its last result is computed"
-            )
+            return f"its result %{node.name} is read by %{early[0].name} before its last result is computed"
     return _written_within(graph, site, order)
 
 

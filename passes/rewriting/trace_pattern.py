@@ -120,7 +120,9 @@ def _checked(module: fx.GraphModule, lift: _Lift) -> TracedPattern:
         )
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(module, str(node.target)), FakeTensor):
-            raise Untraceable("it computes a value outside torch's dispatcher, where tracing cannot see it")
+            raise Untraceable(
+                "it computes a value outside torch's dispatcher, where tracing cannot see it"
+            )
     return TracedPattern(module, tuple(lift.tensors), outputs)
 
 

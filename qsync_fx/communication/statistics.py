@@ -146,9 +146,7 @@ class Report:
         if self.world == 1:
             return "\n".join([*lines, "  one rank: no communication, gradients are unchanged"])
         if not self.coded and not sums.buckets:
-            return "\n".join(
-                [*lines, "  DistributedDataParallel sends all gradients uncompressed"]
-            )
+            return "\n".join([*lines, "  DistributedDataParallel sends all gradients uncompressed"])
         lines += [
             f"  sent {sums.wire / 1e6:.3f} MB instead of {sums.raw / 1e6:.3f} MB: "
             f"ratio {self.ratio:.4f}",

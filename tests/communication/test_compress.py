@@ -335,7 +335,9 @@ def test_a_message_of_any_length_that_is_harmed_is_told_on_all_ranks(
 
 
 def test_what_cannot_be_compressed_is_an_error() -> None:
-    with pytest.raises(qsync_fx.OptionError, match="requires a DistributedDataParallel or FSDP model, not Linear"):
+    with pytest.raises(
+        qsync_fx.OptionError, match="requires a DistributedDataParallel or FSDP model, not Linear"
+    ):
         compress(nn.Linear(3, 3), "qsgd8")
 
 

@@ -44,10 +44,7 @@ def test_gradients_go_in_the_codecs_of_a_plan(world: int, tmp_path: Path) -> Non
     for name in ("without codecs", "of a device"):
         assert first[name]["weights"] == first["none"]["weights"]
         assert first[name]["wire"] == 0
-        assert (
-            "DistributedDataParallel sends all gradients uncompressed"
-            in first[name]["told"]
-        )
+        assert "DistributedDataParallel sends all gradients uncompressed" in first[name]["told"]
     assert first["all alike"]["weights"] == first["by name"]["weights"]
     assert first["all alike"]["wire"] == first["by name"]["wire"]
 

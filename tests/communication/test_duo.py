@@ -183,7 +183,5 @@ def test_a_rank_that_is_killed_in_a_slow_reduction_is_an_error_on_the_other(tmp_
 
 
 def test_a_codec_with_a_residual_is_no_fast_reduction() -> None:
-    with pytest.raises(
-        qsync_fx.OptionError, match="depends on the gradients of earlier steps"
-    ):
+    with pytest.raises(qsync_fx.OptionError, match="depends on the gradients of earlier steps"):
         Duo(Reshaped(64))

@@ -157,7 +157,9 @@ def test_a_plan_says_between_what_its_codecs_go() -> None:
 def test_a_message_that_is_harmed_inside_a_node_is_told_on_all_ranks(tmp_path: Path) -> None:
     for found in run("harmed", 4, tmp_path):
         assert found["kind"] == "RankError"
-        assert "rank 2 cannot read the message of rank 3 for bucket 1 of step 2: its" in found["text"]
+        assert (
+            "rank 2 cannot read the message of rank 3 for bucket 1 of step 2: its" in found["text"]
+        )
 
 
 @given(names=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))

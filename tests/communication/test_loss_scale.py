@@ -46,7 +46,10 @@ def test_what_is_left_goes_on_in_another_scale(tmp_path: Path) -> None:
     first, second = run("resumed", 2, tmp_path)
     assert first["ends"][0] == first["ends"][1] == second["ends"][0]
     for found in (first, second):
-        assert "a scaler must have get_scale and is_enabled, but float does not" in found["type"]["text"]
+        assert (
+            "a scaler must have get_scale and is_enabled, but float does not"
+            in found["type"]["text"]
+        )
         assert "another gradient codec than" in found["some"]["text"]
         assert "GradScaler" in found["some"]["text"]
 

@@ -130,7 +130,9 @@ def test_torch_finds_nothing_wrong_where_it_looks_at_all_that_ranks_do(tmp_path:
 def test_a_message_that_is_harmed_is_told_on_all_ranks(tmp_path: Path) -> None:
     for found in run("faults", 3, tmp_path, how="harm"):
         assert found["kind"] == "RankError"
-        assert "rank 0 cannot read the message of rank 1 for blocks.1 in step 2: its" in found["text"]
+        assert (
+            "rank 0 cannot read the message of rank 1 for blocks.1 in step 2: its" in found["text"]
+        )
 
 
 @tiers.ALL

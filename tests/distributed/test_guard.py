@@ -21,7 +21,11 @@ from tests.support.processes import ranks
         ({"sensitivity": None}, [0, 1], "planning requires the sensitivity"),
         ({"sensitivity": None}, [1], "planning requires the sensitivity"),
         ({"memory": {"gpu": 1e9}}, [0, 1], "no rank has the device class 'gpu'"),
-        ({"hierarchical": 3, "codecs": ["qsgd8"]}, [0, 1], "2 ranks cannot be divided into nodes of 3"),
+        (
+            {"hierarchical": 3, "codecs": ["qsgd8"]},
+            [0, 1],
+            "2 ranks cannot be divided into nodes of 3",
+        ),
     ],
 )
 def test_wrong_arguments_of_find_plan_are_refused_on_all_ranks_before_a_step(

@@ -96,8 +96,9 @@ def test_a_change_of_links_is_said_with_numbers() -> None:
         None,
         "the active plan is still the best one",
     )
-    assert "although an all-reduce takes 400 ms instead of the predicted 20 ms (ratio 20.00)" in str(
-        decided
+    assert (
+        "although an all-reduce takes 400 ms instead of the predicted 20 ms (ratio 20.00)"
+        in str(decided)
     )
     assert ReplanReport.from_dict(json.loads(json.dumps(decided.to_dict()))) == decided
 

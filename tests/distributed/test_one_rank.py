@@ -172,7 +172,7 @@ def test_one_rank_runs_the_plan_that_it_finds() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(OptionError, match="guard requires a torch.nn.Module"):
+    with pytest.raises(OptionError, match=r"guard requires a torch\.nn\.Module"):
         guard(torch.relu)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="compiling must be a positive number of seconds, not 0"):
         guard(nn.Linear(1, 1), compiling=0)

@@ -93,14 +93,14 @@ def test_what_was_decided_is_said_with_numbers() -> None:
         "  the model is recompiled at its next call",
     ]
     assert ReplanReport.from_dict(decided.to_dict()) == decided
-    kept = ReplanReport(
-        40, causes[:1], before, None, "the active plan is still the best one"
-    )
+    kept = ReplanReport(40, causes[:1], before, None, "the active plan is still the best one")
     assert "the plan stays active after step 40, although rank 1 (t4) computes 30 ms" in str(kept)
     assert ReplanReport.from_dict(kept.to_dict()) == kept
 
 
 def test_a_plan_of_which_nothing_was_measured_is_refused() -> None:
     plan: Any = ClusterPlan({"a": Plan.uniform("fp32")}, ranks=["a"])
-    with pytest.raises(OptionError, match="a FleetPlan with its measurements, not a value of type ClusterPlan"):
+    with pytest.raises(
+        OptionError, match="a FleetPlan with its measurements, not a value of type ClusterPlan"
+    ):
         Replanning(plan)

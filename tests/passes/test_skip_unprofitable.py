@@ -278,7 +278,9 @@ def test_a_gpu_quantizes_nothing_for_a_product_that_it_computes_wide(
     none = "there are no kernels for layers like it, so it runs in bf16"
     assert wide["groups"][1] == f"plan: default int8; {none}"
     # A kernel of images takes one scale for all of them.
-    assert (none if scaling == "channel" else "is assumed to be too small for int8") in wide["image"][1]
+    assert (none if scaling == "channel" else "is assumed to be too small for int8") in wide[
+        "image"
+    ][1]
     # What a plan names is obeyed, and without the option all is: kept in a byte a value, and multiplied as it pays.
     assert f"torch computes output: {too_small}" in wide["named"][1]
     assert {fmt for fmt, _ in layers("a100", False).values()} == {"int8"}

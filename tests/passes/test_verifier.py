@@ -101,7 +101,11 @@ def unassign_a_dependent(graph: qsync_fx.PrecisionGraph) -> None:
         ("assign", forget_a_precision, "every adjustable operator has a precision"),
         ("assign", change_silently, "says why"),
         ("cascade", unassign_a_dependent, "dependent operators follow their inputs"),
-        ("lower", narrow_an_output, "inputs and outputs of the graph are those that Dynamo expects"),
+        (
+            "lower",
+            narrow_an_output,
+            "inputs and outputs of the graph are those that Dynamo expects",
+        ),
         (
             "insert_casts",
             narrow_an_output,

@@ -61,7 +61,8 @@ def timeline(
 
 def test_a_notebook_shows_one_line() -> None:
     assert (
-        repr(timeline()) == f"Timeline({1e3 * timeline().seconds:.4g} ms per step on 3 fast, 1 slow)"
+        repr(timeline())
+        == f"Timeline({1e3 * timeline().seconds:.4g} ms per step on 3 fast, 1 slow)"
     )
 
 

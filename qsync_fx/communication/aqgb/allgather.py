@@ -250,9 +250,7 @@ class Gatherer:
             try:
                 self.codec.decode(received[sender], values, add=sender > 0)
             except ValueError:
-                self.reducer.fault(
-                    bucket, sender, f"its levels do not fit {values.numel()} values"
-                )
+                self.reducer.fault(bucket, sender, f"its levels do not fit {values.numel()} values")
         self.reducer.tally.decode += time.perf_counter() - begin
 
     def _bytes(self, name: str, nbytes: int) -> Tensor:

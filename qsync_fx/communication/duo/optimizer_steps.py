@@ -240,7 +240,7 @@ class Steps:
             raise OptionError(
                 "gradients were changed between the backward pass and the step, and DUO cannot "
                 "apply the same change to the full-precision gradients",
-                where=f"step {fresh.step} of DUO",
+                where=f"step {averaged.step} of DUO",
                 do="change them in a hook of the optimizer, which runs for both: after "
                 "compress(...), call optimizer.register_step_pre_hook(clip) with a function "
                 f"clip(*_) that calls {clips}; pass a GradScaler as compress(..., scaler=scaler)",

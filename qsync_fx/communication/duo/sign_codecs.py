@@ -148,6 +148,4 @@ def way_named(name: str) -> Codec | Duo:
         return DUOS[name]
     if name in NAMES:
         return codec_named(name)
-    raise OptionError(
-        f"unknown gradient codec {name!r}", do=nearest(name, [*NAMES, *DUOS])
-    )
+    raise OptionError(f"unknown gradient codec {name!r}", do=nearest(name, [*NAMES, *DUOS]))

@@ -105,12 +105,8 @@ def awaited(
         if watcher.failure is not None:
             raise watcher.failure.error()
         if (waited := time.monotonic() - began) > limit:
-            message = (
-                f"rank {rank} has not reached the comparison of {about} within {waited:.0f} s"
-            )
-            do = (
-                "check its log; every rank must enter the same guard around the same training loop"
-            )
+            message = f"rank {rank} has not reached the comparison of {about} within {waited:.0f} s"
+            do = "check its log; every rank must enter the same guard around the same training loop"
             watcher.tell(Failure(rank, message, None, do, lives=False))
         time.sleep(pause)
         pause = min(2 * pause, 0.1)

@@ -143,9 +143,7 @@ def nodes(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         handle.statement()["node layout"],
     )
     os.environ |= {"GROUP_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(world // 2)}
-    found["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()[
-        "node layout"
-    ]
+    found["torchrun"] = compress(parallel(), "qsgd8", hierarchical=True).statement()["node layout"]
     os.environ["GROUP_RANK"] = str(int(rank == 3))
     says("unequal", lambda: compress(parallel(), "qsgd8", hierarchical=True))
     says("number", lambda: compress(parallel(), "qsgd8", hierarchical=3))
