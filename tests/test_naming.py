@@ -41,7 +41,7 @@ CLASSES = frozenset({"PlannedCast", "SavingOperator"})
 MOST_FIELDS = 80
 """Fields of classes and module variables that still have such a name, many of which are in files. Lower it; never raise it."""
 
-MOST_FILES, MOST_FOLDERS, DEEPEST = 370, 50, 3
+MOST_FILES, MOST_FOLDERS, DEEPEST = 360, 50, 3
 """A codec, an objective or a verb is a file of its own (docs/howto-*.md), so there is room for a few."""
 
 
