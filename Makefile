@@ -25,8 +25,6 @@ CUDA_PACKAGES := nvidia-cutlass nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 COMPILE_FLAGS ?=
 # The one that the pinned torch generates code for.
 TRITON ?= 3.7.1
-# Of what test-cuda-12 compiles with; the kernels ask for 12.4 at least.
-CUDA12 ?= 12.9
 
 # For tests and benchmarks on a GPU: the machine's own torch is used, and what it lacks may lie in .wheels.
 GPU_PYTHON ?= python3
@@ -49,7 +47,7 @@ TORCH_VENV = .venv-torch-$(VERSION)$(if $(filter command,$(origin PYTHON)),-$(no
 # Its constraints take the place of those that the machine may have for pip: some hold torch back.
 TORCH_PIP = PIP_CONSTRAINT='$(CURDIR)/$(TORCH_VENV)/constraints.txt' $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check -q install
 
-.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-cuda-12 test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench clean distclean
+.PHONY: FORCE help setup demo test test-all test-torch test-cuda-compile test-gpu-code smoke-gpu test-gpu bench-gpu wheels gpu lint style format bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -135,11 +133,6 @@ test-cuda-compile: setup ## compile every CUDA kernel and look at what comes out
 	@mkdir -p runs
 	@$(PYTHON) tests/support/cuda/compiled/cuda_compile_all.py --heavy --json runs/cuda-compile.json $(COMPILE_FLAGS)
 
-# A toolkit that pip brings, in a folder of its own. Its wheels hold NVRTC and headers, and no nvcc.
-test-cuda-12: setup ## a sample of CUDA kernels for T4 and A100 by the compiler of CUDA 12 beside nvcc: registers and spills in runs/cuda-12.json
-	@[ -d .cuda12/nvidia ] || $(PIP) install --no-deps --target .cuda12 $(foreach part,nvrtc runtime cccl nvcc,'nvidia-cuda-$(part)-cu12==$(CUDA12).*')
-	@QSYNC_NVRTC='$(CURDIR)/.cuda12' $(PYTHON) tests/support/cuda/compiled/cuda_compile_twelve.py --json runs/cuda-12.json $(COMPILE_FLAGS)
-
 # Triton lies in a folder of its own: where it can be imported, torch takes other ways elsewhere, too.
 test-gpu-code: setup ## without a GPU: models through torch.compile to machine code for T4, A100 and H100; registers and spills in runs/gpu-code.json
 	@[ -d .triton/triton ] || $(PIP) install --no-deps --target .triton 'triton==$(TRITON)'
@@ -211,4 +204,4 @@ clean: ## remove what was built, but not .venv
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv and its kin too
-	rm -rf $(VENV) $(GPU_VENV) .venv-torch-* .triton .cuda12
+	rm -rf $(VENV) $(GPU_VENV) .venv-torch-* .triton

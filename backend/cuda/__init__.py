@@ -5,7 +5,7 @@ Each entry of this list imports only from entries above it; start reading at `ru
     problem         formats, layouts and sizes of a product, from tensors; the reference by torch
     kernel_config   a kernel as data, and the features of each architecture
     codegen         kernel sources: translation units for the templates in cpp/cutlass
-    toolchain       nvcc, host compiler and CUTLASS headers of this machine; NVRTC for sm_70
+    toolchain       nvcc, host compiler and CUTLASS headers of this machine
     kernel_build    configurations to libraries: compiled, verified, cached on disk, loaded
     tuning          choice of the fastest candidate from timings, and the tables of choices
     selection       valid configurations, their problems, candidates, and the final decision

@@ -276,9 +276,7 @@ def gemm_on_hopper(config: KernelConfig) -> bool:
 def gemm_opcode(config: KernelConfig) -> str:
     """Return the instruction that the machine code of a valid configuration contains."""
     if config.unit == "simt":
-        return "IDP.4A" if config.a == "int8" else "FFMA"
-    if config.arch == "sm_70":
-        return "HMMA.884"
+        return "FFMA"
     return (_WGMMA_OPCODES if gemm_on_hopper(config) else _OPCODES)[config.a]
 
 
@@ -287,10 +285,7 @@ def gemm_source(config: KernelConfig) -> TranslationUnit:
     if gemm_on_hopper(config):
         header, fields = "gemm/gemm_sm90.cuh", _gemm_fields_3x(config)
     else:
-        header, fields = (
-            "gemm/gemm_sm70.cuh" if config.arch == "sm_70" else "gemm/gemm_sm75_sm89.cuh",
-            _gemm_fields_2x(config),
-        )
+        header, fields = "gemm/gemm_sm75_sm89.cuh", _gemm_fields_2x(config)
     types = {"LayoutA": _LAYOUTS[config.a_major], "LayoutB": _LAYOUTS[config.b_major], **fields}
     constants = {
         "swizzle": config.swizzle,
@@ -312,14 +307,14 @@ def _gemm_fields_2x(config: KernelConfig) -> dict[str, str]:
 
 def _instruction_set(config: KernelConfig) -> str:
     """Return the oldest architecture with the instructions, by which CUTLASS names kernels."""
-    if config.arch in ("sm_70", "sm_75"):
-        return config.arch.replace("sm_", "Sm")
+    if config.arch == "sm_75":
+        return "Sm75"
     return "Sm89" if config.a in _FP8 else "Sm80"
 
 
 def _operator(config: KernelConfig) -> str:
     if config.a == "int8":
-        return "OpMultiplyAdd" if config.unit == "simt" else "OpMultiplyAddSaturate"
+        return "OpMultiplyAddSaturate"
     return "OpMultiplyAddFastAccum" if config.schedule.endswith("_fast") else "OpMultiplyAdd"
 
 

@@ -19,8 +19,8 @@ from typing import Any, Final, Literal
 from qsync_fx.backend.cuda.problem.problem import Major, Scale
 from qsync_fx.formats import FORMATS
 
-Arch = Literal["sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a"]
-ARCHITECTURES: tuple[Arch, ...] = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
+Arch = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a"]
+ARCHITECTURES: tuple[Arch, ...] = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
 
 Operation = Literal["gemm", "fprop", "dgrad", "wgrad"]
 Shape = tuple[int, int, int]
@@ -48,7 +48,7 @@ class KernelConfig:
         instruction: shape of the tensor core instruction; None for wgmma.
         stages: pipeline depth; 0 means as many as fit in shared memory (sm_90a only).
         cluster: threadblocks that share loads (sm_90a only).
-        schedule: for CUTLASS 2.x "multistage" (cp.async) or "pipelined" (two stages, sm_70 and
+        schedule: for CUTLASS 2.x "multistage" (cp.async) or "pipelined" (two stages,
             sm_75); for wgmma, which only sm_90a has, "cooperative" or "pingpong". The suffix
             "_fast" accumulates FP8 in the tensor core's own accuracy. sm_90a also runs multistage
             kernels, for FP32 and for sizes that TMA does not support. Convolutions by wgmma have
@@ -108,7 +108,6 @@ class KernelConfig:
 
 
 SHARED_MEMORY: Final[dict[Arch, int]] = {
-    "sm_70": 96 * 1024,
     "sm_75": 64 * 1024,
     "sm_80": 163 * 1024,
     "sm_86": 99 * 1024,
@@ -118,7 +117,6 @@ SHARED_MEMORY: Final[dict[Arch, int]] = {
 """Shared memory bytes per threadblock (CUDA C++ Programming Guide, technical specifications)."""
 
 BY_CAPABILITY: Final[dict[tuple[int, int], Arch]] = {
-    (7, 0): "sm_70",
     (7, 5): "sm_75",
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -139,14 +137,13 @@ The driver compiles it for later devices, even those that nvcc does not know.
 """
 
 MULTIPROCESSORS: Final[dict[Arch, int]] = {
-    "sm_70": 80,
     "sm_75": 40,
     "sm_80": 108,
     "sm_86": 84,
     "sm_89": 142,
     "sm_90a": 132,
 }
-"""Multiprocessors of V100, T4, A100, A40, L40 and H100 (NVIDIA data sheets), for absent devices."""
+"""Multiprocessors of T4, A100, A40, L40 and H100 (NVIDIA data sheets), for absent devices."""
 
 
 def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arch | None:
@@ -171,13 +168,13 @@ def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arc
 
 
 OPERANDS: Final[dict[tuple[str, str], Arch]] = {
-    ("int8", "int8"): "sm_70",
-    ("fp16", "fp16"): "sm_70",
+    ("int8", "int8"): "sm_75",
+    ("fp16", "fp16"): "sm_75",
     ("bf16", "bf16"): "sm_80",
     ("tf32", "tf32"): "sm_80",
     ("fp8", "fp8"): "sm_89",
     ("fp8_e5m2", "fp8"): "sm_89",
-    ("fp32", "fp32"): "sm_70",
+    ("fp32", "fp32"): "sm_75",
 }
 """Formats of `a` and `b` that have kernels, and the first architecture with support for them."""
 
@@ -202,18 +199,7 @@ INSTRUCTIONS: Final[dict[str, Shape]] = {
 }
 """Shapes of `mma` since sm_80 (PTX ISA, warp-level matrix instructions)."""
 
-_BEFORE: Final[dict[Arch, dict[str, Shape]]] = {
-    "sm_70": {"fp16": (8, 8, 4)},
-    "sm_75": {"int8": (8, 8, 16), "fp16": (16, 8, 8)},
-}
-
-_ORDINARY: Final[dict[str, Shape]] = {"fp32": (1, 1, 1), "int8": (1, 1, 4)}
-"""Multiply-adds of one CUDA core instruction: dp4a sums four INT8 products."""
-
-
-def ordinary(arch: Arch, fmt: str) -> bool:
-    """Return whether CUDA cores multiply a format: FP32, and INT8 on sm_70."""
-    return fmt == "fp32" or (arch, fmt) == ("sm_70", "int8")
+_TURING_INSTRUCTIONS: Final[dict[str, Shape]] = {"int8": (8, 8, 16), "fp16": (16, 8, 8)}
 
 
 def size_of(fmt: str) -> int:
@@ -224,5 +210,5 @@ def size_of(fmt: str) -> int:
 def instruction_of(config: KernelConfig) -> Shape | None:
     """Return the instruction shape of a 2.x kernel for its operand format, or None."""
     if config.unit == "simt":
-        return _ORDINARY.get(config.a)
-    return _BEFORE.get(config.arch, INSTRUCTIONS).get(config.a)
+        return (1, 1, 1)
+    return (_TURING_INSTRUCTIONS if config.arch == "sm_75" else INSTRUCTIONS).get(config.a)

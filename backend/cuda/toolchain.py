@@ -1,7 +1,4 @@
-"""Compilers and headers of this machine: nvcc, host compiler, CUTLASS; for sm_70 also NVRTC.
-
-NVRTC of CUDA 12 compiles for sm_70 (V100), which nvcc of CUDA 13 does not support: `pip install
-'qsync-fx[volta]'`. This file is also the program that then replaces nvcc, see `main`.
+"""Compilers and headers of this machine: nvcc, host compiler, CUTLASS.
 
 Invariant: a returned tool works. A missing, unsupported or failing tool raises `ToolchainError`
 with the searched places and a remedy. A tool that the user names in the environment is used or
@@ -11,166 +8,19 @@ dependencies; only its headers are used.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import functools
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from qsync_fx import environment
-from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.errors import ToolchainError
-
-DEVICE_FLAGS = ("-std=c++17", "-default-device", "-DNDEBUG", "--ptxas-options=-v")
-HOST_FLAGS = (
-    "-std=c++17",
-    "-O2",
-    "-fpermissive",
-    "-w",
-    "-DNDEBUG",
-    "-shared",
-    "-fPIC",
-    "-fvisibility=hidden",
-)
-LINKED = ("-Wl,-z,defs", "-ldl")
-
-# NVRTC has no standard headers of the host.
-_STANDARD = {
-    name: (
-        "#pragma once\n"
-        f"#include <cuda/std/{name}>\n"
-        "namespace std { using namespace cuda::std; }\n"
-    )
-    for name in ("cstdint", "limits", "type_traits")
-}
-_FIRST_PARAMETER = 0x160
-"""Offset of a kernel's parameters in constant bank 0, for sm_70 to sm_89."""
-
-
-class Failed(Exception):
-    """Compilation error, printed before the program exits with status 1."""
-
-
-def machine_code(library: str, name: str, arch: str, folders: list[str]) -> tuple[bytes, str]:
-    """Return the cubin of NAME.cu and the report of NVRTC and ptxas; raise `Failed`."""
-    nvrtc = ctypes.CDLL(library)
-    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-
-    def call(function: str, *arguments: object) -> None:
-        status = getattr(nvrtc, function)(*arguments)
-        if status:
-            raise Failed(f"{function}: {nvrtc.nvrtcGetErrorString(status).decode()}")
-
-    def text(description: str) -> bytes:
-        call(f"nvrtcGet{description}Size", program, ctypes.byref(size))
-        result = ctypes.create_string_buffer(size.value)
-        call(f"nvrtcGet{description}", program, result)
-        return result.raw
-
-    names, texts = _strings(list(_STANDARD)), _strings(list(_STANDARD.values()))
-    source = Path(f"{name}.cu").read_bytes()
-    call(
-        "nvrtcCreateProgram",
-        ctypes.byref(program),
-        source,
-        f"{name}.cu".encode(),
-        len(_STANDARD),
-        texts,
-        names,
-    )
-    options = [f"-arch={arch}", *DEVICE_FLAGS, *(f"-I{folder}" for folder in folders)]
-    failed = None
-    try:
-        call("nvrtcCompileProgram", program, len(options), _strings(options))
-    except Failed as error:
-        failed = error
-    report = text("ProgramLog").rstrip(b"\0").decode(errors="replace")
-    if failed:
-        raise Failed(f"{report}\n{failed}")
-    return text("CUBIN"), report
-
-
-def _strings(values: list[str]) -> ctypes.Array[ctypes.c_char_p]:
-    return (ctypes.c_char_p * len(values))(*(value.encode() for value in values))
-
-
-def host_code(compiler: str, name: str, folders: list[str]) -> None:
-    """Compile NAME.cu with NAME.cubin embedded to NAME.so.part; raise `Failed`."""
-    includes = [f"-I{folder}" for folder in folders]
-    code = f'-DQSYNC_CODE="{name}.cubin"'
-    command = [
-        compiler,
-        "-x",
-        "c++",
-        *HOST_FLAGS,
-        code,
-        *includes,
-        "-o",
-        f"{name}.so.part",
-        f"{name}.cu",
-        *LINKED,
-    ]
-    if status := subprocess.run(command, check=False).returncode:
-        raise Failed(f"the host compiler ended with status {status}")
-
-
-def agree(name: str, report: str) -> None:
-    """Raise `Failed` if host and device code differ in parameter size.
-
-    The kernel would read invalid parameters.
-    """
-    banks = {int(size) for size in re.findall(r"(\d+) bytes cmem\[0\]", report)}
-    passed = ctypes.CDLL(os.path.abspath(f"{name}.so.part")).qsync_parameters()
-    if banks != {_FIRST_PARAMETER + passed}:
-        raise Failed(
-            f"the machine code has parameters up to byte {sorted(banks)}, the host passes "
-            f"{passed} bytes from byte {_FIRST_PARAMETER}"
-        )
-
-
-def main() -> int:
-    """Compile a kernel without nvcc; return the exit status.
-
-        python toolchain.py --nvrtc LIBRARY --host COMPILER --arch sm_70 -I FOLDER... NAME
-
-    NAME.cu in the current folder is compiled twice: by NVRTC to NAME.cubin, and by the host
-    compiler to NAME.so, which embeds the cubin. NAME.so exists only if both parts agree on the size
-    of the kernel's parameters. Diagnostics go to standard error.
-    """
-    parser = argparse.ArgumentParser(
-        description="Compiles NAME.cu to NAME.cubin and NAME.so without nvcc."
-    )
-    parser.add_argument("--nvrtc", metavar="LIBRARY", required=True)
-    parser.add_argument("--host", metavar="COMPILER", required=True)
-    parser.add_argument("--arch", required=True)
-    parser.add_argument("-I", dest="folders", metavar="FOLDER", action="append", default=[])
-    parser.add_argument("name")
-    inputs = parser.parse_args()
-    try:
-        code, report = machine_code(inputs.nvrtc, inputs.name, inputs.arch, inputs.folders)
-        print(report, file=sys.stderr, flush=True)
-        Path(f"{inputs.name}.cubin").write_bytes(code)
-        host_code(inputs.host, inputs.name, inputs.folders)
-        agree(inputs.name, report)
-        os.replace(f"{inputs.name}.so.part", f"{inputs.name}.so")
-    except (Failed, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
 
 Version = tuple[int, ...]
 
@@ -224,51 +74,25 @@ class Headers:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Tools that compile a unit.
-
-    Attributes:
-        nvcc: device compiler: nvcc, or the library of NVRTC if there is a `toolkit`.
-        host: host compiler.
-        cutlass: CUTLASS headers.
-        toolkit: folders of CUDA headers, for NVRTC; nvcc has its own.
-    """
+    """Tools that compile a unit."""
 
     nvcc: ToolProgram
     host: ToolProgram
     cutlass: Headers
-    toolkit: tuple[Path, ...] = ()
 
 
-def toolchain(arch: Arch | None = None, templates: bool = True) -> Toolchain:
+def toolchain(templates: bool = True) -> Toolchain:
     """Return the tools of this machine.
 
     Args:
-        arch: compile target, if known.
         templates: whether the unit uses CUTLASS templates, as GEMMs and convolutions do; quantizers
             and copies are plain CUDA.
 
     Raises:
         ToolchainError: a tool is missing or has an unsupported version.
     """
-    if arch == "sm_70" and not _compiles_for_volta():
-        return tools()
     compiler = nvcc()
     return Toolchain(compiler, host_compiler(compiler), cutlass() if templates else Headers())
-
-
-def _compiles_for_volta() -> bool:
-    """Return whether nvcc compiles for sm_70, which CUDA 13 does not support.
-
-    An unsuitable nvcc that the user named raises, as elsewhere.
-    """
-    if environment.text("QSYNC_NVRTC"):
-        return False
-    try:
-        return nvcc().version < (13,)
-    except ToolchainError:
-        if environment.text("QSYNC_NVCC", "CUDACXX"):
-            raise
-        return False
 
 
 def nvcc() -> ToolProgram:
@@ -501,112 +325,4 @@ def _too_old(name: str, result: ToolProgram, oldest: Version, do: str) -> Toolch
         f"{name} is {dotted(result.version)}: {dotted(oldest)} or later is needed",
         where=str(result.path),
         do=do,
-    )
-
-
-OLDEST: Final = (12, 4)
-FLAGS: Final = (*DEVICE_FLAGS, *HOST_FLAGS, *LINKED)
-INSTALL: Final = "pip install 'qsync-fx[volta]'"
-_PACKAGES: Final = (
-    "nvidia-cuda-nvrtc-cu12, nvidia-cuda-runtime-cu12, nvidia-cuda-cccl-cu12, nvidia-cuda-nvcc-cu12"
-)
-_HEADERS: Final = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cuda/std/cstdint")
-
-
-@dataclass(frozen=True)
-class Nvrtc:
-    """NVRTC library with its version, and the folders of CUDA headers."""
-
-    library: ToolProgram
-    folders: tuple[Path, ...]
-
-
-def tools() -> Toolchain:
-    """Return the tools that compile for sm_70 without nvcc.
-
-    Raises:
-        ToolchainError: a tool is missing.
-    """
-    result = nvrtc()
-    return Toolchain(result.library, host_compiler(None), cutlass(), result.folders)
-
-
-def nvrtc() -> Nvrtc:
-    """Return NVRTC from $QSYNC_NVRTC, or from pip wheels.
-
-    The variable names a CUDA 12 toolkit or a folder filled by `pip install --target`.
-    """
-    if named := environment.text("QSYNC_NVRTC"):
-        root = Path(os.path.abspath(Path(named).expanduser()))
-        result = _in_wheels(root / "nvidia") or _in_toolkit(root)
-        if result is None:
-            raise ToolchainError(
-                f"this folder does not contain NVRTC of CUDA {dotted(OLDEST)} to 12.9 with the "
-                "CUDA headers",
-                where=f"QSYNC_NVRTC={named}",
-                do=f"set it to a toolkit of CUDA 12, or to a folder with {_PACKAGES}; or unset "
-                f"QSYNC_NVRTC and run {INSTALL}",
-            )
-        return result
-    for place in package_folders("nvidia"):
-        if result := _in_wheels(place):
-            return result
-    raise ToolchainError(
-        "kernels for sm_70 (V100) cannot be compiled: CUDA 13 has dropped it, and NVRTC of CUDA "
-        "12 was not found",
-        where=f"QSYNC_NVRTC, and the wheels {_PACKAGES}",
-        do=f"run {INSTALL}, or install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc; without "
-        "them, torch computes on such devices",
-    )
-
-
-def command(name: str, arch: str, result: Toolchain, folders: tuple[Path, ...]) -> list[str]:
-    """Return the command that compiles NAME.cu in the current folder to NAME.so and NAME.cubin."""
-    includes = [f"-I{folder}" for folder in (*folders, *result.cutlass.folders, *result.toolkit)]
-    head = [sys.executable, "-I", str(Path(__file__).resolve())]
-    return [
-        *head,
-        "--nvrtc",
-        str(result.nvcc.path),
-        "--host",
-        str(result.host.path),
-        "--arch",
-        arch,
-        *includes,
-        name,
-    ]
-
-
-def _in_wheels(place: Path) -> Nvrtc | None:
-    headers = (place / name / "include" for name in ("cuda_cccl", "cuda_runtime", "cuda_nvcc"))
-    # The file name only contains "12".
-    written = (
-        path.name.split("-")[1]
-        for path in sorted(place.parent.glob("nvidia_cuda_nvrtc_cu12-*.dist-info"))
-    )
-    return _checked_nvrtc(
-        place / "cuda_nvrtc" / "lib" / "libnvrtc.so.12", next(written, ""), headers
-    )
-
-
-def _in_toolkit(root: Path) -> Nvrtc | None:
-    library = root / "lib64" / "libnvrtc.so.12"
-    headers = (root / "include", root / "include" / "cccl")
-    return _checked_nvrtc(
-        library,
-        library.resolve().name.partition(".so.")[2],
-        (path for path in headers if path.is_dir()),
-    )
-
-
-def _checked_nvrtc(library: Path, version: str, headers: Iterator[Path]) -> Nvrtc | None:
-    folders = tuple(headers)
-    numbers = tuple(map(int, re.findall(r"\d+", version)))
-    full = library.is_file() and all(
-        any((folder / name).is_file() for folder in folders) for name in _HEADERS
-    )
-    return (
-        Nvrtc(ToolProgram(library, numbers), folders)
-        if full and OLDEST <= numbers < (13,)
-        else None
     )

@@ -96,7 +96,6 @@ class Report:
         cuda: CUDA version that torch was built for; None for a CPU build.
         threads: threads that CPU kernels use.
         nvcc, host, cutlass: tools for CUDA kernels, or the error that prevents their use.
-        nvrtc: compiler for sm_70 (V100), which nvcc of CUDA 13 does not support, or the error.
         disassembler: tool that checks the instructions of compiled kernels; None without one.
         kernels: compiled kernels in the cache, then in the folders of QSYNC_KERNELS_PATH.
     """
@@ -113,7 +112,6 @@ class Report:
     nvcc: Tool | QSyncError
     host: Tool | QSyncError
     cutlass: Tool | QSyncError
-    nvrtc: Tool | QSyncError
     disassembler: Path | None
     kernels: tuple[Kernels, ...]
     formats: tuple[FormatSupport, ...]
@@ -136,7 +134,6 @@ def look() -> Report:
         nvcc=_tool(toolchain.nvcc),
         host=_tool(lambda: toolchain.host_compiler(toolchain.nvcc())),
         cutlass=_tool(toolchain.cutlass),
-        nvrtc=_tool(lambda: toolchain.toolchain("sm_70").nvcc),
         disassembler=sass.disassembler(),
         kernels=_kernels(),
         formats=tuple(
@@ -247,12 +244,6 @@ def _machine(report: Report) -> Table:
             ),
         )
     line("CUTLASS", _tool_text(report.cutlass))
-    line(
-        "for V100",
-        f"no compiler: {report.nvrtc.do}"
-        if isinstance(report.nvrtc, QSyncError)
-        else _tool_text(report.nvrtc),
-    )
     for kernels in report.kernels:
         line("CUDA kernels", kernels.reason or f"{kernels.count} compiled in {kernels.folder}")
     return table

@@ -30,7 +30,7 @@ def tiny():
 
 def has_nvcc() -> bool:
     try:
-        toolchain.toolchain("sm_80")
+        toolchain.toolchain()
     except ToolchainError:
         return False
     return True

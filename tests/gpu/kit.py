@@ -55,10 +55,7 @@ def arch() -> Arch:
 
 
 def lacks(fmt: str) -> str:
-    """Returns why tests in a format are left out on this GPU: no unit of its own and no kernel of ours multiplies it; "" where one does.
-
-    A V100 has no unit for INT8, and kernels that multiply it on the ordinary ones.
-    """
+    """Returns why tests in a format are left out on this GPU: no unit of its own and no kernel of ours multiplies it; "" where one does."""
     read = fmt if FORMATS[fmt].plain else encoding(FORMATS[fmt]).name
     since = CUDA_SINCE.get(read, (0, 0))
     here = torch.cuda.get_device_capability(DEVICE) if AVAILABLE else since

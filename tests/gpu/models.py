@@ -156,7 +156,7 @@ def _first(problem: Problem, arch: Arch) -> tuple[Any, ...]:
 
 
 def operators_with_kernels(asked: Sequence[Problem], arch: Arch) -> set[str]:
-    """Returns the operators that compute problems which kernels of this architecture serve: a V100 has none for convolutions."""
+    """Returns the operators that compute problems which kernels of this architecture serve."""
     served = [problem for problem in asked if _first(problem, arch)]
     found = {
         "qsync::gemm" if isinstance(problem, GemmProblem) else "qsync::conv2d_product"

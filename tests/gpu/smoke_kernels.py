@@ -41,14 +41,10 @@ def kinds(arch: Arch) -> dict[str, KernelConfig]:
 def each(arch: Arch, device: torch.device) -> dict[str, Any]:
     """Compiles and checks `MOST` units; raises where one fails, after all were tried."""
     products = kinds(arch)
-    plain = (
-        {}
-        if arch == "sm_70"
-        else {
-            "quantize int8": kernel_registry.quantizer(arch, "fp32", "int8"),
-            "copy": kernel_registry.copier(arch),
-        }
-    )
+    plain = {
+        "quantize int8": kernel_registry.quantizer(arch, "fp32", "int8"),
+        "copy": kernel_registry.copier(arch),
+    }
     chosen = dict(
         list(
             {

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import jobs, jobs as budget, kernel_cache
+from qsync_fx.backend.cuda.kernel_build import jobs as budget, kernel_cache
 from qsync_fx.backend.cuda.kernel_build.jobs import Todo, compile_units
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import CacheEntry, content_key, tools_key
-from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.toolchain import toolchain
 from qsync_fx.errors import KernelError, RefusedKernelError, ToolchainError
 
@@ -92,15 +91,10 @@ def _attempt(
         return built
     place = folder or kernel_cache.root()
     todo: list[Todo] = []
-    for arch in ("sm_70", None):
-        for templates in (True, False):
-            part = {
-                unit: content
-                for unit, content in missing.items()
-                if (unit.arch == "sm_70") == (arch == "sm_70") and unit.templates is templates
-            }
-            if part:
-                todo += _kept(built, part, arch, templates, place)
+    for templates in (True, False):
+        part = {unit: key for unit, key in missing.items() if unit.templates is templates}
+        if part:
+            todo += _not_cached(built, part, templates, place)
     if not compiling:
         for item in todo:
             built.failures[item.unit] = KernelError(
@@ -112,21 +106,16 @@ def _attempt(
     return built
 
 
-def _kept(
-    built: Built,
-    missing: dict[TranslationUnit, str],
-    arch: Arch | None,
-    templates: bool,
-    place: Path,
+def _not_cached(
+    built: Built, missing: dict[TranslationUnit, str], templates: bool, place: Path
 ) -> list[Todo]:
     """Collect the cached results of one toolchain; return the units that it must compile.
 
     Args:
-        arch: "sm_70", or None for all other architectures.
         templates: whether the units need CUTLASS.
     """
     try:
-        tools = toolchain(arch, templates)
+        tools = toolchain(templates)
     except ToolchainError as error:
         for unit, content in missing.items():
             entry = (
@@ -137,7 +126,7 @@ def _kept(
             _take(built, unit, entry or error)
         return []
     kernel_cache.prepare(place)
-    key = tools_key(tools, jobs.flags(tools), place)
+    key = tools_key(tools, budget.FLAGS_IN_KEY, place)
     for unit, content in missing.items():
         if entry := kernel_cache.find(place, content, key):
             _take(built, unit, entry)

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 from filelock import FileLock, Timeout
 
 from qsync_fx import environment
-from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, sass
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import TEMPLATES, CacheEntry
@@ -130,24 +129,14 @@ FLAGS: Final = (
     "-Xlinker=-z,defs",
     "-Xptxas=-v",
 )
+FLAGS_IN_KEY: Final = (*FLAGS, f"PTX for {', '.join(FORWARD)}")
+"""The flags of `command` without paths, which are part of a library's key."""
+
 _SHOWN_LINES: Final = 15
 
 
 def command(unit: TranslationUnit, tools: Toolchain) -> list[str]:
-    """Return the command that compiles NAME.cu in the current folder to NAME.so.
-
-    Raises:
-        KernelError: NVRTC does not support the unit.
-    """
-    if tools.toolkit:
-        if unit.interface != "gemm":
-            raise KernelError(
-                "without an nvcc of CUDA 12, only GEMM kernels are compiled for sm_70; torch "
-                "does the rest",
-                where=unit.name,
-                do="for all kernels, install CUDA 12.4 to 12.9 and set QSYNC_NVCC to its nvcc",
-            )
-        return toolchain.command(unit.name, unit.arch, tools, (TEMPLATES,))
+    """Return the command that compiles NAME.cu in the current folder to NAME.so."""
     number = unit.arch.removeprefix("sm_")
     code = f"[sm_{number},compute_{number}]" if unit.arch in FORWARD else f"sm_{number}"
     includes = [f"-I{folder}" for folder in (TEMPLATES, *tools.cutlass.folders)]
@@ -163,19 +152,12 @@ def command(unit: TranslationUnit, tools: Toolchain) -> list[str]:
     return [*head, *includes, "-o", f"{unit.name}.so", f"{unit.name}.cu"]
 
 
-def flags(tools: Toolchain) -> tuple[str, ...]:
-    """Return the flags of `command`, without paths."""
-    return toolchain.FLAGS if tools.toolkit else (*FLAGS, f"PTX for {', '.join(FORWARD)}")
-
-
 def described(tools: Toolchain) -> str:
     """Return the names and versions of the compilers."""
-    name = "NVRTC" if tools.toolkit else "nvcc"
-    templates = f", CUTLASS {dotted(tools.cutlass.version)}" if tools.cutlass.folders else ""
-    return (
-        f"{name} {dotted(tools.nvcc.version)}, host compiler "
-        f"{dotted(tools.host.version)}{templates}"
-    )
+    versions = f"nvcc {dotted(tools.nvcc.version)}, host compiler {dotted(tools.host.version)}"
+    if tools.cutlass.folders:
+        versions += f", CUTLASS {dotted(tools.cutlass.version)}"
+    return versions
 
 
 def _runtime(compiler: Path) -> list[str]:
@@ -256,7 +238,7 @@ def failure(
         of_the_source = True
         do = f"see the complete output in {saved / unit.name}.log, and the source next to it"
     error = ToolchainError(
-        f"{'NVRTC' if tools.toolkit else 'nvcc'} failed with status {status} on {unit.name}"
+        f"nvcc failed with status {status} on {unit.name}"
         + (f"; its last lines:\n{last}" if last else " without output"),
         where=f"cd {shlex.quote(str(saved))} && {shlex.join(command(unit, tools))}",
         do=do,
@@ -531,10 +513,8 @@ def _stored(job: _Job, place: Path) -> CacheEntry:
     library = job.work / f"{job.unit.name}.so"
     if job.process.returncode or not library.is_file():
         raise failure(job.unit, job.work, job.process.returncode, tools, place / "failed")
-    # NVRTC's machine code is embedded in the library as data, which disassemblers cannot find.
-    code = job.work / f"{job.unit.name}.cubin" if tools.toolkit else library
     refused, opcode = sass.complaint(report), ""
-    if job.unit.opcode and not refused and (result := sass.instructions(code)):
+    if job.unit.opcode and not refused and (result := sass.instructions(library)):
         opcode = next((name for name in result if name.startswith(job.unit.opcode)), "")
         refused = "" if opcode else f"its machine code has no {job.unit.opcode} instruction"
     used = sass.resources(report)
@@ -553,12 +533,10 @@ def _stored(job: _Job, place: Path) -> CacheEntry:
         opcode=opcode,
         seconds=round(seconds, 2),
         created=round(time.time(), 3),
-        compilers=f"{described(tools)}, {' '.join(flags(tools))}",
+        compilers=f"{described(tools)}, {' '.join(FLAGS_IN_KEY)}",
     )
     if refused:
         library.unlink()
-    if code != library:
-        code.unlink()
     shutil.rmtree(job.work / "tmp")
     return kernel_cache.store(place, job.work, manifest)
 

@@ -46,14 +46,6 @@ def quantizer(arch: Arch, x: str, fmt: str) -> TranslationUnit:
     return codegen.quantizer(arch, x, fmt)
 
 
-def copiers(arch: Arch) -> list[TranslationUnit]:
-    """Return the copy units of an architecture; none for sm_70.
-
-    Its tools may be limited to GEMMs.
-    """
-    return [] if arch == "sm_70" else [copier(arch)]
-
-
 @functools.lru_cache(maxsize=64)
 def copier(arch: Arch) -> TranslationUnit:
     """Return the unit that copies matrices without conversion."""
@@ -71,10 +63,10 @@ def converter(arch: Arch, x: str) -> TranslationUnit:
 
 
 def converters(arch: Arch) -> list[TranslationUnit]:
-    """Return all units that convert numbers on an architecture; see `copiers`."""
+    """Return all units that convert numbers on an architecture."""
     from qsync_fx.backend.cuda.codegen import NUMBERS
 
-    return [] if arch == "sm_70" else [converter(arch, x) for x in NUMBERS]
+    return [converter(arch, x) for x in NUMBERS]
 
 
 def library(unit: TranslationUnit, *, wait: bool = True) -> Library | None:

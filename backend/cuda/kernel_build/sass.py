@@ -3,71 +3,18 @@
 Invariant: a library passes only without spilled registers, without serialized matrix products, and
 with the tensor core instruction. Kernels that fail are correct but slow, which would otherwise go
 unnoticed.
-
-`volta_instructions` reads sm_70 code without a disassembler: CUDA 13 has none for sm_70,
-and the package index has none of CUDA 12. An instruction has 128 bits; the lowest 12 identify it.
-`OPCODES` has the three multiplications, with the names of nvdisasm 12.8. sm_75 shares two of them,
-so a test compares both readers.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 from collections import Counter
 from pathlib import Path
-from typing import Final
 
 from qsync_fx import environment
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.kernel_build.library import Resources
-from qsync_fx.errors import KernelError
-
-OPCODES: Final = {0x236: "HMMA.884", 0x226: "IDP.4A", 0x223: "FFMA"}
-"""Opcodes for register operands."""
-
-_WIDTH: Final = 16  # bytes
-
-
-def volta_instructions(path: Path) -> Counter[str]:
-    """Return the count of each of `OPCODES` in a cubin; raise `KernelError` if it is invalid."""
-    data = path.read_bytes()
-    try:
-        return Counter(name for code in _sections(data, ".text.") for name in _named(code))
-    except (struct.error, ValueError, IndexError) as error:
-        raise KernelError(f"this is not machine code: {error}", where=str(path)) from error
-
-
-def _named(code: bytes) -> list[str]:
-    result = (
-        int.from_bytes(code[index : index + 2], "little") & 0xFFF
-        for index in range(0, len(code), _WIDTH)
-    )
-    return [OPCODES[opcode] for opcode in result if opcode in OPCODES]
-
-
-def _sections(data: bytes, prefix: str) -> list[bytes]:
-    """Return the contents of the sections with a name prefix (System V ABI, object files)."""
-    if data[:5] != b"\x7fELF\x02":
-        raise ValueError("it is not a 64-bit ELF file")
-    (offset,) = struct.unpack_from("<Q", data, 0x28)
-    size, count, names_at = struct.unpack_from("<HHH", data, 0x3A)
-    # name, type, flags, address, offset, size
-    headers = [struct.unpack_from("<IIQQQQ", data, offset + index * size) for index in range(count)]
-    names = _content(data, headers[names_at])
-    return [
-        _content(data, header)
-        for header in headers
-        if names[header[0] : names.index(b"\0", header[0])].startswith(prefix.encode())
-    ]
-
-
-def _content(data: bytes, header: tuple[int, ...]) -> bytes:
-    start, size = header[4], header[5]
-    if start + size > len(data):
-        raise ValueError("it is truncated")
-    return data[start : start + size]
 
 
 def resources(report: str) -> Resources:
@@ -114,10 +61,8 @@ def instructions(library: Path) -> Counter[str]:
     """Return the count of each SASS instruction, with modifiers ("IMMA.16832.S8.S8.SAT").
 
     Empty without a suitable disassembler: pip wheels of the toolkit have none, and an older one may
-    not support the target. For a bare cubin, which is sm_70 code, only `OPCODES` are counted.
+    not support the target.
     """
-    if library.suffix == ".cubin":
-        return volta_instructions(library)
     return named(listing(library))
 
 

@@ -198,7 +198,7 @@ def _known(index: int) -> DeviceState:
     )
     if arch is None:
         return DeviceState(None, _no_kernels(capability), None)
-    plain, full = _missing(arch, templates=False), _missing(arch)
+    plain, full = _missing_tool(templates=False), _missing_tool()
     if plain is not None and not _kept(arch):
         return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
     lacks, mend = (None, None) if full is None else (full.what, full.do)
@@ -211,10 +211,10 @@ def _no_kernels(capability: tuple[int, int]) -> str:
     return f"qsync_fx has no kernels for compute capability {'.'.join(map(str, capability))}"
 
 
-def _missing(arch: Arch, templates: bool = True) -> ToolchainError | None:
-    """Return why kernels of an architecture cannot be compiled, `templates` ones or plain CUDA."""
+def _missing_tool(templates: bool = True) -> ToolchainError | None:
+    """Return why kernels cannot be compiled, those from `templates` or plain CUDA."""
     try:
-        toolchain.toolchain(arch, templates)
+        toolchain.toolchain(templates)
     except ToolchainError as error:
         return error
     return None
@@ -222,7 +222,7 @@ def _missing(arch: Arch, templates: bool = True) -> ToolchainError | None:
 
 def unobtainable(arch: Arch) -> str:
     """Return why GEMMs for `arch` can be neither compiled nor found compiled; "" if they can."""
-    missing = _missing(arch)
+    missing = _missing_tool()
     return "" if missing is None or _kept(arch) else missing.what
 
 

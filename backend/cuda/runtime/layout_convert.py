@@ -113,8 +113,8 @@ def _copied(
     dtype = dtype or t.dtype
     kinds, shown = kinds_of(t.dtype, dtype, scale is not None), _shown(t, dtype)
     arch = known_of(t.device).arch
-    if arch is None or kinds is None or lines is None or not kernel_registry.copiers(arch):
-        launch_utils.note(shown, _why_not(t.device, kinds, lines))
+    if arch is None or kinds is None or lines is None:
+        launch_utils.note(shown, _why_not(t.device, lines))
         return None
     library = launch_utils.library(unit_of(arch, kinds), t.device, shown)
     if library is None:
@@ -126,19 +126,13 @@ def _copied(
         return None
 
 
-def _why_not(
-    device: torch.device, kinds: tuple[str, str] | None, lines: StridedLines | None
-) -> str:
+def _why_not(device: torch.device, lines: StridedLines | None) -> str:
     result = known_of(device)
     if result.arch is None:
         return result.reason
     if lines is None:
         return NEITHER
-    return (
-        "there is no kernel for these types"
-        if kinds is None
-        else f"{result.arch} has no kernel for this copy"
-    )
+    return "there is no kernel for these types"
 
 
 def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str, str] | None:

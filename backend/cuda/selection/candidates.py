@@ -114,7 +114,7 @@ def of_all(arch: Arch) -> list[TranslationUnit]:
     return [
         *products,
         *_quantizers(arch, X_TYPES, QUANTIZER_FORMATS),
-        *kernel_registry.copiers(arch),
+        kernel_registry.copier(arch),
         *kernel_registry.converters(arch),
     ]
 
@@ -141,14 +141,11 @@ def of_problems(
         elif (config := decide(problem, arch).config) is not None:
             configs[config] = None
     # A copy may depend on pointer alignment, which is not part of a problem.
-    copiers = kernel_registry.copiers(arch) if configs else []
+    copiers = [kernel_registry.copier(arch)] if configs else []
     return [*map(kernel_registry.unit_of, configs), *_quantizers(arch, read, formats), *copiers]
 
 
 def _quantizers(arch: Arch, read: Iterable[str], formats: Iterable[str]) -> list[TranslationUnit]:
-    # The tools for sm_70 may be limited to GEMMs.
-    if arch == "sm_70":
-        return []
     return [
         kernel_registry.quantizer(arch, x, fmt)
         for fmt in formats

@@ -138,7 +138,7 @@ def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
 
 
 def _has(arch: Arch, since: Arch) -> bool:
-    return arch != "sm_70" and int(arch[3:5]) >= int(since[3:5])
+    return int(arch[3:5]) >= int(since[3:5])
 
 
 def _configs(

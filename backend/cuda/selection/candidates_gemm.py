@@ -22,7 +22,6 @@ from qsync_fx.backend.cuda.kernel_config import (
     KernelConfig,
     Shape,
     instruction_of,
-    ordinary,
     size_of,
 )
 from qsync_fx.backend.cuda.problem import GemmProblem, Major
@@ -110,13 +109,6 @@ _SIMT: Final = (
     _Tile2(64, 64, 32, 5, (32, 32), "stream_k"),
 )
 
-# On sm_70 the widest tile spills for operands that are not contiguous along k.
-_SIMT_VOLTA: Final = (
-    *(tile for tile in _SIMT if tile.n != 256),
-    _Tile2(128, 128, 32, 2, (64, 32), swizzle=4),
-    _Tile2(128, 64, 32, 2, (64, 32), "stream_k"),
-)
-
 _HOPPER: Final = (
     _Tile3(128, 256, "cooperative", swizzle=4),
     _Tile3(128, 128, "pingpong", swizzle=4),
@@ -171,7 +163,7 @@ def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
             "fp32"
             if a in ("fp32", "tf32")
             else "fp16"
-            if arch in ("sm_70", "sm_75") or a == "fp16"
+            if arch == "sm_75" or a == "fp16"
             else "bf16"
         )
         scale: Literal["none", "channel"] = "channel" if FORMATS[a].scaled else "none"
@@ -196,7 +188,7 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
         b=problem.b,
         out=problem.out,
         tile=(1, 1, 1),
-        unit="simt" if ordinary(arch, problem.a) else "tensor",
+        unit="simt" if problem.a == "fp32" else "tensor",
         a_major=problem.a_major,
         b_major=problem.b_major,
         a_scale="channel" if scaled else "none",
@@ -213,9 +205,9 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
 
 def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
     if kind.unit == "simt":
-        return _SIMT_VOLTA if (kind.arch, kind.a) == ("sm_70", "fp32") else _SIMT
+        return _SIMT
     fp8 = kind.a in ("fp8", "fp8_e5m2")
-    if kind.arch in ("sm_70", "sm_75"):
+    if kind.arch == "sm_75":
         return _TURING
     loose = () if size_of(kind.a) == 1 else (_LOOSE,)
     # See the rule "tf32 across k".
@@ -229,7 +221,7 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
 def _config2(kind: KernelConfig, tile: _Tile2) -> KernelConfig:
     width = size_of(kind.a)
     simt = kind.unit == "simt"
-    pipelined = kind.arch in ("sm_70", "sm_75")
+    pipelined = kind.arch == "sm_75"
     return replace(
         kind,
         tile=(tile.m, tile.n, tile.depth // width),

@@ -46,11 +46,6 @@ def _sums(c: KernelConfig) -> int:
 _PLAIN: Final = (
     *shared.PLAIN,
     ConfigRule(
-        "volta",
-        lambda c: c.arch == "sm_70",
-        "there are no convolution kernels for sm_70 (V100): torch computes convolutions there",
-    ),
-    ConfigRule(
         "operation",
         lambda c: c.operation not in get_args(ConvOperation),
         "the operation of a convolution must be fprop, dgrad or wgrad",

@@ -21,7 +21,6 @@ from qsync_fx.backend.cuda.kernel_config import (
     SHARED_MEMORY,
     KernelConfig,
     instruction_of,
-    ordinary,
     size_of,
 )
 
@@ -149,8 +148,8 @@ BOTH: Final = (
     ),
     ConfigRule(
         "unit",
-        lambda c: (c.unit == "simt") != ordinary(c.arch, c.a),
-        'fp32, and int8 on sm_70, need the unit "simt"; all other formats need tensor cores',
+        lambda c: (c.unit == "simt") != (c.a == "fp32"),
+        'fp32 needs the unit "simt"; all other formats need tensor cores',
     ),
     ConfigRule(
         "wide",
@@ -224,9 +223,8 @@ CUTLASS_2: Final = (
     ),
     ConfigRule(
         "pipeline",
-        lambda c: (c.schedule == "pipelined") != (c.arch in ("sm_70", "sm_75")),
-        "sm_70 and sm_75 need the schedule pipelined: multistage needs asynchronous copies, "
-        "which they lack",
+        lambda c: (c.schedule == "pipelined") != (c.arch == "sm_75"),
+        "sm_75 needs the schedule pipelined: multistage needs asynchronous copies, which it lacks",
     ),
     ConfigRule(
         "stages of the pipeline",

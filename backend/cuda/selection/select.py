@@ -276,7 +276,7 @@ def _untuned(problem: Problem, arch: Arch, result: DispatchPath) -> KernelDecisi
         return _torch(problem, "without tuning, torch is assumed to be as fast")
     if not narrow:
         return _kernel(problem, result, first, "not tuned")
-    if arch in ("sm_70", "sm_75"):
+    if arch == "sm_75":
         return _kernel(problem, result, first, f"not tuned; {arch} has no unit for bf16")
     m, n, k = work(problem)
     if m * n * k >= ENOUGH_WORK and min(m, n, k) >= NARROWEST:

@@ -249,7 +249,7 @@ def prepare(graph: PrecisionGraph) -> str:
         # If the compiler rejects a kernel, selection falls back to the next candidate.
         refused, decided = kernel_registry.refusals(), _decided(graph, device)
         configs = dict.fromkeys(item.config for item in decided.values() if item.config is not None)
-        copiers = kernel_registry.copiers(arch) if configs else []
+        copiers = [kernel_registry.copier(arch)] if configs else []
         quantizers = _quantizers(graph, arch)
         kernel_registry.prepare_graph(
             [*map(kernel_registry.unit_of, configs), *quantizers, *copiers]

@@ -1,6 +1,4 @@
-// GEMM kernel type of CUTLASS 2.x and its arguments, without the launch: see gemm_sm75_sm89.cuh,
-// and gemm_sm70.cuh, whose device and host parts are compiled separately. It does not depend on the
-// CUDA runtime.
+// GEMM kernel type of CUTLASS 2.x and its arguments, without the launch: see gemm_sm75_sm89.cuh.
 //
 // `Config`, which `gemm_source` (backend/cuda/codegen.py) generates, has the types A, B,
 // Accumulator, Output, LayoutA, LayoutB, Arch, Unit, Operator, Tile, Warp, Instruction, Swizzle and

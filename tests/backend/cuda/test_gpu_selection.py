@@ -19,11 +19,11 @@ from tests.gpu import models
 
 TESTS = Path(__file__).parents[2]
 FORMATS = ("fp32", "fp16", "bf16", "tf32", "int8", "int8_grad", "fp8")
-DEVICES = {(7, 0): "sm_70", (7, 5): "sm_75", (8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
+DEVICES = {(7, 5): "sm_75", (8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a"}
 LACKS: dict[tuple[int, int], set[str]] = {
-    (7, 0): {"bf16", "tf32", "fp8"}, (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"}, (8, 9): set(), (9, 0): set(),
+    (7, 5): {"bf16", "tf32", "fp8"}, (8, 0): {"fp8"}, (8, 9): set(), (9, 0): set(),
 }  # fmt: skip
-"""Formats that nothing multiplies on a GPU. A V100 multiplies INT8 on its ordinary units, by kernels of ours: so do its models."""
+"""Formats that nothing multiplies on a GPU."""
 
 ASKS = """
 import importlib, json, sys
@@ -80,9 +80,7 @@ def test_a_gpu_is_asked_for_what_it_has(
 ) -> None:
     found = asked[".".join(map(str, capability))]
     lacks = {fmt: why for fmt, why in found["lacks"].items() if why}
-    # Where nothing compiles for a V100, it has no kernels for INT8 either.
-    unserved = {"int8", "int8_grad"} if found["missing"] and capability == (7, 0) else set()
-    assert set(lacks) == LACKS[capability] | unserved
+    assert set(lacks) == LACKS[capability]
     for why in lacks.values():
         assert f"this GPU is of {capability[0]}.{capability[1]}" in why, (
             "who is left out is told why"
@@ -100,15 +98,14 @@ def test_a_gpu_is_asked_for_what_it_has(
     )
 
 
-@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 @pytest.mark.parametrize(
     ("name", "precision"), [("bert", "int8"), ("bert", "int8_grad"), ("resnet", "int8")]
 )
 def test_models_are_asked_for_the_operators_that_have_kernels_there(
     arch: Arch, name: str, precision: str
 ) -> None:
-    """On a V100 INT8's linear layers, by products of four bytes at a time (dp4a), and no convolutions."""
     asked = models.problems(name, precision, arch)
     assert any(problem.a == "int8" for problem in asked)
-    convolved = {"qsync::conv2d_product"} if name == "resnet" and arch != "sm_70" else set()
+    convolved = {"qsync::conv2d_product"} if name == "resnet" else set()
     assert models.operators_with_kernels(asked, arch) == {"qsync::gemm"} | convolved

@@ -81,7 +81,7 @@ def products() -> str:
 def architectures() -> str:
     """Returns what is compiled for which compute capability."""
     gpus = {
-        (7, 0): "V100", (7, 5): "T4, RTX 20", (8, 0): "A100, A30", (8, 6): "A10, A40, RTX 30", (8, 7): "Orin", (8, 9): "L4, L40, RTX 40",
+        (7, 5): "T4, RTX 20", (8, 0): "A100, A30", (8, 6): "A10, A40, RTX 30", (8, 7): "Orin", (8, 9): "L4, L40, RTX 40",
         (9, 0): "H100, H200", (10, 0): "B200", (10, 3): "B300", (12, 0): "RTX 50, RTX PRO", (12, 1): "GB10",
     }  # fmt: skip
 

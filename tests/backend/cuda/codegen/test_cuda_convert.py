@@ -194,7 +194,7 @@ def test_elements_that_are_not_aligned_to_themselves() -> None:
 def test_compiles_for_the_device(arch: Arch, x: str, y: str, tmp_path: Path) -> None:
     """No kernel spills or has a stack, which `compiler.build` refuses; more than 2^31 elements are taken."""
     try:
-        toolchain.toolchain(arch)
+        toolchain.toolchain()
     except ToolchainError as error:
         pytest.skip(error.what)
     unit = layout_convert.unit_of(arch, (x, y))

@@ -38,13 +38,11 @@ pytestmark = pytest.mark.timeout(3600)
 def all_kernels() -> list[KernelConfig]:
     """Kernels of 2.x, but for those that differ from another one in the target alone: the same text is compiled for both."""
     found: dict[KernelConfig, KernelConfig] = {}
-    for arch in ("sm_70", "sm_75", "sm_80", "sm_89"):
+    for arch in ("sm_75", "sm_80", "sm_89"):
         for config in gemm_configs(arch):
             if not gemm_on_hopper(config):
                 found.setdefault(
-                    dataclasses.replace(
-                        config, arch=arch if arch in ("sm_70", "sm_75") else "sm_80"
-                    ),
+                    dataclasses.replace(config, arch="sm_75" if arch == "sm_75" else "sm_80"),
                     config,
                 )
     return list(found.values())
@@ -63,10 +61,6 @@ def facts(c: KernelConfig) -> Iterable[object]:
 def one_of_each() -> list[KernelConfig]:
     """The smallest tile of each of these."""
     wanted: tuple[Callable[[KernelConfig], bool], ...] = (
-        lambda c: (
-            c.arch == "sm_70" and c.a == "fp16" and (c.a_major, c.b_major) == ("column", "row")
-        ),
-        lambda c: c.arch == "sm_70" and c.a == "int8" and (c.a_major, c.b_major) == ("row", "row"),
         lambda c: c.arch == "sm_75" and c.a == "int8",
         lambda c: c.arch == "sm_80" and c.a == "int8" and c.order == "stream_k",
         lambda c: c.a == "bf16" and (c.a_major, c.b_major) == ("column", "row"),

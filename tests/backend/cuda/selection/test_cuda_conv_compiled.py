@@ -51,7 +51,7 @@ pytestmark = tiers.ALL
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[KernelConfig, libraries.Library]:
     """A weight gradient in parts: the one whose host side decides most."""
     try:
-        toolchain.toolchain("sm_80")
+        toolchain.toolchain()
     except ToolchainError as error:
         pytest.skip(error.what)
     problem = ConvProblem(

@@ -76,7 +76,7 @@ def test_eight_to_twelve_wherever_the_tensor_cores_have_the_formats_and_layouts(
 ) -> None:
     first = kernel_config.OPERANDS[problem.a, problem.b]
     k_major = (problem.a_major, problem.b_major) == ("row", "column")
-    only_k_major = kernel_config.size_of(problem.a) == 1 and arch != "sm_70"
+    only_k_major = kernel_config.size_of(problem.a) == 1
     if ARCHITECTURES.index(arch) < ARCHITECTURES.index(first) or (only_k_major and not k_major):
         assert kernels(problem, arch) == ()
     else:

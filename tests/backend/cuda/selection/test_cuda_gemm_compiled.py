@@ -82,7 +82,7 @@ def test_the_source_of_the_first_kernel_for_hopper() -> None:
 
 
 try:
-    TOOLS = toolchain.toolchain("sm_90a")
+    TOOLS = toolchain.toolchain()
     NO_TOOLS = ""
 except ToolchainError as error:
     NO_TOOLS = str(error)

@@ -131,7 +131,7 @@ def test_int8_is_compared_with_bf16(int8: float, bf16: float, faster: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("arch", "fmt"), [("sm_70", "fp16"), ("sm_75", "fp16"), ("sm_80", "bf16"), ("sm_90a", "bf16")]
+    ("arch", "fmt"), [("sm_75", "fp16"), ("sm_80", "bf16"), ("sm_90a", "bf16")]
 )
 def test_a_device_without_a_unit_for_bf16_compares_with_fp16(arch: Arch, fmt: str) -> None:
     wide = kernel_config.wide(arch)

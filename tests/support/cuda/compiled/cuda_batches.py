@@ -58,7 +58,7 @@ def batches(units: Sequence[TranslationUnit]) -> Iterator[list[TranslationUnit]]
         return (not unit.heavy, unit.arch, unit.interface, unit.opcode, head, *formats)
 
     served = sorted(
-        (unit for unit in units if "struct Config" in unit.source and unit.arch != "sm_70"),
+        (unit for unit in units if "struct Config" in unit.source),
         key=kind,
     )
     for _, alike in groupby(served, kind):
@@ -109,7 +109,7 @@ def instruction(listing: str, opcode: str, count: int) -> str:
 
 def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
     """Returns the command of the unit, made to compile `source` for the device alone: for its machine code and no PTX beside it."""
-    *words, _, _, _ = jobs.command(unit, toolchain.toolchain(unit.arch))
+    *words, _, _, _ = jobs.command(unit, toolchain.toolchain())
     kept = [
         word
         for word in words

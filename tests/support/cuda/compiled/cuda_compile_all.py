@@ -48,7 +48,7 @@ def units(arch: Arch) -> list[TranslationUnit]:
     return [
         *products,
         *quantizers,
-        *kernel_registry.copiers(arch),
+        kernel_registry.copier(arch),
         *kernel_registry.converters(arch),
     ]
 
@@ -143,7 +143,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
     """Replaces the file at `path` by the rows, their summary, what compiled them and when."""
     compilers = sorted(
-        {jobs.described(toolchain.toolchain(arch)) for arch in {line["arch"] for line in rows}}
+        {jobs.described(toolchain.toolchain()) for arch in {line["arch"] for line in rows}}
     )
     content = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -186,7 +186,7 @@ def main() -> int:
     rows, since = [], time.monotonic()
     for arch in arguments.arch or ARCHITECTURES:
         try:
-            toolchain.toolchain(arch)
+            toolchain.toolchain()
         except QSyncError as error:
             print(f"{arch} is left out: {error.what}", file=sys.stderr)
             continue

@@ -33,7 +33,7 @@ exec {real} "$@"
 @functools.cache
 def _tools() -> Toolchain | str:
     try:
-        return toolchain.toolchain("sm_80")
+        return toolchain.toolchain()
     except ToolchainError as error:
         return str(error)
 
