@@ -128,7 +128,7 @@ def test_one_file_reads_environment_variables() -> None:
 
 LAYERS = (
     "errors autocast_policy formatting text_tables module_paths option_help",
-    "environment entry_points formats rounding",
+    "environment entry_points formats progress rounding",
     "serialization ops",
     "devices plan",
     "options",

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from qsync_fx import Plan
 from qsync_fx.predictor.memory import ADAM
-from qsync_fx.profiler.progress import progress
+from qsync_fx.progress import progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from qsync_fx import environment
 from qsync_fx.errors import QSyncError
-from qsync_fx.profiler.progress import progress as progress
+from qsync_fx.progress import progress as progress
 from qsync_fx.serialization.atomic_files import check_writable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qsync_fx.cli import model_args, training_args
 from qsync_fx.cli.model_args import named
 from qsync_fx.errors import OptionError, nearest, shown
-from qsync_fx.profiler.progress import progress
+from qsync_fx.progress import progress
 
 if TYPE_CHECKING:
     from qsync_fx.allocator.problem import DeviceClass, Problem

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qsync_fx.cli import output, plan_inputs
 from qsync_fx.errors import OptionError, QSyncError, shown
-from qsync_fx.profiler.progress import progress
+from qsync_fx.progress import progress
 
 if TYPE_CHECKING:
     from qsync_fx.allocator.analysis import AllocatorComparison, ParetoFront, SingleChange

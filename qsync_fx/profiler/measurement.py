@@ -46,7 +46,6 @@ from qsync_fx.profiler.links.link_measurement import PLANS, coding_speeds, linke
 from qsync_fx.profiler.model_graph_builder import build_model_graph
 from qsync_fx.profiler.observed_step import ObservedStep, States, add, observed, profile_plans
 from qsync_fx.profiler.profile import PROFILE, Collective, Model, Profile
-from qsync_fx.profiler.progress import Advance, progress as shown_progress
 from qsync_fx.profiler.run_statistics import MeasuredRun, levelled
 from qsync_fx.profiler.samples import SAMPLES, Samples, StepSample, resumed, run_of
 from qsync_fx.profiler.sensitivity.estimate import FRACTION, LEAST, STEPS, several as sensitivities
@@ -66,6 +65,7 @@ from qsync_fx.profiler.timing.step_timers import (
 )
 from qsync_fx.profiler.timing.step_validation import Compiled, CompileUnder, compiling
 from qsync_fx.profiler.training_state import untouched
+from qsync_fx.progress import Advance, progress as shown_progress
 from qsync_fx.serialization.schema import Path
 
 _TURN: Final = 3

@@ -71,7 +71,7 @@ def test_what_is_left_follows_from_what_parts_took(seen: ObservedStep) -> None:
 def test_a_log_says_how_far_a_measurement_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import qsync_fx.profiler.progress as shown
+    import qsync_fx.progress as shown
 
     monkeypatch.setattr(shown, "_EVERY", 0.0)
     quick(layer(), Counted(), repeats=1, progress=True)

@@ -2,6 +2,6 @@
 
 `kernel_registry` returns the library of a translation unit, once per process; start reading there.
 `compiler` looks a unit up in the cache (`kernel_cache`) or compiles it by parallel processes of
-nvcc (`jobs`). `sass` verifies the compiled code. `library` defines the C interface and the manifest
+nvcc. `sass` verifies the compiled code. `library` defines the C interface and the manifest
 of a library, and loads it.
 """

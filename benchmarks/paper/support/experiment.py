@@ -29,7 +29,7 @@ from benchmarks.paper.support.images import (
 from benchmarks.paper.support.kept import Kept
 from benchmarks.support.harness import Row, selected, write_json
 from qsync_fx import Plan
-from qsync_fx.profiler.progress import progress
+from qsync_fx.progress import progress
 
 METHODS = ("second_order", "paper", "hessian")
 """Sensitivity methods that are measured."""

@@ -27,7 +27,6 @@ from qsync_fx.formats import FORMATS, Precision, precisions
 from qsync_fx.module_paths import unwrapped
 from qsync_fx.options import Options
 from qsync_fx.predictor.indicator.sensitivity_map import SENSITIVITY, Sensitivity
-from qsync_fx.profiler.progress import progress
 from qsync_fx.profiler.sensitivity.checkpoint import INTERRUPTED, SensitivityCheckpoint
 from qsync_fx.profiler.sensitivity.gradient_step import (
     GradientStep,
@@ -44,6 +43,7 @@ from qsync_fx.profiler.tensor_capture.rounding_sites import RoundingSite, change
 from qsync_fx.profiler.timing.step_timers import StepFunction, check_batches, checked_loss, finite
 from qsync_fx.profiler.timing.step_validation import left_to_us
 from qsync_fx.profiler.training_state import repeatable, trained, undisturbed
+from qsync_fx.progress import progress
 from qsync_fx.serialization.schema import Path
 
 LEAST: Final = 4

@@ -96,7 +96,7 @@ def test_it_says_what_it_costs_and_how_far_it_is() -> None:
 def test_who_is_told_is_told_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(qsync_fx.profiler.progress, "_EVERY", 0.0)
+    monkeypatch.setattr(qsync_fx.progress, "_EVERY", 0.0)
     how: dict[str, Any] = {"precisions": ["int8"], "steps": 1}
     qsync_fx.sensitivity(wide(nn.ReLU), step, batches(), say=lambda _: None, **how)
     assert capsys.readouterr().err == ""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qsync_fx.backend.cuda.kernel_build import compiler, jobs
-from qsync_fx.backend.cuda.kernel_build.jobs import WaitNotice
+from qsync_fx.backend.cuda.kernel_build import compiler
+from qsync_fx.backend.cuda.kernel_build.compiler import WaitNotice
 from tests.support import tiers
 from tests.support.cuda.compiled.kernel_caches import (
     entry_of,
@@ -99,6 +99,25 @@ def test_who_waits_for_another_process_says_so(
     ) == "" and "has been waiting 5 s" in said(86.0, "raced")
 
 
+def test_lines_are_said_after_a_second_and_by_the_first_rank(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    watched(tmp_path, monkeypatch, before="sleep 1.2; exit 9")
+
+    def said(wanted: bool = True) -> str:
+        compiler.attempt([small_unit("one")], progress=wanted)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return captured.err
+
+    (line,) = said().splitlines()
+    assert line == "qsync: compiling CUDA kernels: 0 of 1 after 1 s (one)"
+    assert said(wanted=False) == ""
+    monkeypatch.setenv("RANK", "3")
+    assert said() == ""
+
+
 def test_an_interrupt_leaves_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +146,7 @@ def test_an_interrupt_while_a_compiler_starts_leaves_nothing(
 ) -> None:
     pids = tmp_path / "pids"
     watched(tmp_path, monkeypatch, before=f"echo $$ >> '{pids}'; sleep 300")
-    start = jobs.start
+    start = compiler.start
 
     def interrupted(*args: object) -> subprocess.Popen[bytes]:
         process = start(*args)  # type: ignore[arg-type]
@@ -136,7 +155,7 @@ def test_an_interrupt_while_a_compiler_starts_leaves_nothing(
         signal.raise_signal(signal.SIGINT)
         return process
 
-    monkeypatch.setattr(jobs, "start", interrupted)
+    monkeypatch.setattr(compiler, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compiler.build([small_unit("interrupted")], progress=False)
     assert not alive(int(pids.read_text()))
@@ -170,9 +189,9 @@ def test_compilers_run_side_by_side_as_far_as_memory_goes(
         assert steps.count(1) == 4
         return max(sum(steps[: count + 1]) for count in range(len(steps)))
 
-    monkeypatch.setattr(jobs, "available_memory", lambda: 10_000_000_000)
+    monkeypatch.setattr(compiler, "available_memory", lambda: 10_000_000_000)
     assert most_at_once(jobs=1, heavy=False) == 1
     assert most_at_once(jobs=4, heavy=True) == 2
     assert most_at_once(jobs=3, heavy=False) == 3
-    monkeypatch.setattr(jobs, "available_memory", lambda: 100)
+    monkeypatch.setattr(compiler, "available_memory", lambda: 100)
     assert most_at_once(jobs=4, heavy=False) == 1

@@ -69,7 +69,7 @@ def test_a_toolkit_from_pip_wheels_has_the_runtime_under_its_full_name_only(
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / shared[0].name).symlink_to(shared[0])
     monkeypatch.setattr(
-        "qsync_fx.backend.cuda.kernel_build.jobs.library_folders",
+        "qsync_fx.backend.cuda.kernel_build.compiler.library_folders",
         lambda compiler: (tmp_path / "lib",),
     )
     unit = small_unit("linked")

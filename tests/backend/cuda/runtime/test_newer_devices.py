@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qsync_fx.backend.cuda import kernel_config, toolchain
-from qsync_fx.backend.cuda.kernel_build import jobs, kernel_cache, kernel_registry
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, kernel_registry
 from qsync_fx.backend.cuda.kernel_build.kernel_cache import included
 from qsync_fx.backend.cuda.runtime import device_state as devices, quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import DeviceState, decision, forget
@@ -47,12 +47,12 @@ def test_what_newer_devices_take_holds_ptx() -> None:
     def target(arch: Any) -> str:
         return next(
             word
-            for word in jobs.command(kernel_registry.quantizer(arch, "fp32", "int8"), tools)
+            for word in compiler.command(kernel_registry.quantizer(arch, "fp32", "int8"), tools)
             if "-gencode" in word
         )
 
     patched = pytest.MonkeyPatch()
-    patched.setattr(jobs, "library_folders", lambda path: ())
+    patched.setattr(compiler, "library_folders", lambda path: ())
     try:
         assert target("sm_80") == "-gencode=arch=compute_80,code=[sm_80,compute_80]"
         assert target("sm_89") == "-gencode=arch=compute_89,code=[sm_89,compute_89]"
@@ -97,7 +97,7 @@ class Machine:
         patch.setattr(quantize_launch, "_told", monkey_told)
 
     def has(self, nvcc: bool, cutlass: bool) -> DeviceState:
-        def tools(arch: Any = None, templates: bool = True) -> None:
+        def tools(templates: bool = True) -> None:
             if not nvcc:
                 raise NO_NVCC
             if templates and not cutlass:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from qsync_fx.backend.cuda import toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import jobs, jobs as budget, sass
-from qsync_fx.backend.cuda.kernel_build.jobs import BuildWatcher
+from qsync_fx.backend.cuda.kernel_build import compiler, sass
+from qsync_fx.progress import Advance
 
 TOGETHER = {True: 8, False: 16}
 """Kernels of CUTLASS 3 (heavy) and others in one file."""
@@ -109,7 +109,7 @@ def instruction(listing: str, opcode: str, count: int) -> str:
 
 def command(unit: TranslationUnit, source: Path, code: Path) -> list[str]:
     """Returns the command of the unit, made to compile `source` for the device alone: for its machine code and no PTX beside it."""
-    *words, _, _, _ = jobs.command(unit, toolchain.toolchain())
+    *words, _, _, _ = compiler.command(unit, toolchain.toolchain())
     kept = [
         word
         for word in words
@@ -129,19 +129,18 @@ def passing(batch: list[TranslationUnit]) -> list[tuple[list[TranslationUnit], P
     )
 
 
-def attempt(units: Sequence[TranslationUnit], tell: BuildWatcher) -> dict[TranslationUnit, Passed]:
+def attempt(units: Sequence[TranslationUnit], advance: Advance) -> dict[TranslationUnit, Passed]:
     """Compiles units in batches, side by side, and returns those that passed; what is wrong with the others is not said here.
 
     Args:
-        tell: is called with the number of units that are done.
+        advance: is called with the number of units that are done.
     """
     found: dict[TranslationUnit, Passed] = {}
-    done, jobs = 0, max(1, min(budget.jobs(), budget.available_memory() // MEMORY))
+    jobs = max(1, min(compiler.job_limit(), compiler.available_memory() // MEMORY))
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(passing, batch): batch for batch in batches(units)}
         for future in as_completed(running):
             for part, passed in future.result():
                 found |= dict.fromkeys(part, passed)
-            done += len(running[future])
-            tell(done, [])
+            advance("", count=len(running[future]))
     return found

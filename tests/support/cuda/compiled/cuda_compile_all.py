@@ -27,12 +27,12 @@ from rich.text import Text
 
 from qsync_fx.backend.cuda import codegen, toolchain
 from qsync_fx.backend.cuda.codegen import TranslationUnit
-from qsync_fx.backend.cuda.kernel_build import compiler, jobs, kernel_cache, kernel_registry, sass
-from qsync_fx.backend.cuda.kernel_build.jobs import watch
+from qsync_fx.backend.cuda.kernel_build import compiler, kernel_cache, kernel_registry, sass
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, Arch
 from qsync_fx.backend.cuda.selection import candidates
 from qsync_fx.errors import QSyncError
 from qsync_fx.formats import FORMATS
+from qsync_fx.progress import progress
 from qsync_fx.serialization.atomic_files import write_text
 from tests.support.cuda.compiled import cuda_batches
 
@@ -64,8 +64,8 @@ def rows_of(chosen: list[TranslationUnit], each: bool) -> list[dict[str, Any]]:
     """Compiles units of one architecture, and returns what became of them."""
     passed: dict[TranslationUnit, cuda_batches.Passed] = {}
     if not each:
-        with watch(len(chosen), True) as tell:
-            passed = cuda_batches.attempt(chosen, tell)
+        with progress("compiling CUDA kernels", len(chosen)) as advance:
+            passed = cuda_batches.attempt(chosen, advance)
     built = compiler.attempt([unit for unit in chosen if unit not in passed])
     return [
         {"name": unit.name, "arch": unit.arch, "wanted": unit.opcode}
@@ -143,7 +143,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def write(path: Path, rows: list[dict[str, Any]], seconds: float) -> None:
     """Replaces the file at `path` by the rows, their summary, what compiled them and when."""
     compilers = sorted(
-        {jobs.described(toolchain.toolchain()) for arch in {line["arch"] for line in rows}}
+        {compiler.described(toolchain.toolchain()) for arch in {line["arch"] for line in rows}}
     )
     content = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

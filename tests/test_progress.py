@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from qsync_fx import progress as shown
 from qsync_fx.formatting import roughly
-from qsync_fx.profiler import progress as shown
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_nothing_is_shown_of_what_is_quick_or_is_to_be_silent(
 
 def test_a_terminal_has_a_bar() -> None:
     code = """
-from qsync_fx.profiler.progress import progress
+from qsync_fx.progress import progress
 with progress("measuring [m]", 3) as advance:
     advance("a")
     advance("compiled [b]", 90.0)
@@ -81,6 +81,19 @@ with progress("measuring [m]", 3) as advance:
         and b"compiled [b], about 1.5 minutes left" in said
         and b"2/3" in said
     )
+
+
+def test_the_first_line_comes_after_the_delay_and_names_what_runs(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shown.progress("compiling", 2, delay_s=1.0) as advance:
+        for seconds, part, count in ((0.9, "a", 0), (0.1, "a", 0), (9, "b", 1), (6, "", 1)):
+            clock[0] += seconds
+            advance(part, count=count)
+    assert capsys.readouterr().err.splitlines() == [
+        "qsync: compiling: 0 of 2 after 1 s (a)",
+        "qsync: compiling: 2 of 2 after 16 s",
+    ]
 
 
 @pytest.mark.parametrize(
