@@ -19,8 +19,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from qsync_fx.backend.cuda.problem import ConvProblem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
-from qsync_fx.backend.cuda.runtime.event_timer import TimedOperands, operands, peer
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
+from qsync_fx.backend.cuda.runtime.event_timer import operands, peer
 from qsync_fx.backend.cuda.tuning import shown, work
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from qsync_fx.backend.operators.gemm.precompile_problems import problems_of
@@ -48,14 +48,12 @@ def problems(options: argparse.Namespace) -> list[ConvProblem]:
     return sorted(chosen, key=lambda p: (-p.flops, shown(p)))
 
 
-def operator(p: ConvProblem, o: TimedOperands) -> Call:
+def operator(x: ConvProduct) -> Call:
     """Return a call of `qsync::conv2d_product` with dispatch, checks and fallback."""
-    size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    how = size, p.stride, p.padding, p.dilation, p.operation, type_of(p.out), p.a == "tf32"
-    return lambda: conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *how)
+    return lambda: conv2d_product(*x)
 
 
-def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
+def cudnn(p: ConvProblem, o: ConvProduct) -> Call:
     """Return a call of cuDNN's product alone; shape-only arguments are allocated before."""
     a, b = o.a.to(BF16), o.b.to(BF16)
     geometry = list(p.stride), list(p.padding), list(p.dilation), False, [0, 0], 1
@@ -73,10 +71,11 @@ def cudnn(p: ConvProblem, o: TimedOperands) -> Call:
 
 def rows_of(p: ConvProblem, options: argparse.Namespace) -> list[Row]:
     given = operands(p, options.device)
+    assert isinstance(given, ConvProduct)
     cases = {
         "cuDNN bf16": cudnn(p, given),
         "torch": peer(p, given),
-        "qsync::conv2d_product": operator(p, given),
+        "qsync::conv2d_product": operator(given),
     }
     kernel = by_kernel(p, given, options.device)
     if kernel is not None:

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import gemm_problem
-from qsync_fx.backend.cuda.runtime.event_timer import TimedOperands
+from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct, gemm_problem
 from qsync_fx.backend.operators.gemm.gemm import gemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -68,13 +66,9 @@ def values(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
     return torch.randn(shape, device=device).to(dtype)
 
 
-def problem_of(o: TimedOperands) -> Problem:
-    return gemm_problem(o.a, o.b, o.a_scale, o.b_scale, o.bias, BF16, False)
-
-
 def product_cases(
     shape: Shape, options: argparse.Namespace
-) -> tuple[dict[str, Call], dict[str, TimedOperands]]:
+) -> tuple[dict[str, Call], dict[str, GemmProduct]]:
     """Return the calls to compare, and the native kernels' operands by format."""
     (m, n, k), device = shape, options.device
     bias = torch.randn(n, device=device)
@@ -83,7 +77,7 @@ def product_cases(
     for fmt, dtype in FORMATS.items():
         a_scale, b_scale = (None, None) if fmt == "bf16" else one
         a, b = values((m, k), dtype, device), values((n, k), dtype, device).t()
-        ours[fmt] = TimedOperands(a, b, a_scale, b_scale, bias)
+        ours[fmt] = GemmProduct(a, b, a_scale, b_scale, bias, BF16)
     x, w, half = (
         ours["bf16"].a,
         ours["bf16"].b.t(),
@@ -110,14 +104,14 @@ def product_cases(
     }
     for fmt, given in ours.items():
         cases[f"qsync::gemm {fmt}"] = operator(given)
-        kernel = by_kernel(problem_of(given), given, device)
+        kernel = by_kernel(gemm_problem(given), given, device)
         if kernel is not None:
             cases[f"CUTLASS {fmt}"] = kernel
     return cases, ours
 
 
-def operator(o: TimedOperands) -> Call:
-    return lambda: gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, out_dtype=BF16)
+def operator(x: GemmProduct) -> Call:
+    return lambda: gemm(*x)
 
 
 def product_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[Row]:
@@ -137,8 +131,8 @@ def product_rows(case: str, shape: Shape, options: argparse.Namespace) -> list[R
         row |= {"tflops": tflops, "to_bf16": faster} | judged_product(case, name, tflops, times)
         fmt = name.split()[-1]
         if name.startswith(("qsync", "CUTLASS")):
-            found = best(problem_of(ours[fmt]), options.device)
-            row["tuned"] = tuned(problem_of(ours[fmt]), options.device)
+            found = best(gemm_problem(ours[fmt]), options.device)
+            row["tuned"] = tuned(gemm_problem(ours[fmt]), options.device)
             if found is not None and name.startswith("CUTLASS"):
                 row["kernel"] = found[0].name
         rows.append(row)

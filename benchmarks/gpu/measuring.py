@@ -29,8 +29,9 @@ from benchmarks.support.harness import (
 )
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import Problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct
 from qsync_fx.backend.cuda.runtime.device_state import environment, known_of
-from qsync_fx.backend.cuda.runtime.event_timer import TimedOperands, call_of
+from qsync_fx.backend.cuda.runtime.event_timer import call_of
 from qsync_fx.backend.cuda.selection.select import known, way
 
 Call = Callable[[], object]
@@ -233,7 +234,9 @@ def tuned(problem: Problem, device: torch.device) -> bool:
     return table is not None and table.choice(problem) is not None
 
 
-def by_kernel(problem: Problem, given: TimedOperands, device: torch.device) -> Call | None:
+def by_kernel(
+    problem: Problem, given: GemmProduct | ConvProduct, device: torch.device
+) -> Call | None:
     """Return a call of the fastest kernel without dispatch; None if no kernel applies."""
     found = best(problem, device)
     if found is None:

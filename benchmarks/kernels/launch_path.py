@@ -26,7 +26,8 @@ from qsync_fx.backend.cuda.kernel_build.library import load
 from qsync_fx.backend.cuda.kernel_config import Arch
 from qsync_fx.backend.cuda.problem import Problem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import (
-    ConvWindow,
+    ConvProduct,
+    GemmProduct,
     conv_problem,
     gemm_problem,
 )
@@ -77,8 +78,9 @@ def product(folder: Path, size: int) -> Callable[[], Tensor]:
     a = torch.ones(64 * size, 256, dtype=torch.int8)
     b = torch.ones(64, 256, dtype=torch.int8).t()
     scale, bias = torch.ones(()), torch.ones(64)
-    chosen(gemm_problem(a, b, scale, scale, bias, torch.float16, False), folder)
-    return lambda: gemm._kernel(a, b, scale, scale, bias, torch.float16, False)
+    x = GemmProduct(a, b, scale, scale, bias, torch.float16)
+    chosen(gemm_problem(x), folder)
+    return lambda: gemm._kernel(*x)
 
 
 def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
@@ -86,17 +88,12 @@ def convolution(folder: Path, size: int) -> Callable[[], Tensor]:
     image = torch.ones(size, 64, 8, 8, dtype=torch.int8).to(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=torch.int8).to(memory_format=torch.channels_last)
     scale, bias = torch.ones(()), torch.ones(64)
-    window = ConvWindow((1, 1), (1, 1), (1, 1))
-    chosen(
-        conv_problem(
-            image, weight, scale, scale, bias, (3, 3), window, "fprop", torch.float16, False
-        ),
-        folder,
-    )
     one = [1, 1]
-    return lambda: implicit_gemm._kernel(
-        image, weight, scale, scale, bias, [3, 3], one, one, one, "fprop", torch.float16, False
+    x = ConvProduct(
+        image, weight, scale, scale, bias, [3, 3], one, one, one, "fprop", torch.float16
     )
+    chosen(conv_problem(x), folder)
+    return lambda: implicit_gemm._kernel(*x)
 
 
 def quantizer(folder: Path, size: int) -> Callable[[], tuple[Tensor, Tensor]]:

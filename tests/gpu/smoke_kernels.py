@@ -12,7 +12,7 @@ from torch import Tensor
 from qsync_fx.backend.cuda.kernel_build import compiler, kernel_registry
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct, type_of
 from qsync_fx.backend.cuda.runtime import launch, layout_convert, quantize_launch
 from qsync_fx.backend.cuda.selection import candidates
 from qsync_fx.backend.numerics import reference
@@ -87,15 +87,14 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     assert library is not None
     scaled = config.a_scale != "none"
     one = torch.tensor(0.5, device=device) if scaled else None
+    on_cpu = None if one is None else one.cpu()
     kind: Any = "tensor" if scaled else "none"
     if config.operation == "gemm":
         m, n, k = 256, 384, 512
         a, b = _whole((m, k), config.a, device), _whole((n, k), config.b, device).t()
         problem = GemmProblem(m, n, k, config.a, config.b, config.out, a_scale=kind, b_scale=kind)
-        got = launch.run_gemm(library, config, problem, a, b, one, one, None)
-        want = reference_result.gemm(
-            *(t.cpu() if t is not None else None for t in (a, b, one, one)), None, torch.float32
-        )  # type: ignore[arg-type]
+        got = launch.run_gemm(library, config, problem, GemmProduct(a, b, one, one, None))
+        want = reference_result.gemm(GemmProduct(a.cpu(), b.cpu(), on_cpu, on_cpu, None))
         return _differs(got, want)
     # The 2.x input gradient has a kernel for strides of 1 and one for others.
     stride = (2, 2) if config.operation == "dgrad" and config.strided else (1, 1)
@@ -120,11 +119,12 @@ def _product(config: KernelConfig, device: torch.device) -> str:
     x, weight, y = (4, 64, 14, 14), (128, 64, 3, 3), (4, 128, problem_.p, problem_.q)
     first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[config.operation]
     a, b = _whole(first, config.a, device), _whole(second, config.b, device)
-    got = launch.run_conv(library, config, problem_, problem_, a, b, one, one, None)
     size = (14, 14) if config.operation == "dgrad" else (3, 3)
-    how = size, stride, (1, 1), (1, 1), config.operation, torch.float32
-    cpu = (t.cpu() if t is not None else None for t in (a, b, one, one))
-    return _differs(got, reference_result.conv2d_product(*cpu, None, *how))  # type: ignore[arg-type]
+    how = size, stride, (1, 1), (1, 1), problem_.operation
+    product = ConvProduct(a, b, one, one, None, *how)
+    got = launch.run_conv(library, config, problem_, problem_, product)
+    product = ConvProduct(a.cpu(), b.cpu(), on_cpu, on_cpu, None, *how)
+    return _differs(got, reference_result.conv2d_product(product))
 
 
 def _differs(got: Tensor, want: Tensor) -> str:
@@ -170,7 +170,7 @@ def _multiplier(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         problem = GemmProblem(a.shape[0], b.shape[1], a.shape[1], "int8", "int8", config.out)
-        return launch.run_gemm(library, config, problem, a, b, None, None, None)
+        return launch.run_gemm(library, config, problem, GemmProduct(a, b, None, None, None))
 
     return multiply
 

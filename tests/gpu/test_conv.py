@@ -11,6 +11,7 @@ from torch import Tensor
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from tests.gpu import kit
@@ -46,7 +47,11 @@ def flat(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 def run(
-    config: KernelConfig, p: ConvProblem, a: Tensor, b: Tensor, given: tuple[Tensor | None, ...]
+    config: KernelConfig,
+    p: ConvProblem,
+    a: Tensor,
+    b: Tensor,
+    given: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
     """Returns the result, channels last. The memory that it will most likely get is NaN before."""
     poison = torch.full(
@@ -54,7 +59,9 @@ def run(
     )
     del poison
     library = kit.library(kernel_registry.unit_of(config))
-    return launch.run_conv(library, config, p, p, a, b, *given).permute(0, 2, 3, 1)
+    size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
+    x = ConvProduct(a, b, *given, size, p.stride, p.padding, p.dilation, p.operation)
+    return launch.run_conv(library, config, p, p, x).permute(0, 2, 3, 1)
 
 
 @each

@@ -12,6 +12,7 @@ from qsync_fx.backend.cuda.codegen import LARGEST_K
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
 from qsync_fx.backend.cuda.runtime import event_timer, launch, launch_utils
 from tests.gpu import kit
 
@@ -110,18 +111,11 @@ def test_the_tuner_s_own_check_of_results_agrees() -> None:
     config = next(config for config in CONFIGS if config.a == fmt)
     problem = GemmProblem(256, 512, 384, fmt, fmt, config.out, config.a_major, config.b_major)
     given = event_timer.operands(problem, kit.DEVICE)
-    found = launch.run_gemm(
-        kit.library(kernel_registry.unit_of(config)),
-        config,
-        problem,
-        given.a,
-        given.b,
-        None,
-        None,
-        None,
-    )
-    assert event_timer.differs(problem, found, given) == ""
-    assert event_timer.differs(problem, found * 1.1, given)
+    assert isinstance(given, GemmProduct)
+    library = kit.library(kernel_registry.unit_of(config))
+    found = launch.run_gemm(library, config, problem, given)
+    assert event_timer.differs(found, given) == ""
+    assert event_timer.differs(found * 1.1, given)
 
 
 SIZES = ((0, 8, 8), (8, 0, 8), (8, 8, 0), (1, 1, 1), (3, 5, 7), (33, 17, 129), (257, 1000, 31))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import gemm_problem
+from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct, gemm_problem
 from qsync_fx.backend.cuda.runtime import launch_utils
 from qsync_fx.backend.operators.gemm.gemm import gemm
 from qsync_fx.backend.operators.quantize import quantize
@@ -50,7 +50,7 @@ def call(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | No
 
 
 def problem(fmt: str, a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> Problem:
-    return gemm_problem(a, b, scale, None, bias, torch.float32, fmt == "tf32")
+    return gemm_problem(GemmProduct(a, b, scale, None, bias, torch.float32, fmt == "tf32"))
 
 
 def assert_right(

@@ -7,8 +7,9 @@ is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,17 +58,21 @@ def outline(t: Tensor, dtype: torch.dtype | None = None) -> Outline | None:
     Return None if a size depends on data. No guard is installed: a decision based on the hint is
     valid for every size, and best for the hint.
     """
-    shape, strides = [_number(size) for size in t.shape], [_number(stride) for stride in t.stride()]
-    if None in shape or None in strides:
+    shape, strides = sizes_of(t.shape), sizes_of(t.stride())
+    if shape is None or strides is None:
         return None
-    return Outline(dtype or t.dtype, tuple(shape), tuple(strides))  # type: ignore[arg-type]
+    return Outline(dtype or t.dtype, shape, strides)
 
 
-def _number(size: int | torch.SymInt) -> int | None:
-    if isinstance(size, torch.SymInt):
-        hint: Any = size.node.hint
-        return hint if isinstance(hint, int) else None
-    return size
+def sizes_of(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
+    """Return sizes, the hints of symbolic ones; None if one depends on data."""
+    result = []
+    for size in sizes:
+        number: Any = size.node.hint if isinstance(size, torch.SymInt) else size
+        if not isinstance(number, int):
+            return None
+        result.append(number)
+    return tuple(result)
 
 
 def format_name(dtype: torch.dtype, tf32: bool = False) -> str | None:
@@ -80,71 +85,83 @@ def type_of(fmt: str) -> torch.dtype:
     return FORMATS[fmt].dtype
 
 
-def gemm_problem(
-    a: Tensor | Outline,
-    b: Tensor | Outline,
-    a_scale: Tensor | Outline | None,
-    b_scale: Tensor | Outline | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> GemmProblem:
-    """Return the problem of `qsync::gemm` for valid, non-empty operands with concrete sizes.
+class GemmProduct(NamedTuple):
+    """Arguments of `qsync::gemm`, which describes them."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    bias: Tensor | None
+    out_dtype: torch.dtype = torch.float32
+    tf32: bool = False
+
+
+class ConvProduct(NamedTuple):
+    """Arguments of `qsync::conv2d_product`, which describes them."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None
+    b_scale: Tensor | None
+    bias: Tensor | None
+    size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    operation: ConvOperation
+    out_dtype: torch.dtype = torch.float32
+    tf32: bool = False
+
+
+def gemm_problem(x: GemmProduct, a: Outline | None = None, b: Outline | None = None) -> GemmProblem:
+    """Return the problem of a valid, non-empty product with concrete sizes.
 
     An operand that is neither row- nor column-major counts as contiguous along k, the layout of its
     future copy.
+
+    Args:
+        a, b: outlines of the operands, if they will differ from `x.a` and `x.b`.
     """
+    first, second = a or x.a, b or x.b
     return GemmProblem(
-        m=int(a.shape[0]),
-        n=int(b.shape[1]),
-        k=int(a.shape[1]),
-        a=_format(a, tf32),
-        b=_format(b, tf32),
-        out=_FORMATS[out_dtype],
-        a_major=major(a, preferred="row") or "row",
-        b_major=major(b, preferred="column") or "column",
-        a_scale=scale_kind(a_scale),
-        b_scale=scale_kind(b_scale),
-        bias=bias is not None,
+        m=int(first.shape[0]),
+        n=int(second.shape[1]),
+        k=int(first.shape[1]),
+        a=_format(first, x.tf32),
+        b=_format(second, x.tf32),
+        out=_FORMATS[x.out_dtype],
+        a_major=major(first, preferred="row") or "row",
+        b_major=major(second, preferred="column") or "column",
+        a_scale=scale_kind(x.a_scale),
+        b_scale=scale_kind(x.b_scale),
+        bias=x.bias is not None,
     )
 
 
-@dataclass(frozen=True)
-class ConvWindow:
-    """Stride, padding and dilation of a convolution, for height and width; see `ConvProblem`."""
-
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
-
-def conv_problem(
-    a: Tensor | Outline,
-    b: Tensor | Outline,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: tuple[int, int],
-    window: ConvWindow,
-    operation: ConvOperation,
-    out_dtype: torch.dtype,
-    tf32: bool,
-) -> ConvProblem:
-    """Return the problem of `qsync::conv2d_product` with these operands; see `gemm_problem`."""
-    first, second = [int(s) for s in a.shape], [int(s) for s in b.shape]
-    match operation:
+def conv_problem(x: ConvProduct, a: Outline | None = None, b: Outline | None = None) -> ConvProblem:
+    """Return the problem of a convolution product; see `gemm_problem`."""
+    first, second = a or x.a, b or x.b
+    batch, rows, *image = map(int, first.shape)
+    columns, channels, *other = map(int, second.shape)
+    height, width = map(int, x.size)
+    match x.operation:
         case "fprop":  # x [n, c, h, w], weight [k, c, r, s]
-            n, c, h, w = first
-            k, _, r, s = second
+            n, (h, w), c, k, (r, s) = batch, image, rows, columns, other
         case "dgrad":  # gradient of y [n, k, p, q], weight [k, c, r, s]
-            n, (k, c, r, s), (h, w) = first[0], second, size
+            n, (h, w), c, k, (r, s) = batch, (height, width), channels, rows, other
         case "wgrad":  # gradient of y [n, k, p, q], x [n, c, h, w]
-            (n, k), (_, c, h, w), (r, s) = first[:2], second, size
+            n, (h, w), c, k, (r, s) = batch, other, channels, rows, (height, width)
     return ConvProblem(
-        operation, n, h, w, c, k, r, s, window.padding, window.stride, window.dilation,
-        _format(a, tf32), _format(b, tf32), _FORMATS[out_dtype], scale_kind(a_scale),
-        scale_kind(b_scale), bias is not None,
+        x.operation, n, h, w, c, k, r, s, _pair(x.padding), _pair(x.stride), _pair(x.dilation),
+        _format(first, x.tf32), _format(second, x.tf32), _FORMATS[x.out_dtype],
+        scale_kind(x.a_scale), scale_kind(x.b_scale), x.bias is not None,
     )  # fmt: skip
+
+
+def _pair(sizes: Sequence[int]) -> tuple[int, int]:
+    height, width = sizes
+    return int(height), int(width)
 
 
 def _format(t: Tensor | Outline, tf32: bool) -> str:

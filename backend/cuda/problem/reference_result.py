@@ -17,22 +17,14 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem.problem import ConvOperation
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct
 from qsync_fx.formats import FORMATS
 
 _INT8: Final = torch.int8
 _NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def gemm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    integers: bool = True,
-) -> Tensor:
+def gemm(x: GemmProduct, *, integers: bool = True) -> Tensor:
     """Compute `qsync::gemm` with torch's own products.
 
     Args:
@@ -42,15 +34,15 @@ def gemm(
     Returns:
         [M, N], `out_dtype`.
     """
-    bare = a_scale is None and b_scale is None and bias is None
-    if bare and a.dtype == b.dtype == out_dtype and a.device.type == "cuda" and a.shape[1]:
+    a, b, scales = x.a, x.b, (x.a_scale, x.b_scale)
+    bare = scales == (None, None) and x.bias is None
+    if bare and a.dtype == b.dtype == x.out_dtype and a.device.type == "cuda" and a.shape[1]:
         return a @ b
-    total, scales = (
-        _sum(a, b, (a_scale, b_scale), integers)
-        if a.shape[1]
-        else (_zeros(a, b), (a_scale, b_scale))
-    )
-    return epilogue(total, *scales, bias, out_dtype)
+    if a.shape[1]:
+        total, scales = _sum(a, b, scales, integers)
+    else:
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    return epilogue(total, *scales, x.bias, x.out_dtype)
 
 
 def epilogue(
@@ -74,10 +66,6 @@ def epilogue(
 
 
 _Scales = tuple[Tensor | None, Tensor | None]
-
-
-def _zeros(a: Tensor, b: Tensor) -> Tensor:
-    return torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
 
 
 def _sum(a: Tensor, b: Tensor, scales: _Scales, integers: bool) -> tuple[Tensor, _Scales]:
@@ -150,39 +138,28 @@ def _fp8_sum(a: Tensor, b: Tensor, scales: _Scales) -> tuple[Tensor, _Scales]:
     return torch._scaled_mm(a, b, now[0], now[1], out_dtype=torch.float32), (later[0], later[1])
 
 
-def conv2d_product(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: ConvOperation,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def conv2d_product(x: ConvProduct) -> Tensor:
     """Compute `qsync::conv2d_product` with torch's own convolutions.
 
     CUDA convolves in the compute dtype, which rounds the sum; FP32 if fprop has an FP32 output. The
     result is channels-last.
     """
-    dtype = _conv_type(a, b, out_dtype if operation == "fprop" else None)
-    total = convolve(a.to(dtype), b.to(dtype), size, (stride, padding, dilation), operation)
+    dtype = _conv_type(x)
+    geometry = x.stride, x.padding, x.dilation
+    total = convolve(x.a.to(dtype), x.b.to(dtype), x.size, geometry, x.operation)
     # Per-channel scales are already `[1, K, 1, 1]`; the bias is a vector.
-    added = None if bias is None else bias.reshape(1, -1, 1, 1)
-    value = epilogue(total, a_scale, b_scale, added, out_dtype)
+    bias = None if x.bias is None else x.bias.reshape(1, -1, 1, 1)
+    value = epilogue(total, x.a_scale, x.b_scale, bias, x.out_dtype)
     if value.is_contiguous(memory_format=torch.channels_last) and value.stride(1) == 1:
         return value
     return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
 
 
-def _conv_type(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    if a.device.type != "cuda":
-        return torch.float64 if a.dtype == _INT8 else torch.float32
-    narrow = torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype
-    return narrow if out_dtype is None else torch.promote_types(narrow, out_dtype)
+def _conv_type(x: ConvProduct) -> torch.dtype:
+    if x.a.device.type != "cuda":
+        return torch.float64 if x.a.dtype == _INT8 else torch.float32
+    narrow = torch.bfloat16 if x.a.dtype.itemsize == 1 else x.a.dtype
+    return torch.promote_types(narrow, x.out_dtype) if x.operation == "fprop" else narrow
 
 
 def convolve(

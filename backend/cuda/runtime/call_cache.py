@@ -30,6 +30,8 @@ from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import padding
 from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Major, Problem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import (
+    ConvProduct,
+    GemmProduct,
     aligned,
     format_name,
     leading,
@@ -106,50 +108,37 @@ class _KernelSite:
         )
         self._size: int | None = None
 
-    def __call__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        b_scale: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, x: GemmProduct | ConvProduct) -> Tensor:
         """Compute the product; raise `KernelError` if the kernel rejects the operands or fails."""
         if launch_utils.elsewhere(self._device):
             with torch.cuda.device(self._device):
-                return self._queued(a, b, a_scale, b_scale, bias)
-        return self._queued(a, b, a_scale, b_scale, bias)
+                return self._queued(x)
+        return self._queued(x)
 
-    def _queued(
-        self,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        b_scale: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def _queued(self, x: GemmProduct | ConvProduct) -> Tensor:
+        # The names keep the copies alive until the kernel is queued.
+        a, b, a_scale, b_scale, bias = x[:5]
         if self._first is not None:
             a = self._first(a)
         if self._second is not None:
             b = self._second(b)
         d = torch.empty_strided(self._whole, self._steps, dtype=self._type, device=self._device)
-        x = self._fresh()
-        x.a, x.b, x.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
-        # The names keep the copies alive until the kernel is queued.
+        arguments = self._fresh()
+        arguments.a, arguments.b, arguments.d = a.data_ptr(), b.data_ptr(), d.data_ptr()
         if a_scale is not None:
             if a_scale.dim():
                 a_scale = _vector(a_scale, self._rows)
-            x.a_scale = a_scale.data_ptr()
+            arguments.a_scale = a_scale.data_ptr()
         if b_scale is not None:
             if b_scale.dim():
                 b_scale = _vector(b_scale, self._columns)
-            x.b_scale = b_scale.data_ptr()
+            arguments.b_scale = b_scale.data_ptr()
         if bias is not None:
             bias = _vector(bias, self._columns)
-            x.bias = bias.data_ptr()
+            arguments.bias = bias.data_ptr()
         if self._size is None:
-            self._size = launch_utils.asked(self.library, x)
-        launch_utils.queue(self.library, x, self._size, self._device)
+            self._size = launch_utils.asked(self.library, arguments)
+        launch_utils.queue(self.library, arguments, self._size, self._device)
         return d if self._part is None else self._part(d)
 
 
@@ -162,16 +151,16 @@ class GemmSite(_KernelSite):
         config: KernelConfig,
         problem: GemmProblem,
         used: GemmProblem,
-        a: Tensor,
-        b: Tensor,
+        x: GemmProduct,
     ) -> None:
         """Prepare a call.
 
         Args:
             problem: the requested problem.
             used: the padded or re-laid-out problem that the kernel runs.
-            a, b: example operands; all calls share their metadata, not their values.
+            x: example arguments; all calls share their metadata, not their values.
         """
+        a, b = x.a, x.b
         super().__init__(library, problem, used.out, a)
         m, n, k = used.m, used.n, used.k
         a_copied = tuple(a.shape) != (m, k) or not aligned(a, used.a_major, config.alignment)
@@ -206,13 +195,16 @@ class ConvSite(_KernelSite):
         config: KernelConfig,
         problem: ConvProblem,
         used: ConvProblem,
-        a: Tensor,
-        b: Tensor,
+        x: ConvProduct,
     ) -> None:
-        super().__init__(library, problem, used.out, a)
+        super().__init__(library, problem, used.out, x.a)
         p, t = problem, used
-        x, weight, y = (t.n, t.c), (t.k, t.c), (t.n, t.k)
-        first, second = {"fprop": (x, weight), "dgrad": (y, weight), "wgrad": (y, x)}[p.operation]
+        image, weight, y = (t.n, t.c), (t.k, t.c), (t.n, t.k)
+        first, second = {
+            "fprop": (image, weight),
+            "dgrad": (y, weight),
+            "wgrad": (y, image),
+        }[p.operation]
         shape, full = {
             "fprop": ((p.n, p.p, p.q, p.k), (t.n, t.p, t.q, t.k)),
             "dgrad": ((p.n, p.h, p.w, p.c), (t.n, t.h, t.w, t.c)),
@@ -220,12 +212,12 @@ class ConvSite(_KernelSite):
         }[p.operation]
         self._first = (
             None
-            if _lies_last(a, *first)
+            if _lies_last(x.a, *first)
             else lambda image: layout_convert.channels_last(image, *first)
         )
         self._second = (
             None
-            if _lies_last(b, *second)
+            if _lies_last(x.b, *second)
             else lambda image: layout_convert.channels_last(image, *second)
         )
         # The first operand of a convolution has at most one scale.
@@ -242,7 +234,7 @@ class ConvSite(_KernelSite):
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
             pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h,
             dilation_w=dilation_w,
-            b_scale_per_channel=t.b_scale == "channel", split=1, **launch_utils.place(a.device),
+            b_scale_per_channel=t.b_scale == "channel", split=1, **launch_utils.place(x.a.device),
         )  # fmt: skip
         self._fresh = partial(ConvArguments.from_buffer_copy, arguments)
 

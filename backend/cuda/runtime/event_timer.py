@@ -12,7 +12,6 @@ operands, and at most one pass over the result, since a compiler fuses scales, b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -22,7 +21,7 @@ from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import reference_result
 from qsync_fx.backend.cuda.problem.problem import ConvProblem, GemmProblem, Problem
-from qsync_fx.backend.cuda.problem.problem_from_tensors import type_of
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct, type_of
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.cuda.tuning import Candidate, TuningError, name_of
 from qsync_fx.errors import KernelError
@@ -30,21 +29,10 @@ from qsync_fx.errors import KernelError
 _NARROW: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@dataclass(frozen=True)
-class TimedOperands:
-    """Operands of one problem, as `qsync::gemm` and `qsync::conv2d_product` accept them."""
-
-    a: Tensor
-    b: Tensor
-    a_scale: Tensor | None
-    b_scale: Tensor | None
-    bias: Tensor | None
-
-
 def operands(
     problem: Problem, device: torch.device, generator: torch.Generator | None = None
-) -> TimedOperands:
-    """Return random operands of a problem.
+) -> GemmProduct | ConvProduct:
+    """Return a product with random operands of a problem.
 
     They are never zero: a GPU that multiplies zeros draws less power and clocks higher.
     """
@@ -75,16 +63,26 @@ def operands(
         a, b = values(first, a_type).permute(0, 3, 1, 2), values(second, b_type).permute(0, 3, 1, 2)
         scales = positive(p.a_scale, ()), positive(p.b_scale, (1, p.k, 1, 1))
     bias = torch.randn(channels, device=device, generator=generator) if problem.bias else None
-    return TimedOperands(a, b, *scales, bias)
+    tensors = a, b, *scales, bias
+    out, tf32 = type_of(problem.out), "tf32" in (problem.a, problem.b)
+    if isinstance(problem, GemmProblem):
+        return GemmProduct(*tensors, out, tf32)
+    p = problem
+    size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
+    return ConvProduct(*tensors, size, p.stride, p.padding, p.dilation, p.operation, out, tf32)
 
 
-def peer(problem: Problem, value: TimedOperands) -> Callable[[], Tensor]:
+def peer(problem: Problem, value: GemmProduct | ConvProduct) -> Callable[[], Tensor]:
     """Return a function that computes torch's product of the operands.
 
     Its result is in the problem's output format. One elementwise pass represents the epilogue; its
     factor need not equal the scales.
     """
-    product = _gemm(problem, value) if isinstance(problem, GemmProblem) else _conv(problem, value)
+    if isinstance(value, GemmProduct):
+        assert isinstance(problem, GemmProblem)
+        product = _gemm(problem, value)
+    else:
+        product = _conv(value)
     out = type_of(problem.out)
     bare = value.a_scale is None and value.b_scale is None and value.bias is None
 
@@ -100,8 +98,8 @@ def peer(problem: Problem, value: TimedOperands) -> Callable[[], Tensor]:
     return run
 
 
-def _gemm(problem: GemmProblem, value: TimedOperands) -> Callable[[], Tensor]:
-    a, b = value.a, value.b
+def _gemm(problem: GemmProblem, x: GemmProduct) -> Callable[[], Tensor]:
+    a, b = x.a, x.b
     if a.dtype == torch.int8:
         if reference_result.takes_integers(problem.m, problem.n, problem.k):
             return lambda: reference_result.integer_product(a, b.t())
@@ -109,36 +107,30 @@ def _gemm(problem: GemmProblem, value: TimedOperands) -> Callable[[], Tensor]:
     if a.dtype in _NARROW:
         if reference_result.takes_fp8(a, b):
             item = torch.ones((), device=a.device)
-            out = type_of(problem.out)
-            return lambda: torch._scaled_mm(a, b, item, item, out_dtype=out)
+            return lambda: torch._scaled_mm(a, b, item, item, out_dtype=x.out_dtype)
         return lambda: a.to(torch.bfloat16) @ b.to(torch.bfloat16)
     return lambda: a @ b
 
 
-def _conv(problem: ConvProblem, value: TimedOperands) -> Callable[[], Tensor]:
-    narrow = torch.bfloat16 if value.a.dtype.itemsize == 1 else value.a.dtype
-    size = (problem.h, problem.w) if problem.operation == "dgrad" else (problem.r, problem.s)
-    geometry = problem.stride, problem.padding, problem.dilation
+def _conv(x: ConvProduct) -> Callable[[], Tensor]:
+    narrow = torch.bfloat16 if x.a.dtype.itemsize == 1 else x.a.dtype
+    geometry = x.stride, x.padding, x.dilation
 
     def run() -> Tensor:
         # The casts count: torch has no convolutions of one-byte operands.
         return reference_result.convolve(
-            value.a.to(narrow), value.b.to(narrow), size, geometry, problem.operation
+            x.a.to(narrow), x.b.to(narrow), x.size, geometry, x.operation
         )
 
     return run
 
 
-def differs(problem: Problem, result: Tensor, value: TimedOperands) -> str:
+def differs(result: Tensor, x: GemmProduct | ConvProduct) -> str:
     """Return how a result differs from the reference beyond rounding; "" if it does not."""
-    o = value
-    if isinstance(problem, GemmProblem):
-        want = reference_result.gemm(o.a, o.b, o.a_scale, o.b_scale, o.bias, torch.float32)
+    if isinstance(x, GemmProduct):
+        want = reference_result.gemm(x._replace(out_dtype=torch.float32))
     else:
-        p = problem
-        size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-        settings = size, p.stride, p.padding, p.dilation, p.operation, torch.float32
-        want = reference_result.conv2d_product(o.a, o.b, o.a_scale, o.b_scale, o.bias, *settings)
+        want = reference_result.conv2d_product(x._replace(out_dtype=torch.float32))
     largest = want.abs().amax()
     error = (result.float() - want).abs().amax()
     # The reference itself may have been rounded to BF16.
@@ -204,7 +196,7 @@ class EventTimer:
         """Compile, verify and warm up a candidate, and choose its launches per sequence."""
         runs = [self._runner(candidate, value) for value in self._copies]
         if not isinstance(candidate, str):
-            wrong = differs(self._problem, runs[0](), self._copies[0])
+            wrong = differs(runs[0](), self._copies[0])
             if wrong:
                 raise TuningError(f"its result is wrong: {wrong}", where=candidate.name)
         self._row(runs, len(runs))
@@ -212,7 +204,9 @@ class EventTimer:
         self._launches[name_of(candidate)] = max(len(runs), min(MOST_LAUNCHES, int(SECONDS / took)))
         self._runs[name_of(candidate)] = runs
 
-    def _runner(self, candidate: Candidate, value: TimedOperands) -> Callable[[], Tensor]:
+    def _runner(
+        self, candidate: Candidate, value: GemmProduct | ConvProduct
+    ) -> Callable[[], Tensor]:
         if isinstance(candidate, str):
             return peer(self._problem, value)
         return call_of(candidate, self._problem, self._taken, value)
@@ -230,7 +224,7 @@ class EventTimer:
 
 
 def call_of(
-    config: KernelConfig, problem: Problem, used: Problem, value: TimedOperands
+    config: KernelConfig, problem: Problem, used: Problem, value: GemmProduct | ConvProduct
 ) -> Callable[[], Tensor]:
     """Return a function that runs a kernel on operands; compile its library.
 
@@ -241,13 +235,13 @@ def call_of(
     """
     library = kernel_registry.library(kernel_registry.unit_of(config))
     assert library is not None
-    tensors = value.a, value.b, value.a_scale, value.b_scale, value.bias
-    if isinstance(used, GemmProblem):
-        matrix = used
-        return lambda: launch.run_gemm(library, config, matrix, *tensors)
-    assert isinstance(problem, ConvProblem)
-    images, full = problem, used
-    return lambda: launch.run_conv(library, config, images, full, *tensors)
+    if isinstance(value, GemmProduct):
+        assert isinstance(used, GemmProblem)
+        matrix, product = used, value
+        return lambda: launch.run_gemm(library, config, matrix, product)
+    assert isinstance(problem, ConvProblem) and isinstance(used, ConvProblem)
+    images, full, images_product = problem, used, value
+    return lambda: launch.run_conv(library, config, images, full, images_product)
 
 
 def _no_memory(error: Exception) -> TuningError:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from qsync_fx import _C
 from qsync_fx.backend.cuda.problem.problem import ConvOperation
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct, GemmProduct
 from qsync_fx.backend.numerics.native import empty_on_cpu
 from qsync_fx.backend.operators.conv_gradients import places
 from qsync_fx.devices.cpu_features import native_integer_unit
@@ -98,20 +99,13 @@ def gemm_too_small(m: int, n: int, k: int, fmt: Precision) -> str | None:
     return f"{m} x {n} x {k} is too small for {encoding(fmt)} to pay"
 
 
-def gemm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    transposed: bool = False,
-) -> Tensor:
+def gemm(x: GemmProduct, transposed: bool = False) -> Tensor:
     """Compute `qsync::gemm` of matrices that `multiplies` accepts.
 
     It does not call `finished`: for small products the extra calls take as long as the kernel, a
     few microseconds.
     """
+    a, b, out_dtype = x.a, x.b, x.out_dtype
     rows, inner = a.shape
     if transposed:
         columns, b_strides = b.shape[0], b.stride()[::-1]
@@ -120,7 +114,7 @@ def gemm(
     dtype = _TYPES.get(out_dtype)
     result = empty_on_cpu((rows, columns), (columns or 1, 1), out_dtype if dtype else torch.float32)
     # The converted tensors must live until the call returns.
-    a_scale, b_scale, bias = _vector(a_scale), _vector(b_scale), _vector(bias)
+    a_scale, b_scale, bias = _vector(x.a_scale), _vector(x.b_scale), _vector(x.bias)
     _C.gemm(
         a.data_ptr(),
         b.data_ptr(),
@@ -244,28 +238,18 @@ def conv_too_small(weight: Sequence[int], stride: Sequence[int]) -> str | None:
     return None
 
 
-def conv2d_product(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: ConvOperation,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def conv2d_product(x: ConvProduct) -> Tensor:
     """Compute `qsync::conv2d_product` of non-empty operands that `multiplies_conv` accepts."""
+    a, b, size = x.a, x.b, x.size
     settings: dict[str, Any] = {
         "kernel": tuple(size),
-        "stride": tuple(stride),
-        "padding": tuple(padding),
+        "stride": tuple(x.stride),
+        "padding": tuple(x.padding),
+        "dilation": tuple(x.dilation),
+        "out": tuple(a.shape[2:]),
     }
-    settings |= {"dilation": tuple(dilation), "out": tuple(a.shape[2:])}
-    epilogue = Epilogue(a_scale, b_scale, bias, out_dtype)
-    if operation == "wgrad":
+    epilogue = Epilogue(x.a_scale, x.b_scale, x.bias, x.out_dtype)
+    if x.operation == "wgrad":
         # Rows of the result are taps, columns are output channels, which are the first dimension of
         # a weight.
         result = _multiplied(b, _pixels(a), epilogue, settings, taps=True)
@@ -275,13 +259,13 @@ def conv2d_product(
             .permute(0, 3, 1, 2)
         )
     b = _channels_last(b)
-    if operation == "fprop":
-        windows = zip(a.shape[2:], size, stride, padding, dilation, strict=True)
+    if x.operation == "fprop":
+        windows = zip(a.shape[2:], size, x.stride, x.padding, x.dilation, strict=True)
         settings["out"] = tuple(places(*window) for window in windows)
         taps = b.permute(2, 3, 1, 0).reshape(-1, b.shape[0])
     else:
         settings |= {"kernel": tuple(b.shape[2:]), "out": tuple(size)}
-        transposed = zip(b.shape[2:], padding, dilation, strict=True)
+        transposed = zip(b.shape[2:], x.padding, x.dilation, strict=True)
         settings["padding"] = tuple(d * (k - 1) - p for k, p, d in transposed)
         taps = b.flip(2, 3).permute(2, 3, 0, 1).reshape(-1, b.shape[1])
     result = _multiplied(a, taps, epilogue, settings, taps=False)

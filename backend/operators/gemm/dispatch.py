@@ -15,8 +15,7 @@ Invariant: without kernels for the device a product is None, and the layer compu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -26,11 +25,13 @@ from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.problem import ConvOperation, GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import (
     OUTPUTS,
-    ConvWindow,
+    ConvProduct,
+    GemmProduct,
     Outline,
     conv_problem,
     gemm_problem,
     outline,
+    sizes_of,
     too_large,
 )
 from qsync_fx.backend.cuda.runtime import launch_utils
@@ -68,31 +69,28 @@ class MatrixProduct(NamedTuple):
         """The second operand as it is multiplied; stacks, which no kernel accepts, unchanged."""
         return self.b.t() if self.transposed and self.b.dim() == 2 else self.b
 
-    def problem(self) -> GemmProblem | None:
-        """Return the problem of the product; None if torch computes it on every device."""
-        return _gemm_problem(
-            outline(self.a),
-            outline(self.second, self.b_dtype),
-            a_scale=self.a_scale,
-            b_scale=self.b_scale,
-            bias=self.bias,
-            out_dtype=self.out_dtype,
-            row=self.row,
-        )
-
-    def by_gemm(self, b: Tensor, transposed: bool = False) -> Tensor:
-        """Return the product by `qsync::gemm` with `b` as its second operand."""
-        result = gemm(
+    @property
+    def gemm_product(self) -> GemmProduct:
+        """The arguments of `qsync::gemm` that compute it."""
+        return GemmProduct(
             self.a,
-            b,
+            self.second,
             self.a_scale,
             self.b_scale,
             self.bias,
-            out_dtype=_out(self.out_dtype),
-            tf32=_gridded(self.row),
-            transposed=transposed,
+            _out(self.out_dtype),
+            _gridded(self.row),
         )
-        return result.to(self.out_dtype)
+
+    def problem(self) -> GemmProblem | None:
+        """Return the problem of the product; None if torch computes it on every device."""
+        x = self.gemm_product
+        return _gemm_problem(x, outline(x.a), outline(x.b, self.b_dtype))
+
+    def by_gemm(self, b: Tensor, transposed: bool = False) -> Tensor:
+        """Return the product by `qsync::gemm` with `b` as its second operand."""
+        x = self.gemm_product._replace(b=b)
+        return gemm(*x, transposed=transposed).to(self.out_dtype)
 
 
 class Dispatcher(ABC):
@@ -151,64 +149,9 @@ class Dispatcher(ABC):
             or (a_scale is not None and a_scale.dim())
         ):
             return None
-        out = _out(out_dtype)
-        if not self.covers(a.device):
-            if not (
-                a.dim() == 4
-                and native_integer_unit()
-                and cpu_kernels.pays(a, b, like, stride, operation)
-            ):
-                return None
-            return conv2d_product(
-                a,
-                b,
-                a_scale,
-                b_scale,
-                bias,
-                size=like.shape[2:],
-                stride=stride,
-                padding=padding,
-                dilation=dilation,
-                operation=operation,
-                out_dtype=out,
-            ).to(out_dtype)
-        flat = a.dim() == 3
-        if flat:
-            # 1-D convolutions are images of height 1.
-            a, b, like = a.unsqueeze(2), b.unsqueeze(2), like.unsqueeze(2)
-            stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
-            b_scale = b_scale if b_scale is None or b_scale.dim() == 0 else b_scale.unsqueeze(2)
-        first, second, sizes = outline(a), outline(b, b_dtype), outline(like)
-        if (
-            first is None
-            or second is None
-            or sizes is None
-            or not multiplies(first.dtype, second.dtype)
-        ):
-            return None
-        if 0 in (*first.shape, *second.shape, *sizes.shape):
-            return None
-        numbers = [outline_pair(part) for part in (stride, padding, dilation)]
-        if any(pair is None for pair in numbers):
-            return None
-        tf32 = _gridded(row)
-        problem = conv_problem(
-            first,
-            second,
-            a_scale,
-            b_scale,
-            bias,
-            size=(sizes.shape[2], sizes.shape[3]),
-            window=ConvWindow(*numbers),  # type: ignore[arg-type]
-            operation=operation,
-            out_dtype=out,
-            tf32=tf32,
-        )
-        if min(problem.p, problem.q) < 1 or not self._computes(problem, a.device):
-            return None
-        result = conv2d_product(
+        x = ConvProduct(
             a,
-            b if b_dtype is None else b.to(b_dtype),
+            b,
             a_scale,
             b_scale,
             bias,
@@ -217,9 +160,45 @@ class Dispatcher(ABC):
             padding=padding,
             dilation=dilation,
             operation=operation,
-            out_dtype=out,
-            tf32=tf32,
-        ).to(out_dtype)
+            out_dtype=_out(out_dtype),
+            tf32=_gridded(row),
+        )
+        if not self.covers(a.device):
+            if not (
+                a.dim() == 4
+                and native_integer_unit()
+                and cpu_kernels.pays(a, b, like, stride, operation)
+            ):
+                return None
+            return conv2d_product(*x).to(out_dtype)
+        flat = a.dim() == 3
+        if flat:
+            # 1-D convolutions are images of height 1.
+            if b_scale is not None and b_scale.dim():
+                b_scale = b_scale.unsqueeze(2)
+            x = x._replace(
+                a=a.unsqueeze(2),
+                b=b.unsqueeze(2),
+                b_scale=b_scale,
+                size=[1, *x.size],
+                stride=[1, *stride],
+                padding=[0, *padding],
+                dilation=[1, *dilation],
+            )
+        first, second = outline(x.a), outline(x.b, b_dtype)
+        size = sizes_of(x.size)
+        if first is None or second is None or size is None:
+            return None
+        if not multiplies(first.dtype, second.dtype) or 0 in (*first.shape, *second.shape, *size):
+            return None
+        if not all(isinstance(n, int) for n in (*x.stride, *x.padding, *x.dilation)):
+            return None
+        problem = conv_problem(x._replace(size=size), first, second)
+        if min(problem.p, problem.q) < 1 or not self._computes(problem, a.device):
+            return None
+        if b_dtype is not None:
+            x = x._replace(b=x.b.to(b_dtype))
+        result = conv2d_product(*x).to(out_dtype)
         return result.squeeze(2) if flat else result
 
     def integers_pay(self, product: MatrixProduct) -> bool:
@@ -255,16 +234,11 @@ class Dispatcher(ABC):
         ):
             return False
         m, n = layout.shape
-        problem = _gemm_problem(
-            Outline(rounded.dtype, (n, m), (m, 1)),
-            outline(xq),
-            a_scale=Outline(torch.float32, (), ()),
-            b_scale=x_scale,
-            bias=None,
-            out_dtype=out_dtype,
-            row=row,
-        )
-        return problem is not None and self._has_kernel(problem, gradient.device)
+        x = GemmProduct(gradient.t(), xq, None, x_scale, None, _out(out_dtype), _gridded(row))
+        problem = _gemm_problem(x, Outline(rounded.dtype, (n, m), (m, 1)), outline(xq))
+        if problem is None:
+            return False
+        return self._has_kernel(replace(problem, a_scale="tensor"), gradient.device)
 
     @abstractmethod
     def covers(self, device: torch.device) -> bool:
@@ -343,33 +317,14 @@ def partner(gradient: Tensor) -> torch.dtype | None:
     return None if gradient.dtype.itemsize == 1 else gradient.dtype
 
 
-def _gemm_problem(
-    a: Outline | None,
-    b: Outline | None,
-    *,
-    a_scale: Tensor | Outline | None,
-    b_scale: Tensor | Outline | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    row: Precision,
-) -> GemmProblem | None:
+def _gemm_problem(x: GemmProduct, a: Outline | None, b: Outline | None) -> GemmProblem | None:
     """Return the problem of a product; None if torch computes it on every device."""
-    if (
-        a is None
-        or b is None
-        or len(a.shape) != 2
-        or not multiplies(a.dtype, b.dtype)
-        or 0 in (*a.shape, *b.shape)
-    ):
+    if a is None or b is None or len(a.shape) != 2:
         return None
-    result = gemm_problem(a, b, a_scale, b_scale, bias, _out(out_dtype), _gridded(row))
+    if not multiplies(a.dtype, b.dtype) or 0 in (*a.shape, *b.shape):
+        return None
+    result = gemm_problem(x, a, b)
     return None if too_large(result.m, result.n, result.k) else result
-
-
-def outline_pair(values: Sequence[int]) -> tuple[int, int] | None:
-    """Return two numbers; None if they are symbolic."""
-    first, second = values
-    return (first, second) if isinstance(first, int) and isinstance(second, int) else None
 
 
 def _gridded(row: Precision) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
-from qsync_fx.backend.cuda.problem.problem_from_tensors import OUTPUTS, format_name
+from qsync_fx.backend.cuda.problem.problem_from_tensors import OUTPUTS, GemmProduct, format_name
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.operators.gemm import cpu_kernels
 from qsync_fx.backend.operators.registration import define, require
@@ -101,22 +101,13 @@ def check_scale(scale: Tensor | None, shape: tuple[object, ...], name: str, wher
             )
 
 
-def _check(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tf32: bool,
-    transposed: bool = False,
-) -> None:
+def _check(x: GemmProduct, transposed: bool = False) -> None:
     """Raise if the operator cannot compute a product.
 
     Every kernel call runs this, so messages are built only if a condition may be false.
     """
-    where = "qsync::gemm"
-    check_types(a, b, out_dtype, where)
+    where, a, b, bias = "qsync::gemm", x.a, x.b, x.bias
+    check_types(a, b, x.out_dtype, where)
     require(a.dim() == 2 and b.dim() == 2, lambda: f"{where}: operands are matrices")
     rows, length = a.shape
     columns, inner = b.shape if transposed else reversed(b.shape)
@@ -124,49 +115,36 @@ def _check(
         require(
             fits, lambda: f"{where}: {list(a.shape)} and {[inner, columns]} cannot be multiplied"
         )
-    if a_scale is not None:
-        check_scale(a_scale, (rows, 1), "a_scale", where)
-    if b_scale is not None:
-        check_scale(b_scale, (1, columns), "b_scale", where)
+    check_scale(x.a_scale, (rows, 1), "a_scale", where)
+    check_scale(x.b_scale, (1, columns), "b_scale", where)
     if bias is not None and (fits := bias.dim() == 1 and bias.shape[0] == columns) is not True:
         require(fits, lambda: f"{where}: bias is [{columns}]")
 
 
-def _fake(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-    # The order of the schema: scales, bias, dtype of the output, tf32, transposed.
-    *_, out_dtype, _, transposed = others if len(others) == 6 else (*others, False)
-    _check(a, b, *others)
-    return a.new_empty((a.shape[0], b.shape[0 if transposed else 1]), dtype=out_dtype)
+def _product(*arguments: Any) -> tuple[GemmProduct, bool]:
+    """Return the product and `transposed`, the last argument, which may be left out."""
+    return GemmProduct(*arguments[:7]), len(arguments) > 7 and arguments[7]
 
 
-def _on_cpu(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tf32: bool,
-    transposed: bool = False,
-) -> Tensor:
-    _check(a, b, a_scale, b_scale, bias, out_dtype, tf32, transposed)
-    if cpu_kernels.multiplies(a, b):
-        return cpu_kernels.gemm(a, b, a_scale, b_scale, bias, out_dtype, transposed)
-    return reference_result.gemm(a, b.t() if transposed else b, a_scale, b_scale, bias, out_dtype)
+def _fake(*arguments: Any) -> Tensor:
+    x, transposed = _product(*arguments)
+    _check(x, transposed)
+    return x.a.new_empty((x.a.shape[0], x.b.shape[0 if transposed else 1]), dtype=x.out_dtype)
 
 
-def _kernel(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tf32: bool,
-    transposed: bool = False,
-) -> Tensor:
-    right = b.t() if transposed and b.dim() == 2 else b
-    return launch.gemm(a, right, a_scale, b_scale, bias, out_dtype, tf32, check=_check)
+def _on_cpu(*arguments: Any) -> Tensor:
+    x, transposed = _product(*arguments)
+    _check(x, transposed)
+    if cpu_kernels.multiplies(x.a, x.b):
+        return cpu_kernels.gemm(x, transposed)
+    return reference_result.gemm(x._replace(b=x.b.t()) if transposed else x)
+
+
+def _kernel(*arguments: Any) -> Tensor:
+    x, transposed = _product(*arguments)
+    if transposed and x.b.dim() == 2:
+        x = x._replace(b=x.b.t())
+    return launch.gemm(x, check=_check)
 
 
 define(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, cast, get_args
+from typing import Any, Final, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
 from qsync_fx.backend.cuda.problem.problem import ConvOperation
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.operators.conv_gradients import Geometry, places
 from qsync_fx.backend.operators.gemm import cpu_kernels, int_mm
@@ -74,44 +75,12 @@ def conv2d_product(
     return result
 
 
-class _Conv2dArguments(NamedTuple):
-    """Arguments of the operator, in the order of its schema."""
-
-    a: Tensor
-    b: Tensor
-    a_scale: Tensor | None
-    b_scale: Tensor | None
-    bias: Tensor | None
-    size: Sequence[int]
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    operation: str
-    out_dtype: torch.dtype
-    tf32: bool
-
-    @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return self.a, self.b, self.a_scale, self.b_scale, self.bias
-
-    @property
-    def geometry(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
-        return self.size, self.stride, self.padding, self.dilation
-
-
-def _shape(
-    a: Tensor,
-    b: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    operation: ConvOperation,
-) -> tuple[int, ...]:
+def _shape(x: ConvProduct) -> tuple[int, ...]:
     """Return the shape of the result; raise if the operands' shapes are inconsistent."""
-    if operation == "dgrad":
+    a, b, size = x.a, x.b, x.size
+    if x.operation == "dgrad":
         inputs, weight, outputs = (a.shape[0], b.shape[1], *size), tuple(b.shape), tuple(a.shape)
-    elif operation == "wgrad":
+    elif x.operation == "wgrad":
         inputs, weight, outputs = tuple(b.shape), (a.shape[1], b.shape[1], *size), tuple(a.shape)
     else:
         require(
@@ -119,9 +88,9 @@ def _shape(
             lambda: f"{_WHERE}: {a.shape[1]} channels, the weight has {b.shape[1]}",
         )
         inputs, weight, outputs = tuple(a.shape), tuple(b.shape), (a.shape[0], b.shape[0])
-    windows = zip(inputs[2:], weight[2:], stride, padding, dilation, strict=True)
+    windows = zip(inputs[2:], weight[2:], x.stride, x.padding, x.dilation, strict=True)
     spatial = [places(*window) for window in windows]
-    if operation == "fprop":
+    if x.operation == "fprop":
         return (*outputs, *spatial)
     require(
         outputs[1] == weight[0],
@@ -132,69 +101,58 @@ def _shape(
         require(
             have == want, lambda: f"{_WHERE}: the gradient is {list(outputs[2:])}, not {spatial}"
         )
-    return inputs if operation == "dgrad" else weight
+    return inputs if x.operation == "dgrad" else weight
 
 
-def _checked(x: _Conv2dArguments) -> tuple[ConvOperation, tuple[int, ...]]:
-    """Return the operation and the shape of the result; raise if the arguments are invalid."""
-    if x.operation not in get_args(ConvOperation):
-        available = get_args(ConvOperation)
+def _check(x: ConvProduct) -> tuple[int, ...]:
+    """Return the shape of the result; raise if the arguments are invalid."""
+    operations = get_args(ConvOperation)
+    if x.operation not in operations:
         raise OptionError(
             f"{x.operation!r} is no product of a convolution",
             where=_WHERE,
-            do=nearest(x.operation, available),
+            do=nearest(x.operation, operations),
         )
-    selected = cast(ConvOperation, x.operation)
     check_types(x.a, x.b, x.out_dtype, _WHERE)
     require(x.a.dim() == 4 and x.b.dim() == 4, lambda: f"{_WHERE}: operands have four dimensions")
     require(
-        all(len(part) == 2 for part in x.geometry),
+        all(len(part) == 2 for part in (x.size, x.stride, x.padding, x.dilation)),
         lambda: f"{_WHERE}: sizes are for height and width",
     )
-    shape = _shape(x.a, x.b, *x.geometry, selected)
+    shape = _shape(x)
+    fprop, bias = x.operation == "fprop", x.bias
     require(x.a_scale is None or x.a_scale.dim() == 0, lambda: f"{_WHERE}: a_scale is one number")
-    require(selected == "fprop" or x.bias is None, lambda: f"{_WHERE}: only fprop has a bias")
+    require(fprop or bias is None, lambda: f"{_WHERE}: only fprop has a bias")
     require(
-        selected == "fprop" or x.b_scale is None or x.b_scale.dim() == 0,
+        fprop or x.b_scale is None or x.b_scale.dim() == 0,
         lambda: f"{_WHERE}: b_scale is one number",
     )
     check_scale(x.a_scale, (), "a_scale", _WHERE)
     check_scale(x.b_scale, (1, shape[1], 1, 1), "b_scale", _WHERE)
-    bias = x.bias
     if bias is not None:
         require(
             bias.dim() == 1 and bias.shape[0] == shape[1], lambda: f"{_WHERE}: bias is [{shape[1]}]"
         )
-    return selected, shape
+    return shape
 
 
-def _implicit_gemm_fake(*value: Any) -> Tensor:
-    x = _Conv2dArguments(*value)
-    _, shape = _checked(x)
-    return torch.empty(
-        shape, dtype=x.out_dtype, device=x.a.device, memory_format=torch.channels_last
-    )
+def _implicit_gemm_fake(*arguments: Any) -> Tensor:
+    x = ConvProduct(*arguments)
+    shape, device = _check(x), x.a.device
+    return torch.empty(shape, dtype=x.out_dtype, device=device, memory_format=torch.channels_last)
 
 
-def _on_cpu(*value: Any) -> Tensor:
-    x = _Conv2dArguments(*value)
-    operation, shape = _checked(x)
-    native = cpu_kernels.multiplies_conv(x.a, x.b, x.stride, operation) and 0 not in (
-        *x.a.shape,
-        *x.b.shape,
-        *shape,
-    )
-    compute = cpu_kernels.conv2d_product if native else reference_result.conv2d_product
-    return compute(*x.operands, *x.geometry, operation, x.out_dtype)
+def _on_cpu(*arguments: Any) -> Tensor:
+    x = ConvProduct(*arguments)
+    sizes = (*_check(x), *x.a.shape, *x.b.shape)
+    if 0 not in sizes and cpu_kernels.multiplies_conv(x.a, x.b, x.stride, x.operation):
+        return cpu_kernels.conv2d_product(x)
+    return reference_result.conv2d_product(x)
 
 
-def _kernel(*value: Any) -> Tensor:
+def _kernel(*arguments: Any) -> Tensor:
     # `launch` caches the check for operands of equal types, shapes and strides.
-    return launch.conv2d_product(*value, check=_check_given)
-
-
-def _check_given(*value: Any) -> None:
-    _checked(_Conv2dArguments(*value))
+    return launch.conv2d_product(ConvProduct(*arguments), check=_check)
 
 
 define(

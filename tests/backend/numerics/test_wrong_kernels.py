@@ -27,6 +27,7 @@ import torch
 from qsync_fx import _C
 from qsync_fx.backend.numerics import native, reference
 from qsync_fx.backend.operators.gemm import cpu_kernels
+from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
 from qsync_fx.formats import precision
 
 _C.spoil(_C.available_isas()[0], sys.argv[1], int(sys.argv[2]))
@@ -35,7 +36,7 @@ x, seed, int8 = torch.randn(33, 65), torch.tensor([7]), precision("int8")
 q, scale = native.quantize(x, seed, 3, int8, "stochastic", [])
 expected, its_scale = reference.quantize(x, seed, 3, int8, "stochastic", [])
 assert torch.equal(q, expected) and torch.equal(scale, its_scale)
-product = cpu_kernels.gemm(q, q.t(), None, None, None, torch.float32)
+product = cpu_kernels.gemm(GemmProduct(q, q.t(), None, None, None))
 assert torch.equal(product, (q.int() @ q.t().int()).float())
 print("path", _C.isa(), "refused", *_C.refused_isas())
 from qsync_fx.cli import doctor_report

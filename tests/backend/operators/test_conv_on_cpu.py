@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from qsync_fx import _C
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, reference_result
+from qsync_fx.backend.cuda.problem.problem_from_tensors import ConvProduct
 from qsync_fx.backend.operators.gemm import cpu_kernels, dispatch
 from qsync_fx.backend.operators.gemm.implicit_gemm import conv2d_product
 from tests.support import tiers
@@ -68,7 +69,9 @@ def test_the_bits_are_those_of_the_reference(
             operation != "dgrad" or stride == (1, 1)
         )
         found = conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
-        want = reference_result.conv2d_product(a, b, *scales, size, *how, operation, out)  # type: ignore[arg-type]
+        want = reference_result.conv2d_product(
+            ConvProduct(a, b, *scales, size, *how, operation, out)
+        )  # type: ignore[arg-type]
         assert found.dtype == out and torch.equal(found, want)
         assert found.is_contiguous(memory_format=torch.channels_last)
 
@@ -164,7 +167,8 @@ def test_images_lie_at_any_address(isa: str, places: int, monkeypatch: pytest.Mo
         for out in (torch.float32, torch.bfloat16):
             rest = (torch.rand(()), torch.rand(()), None, size, *how, operation, out)
             assert torch.equal(
-                conv2d_product(a, b, *rest), reference_result.conv2d_product(a, b, *rest)
+                conv2d_product(a, b, *rest),
+                reference_result.conv2d_product(ConvProduct(a, b, *rest)),
             )
 
 
@@ -179,7 +183,7 @@ def test_blocks_and_threads_change_nothing(isa: str, monkeypatch: pytest.MonkeyP
     native = _C.conv
     for operation, a, b in asked:
         want = reference_result.conv2d_product(
-            a, b, None, None, None, [3, 3], *how, operation, torch.float32
+            ConvProduct(a, b, None, None, None, [3, 3], *how, operation)
         )
         for threads in (1, 3):
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from qsync_fx.backend.cuda.problem import reference_result
+from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
 from qsync_fx.backend.operators.gemm import cpu_kernels, dispatch
 from qsync_fx.backend.operators.gemm.gemm import gemm
 from tests.support.computing.lowered_layers import Geometry, Layer, leaf, recorded
@@ -50,7 +51,7 @@ def test_the_bits_are_those_of_the_reference(
     found = gemm(a, b, *scales, bias, out, transposed=turned)
     right = b.t() if turned else b
     assert cpu_kernels.multiplies(a, right)
-    want = reference_result.gemm(a, right, *scales, bias, out)
+    want = reference_result.gemm(GemmProduct(a, right, *scales, bias, out))
     assert found.dtype == out and found.is_contiguous() and torch.equal(found, want)
 
 

@@ -17,6 +17,7 @@ from qsync_fx.backend.cuda.codegen import gemm_on_hopper
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem, padding
+from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.cuda.selection import select
 from qsync_fx.backend.cuda.selection.candidates_gemm import gemm_configs
@@ -157,7 +158,9 @@ def test_the_wrapper_around_a_kernel(
     if a_scale is not None and b_scale is not None and a_scale.dim():
         a_scale, b_scale = a_scale[: problem.m].clone(), b_scale[: problem.n].clone()
     bias = torch.rand(problem.n, generator=generator) if problem.bias else None
-    found = launch.run_gemm(libraries[config], config, taken, a, b, a_scale, b_scale, bias)
+    found = launch.run_gemm(
+        libraries[config], config, taken, GemmProduct(a, b, a_scale, b_scale, bias)
+    )
     assert torch.equal(
         found, emulation.gemm(a, b, a_scale, b_scale, bias, FORMATS[problem.out].dtype)
     )

@@ -32,7 +32,8 @@ from qsync_fx.backend.cuda.problem import (
     reference_result,
 )
 from qsync_fx.backend.cuda.problem.problem_from_tensors import (
-    ConvWindow,
+    ConvProduct,
+    GemmProduct,
     conv_problem,
     gemm_problem,
 )
@@ -148,15 +149,14 @@ def test_matrices_reach_a_kernel_as_they_are(
     m, n, k = sizes
     a, b = lying(whole((m, k), fmt), a_lies), lying(whole((k, n), fmt), b_lies)
     how = scales(a_kind, (m, 1)), scales(b_kind, (1, n)), torch.randn(n) if biased else None
-    problem = gemm_problem(a, b, *how, torch.float32, False)
+    x = GemmProduct(a, b, *how)
+    problem = gemm_problem(x)
     ready = [taken for taken in padding.alternatives(problem) if padding.filled(taken) == taken]
     taken = data.draw(st.sampled_from(ready))
     assert isinstance(taken, GemmProblem)
     library = host(fmt, taken.a_major, taken.b_major)
-    found = launch.run_gemm(library, config(taken), taken, a, b, *how)
-    assert found.is_contiguous() and torch.equal(
-        found, reference_result.gemm(a, b, *how, torch.float32)
-    )
+    found = launch.run_gemm(library, config(taken), taken, x)
+    assert found.is_contiguous() and torch.equal(found, reference_result.gemm(x))
 
 
 @st.composite
@@ -195,32 +195,29 @@ def test_images_reach_a_kernel_as_they_are(
         scales(p.b_scale, (1, p.k, 1, 1)),
         torch.randn(p.k) if p.bias else None,
     )
-    window = ConvWindow(p.stride, p.padding, p.dilation)
     size = (p.h, p.w) if p.operation == "dgrad" else (p.r, p.s)
-    assert conv_problem(a, b, *how, size, window, p.operation, torch.float32, False) == p
+    x = ConvProduct(a, b, *how, size, p.stride, p.padding, p.dilation, p.operation)
+    assert conv_problem(x) == p
     taken = padding.filled(p)
     assert isinstance(taken, ConvProblem)
-    found = launch.run_conv(host(p.a, p.operation), config(p), p, taken, a, b, *how)
-    want = reference_result.conv2d_product(
-        a, b, *how, size, p.stride, p.padding, p.dilation, p.operation, torch.float32
-    )
+    found = launch.run_conv(host(p.a, p.operation), config(p), p, taken, x)
+    want = reference_result.conv2d_product(x)
     assert found.is_contiguous(memory_format=torch.channels_last) and torch.equal(found, want)
 
 
 def test_a_kernel_that_does_not_take_its_operands_says_so(host: Callable[..., Library]) -> None:
     a, b = whole((4, 24), "int8"), whole((24, 8), "int8")
-    problem = gemm_problem(a, b, None, None, None, torch.float32, False)
+    x = GemmProduct(a, b, None, None, None)
+    problem = gemm_problem(x)
     with pytest.raises(Exception, match="misaligned"):
-        launch.run_gemm(
-            host("int8", "row", "row"), config(problem), problem, a, b, None, None, None
-        )
+        launch.run_gemm(host("int8", "row", "row"), config(problem), problem, x)
 
 
 # From an operator's arguments to a result, by whichever way.
 
 
 def through(a: Tensor, b: Tensor, *how: Any, out: torch.dtype = torch.float32) -> Tensor:
-    return launch.gemm(a, b, *(how or (None, None, None)), out, False)
+    return launch.gemm(GemmProduct(a, b, *(how or (None, None, None)), out))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 4, 0), (0, 0, 0)])
@@ -269,7 +266,7 @@ def test_a_kernel_that_cannot_be_started_is_torchs_to_compute() -> None:
     launch_utils.forget()
     a, b = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
     with assumed("sm_80", on="cpu"):
-        problem = gemm_problem(a, b, None, None, None, torch.bfloat16, False)
+        problem = gemm_problem(GemmProduct(a, b, None, None, None, torch.bfloat16))
         found = decision(problem, CPU)
         assert found.config is not None
         unit = kernel_registry.unit_of(found.config)

@@ -19,6 +19,7 @@ from qsync_fx.backend.cuda.kernel_build.compiler import Built
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import reference_result
+from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
 from qsync_fx.backend.cuda.runtime import call_cache, launch, launch_utils, quantize_launch
 from qsync_fx.backend.cuda.runtime.device_state import MOST_REFUSED, assumed, decision
 from qsync_fx.backend.numerics import reference
@@ -35,6 +36,7 @@ from tests.support.cuda.large_products import INT8
 
 SEED = torch.tensor([7])
 A, B = whole((2048, 2048), "int8"), whole((2048, 2048), "int8").t()
+PRODUCT = GemmProduct(A, B, None, None, None)
 
 
 @pytest.fixture(autouse=True)
@@ -103,11 +105,8 @@ def test_no_step_waits_for_a_product_to_be_compiled(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernel_registry, "_stored", lambda unit: False)
     given = builds(monkeypatch, {})
     kernel_registry.prepare_graph([])
-    found = launch.gemm(A, B, None, None, None, torch.float32, False)
-    assert (
-        torch.equal(found, reference_result.gemm(A, B, None, None, None, torch.float32))
-        and given == []
-    )
+    found = launch.gemm(PRODUCT)
+    assert torch.equal(found, reference_result.gemm(PRODUCT)) and given == []
     assert any(
         "a step never waits for a compiler" in why for why in launch_utils.reasons().values()
     )
@@ -133,7 +132,7 @@ def loaded(*statuses: int) -> Handle:
     """Has the kernel of the product loaded, as one that gives these statuses when it is started."""
     handle, found = (
         Handle(*statuses),
-        launch.decision(launch.gemm_problem(A, B, None, None, None, torch.float32, False), CPU),
+        launch.decision(launch.gemm_problem(PRODUCT), CPU),
     )
     assert found.config is not None
     unit = kernel_registry.unit_of(found.config)
@@ -142,7 +141,7 @@ def loaded(*statuses: int) -> Handle:
 
 
 def call() -> torch.Tensor:
-    return launch.gemm(A, B, None, None, None, torch.float32, False)
+    return launch.gemm(PRODUCT)
 
 
 def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
@@ -156,7 +155,7 @@ def test_a_kernel_that_cannot_be_started_is_switched_off_and_named_once(
         PlanWarning, match="gemm_sm_80_int8_int8_fp32.* failed and is disabled .*invalid argument"
     ):
         found = call()
-    want = reference_result.gemm(A, B, None, None, None, torch.float32)
+    want = reference_result.gemm(PRODUCT)
     assert torch.equal(found, want) and handle.runs == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -186,7 +185,7 @@ def test_a_site_is_made_once_and_arguments_are_filled_in(monkeypatch: pytest.Mon
         call()
     assert handle.runs == 3 and len(asked) == 1
     scale = torch.ones(())
-    launch.gemm(A, B, scale, scale, None, torch.float32, False)
+    launch.gemm(GemmProduct(A, B, scale, scale, None))
     assert len(asked) == 2
 
 

@@ -12,7 +12,8 @@ import torch
 
 from qsync_fx.backend.cuda.problem import ConvProblem, GemmProblem, Problem
 from qsync_fx.backend.cuda.problem.problem_from_tensors import (
-    ConvWindow,
+    ConvProduct,
+    GemmProduct,
     conv_problem,
     gemm_problem,
 )
@@ -65,10 +66,8 @@ def _gemm(
     tf32: bool,
     turned: bool = False,
 ) -> GemmProblem:
-    return gemm_problem(a, b.t() if turned else b, a_scale, b_scale, bias, out, tf32)
+    return gemm_problem(GemmProduct(a, b.t() if turned else b, a_scale, b_scale, bias, out, tf32))
 
 
 def _conv(a: torch.Tensor, b: torch.Tensor, *given: Any) -> ConvProblem:
-    a_scale, b_scale, bias, size, stride, padding, dilation, operation, *others = given
-    window = ConvWindow(tuple(stride), tuple(padding), tuple(dilation))
-    return conv_problem(a, b, a_scale, b_scale, bias, tuple(size), window, operation, *others)
+    return conv_problem(ConvProduct(a, b, *given))
