@@ -154,13 +154,13 @@ def unit(
 
 
 def _declared(name: str, value: int | bool | str) -> str:
-    if isinstance(value, str):
-        return f"auto {name} = {value}"
-    return (
-        f"bool {name} = {str(value).lower()}"
-        if isinstance(value, bool)
-        else f"int {name} = {value}"
-    )
+    match value:
+        case str():
+            return f"auto {name} = {value}"
+        case bool():
+            return f"bool {name} = {str(value).lower()}"
+        case _:
+            return f"int {name} = {value}"
 
 
 def fields_2x(
@@ -212,18 +212,22 @@ def conv_opcode(config: KernelConfig) -> str:
 
 def conv_source(config: KernelConfig) -> TranslationUnit:
     """Return the unit of `config`, a valid convolution (`candidates.problems`)."""
-    header, fields = (
-        ("conv/conv_sm90.cuh", _conv_fields_3x(config))
-        if conv_on_hopper(config)
-        else ("conv/conv_sm75_sm89.cuh", _conv_fields_2x(config))
-    )
+    header, fields = "conv/conv_sm75_sm89.cuh", _conv_fields_2x
+    if conv_on_hopper(config):
+        header, fields = "conv/conv_sm90.cuh", _conv_fields_3x
     constants: dict[str, bool | str] = {
         "strided": config.strided,
         "splits": config.order == "split_k",
         "operation": f"cutlass::conv::Operator::{_OPERATIONS[config.operation]}",
     }
     return unit(
-        config, "conv", header, fields, constants, conv_opcode(config), conv_on_hopper(config)
+        config,
+        "conv",
+        header,
+        fields(config),
+        constants,
+        conv_opcode(config),
+        conv_on_hopper(config),
     )
 
 

@@ -159,11 +159,10 @@ def target(capability: tuple[int, int], shared_memory: int | None = None) -> Arc
     """
     if capability in BY_CAPABILITY or capability < max(BY_CAPABILITY):
         return BY_CAPABILITY.get(capability)
-    large = (
-        capability[0] in (10, 11)
-        if shared_memory is None
-        else shared_memory >= SHARED_MEMORY["sm_80"]
-    )
+    if shared_memory is None:
+        large = capability[0] in (10, 11)
+    else:
+        large = shared_memory >= SHARED_MEMORY["sm_80"]
     return "sm_80" if large else "sm_89"
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from qsync_fx.backend.cuda import codegen
 from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
@@ -22,51 +23,35 @@ _refused: Final[set[TranslationUnit]] = set()
 _prepared = False
 
 
+@functools.lru_cache(maxsize=1024)
 def unit_of(config: KernelConfig) -> TranslationUnit:
     """Return the translation unit of a configuration."""
-    return _source(config)
-
-
-@functools.lru_cache(maxsize=1024)
-def _source(config: KernelConfig) -> TranslationUnit:
     if config.operation == "gemm":
-        from qsync_fx.backend.cuda import codegen
-
         return codegen.gemm_source(config)
-    from qsync_fx.backend.cuda import codegen
-
     return codegen.conv_source(config)
 
 
 @functools.lru_cache(maxsize=64)
 def quantizer(arch: Arch, x: str, fmt: str) -> TranslationUnit:
     """Return the quantizer unit of an architecture, from values in the format `x` to `fmt`."""
-    from qsync_fx.backend.cuda import codegen
-
     return codegen.quantizer(arch, x, fmt)
 
 
 @functools.lru_cache(maxsize=64)
 def copier(arch: Arch) -> TranslationUnit:
     """Return the unit that copies matrices without conversion."""
-    from qsync_fx.backend.cuda import codegen
-
     return codegen.copier(arch)
 
 
 @functools.lru_cache(maxsize=64)
 def converter(arch: Arch, x: str) -> TranslationUnit:
     """Return the unit that converts numbers in the format `x` to floats."""
-    from qsync_fx.backend.cuda import codegen
-
     return codegen.converter(arch, x)
 
 
 def converters(arch: Arch) -> list[TranslationUnit]:
     """Return all units that convert numbers on an architecture."""
-    from qsync_fx.backend.cuda.codegen import NUMBERS
-
-    return [converter(arch, x) for x in NUMBERS]
+    return [converter(arch, x) for x in codegen.NUMBERS]
 
 
 def library(unit: TranslationUnit, *, wait: bool = True) -> Library | None:

@@ -45,19 +45,13 @@ def filled(problem: Problem) -> Problem:
         # c and k are each the innermost dimension of some of the three tensors.
         step = VECTOR // min(type_of(fmt).itemsize for fmt in (problem.a, problem.b, problem.out))
         return replace(problem, c=_up(problem.c, step), k=_up(problem.k, step))
-    inner_a, inner_b = (
-        "k" if problem.a_major == "row" else "m",
-        "k" if problem.b_major == "column" else "n",
-    )
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
+    inner_a = {"row": "k", "column": "m"}[problem.a_major]
+    inner_b = {"row": "n", "column": "k"}[problem.b_major]
     steps = {"m": 1, "n": VECTOR // type_of(problem.out).itemsize, "k": 1}
     for name, fmt in ((inner_a, problem.a), (inner_b, problem.b)):
         steps[name] = max(steps[name], VECTOR // type_of(fmt).itemsize)
-    return replace(
-        problem,
-        m=_up(problem.m, steps["m"]),
-        n=_up(problem.n, steps["n"]),
-        k=_up(problem.k, steps["k"]),
-    )
+    return replace(problem, **{name: _up(size, steps[name]) for name, size in sizes.items()})
 
 
 def _up(size: int, step: int) -> int:
@@ -71,9 +65,8 @@ def pays(problem: Problem, used: Problem) -> bool:
     """
     if problem == used:
         return True
-    return (
-        moved(problem, used) <= moved_by_torch(problem) and used.flops <= MOST_WORK * problem.flops
-    )
+    work = used.flops / problem.flops
+    return work <= MOST_WORK and moved(problem, used) <= moved_by_torch(problem)
 
 
 def moved(problem: Problem, used: Problem) -> int:
@@ -86,9 +79,13 @@ def moved(problem: Problem, used: Problem) -> int:
     for before, after, copy in zip(
         _operands(problem), _operands(used), copied(problem, used), strict=True
     ):
-        total += before + 2 * after if copy else after
+        total += after
+        if copy:
+            total += before + after
     before, after = _output(problem), _output(used)
-    return total + after + (0 if before == after else 2 * before)
+    if before != after:
+        total += 2 * before
+    return total + after
 
 
 def copied(problem: Problem, used: Problem) -> tuple[bool, bool]:
@@ -111,19 +108,21 @@ def moved_by_torch(problem: Problem) -> int:
     scaled = (problem.a_scale, problem.b_scale) != ("none", "none")
     bare = not (scaled or problem.bias or problem.out != problem.a)
     # The FP32 product is written, and read again by the epilogue with scales and bias.
-    total = size if bare else size // out * 8 + size
-    layout = _along_k(problem)
-    for bytes_, fmt, along_k in zip(
-        _operands(problem), (problem.a, problem.b), layout, strict=True
-    ):
+    total = size
+    if not bare:
+        total += size // out * 8
+    operands = zip(_operands(problem), (problem.a, problem.b), _along_k(problem), strict=True)
+    for bytes_, fmt, along_k in operands:
         if type_of(fmt).itemsize > 1:
             total += bytes_
         elif not _has_unit(problem):
             # The cast reads one byte and writes two, which the product reads.
             total += 5 * bytes_
+        elif along_k:
+            total += bytes_
         else:
             # INT8 operands that are not contiguous along k are copied for torch as for a kernel.
-            total += bytes_ if along_k else 3 * bytes_
+            total += 3 * bytes_
     return total
 
 
@@ -170,10 +169,10 @@ def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
     Args:
         method: layout of the copy.
     """
-    shape = (rows, columns) if method == "row" else (columns, rows)
+    if method == "column":
+        return laid_out(matrix.t(), columns, rows, "row").t()
     full = tuple(matrix.shape) == (rows, columns)
-    made = matrix.new_empty(shape) if full else _zeros(matrix, shape)
-    result = made if method == "row" else made.t()
+    result = matrix.new_empty((rows, columns)) if full else _zeros(matrix, (rows, columns))
     result[: matrix.shape[0], : matrix.shape[1]].copy_(matrix)
     return result
 

@@ -2,6 +2,5 @@
 
 `select.decide` chooses for a problem; start reading there. `candidates` lists the configurations
 for a problem, built in (`candidates_gemm`, `candidates_conv`) or added by users, and the kernels to
-compile ahead of time. `constraints_shared`, `constraints_gemm` and `constraints_conv` define the
-valid configurations.
+compile ahead of time. `constraints` defines the valid configurations.
 """

@@ -14,13 +14,13 @@ device.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, get_args
+from typing import Final
 
 from qsync_fx.backend.cuda.codegen import QUANTIZER_FORMATS, X_TYPES, TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, MULTIPROCESSORS, Arch, KernelConfig
-from qsync_fx.backend.cuda.problem.problem import ConvOperation, ConvProblem, Problem
-from qsync_fx.backend.cuda.selection import constraints_conv, constraints_gemm, select
+from qsync_fx.backend.cuda.problem.problem import ConvProblem, Problem
+from qsync_fx.backend.cuda.selection import constraints, select
 from qsync_fx.backend.cuda.selection.candidates_conv import conv_candidates, conv_configs
 from qsync_fx.backend.cuda.selection.candidates_gemm import gemm_candidates, gemm_configs
 from qsync_fx.backend.cuda.selection.select import decide, known, way
@@ -29,8 +29,7 @@ from qsync_fx.errors import OptionError, nearest
 
 def problems(config: KernelConfig) -> list[str]:
     """Return the sentences of the rules that a configuration breaks; none if it is valid."""
-    table = constraints_conv if config.operation in get_args(ConvOperation) else constraints_gemm
-    return [rule.sentence for rule in table.broken(config)]
+    return [rule.sentence for rule in constraints.tables_of(config).broken(config)]
 
 
 _ADDED: Final[dict[str, KernelConfig]] = {}

@@ -26,7 +26,7 @@ from qsync_fx.backend.cuda.kernel_config import (
     wide,
 )
 from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem
-from qsync_fx.backend.cuda.selection import constraints_conv, select
+from qsync_fx.backend.cuda.selection import constraints, select
 from qsync_fx.formats import FORMATS
 
 
@@ -124,7 +124,7 @@ def conv_configs(arch: Arch) -> Iterator[KernelConfig]:
     for (a, b), since in OPERANDS.items():
         if a != b or a.startswith("fp8") or not _has(arch, since):
             continue
-        usual = wide(arch) if a == "int8" else a if a in ("fp16", "bf16") else "fp32"
+        usual = {"int8": wide(arch), "fp16": "fp16", "bf16": "bf16"}.get(a, "fp32")
         scaled = FORMATS[a].scaled
         yield from _configs("fprop", a, usual, arch, scaled, True)
         for out in (other for other in OUTPUTS if other != usual):
@@ -150,14 +150,18 @@ def _configs(
         and (fmt != "tf32" or operation == "fprop")
         and not (operation == "dgrad" and strided)
     )
-    tables = [*_hopper_table(fmt, out)] if wgmma else []
+    tables = []
+    if wgmma:
+        tables = list(_hopper_table(fmt, out))
     tiles: tuple[_Tile, ...]
     if fmt == "fp32":
         tiles = _SIMT
     elif operation == "dgrad" and strided:
         tiles = _STRIDED
+    elif wgmma:
+        tiles = _TENSOR[: _BESIDE_HOPPER[operation]]
     else:
-        tiles = _TENSOR[: _BESIDE_HOPPER[operation]] if wgmma else _TENSOR
+        tiles = _TENSOR
     if operation == "wgrad" and out == "fp32":
         # Split-K first: most weight gradients have fewer tiles than a device has multiprocessors.
         tiles = (*_parts(fmt), *tiles)
@@ -174,12 +178,12 @@ def _configs(
             out=out,
             bias=fprop,
             # Only dgrad kernels are specialized for the kind of stride.
-            strided=strided if operation == "dgrad" else True,
+            strided=strided or operation != "dgrad",
             **{**shape, **scales},  # type: ignore[arg-type]
         )
         for shape in shapes
     )
-    return [config for config in result if not constraints_conv.broken(config)]
+    return [config for config in result if not constraints.CONV.broken(config)]
 
 
 def _parts(fmt: str) -> tuple[_Tile, ...]:

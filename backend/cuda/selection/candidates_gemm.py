@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from qsync_fx.backend.cuda.kernel_config import (
     ARCHITECTURES,
@@ -23,9 +23,10 @@ from qsync_fx.backend.cuda.kernel_config import (
     Shape,
     instruction_of,
     size_of,
+    wide,
 )
-from qsync_fx.backend.cuda.problem import GemmProblem, Major
-from qsync_fx.backend.cuda.selection import constraints_gemm, select
+from qsync_fx.backend.cuda.problem import GemmProblem, Major, Scale
+from qsync_fx.backend.cuda.selection import constraints, select
 from qsync_fx.formats import FORMATS
 
 
@@ -42,6 +43,28 @@ class _Tile2:
     swizzle: int = 1
     loose: bool = False
 
+    def config(self, kind: KernelConfig) -> KernelConfig:
+        """Return `kind` with this tile."""
+        width = size_of(kind.a)
+        alignment, out_alignment = 16 // width, 16 // size_of(kind.out)
+        if kind.unit == "simt" or self.loose:
+            alignment, out_alignment = 4 // width, 1
+        stages, schedule = self.stages, "multistage"
+        if kind.arch == "sm_75":
+            stages, schedule = 2, "pipelined"
+        return replace(
+            kind,
+            tile=(self.m, self.n, self.depth // width),
+            warp=(*self.warp, self.depth // width),
+            instruction=instruction_of(kind),
+            stages=stages,
+            schedule=schedule,
+            order=self.order,
+            swizzle=self.swizzle,
+            alignment=alignment,
+            out_alignment=out_alignment,
+        )
+
 
 @dataclass(frozen=True)
 class _Tile3:
@@ -53,6 +76,19 @@ class _Tile3:
     cluster: Shape = (2, 1, 1)
     order: str = "persistent"
     swizzle: int = 1
+
+    def config(self, kind: KernelConfig) -> KernelConfig:
+        """Return `kind` with this tile."""
+        return replace(
+            kind,
+            tile=(self.m, self.n, 128 // size_of(kind.a)),
+            cluster=self.cluster,
+            schedule=self.schedule,
+            order=self.order,
+            swizzle=self.swizzle,
+            alignment=16 // size_of(kind.a),
+            out_alignment=16 // size_of(kind.out),
+        )
 
 
 _AMPERE: Final = (
@@ -159,14 +195,12 @@ def gemm_configs(arch: Arch) -> Iterator[KernelConfig]:
         ("column", "row"),
     )
     for a, b in OPERANDS:
-        out = (
-            "fp32"
-            if a in ("fp32", "tf32")
-            else "fp16"
-            if arch == "sm_75" or a == "fp16"
-            else "bf16"
-        )
-        scale: Literal["none", "channel"] = "channel" if FORMATS[a].scaled else "none"
+        out = wide(arch)
+        if a in ("fp32", "tf32"):
+            out = "fp32"
+        elif a == "fp16":
+            out = "fp16"
+        scale: Scale = "channel" if FORMATS[a].scaled else "none"
         plain = GemmProblem(1, 1, 1, a, b, out, a_scale=scale, b_scale=scale)
         for a_major, b_major in layouts:
             yield from _configs(replace(plain, a_major=a_major, b_major=b_major), arch)
@@ -180,6 +214,7 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
     if first is None or ARCHITECTURES.index(arch) < ARCHITECTURES.index(first):
         return []
     scaled = FORMATS[problem.a].scaled or problem.a_scale != "none" or problem.b_scale != "none"
+    scale: Scale = "channel" if scaled else "none"
     k_major = (problem.a_major, problem.b_major) == ("row", "column")
     kind = KernelConfig(
         operation="gemm",
@@ -191,16 +226,13 @@ def _configs(problem: GemmProblem, arch: Arch) -> list[KernelConfig]:
         unit="simt" if problem.a == "fp32" else "tensor",
         a_major=problem.a_major,
         b_major=problem.b_major,
-        a_scale="channel" if scaled else "none",
-        b_scale="channel" if scaled else "none",
+        a_scale=scale,
+        b_scale=scale,
         # Products of a backward pass have no bias; they are the ones with other layouts.
         bias=problem.bias or k_major,
     )
-    made = [
-        _config3(kind, tile) if isinstance(tile, _Tile3) else _config2(kind, tile)
-        for tile in _tiles(kind)
-    ]
-    return [config for config in made if not constraints_gemm.broken(config)]
+    made = [tile.config(kind) for tile in _tiles(kind)]
+    return [config for config in made if not constraints.GEMM.broken(config)]
 
 
 def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
@@ -216,37 +248,6 @@ def _tiles(kind: KernelConfig) -> tuple[_Tile2 | _Tile3, ...]:
     ):
         return (*(_HOPPER_FP8 if fp8 else _HOPPER), *loose)
     return _ADA_FP8 if fp8 else (*_AMPERE, *loose)
-
-
-def _config2(kind: KernelConfig, tile: _Tile2) -> KernelConfig:
-    width = size_of(kind.a)
-    simt = kind.unit == "simt"
-    pipelined = kind.arch == "sm_75"
-    return replace(
-        kind,
-        tile=(tile.m, tile.n, tile.depth // width),
-        warp=(*tile.warp, tile.depth // width),
-        instruction=instruction_of(kind),
-        stages=2 if pipelined else tile.stages,
-        schedule="pipelined" if pipelined else "multistage",
-        order=tile.order,
-        swizzle=tile.swizzle,
-        alignment=4 // width if simt or tile.loose else 16 // width,
-        out_alignment=1 if simt or tile.loose else 16 // size_of(kind.out),
-    )
-
-
-def _config3(kind: KernelConfig, tile: _Tile3) -> KernelConfig:
-    return replace(
-        kind,
-        tile=(tile.m, tile.n, 128 // size_of(kind.a)),
-        cluster=tile.cluster,
-        schedule=tile.schedule,
-        order=tile.order,
-        swizzle=tile.swizzle,
-        alignment=16 // size_of(kind.a),
-        out_alignment=16 // size_of(kind.out),
-    )
 
 
 def _misfit(config: KernelConfig, problem: GemmProblem, multiprocessors: int) -> int:

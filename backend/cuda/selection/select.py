@@ -78,8 +78,8 @@ def _gemm_misaligned(config: KernelConfig, problem: GemmProblem) -> str | None:
     if problem.k > longest:
         return f"k = {problem.k} is above {longest}: sums may overflow 32 bits"
     multiples = (
-        ("k" if config.a_major == "row" else "m", config.alignment),
-        ("k" if config.b_major == "column" else "n", config.alignment),
+        ({"row": "k", "column": "m"}[config.a_major], config.alignment),
+        ({"row": "n", "column": "k"}[config.b_major], config.alignment),
         ("n", config.out_alignment),
     )
     for name, multiple in multiples:
@@ -199,10 +199,9 @@ def decide(
     result = way(problem, arch, candidates or known)
     if isinstance(result, str):
         return _torch(problem, result)
-    choice = table.choice(problem) if table is not None else None
-    return (
-        _untuned(problem, arch, result) if choice is None else _tuned(problem, arch, result, choice)
-    )
+    if table is not None and (choice := table.choice(problem)) is not None:
+        return _tuned(problem, arch, result, choice)
+    return _untuned(problem, arch, result)
 
 
 def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | str:
@@ -210,17 +209,16 @@ def way(problem: Problem, arch: Arch, candidates: Candidates) -> DispatchPath | 
 
     Forms with fewer copies come first.
     """
-    dear = False
+    copies_cost_more = False
     for used in padding.alternatives(problem):
         configs = tuple(candidates(used, arch))
         if configs and padding.pays(problem, used):
             return DispatchPath(used, configs)
-        dear = dear or bool(configs)
-    if dear:
-        message = (
-            "copying its operands" if padding.filled(problem) == problem else "padding its sizes"
-        )
-        return f"{message} for a kernel costs more than it gains"
+        copies_cost_more = copies_cost_more or bool(configs)
+    if copies_cost_more:
+        copied = padding.filled(problem) == problem
+        change = "copying its operands" if copied else "padding its sizes"
+        return f"{change} for a kernel costs more than it gains"
     formats = problem.a if problem.a == problem.b else f"{problem.a} and {problem.b}"
     return f"{arch} has no kernel for this product of {formats}"
 

@@ -121,19 +121,14 @@ def _check(x: GemmProduct, transposed: bool = False) -> None:
         require(fits, lambda: f"{where}: bias is [{columns}]")
 
 
-def _product(*arguments: Any) -> tuple[GemmProduct, bool]:
-    """Return the product and `transposed`, the last argument, which may be left out."""
-    return GemmProduct(*arguments[:7]), len(arguments) > 7 and arguments[7]
-
-
 def _fake(*arguments: Any) -> Tensor:
-    x, transposed = _product(*arguments)
+    x, transposed = GemmProduct(*arguments[:7]), arguments[7:] == (True,)
     _check(x, transposed)
     return x.a.new_empty((x.a.shape[0], x.b.shape[0 if transposed else 1]), dtype=x.out_dtype)
 
 
 def _on_cpu(*arguments: Any) -> Tensor:
-    x, transposed = _product(*arguments)
+    x, transposed = GemmProduct(*arguments[:7]), arguments[7:] == (True,)
     _check(x, transposed)
     if cpu_kernels.multiplies(x.a, x.b):
         return cpu_kernels.gemm(x, transposed)
@@ -141,7 +136,7 @@ def _on_cpu(*arguments: Any) -> Tensor:
 
 
 def _kernel(*arguments: Any) -> Tensor:
-    x, transposed = _product(*arguments)
+    x, transposed = GemmProduct(*arguments[:7]), arguments[7:] == (True,)
     if transposed and x.b.dim() == 2:
         x = x._replace(b=x.b.t())
     return launch.gemm(x, check=_check)

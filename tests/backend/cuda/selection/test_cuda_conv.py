@@ -17,7 +17,7 @@ from qsync_fx.backend.cuda.problem import ConvOperation, ConvProblem, GemmProble
 from qsync_fx.backend.cuda.selection import (
     candidates,
     candidates as tried,
-    constraints_conv,
+    constraints,
     select,
 )
 from qsync_fx.backend.cuda.selection.candidates_conv import conv_candidates, conv_configs
@@ -167,8 +167,8 @@ def test_what_is_no_kernel_breaks_its_rule(name: str, changed: dict[str, Any]) -
     valid = next(
         config for config in conv_candidates(RESNET, "sm_80") if config.tile == (128, 128, 64)
     )
-    assert not constraints_conv.broken(valid)
-    found = [rule.name for rule in constraints_conv.broken(dataclasses.replace(valid, **changed))]
+    assert not constraints.CONV.broken(valid)
+    found = [rule.name for rule in constraints.CONV.broken(dataclasses.replace(valid, **changed))]
     assert name in found
 
 
@@ -196,37 +196,44 @@ def test_what_is_no_wgmma_kernel_breaks_its_rule(name: str, changed: dict[str, A
     problem = dataclasses.replace(RESNET, a="bf16", b="bf16", a_scale="none", b_scale="none")
     valid = conv_candidates(problem, "sm_90a")[0]
     assert codegen.conv_on_hopper(valid)
-    found = [rule.name for rule in constraints_conv.broken(dataclasses.replace(valid, **changed))]
+    found = [rule.name for rule in constraints.CONV.broken(dataclasses.replace(valid, **changed))]
     assert name in found
 
 
 def test_every_rule_can_be_broken() -> None:
     others = {"columns of memory", "simt tile", "strided swizzle", "deep sums"}
-    assert {rule.name for table in constraints_conv.TABLES for rule in table} == {
-        n for n, _ in BROKEN + HOPPER_BROKEN
-    } | others
+    assert {
+        rule.name
+        for table in (
+            constraints.CONV.plain,
+            constraints.CONV.both,
+            constraints.CONV.cutlass_2,
+            constraints.CONV.cutlass_3,
+        )
+        for rule in table
+    } == {n for n, _ in BROKEN + HOPPER_BROKEN} | others
     wgrad = ConvProblem(
         "wgrad", 8, 56, 56, 64, 64, 3, 3, (1, 1), (1, 1), (1, 1), "fp16", "fp16", "fp16"
     )
     narrow = dataclasses.replace(
         conv_candidates(wgrad, "sm_80")[0], tile=(32, 128, 32), warp=(32, 32, 32)
     )
-    assert "columns of memory" in [rule.name for rule in constraints_conv.broken(narrow)]
+    assert "columns of memory" in [rule.name for rule in constraints.CONV.broken(narrow)]
     strided = conv_candidates(
         dataclasses.replace(wgrad, operation="dgrad", stride=(2, 2)), "sm_80"
     )[0]
     assert "strided swizzle" in [
-        rule.name for rule in constraints_conv.broken(dataclasses.replace(strided, swizzle=2))
+        rule.name for rule in constraints.CONV.broken(dataclasses.replace(strided, swizzle=2))
     ]
     simt = conv_candidates(dataclasses.replace(wgrad, a="fp32", b="fp32", out="fp32"), "sm_80")[0]
     assert "simt tile" in [
-        rule.name for rule in constraints_conv.broken(dataclasses.replace(simt, alignment=4))
+        rule.name for rule in constraints.CONV.broken(dataclasses.replace(simt, alignment=4))
     ]
     deep = next(
         config for config in conv_candidates(wgrad, "sm_80") if config.tile == (128, 128, 64)
     )
     assert "deep sums" in [
-        rule.name for rule in constraints_conv.broken(dataclasses.replace(deep, arch="sm_90a"))
+        rule.name for rule in constraints.CONV.broken(dataclasses.replace(deep, arch="sm_90a"))
     ]
 
 

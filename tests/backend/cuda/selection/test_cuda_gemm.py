@@ -16,7 +16,7 @@ from qsync_fx.backend.cuda.problem import GemmProblem
 from qsync_fx.backend.cuda.selection import (
     candidates,
     candidates as tried,
-    constraints_gemm,
+    constraints,
     select,
 )
 from qsync_fx.errors import OptionError
@@ -166,8 +166,8 @@ def test_a_broken_configuration_is_named(
 ) -> None:
     assert candidates.problems(config) == []
     broken = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
-    assert rule in {found.name for found in constraints_gemm.broken(broken)}
-    assert len(candidates.problems(broken)) == len(constraints_gemm.broken(broken))
+    assert rule in {found.name for found in constraints.GEMM.broken(broken)}
+    assert len(candidates.problems(broken)) == len(constraints.GEMM.broken(broken))
 
 
 def test_every_rule_can_be_broken() -> None:
@@ -177,9 +177,16 @@ def test_every_rule_can_be_broken() -> None:
         for mark in test_a_broken_configuration_is_named.pytestmark
         if mark.name == "parametrize"
     ]  # type: ignore[attr-defined]
-    assert {rule.name for table in constraints_gemm.TABLES for rule in table} - {
-        rule for _, _, rule in cases
-    } == set()
+    assert {
+        rule.name
+        for table in (
+            constraints.GEMM.plain,
+            constraints.GEMM.both,
+            constraints.GEMM.cutlass_2,
+            constraints.GEMM.cutlass_3,
+        )
+        for rule in table
+    } - {rule for _, _, rule in cases} == set()
 
 
 ANY_SHAPE = st.one_of(
