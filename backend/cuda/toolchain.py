@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -118,10 +119,11 @@ def nvcc() -> ToolProgram:
         result = _program(path, ("--version",), r"release [\d.]+, V([\d.]+)")
         if result is not None and result.version >= OLDEST_NVCC:
             return result
-        unfit.append(f"{path} is {dotted(result.version)}" if result else f"{path} does not run")
+        fault = f"is {dotted(result.version)}" if result else "does not run"
+        unfit.append(f"{path} {fault}")
+    others = f" ({'; '.join(unfit)})" if unfit else ""
     raise ToolchainError(
-        f"CUDA kernels cannot be compiled: no nvcc of {dotted(OLDEST_NVCC)} or later"
-        + (f" ({'; '.join(unfit)})" if unfit else ""),
+        f"CUDA kernels cannot be compiled: no nvcc of {dotted(OLDEST_NVCC)} or later{others}",
         where="QSYNC_NVCC, CUDACXX, CUDA_HOME, PATH, /usr/local/cuda/bin and the wheel "
         "nvidia-cuda-nvcc",
         do="install the CUDA toolkit, or set QSYNC_NVCC to its nvcc; on a machine without nvcc, "
@@ -150,15 +152,16 @@ def wheel_folders(name: str) -> list[Path]:
 def package_folders(name: str) -> list[Path]:
     """Return the folders of a top-level package without importing it; [] if not installed."""
     spec = importlib.util.find_spec(name)
-    return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    if spec is None:
+        return []
+    return [Path(place) for place in spec.submodule_search_locations or ()]
 
 
-def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
+def host_compiler(compiler: ToolProgram) -> ToolProgram:
     """Return the host compiler: $NVCC_CCBIN, $CUDAHOSTCXX, g++ or c++.
 
     If `compiler` does not accept this GCC, it is the newest `g++-N` that it accepts.
     """
-    newest = NEWEST_GCC.get(compiler.version[:2]) if compiler else None
     for name in ("NVCC_CCBIN", "CUDAHOSTCXX"):
         if named := environment.text(name):
             result = _host(str(Path(named) / "g++") if Path(named).is_dir() else named)
@@ -170,12 +173,9 @@ def host_compiler(compiler: ToolProgram | None) -> ToolProgram:
                 )
             return result
     result = _host("g++") or _host("c++")
-    if (
-        result is not None
-        and compiler is not None
-        and newest is not None
-        and result.version[0] > newest
-    ):
+    newest = NEWEST_GCC.get(compiler.version[:2], math.inf)
+    if result is not None and result.version[0] > newest:
+        assert isinstance(newest, int)
         older = (_host(f"g++-{number}") for number in range(newest, OLDEST_GCC[0], -1))
         fit = next((program for program in older if program), None)
         if fit is None:

@@ -63,9 +63,8 @@ def _common(problem: Problem, sizes: tuple[str, ...]) -> str | None:
             return _cannot(name, value)
     for name in sizes:
         value = getattr(problem, name)
-        if not all(
-            1 <= size <= LARGEST_SIZE for size in (value if isinstance(value, tuple) else (value,))
-        ):
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(1 <= size <= LARGEST_SIZE for size in values):
             return _cannot(name, value)
     return None
 
@@ -384,12 +383,8 @@ def save_table(path: Path, environment: Environment, choices: Iterable[TunedChoi
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_PATIENCE):
             table = _present(path, environment).updated(choices)
-            TABLE.write(
-                path,
-                TABLE.encode(
-                    _Rows(environment, [_short(choice) for choice in table.choices.values()])
-                ),
-            )
+            rows = [_short(choice) for choice in table.choices.values()]
+            TABLE.write(path, TABLE.encode(_Rows(environment, rows)))
             return table
 
 
@@ -463,9 +458,10 @@ def _long(value: object) -> bool:
 
 
 def _check_environment(result: Environment) -> str | None:
-    return next(
-        (f"{name} is too long" for name, value in vars(result).items() if _long(value)), None
-    )
+    for name, value in vars(result).items():
+        if _long(value):
+            return f"{name} is too long"
+    return None
 
 
 ENVIRONMENT: Final[Mapping[Any, Check]] = {Environment: _check_environment}
@@ -560,14 +556,10 @@ def load_recording(path: Path) -> TimingRecording:
 
 
 def _check(row: _Row) -> str | None:
-    return next(
-        (
-            f"there is no timing of {name[:60]!r}"
-            for name, values in row.seconds.items()
-            if not values
-        ),
-        None,
-    )
+    for name, values in row.seconds.items():
+        if not values:
+            return f"there is no timing of {name[:60]!r}"
+    return None
 
 
 RECORDING: Final = Schema(

@@ -315,11 +315,10 @@ def entries(folder: Path) -> Iterator[CacheEntry | Path]:
     """Yield the entries of a folder, sorted by key; the path of an entry that `find` rejects."""
     if not folder.is_dir():
         return
-    for content in sorted(
-        path for path in folder.iterdir() if len(path.name) == 64 and path.is_dir()
-    ):
-        for path in sorted(content.iterdir()):
-            yield read(path) or path
+    for content in sorted(folder.iterdir()):
+        if len(content.name) == 64 and content.is_dir():
+            for path in sorted(content.iterdir()):
+                yield read(path) or path
 
 
 def clear(folder: Path, older_than: float = 0.0) -> tuple[int, int]:

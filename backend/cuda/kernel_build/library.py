@@ -60,11 +60,8 @@ class ConvArguments(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("a", "b", "d", "a_scale", "b_scale", "bias")),
         *((name, _I32) for name in ("n", "h", "w", "c", "k", "r", "s", "p", "q")),
-        *(
-            (name, _I32)
-            for name in ("pad_h", "pad_w", "stride_h", "stride_w", "dilation_h", "dilation_w")
-        ),
-        ("b_scale_per_channel", _I32),
+        *((name, _I32) for name in ("pad_h", "pad_w", "stride_h", "stride_w")),
+        *((name, _I32) for name in ("dilation_h", "dilation_w", "b_scale_per_channel")),
         ("split", _I32),
         ("device", _I32),
         ("multiprocessors", _I32),
@@ -103,19 +100,8 @@ class ConvertArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, _P) for name in ("x", "y", "scale")),
-        *(
-            (name, _I64)
-            for name in (
-                "batches",
-                "rows",
-                "columns",
-                "ldx",
-                "batch_stride",
-                "y_batches",
-                "y_rows",
-                "y_columns",
-            )
-        ),
+        *((name, _I64) for name in ("batches", "rows", "columns", "ldx", "batch_stride")),
+        *((name, _I64) for name in ("y_batches", "y_rows", "y_columns")),
         *((name, _I32) for name in ("x_type", "y_type", "turned")),
         ("device", _I32),
         ("multiprocessors", _I32),
@@ -216,10 +202,10 @@ def _manifest(result: Manifest) -> str | None:
 
 
 def _beyond(numbers: Mapping[str, float]) -> str | None:
-    return next(
-        (f"{name} cannot be {value}" for name, value in numbers.items() if not 0 <= value < _LIMIT),
-        None,
-    )
+    for name, value in numbers.items():
+        if not 0 <= value < _LIMIT:
+            return f"{name} cannot be {value}"
+    return None
 
 
 _CHECKS: Final[Mapping[Any, Check]] = {Resources: _resources, Manifest: _manifest}
@@ -344,10 +330,9 @@ def shared_memory(path: Path) -> int:
     command = [sys.executable, "-I", "-c", _ASKED, str(path), *folders]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode or not done.stdout.strip().isdecimal():
-        text = done.stderr.strip().splitlines() or [
-            f"the process ended with status {done.returncode}"
-        ]
-        raise _foreign(path, f"its shared memory size cannot be read: {text[-1]}")
+        status = f"the process ended with status {done.returncode}"
+        last = (done.stderr.strip().splitlines() or [status])[-1]
+        raise _foreign(path, f"its shared memory size cannot be read: {last}")
     return int(done.stdout)
 
 

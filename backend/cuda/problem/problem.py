@@ -89,15 +89,15 @@ class ConvProblem:
 
     @property
     def p(self) -> int:
-        return (self.h + 2 * self.padding[0] - self.dilation[0] * (self.r - 1) - 1) // self.stride[
-            0
-        ] + 1
+        return self._places(self.h, self.r, 0)
 
     @property
     def q(self) -> int:
-        return (self.w + 2 * self.padding[1] - self.dilation[1] * (self.s - 1) - 1) // self.stride[
-            1
-        ] + 1
+        return self._places(self.w, self.s, 1)
+
+    def _places(self, size: int, window: int, dim: int) -> int:
+        reach = self.dilation[dim] * (window - 1)
+        return (size + 2 * self.padding[dim] - reach - 1) // self.stride[dim] + 1
 
     @property
     def flops(self) -> int:

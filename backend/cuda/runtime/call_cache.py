@@ -94,18 +94,14 @@ class _KernelSite:
     _steps: tuple[int, ...]
     _rows: int
     _columns: int
-    _first: Copy | None
-    _second: Copy | None
-    _part: Copy | None
+    _first: Copy | None = None
+    _second: Copy | None = None
+    _part: Copy | None = None
     _fresh: Callable[[], GemmArguments | ConvArguments]
 
     def __init__(self, library: Library, problem: Problem, out: str, a: Tensor) -> None:
-        self.library, self.problem, self._device, self._type = (
-            library,
-            problem,
-            a.device,
-            type_of(out),
-        )
+        self.library, self.problem = library, problem
+        self._device, self._type = a.device, type_of(out)
         self._size: int | None = None
 
     def __call__(self, x: GemmProduct | ConvProduct) -> Tensor:
@@ -165,17 +161,14 @@ class GemmSite(_KernelSite):
         m, n, k = used.m, used.n, used.k
         a_copied = tuple(a.shape) != (m, k) or not aligned(a, used.a_major, config.alignment)
         b_copied = tuple(b.shape) != (k, n) or not aligned(b, used.b_major, config.alignment)
-        self._first = (
-            (lambda t: layout_convert.laid_out(t, m, k, used.a_major)) if a_copied else None
-        )
-        self._second = (
-            (lambda t: layout_convert.laid_out(t, k, n, used.b_major)) if b_copied else None
-        )
+        if a_copied:
+            self._first = lambda t: layout_convert.laid_out(t, m, k, used.a_major)
+        if b_copied:
+            self._second = lambda t: layout_convert.laid_out(t, k, n, used.b_major)
         self._whole, self._steps, self._rows, self._columns = (m, n), (n, 1), m, n
         rows, columns = int(a.shape[0]), int(b.shape[1])
-        self._part = (
-            None if (m, n) == (rows, columns) else lambda d: d[:rows, :columns].contiguous()
-        )
+        if (m, n) != (rows, columns):
+            self._part = lambda d: d[:rows, :columns].contiguous()
         arguments = GemmArguments(
             lda=_leading(a, (m, k), used.a_major, a_copied),
             ldb=_leading(b, (k, n), used.b_major, b_copied), ldd=n,
@@ -210,26 +203,18 @@ class ConvSite(_KernelSite):
             "dgrad": ((p.n, p.h, p.w, p.c), (t.n, t.h, t.w, t.c)),
             "wgrad": ((p.k, p.r, p.s, p.c), (t.k, t.r, t.s, t.c)),
         }[p.operation]
-        self._first = (
-            None
-            if _lies_last(x.a, *first)
-            else lambda image: layout_convert.channels_last(image, *first)
-        )
-        self._second = (
-            None
-            if _lies_last(x.b, *second)
-            else lambda image: layout_convert.channels_last(image, *second)
-        )
+        if not _lies_last(x.a, *first):
+            self._first = lambda t: layout_convert.channels_last(t, *first)
+        if not _lies_last(x.b, *second):
+            self._second = lambda t: layout_convert.channels_last(t, *second)
         # The first operand of a convolution has at most one scale.
         self._rows, self._columns = 1, t.k
         n, h, w, c = full
         self._whole, self._steps = (n, c, h, w), (h * w * c, 1, w * c, c)
-        self._part = None if full == shape else lambda d: _cut(d, shape[0], shape[3])
-        (pad_h, pad_w), (stride_h, stride_w), (dilation_h, dilation_w) = (
-            t.padding,
-            t.stride,
-            t.dilation,
-        )
+        if full != shape:
+            self._part = lambda d: _cut(d, shape[0], shape[3])
+        (pad_h, pad_w), (stride_h, stride_w) = t.padding, t.stride
+        dilation_h, dilation_w = t.dilation
         arguments = ConvArguments(
             n=t.n, h=t.h, w=t.w, c=t.c, k=t.k, r=t.r, s=t.s, p=t.p, q=t.q,
             pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, dilation_h=dilation_h,
@@ -369,12 +354,8 @@ class QuantizerSite:
         scale = torch.empty(self._scale, dtype=torch.float32, device=self._device)
         seed = seed.to(self._device)
         inputs = self._fresh()
-        inputs.x, inputs.q, inputs.scale, inputs.seed = (
-            x.data_ptr(),
-            q.data_ptr(),
-            scale.data_ptr(),
-            seed.data_ptr(),
-        )
+        inputs.x, inputs.q = x.data_ptr(), q.data_ptr()
+        inputs.scale, inputs.seed = scale.data_ptr(), seed.data_ptr()
         inputs.stream = stream & 0xFFFFFFFF
         if transposed is not None:
             inputs.qt = transposed.data_ptr()

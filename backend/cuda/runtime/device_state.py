@@ -20,6 +20,7 @@ import torch
 
 from qsync_fx import devices
 from qsync_fx.backend.cuda import kernel_config, toolchain
+from qsync_fx.backend.cuda.codegen import TranslationUnit
 from qsync_fx.backend.cuda.kernel_build import kernel_cache, kernel_registry, library
 from qsync_fx.backend.cuda.kernel_config import Arch, KernelConfig
 from qsync_fx.backend.cuda.problem import GemmProblem, Problem
@@ -109,11 +110,14 @@ def loaded_decision(problem: Problem, device: torch.device) -> KernelDecision:
 
 def loaded(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     """Return the candidates that serve a problem and are loaded."""
-    return tuple(
-        config
-        for config in known(problem, arch)
-        if kernel_registry.loaded(kernel_registry.unit_of(config))
-    )
+    return _filtered(problem, arch, kernel_registry.loaded)
+
+
+def _filtered(
+    problem: Problem, arch: Arch, accepts: Callable[[TranslationUnit], bool]
+) -> tuple[KernelConfig, ...]:
+    configs = known(problem, arch)
+    return tuple(config for config in configs if accepts(kernel_registry.unit_of(config)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,22 +127,16 @@ def _decided(problem: Problem, device: torch.device, refusals: int) -> KernelDec
         return KernelDecision(None, problem, result.reason)
     if result.lacks is None:
         made = decide(problem, result.arch, result.table, usable(result.multiprocessors))
-        why = next(
-            (
-                f
-                for c in known(problem, result.arch)
-                if (f := kernel_registry.failure(kernel_registry.unit_of(c)))
-            ),
-            None,
-        )
-        return made if made.config is not None or why is None else replace(made, reason=why.what)
+        if made.config is None:
+            units = map(kernel_registry.unit_of, known(problem, result.arch))
+            for error in filter(None, map(kernel_registry.failure, units)):
+                return replace(made, reason=error.what)
+        return made
     made = decide(problem, result.arch, result.table, stored)
-    # A kernel might exist if there were a compiler: report the missing tool.
-    return (
-        replace(made, reason=result.lacks)
-        if made.config is None and not stored(problem, result.arch)
-        else made
-    )
+    if made.config is None and not stored(problem, result.arch):
+        # A kernel might exist if there were a compiler: report the missing tool.
+        return replace(made, reason=result.lacks)
+    return made
 
 
 def usable(multiprocessors: int | None) -> Candidates:
@@ -172,11 +170,7 @@ def _forget_decisions() -> None:
 
 def stored(problem: Problem, arch: Arch) -> tuple[KernelConfig, ...]:
     """Return the candidates that serve a problem and are compiled, locally or ahead of time."""
-    return tuple(
-        config
-        for config in known(problem, arch)
-        if kernel_registry.stored(kernel_registry.unit_of(config))
-    )
+    return _filtered(problem, arch, kernel_registry.stored)
 
 
 def forget() -> None:
@@ -201,10 +195,10 @@ def _known(index: int) -> DeviceState:
     plain, full = _missing_tool(templates=False), _missing_tool()
     if plain is not None and not _kept(arch):
         return DeviceState(None, plain.what, None, compiles=False, lacks=plain.what, mend=plain.do)
-    lacks, mend = (None, None) if full is None else (full.what, full.do)
-    return DeviceState(
-        arch, "", _table(index), plain is None, lacks, properties.multi_processor_count, mend
+    state = DeviceState(
+        arch, "", _table(index), plain is None, None, properties.multi_processor_count
     )
+    return state if full is None else replace(state, lacks=full.what, mend=full.do)
 
 
 def _no_kernels(capability: tuple[int, int]) -> str:

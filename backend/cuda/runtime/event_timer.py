@@ -45,9 +45,8 @@ def operands(
     def positive(kind: str, shape: tuple[int, ...]) -> Tensor | None:
         if kind == "none":
             return None
-        return (
-            torch.rand(shape if kind == "channel" else (), device=device, generator=generator) + 0.5
-        )
+        size = shape if kind == "channel" else ()
+        return torch.rand(size, device=device, generator=generator) + 0.5
 
     a_type, b_type = type_of(problem.a), type_of(problem.b)
     if isinstance(problem, GemmProblem):

@@ -64,24 +64,27 @@ def lines_of_images(t: Tensor) -> StridedLines | None:
     by = [int(t.stride(dim)) for dim, size in ((2, h), (3, w)) if size > 1]
     if len(by) == 2 and by[0] != w * by[1]:
         return None
-    pixel, channel = (by[-1] if by else 1), (int(t.stride(1)) if c > 1 else 1)
+    pixels = h * w
+    pixel, channel = by[-1] if by else 1, int(t.stride(1))
     batch = int(t.stride(0)) if n > 1 else 0
-    if c > 1 and channel == 1 and (h * w == 1 or pixel >= c):
-        return StridedLines(n, h * w, c, pixel if h * w > 1 else c, batch, turned=False)
-    if pixel == 1 and (c == 1 or channel >= h * w):
-        return StridedLines(n, c, h * w, channel if c > 1 else h * w, batch, turned=True)
+    # The stride of a dimension of size 1 is arbitrary: rows are then as long as they are wide.
+    if c > 1 and channel == 1:
+        stride = pixel if pixels > 1 else c
+        if stride >= c:
+            return StridedLines(n, pixels, c, stride, batch, turned=False)
+    if pixel == 1:
+        stride = channel if c > 1 else pixels
+        if stride >= pixels:
+            return StridedLines(n, c, pixels, stride, batch, turned=True)
     return None
 
 
 def laid_out(matrix: Tensor, rows: int, columns: int, method: Major) -> Tensor:
     """Return a copy of a matrix; see `padding.laid_out`."""
-    straight, shape = (
-        (matrix, (rows, columns)) if method == "row" else (matrix.t(), (columns, rows))
-    )
-    result = _copied(straight, lines_of(straight), (1, *shape))
-    if result is None:
-        return padding.laid_out(matrix, rows, columns, method)
-    return result[0] if method == "row" else result[0].t()
+    if method == "column":
+        return laid_out(matrix.t(), columns, rows, "row").t()
+    result = _copied(matrix, lines_of(matrix), (1, rows, columns))
+    return padding.laid_out(matrix, rows, columns, "row") if result is None else result[0]
 
 
 def channels_last(t: Tensor, first: int, second: int) -> Tensor:
@@ -143,17 +146,15 @@ def kinds_of(source: torch.dtype, dtype: torch.dtype, scaled: bool) -> tuple[str
     if source == dtype and not scaled:
         kind = f"bits{8 * source.itemsize}"
         return (kind, kind) if kind in CONVERT_TYPES and not source.is_complex else None
-    kinds = format_name(source), format_name(dtype)
-    return kinds if kinds[0] in NUMBERS and kinds[1] in FLOATS else None  # type: ignore[return-value]
+    number, result = format_name(source), format_name(dtype)
+    return (number, result) if number in NUMBERS and result in FLOATS else None
 
 
 def unit_of(arch: Arch, kinds: tuple[str, str]) -> TranslationUnit:
     """Return the translation unit that converts between two element kinds."""
-    return (
-        kernel_registry.copier(arch)
-        if kinds[0].startswith("bits")
-        else kernel_registry.converter(arch, kinds[0])
-    )
+    if kinds[0].startswith("bits"):
+        return kernel_registry.copier(arch)
+    return kernel_registry.converter(arch, kinds[0])
 
 
 def run(

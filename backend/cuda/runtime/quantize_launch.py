@@ -86,17 +86,9 @@ def _key(
     x: Tensor, fmt: str, rounding: str, keep: Sequence[int], transposed: bool
 ) -> tuple[object, ...]:
     return (
-        kernel_registry.refusals(),
-        x.device,
-        x.dtype,
-        x.shape,
-        x.stride(),
-        x.data_ptr() & 15,
-        fmt,
-        rounding,
-        transposed,
-        *keep,
-    )
+        kernel_registry.refusals(), x.device, x.dtype, x.shape, x.stride(), x.data_ptr() & 15, fmt,
+        rounding, transposed, *keep,
+    )  # fmt: skip
 
 
 def _by_kernel(
@@ -149,11 +141,9 @@ def _unit(x: Tensor, row: Precision) -> TranslationUnit | str:
     if result.arch is None or source is None:
         return result.reason
     target = written(row)
-    return (
-        f"qsync_fx has no quantization kernel for {row}"
-        if target is None
-        else kernel_registry.quantizer(result.arch, source, target)
-    )
+    if target is None:
+        return f"qsync_fx has no quantization kernel for {row}"
+    return kernel_registry.quantizer(result.arch, source, target)
 
 
 def fused(x: Tensor, row: Precision) -> bool:
@@ -190,11 +180,9 @@ def groups_of(q: Tensor, keep: Sequence[int]) -> Groups | None:
     Args:
         keep: dimensions that have a scale per index.
     """
-    saved = (
-        [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
-        if q.dim()
-        else []
-    )
+    saved = []
+    if q.dim():
+        saved = [dim for dim in sorted({dim % q.dim() for dim in keep}) if q.shape[dim] != 1]
     order = sorted((dim for dim in range(q.dim()) if q.shape[dim] != 1), key=q.stride, reverse=True)
     total, number = q.numel(), math.prod(q.shape[dim] for dim in saved)
     if not total:
@@ -275,11 +263,9 @@ def costs(result: DeviceState, device: torch.device) -> str:
     if result.arch is not None and result.compiles:
         return f"Only kernels for products are missing, except those compiled elsewhere: {products}"
     both = f"{products}; {_quantizing(device)}"
-    return (
-        both
-        if result.arch is None
-        else f"Only kernels that were compiled before are available; for all others, {both}"
-    )
+    if result.arch is None:
+        return both
+    return f"Only kernels that were compiled before are available; for all others, {both}"
 
 
 def _quantizing(device: torch.device) -> str:

@@ -21,8 +21,12 @@ from qsync_fx.backend.cuda.kernel_build import kernel_registry
 from qsync_fx.backend.cuda.kernel_config import ARCHITECTURES, MULTIPROCESSORS, Arch, KernelConfig
 from qsync_fx.backend.cuda.problem.problem import ConvProblem, Problem
 from qsync_fx.backend.cuda.selection import constraints, select
-from qsync_fx.backend.cuda.selection.candidates_conv import conv_candidates, conv_configs
-from qsync_fx.backend.cuda.selection.candidates_gemm import gemm_candidates, gemm_configs
+from qsync_fx.backend.cuda.selection.candidate_tables import (
+    conv_candidates,
+    conv_configs,
+    gemm_candidates,
+    gemm_configs,
+)
 from qsync_fx.backend.cuda.selection.select import decide, known, way
 from qsync_fx.errors import OptionError, nearest
 

@@ -70,8 +70,8 @@ class RuleTables:
         plain = [rule for rule in self.plain if rule.broken(config)]
         if plain:
             return plain
-        own = self.cutlass_3 if self.on_hopper(config) else self.cutlass_2
-        return [rule for rule in (*self.both, *own) if rule.broken(config)]
+        table = self.cutlass_3 if self.on_hopper(config) else self.cutlass_2
+        return [rule for rule in (*self.both, *table) if rule.broken(config)]
 
 
 def _positive(shape: object) -> bool:

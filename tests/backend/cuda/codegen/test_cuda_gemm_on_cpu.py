@@ -20,7 +20,7 @@ from qsync_fx.backend.cuda.problem import GemmProblem, padding
 from qsync_fx.backend.cuda.problem.problem_from_tensors import GemmProduct
 from qsync_fx.backend.cuda.runtime import launch
 from qsync_fx.backend.cuda.selection import select
-from qsync_fx.backend.cuda.selection.candidates_gemm import gemm_configs
+from qsync_fx.backend.cuda.selection.candidate_tables import gemm_configs
 from qsync_fx.errors import ToolchainError
 from qsync_fx.formats import FORMATS
 from tests.gpu import test_gemm

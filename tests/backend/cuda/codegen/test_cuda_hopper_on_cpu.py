@@ -14,8 +14,7 @@ import pytest
 from qsync_fx.backend.cuda import codegen, toolchain
 from qsync_fx.backend.cuda.kernel_build.library import Library
 from qsync_fx.backend.cuda.kernel_config import KernelConfig, size_of
-from qsync_fx.backend.cuda.selection.candidates_conv import conv_configs
-from qsync_fx.backend.cuda.selection.candidates_gemm import gemm_configs
+from qsync_fx.backend.cuda.selection.candidate_tables import conv_configs, gemm_configs
 from qsync_fx.errors import ToolchainError
 from tests.support import tiers
 from tests.support.cuda.on_cpu import cutlass_conv_cpu, cutlass_cpu, hopper_cpu

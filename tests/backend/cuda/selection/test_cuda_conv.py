@@ -20,7 +20,7 @@ from qsync_fx.backend.cuda.selection import (
     constraints,
     select,
 )
-from qsync_fx.backend.cuda.selection.candidates_conv import conv_candidates, conv_configs
+from qsync_fx.backend.cuda.selection.candidate_tables import conv_candidates, conv_configs
 
 RUNNING: tuple[Arch, ...] = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")
 FORMATS = [a for a, b in kernel_config.OPERANDS if a == b and not a.startswith("fp8")]

@@ -18,7 +18,7 @@ from qsync_fx.backend.cuda.kernel_build.library import ConvArguments
 from qsync_fx.backend.cuda.kernel_config import KernelConfig
 from qsync_fx.backend.cuda.problem import ConvProblem
 from qsync_fx.backend.cuda.selection import select
-from qsync_fx.backend.cuda.selection.candidates_conv import conv_candidates
+from qsync_fx.backend.cuda.selection.candidate_tables import conv_candidates
 from qsync_fx.errors import ToolchainError
 from tests.support import tiers
 
