@@ -7,6 +7,6 @@ Invariant: only pure functions of profiles, device catalogs and model graphs. Th
 are in `qsync_fx.profiler`.
 """
 
-from qsync_fx.predictor.replayer.ddp_buckets import ddp_buckets
+from qsync_fx.predictor.replayer.collectives import ddp_buckets
 
 __all__ = ["ddp_buckets"]

@@ -37,12 +37,13 @@ from typing import Any, Final, NamedTuple
 from qsync_fx.devices.device_catalog import check_exists, get, names
 from qsync_fx.errors import DeviceError, ProfileError, nearest, shown
 from qsync_fx.predictor.replayer.collectives import (
+    BUCKET_BYTES,
+    FIRST_BYTES,
     AllReduce,
     CollectiveLink,
     Levels,
     MeasuredCollectives,
 )
-from qsync_fx.predictor.replayer.ddp_buckets import BUCKET_BYTES, FIRST_BYTES
 from qsync_fx.predictor.replayer.device_timeline import Overlap
 from qsync_fx.serialization.convert import Check
 from qsync_fx.serialization.schema import Path, TomlSchema

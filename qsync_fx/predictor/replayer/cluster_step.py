@@ -2,10 +2,6 @@
 
 All devices exchange the same list of buckets, in the order in which gradients become ready on the
 first class, as DDP uses rank 0's order. Devices of a class are equal, so one of them is simulated.
-
-`Incremental` updates the step time in microseconds when one operator changes during a plan search.
-Invariant: after any sequence of changes it equals `device_timeline.iteration` up to rounding, and
-the opposite change undoes a change.
 """
 
 from __future__ import annotations
@@ -17,8 +13,7 @@ import numpy as np
 
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Compression
-from qsync_fx.predictor.replayer.collectives import share
-from qsync_fx.predictor.replayer.ddp_buckets import ddp_buckets
+from qsync_fx.predictor.replayer.collectives import ddp_buckets, share
 from qsync_fx.predictor.replayer.device_timeline import (
     Array,
     DeviceStep,
@@ -356,61 +351,3 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
                 do="profile the same model on each class of devices",
             )
     return schedule.parameters
-
-
-class Incremental:
-    """Step time of a cluster whose entries change one at a time.
-
-    Args:
-        seconds: (devices, entries), duration of each entry.
-        done_after: for each bucket the number of finished entries at which it is ready, ascending.
-        transfer: (buckets,), transfer durations.
-        optimizer: (devices,), time between the last bucket and the next step.
-    """
-
-    def __init__(
-        self, seconds: Array, done_after: Sequence[int], transfer: Array, optimizer: Array
-    ) -> None:
-        rest = np.cumsum(transfer[::-1])[::-1]
-        counts = np.asarray(done_after, dtype=int)
-        ready = whole(seconds, counts)
-        # The end of the backward pass counts as a last bucket without transfer.
-        self._late = (
-            np.concatenate([ready + rest, seconds.sum(axis=-1, keepdims=True)], axis=-1)
-            + optimizer[:, None]
-        )
-        self._first = np.searchsorted(counts, np.arange(seconds.shape[-1]), side="right").tolist()
-        self._latest = self._late.max(axis=-1)
-        self._device, self._others = -1, -np.inf
-
-    @property
-    def seconds(self) -> float:
-        """Duration of a step in seconds."""
-        return float(self._latest.max())
-
-    def changed(self, device: int, entry: int, by: float) -> float:
-        """Add `by` seconds to an entry of a device and return the duration of a step."""
-        late = self._late[device]
-        late[self._first[entry] :] += by
-        owned = self._latest[device] = np.maximum.reduce(late)
-        if device != self._device:
-            # A search stays with one device for many calls, and there may be thousands of others.
-            others = np.delete(self._latest, device)
-            self._device, self._others = device, others.max(initial=-np.inf)
-        return float(max(owned, self._others))
-
-
-def whole(seconds: Array, done_after: Sequence[int] | Array) -> Array:
-    """Return the time at which each bucket is ready, (..., buckets), from the entries before it.
-
-    Args:
-        seconds: (..., entries), durations. For thousands of devices FP32 is 1.5 times as fast.
-        done_after: for each bucket the number of entries before it, ascending.
-    """
-    edges, index = np.unique(np.concatenate([[0], done_after]), return_inverse=True)
-    total = np.zeros((*seconds.shape[:-1], len(edges)))
-    if len(edges) > 1:
-        # reduceat sums from each edge to the next one, and from the last edge to the end.
-        parts = np.add.reduceat(seconds[..., : edges[-1]], edges[:-1], axis=-1)
-        np.cumsum(parts, axis=-1, dtype=np.float64, out=total[..., 1:])
-    return total[..., index[1:]]

@@ -45,31 +45,6 @@ def ends(ready: Array, seconds: Array) -> Array:
     return late
 
 
-def last_end(ready: Array, seconds: Array) -> Array:
-    """Return the last element of `ends` for at least one piece, in less time than `ends`."""
-    rest = np.cumsum(seconds[..., ::-1], axis=-1)[..., ::-1]
-    latest: Array = (ready + rest).max(axis=-1)
-    return latest
-
-
-def iteration(ready: Array, transfer: Array, computed: Array, optimizer: Array) -> Array:
-    """Return the step duration of many plans at once, without slowdown from overlap.
-
-    QSync, Eq. (6), computes the maximum over devices for each bucket, then over buckets. Maxima
-    commute: the step is as long as the slowest device alone would need, including all transfers.
-
-    Args:
-        ready: (..., devices, buckets), time at which each bucket is ready, since the device's
-            start.
-        transfer: (..., buckets), transfer duration of each bucket.
-        computed: (..., devices), end of the backward pass.
-        optimizer: (..., devices), duration of the optimizer and other work before the next step.
-    """
-    arrived = last_end(ready, transfer[..., None, :])
-    longest: Array = (np.maximum(arrived, computed) + optimizer).max(axis=-1)
-    return longest
-
-
 @dataclass(frozen=True)
 class Overlap:
     """Mutual slowdown of communication and computation, which share memory and CPU cores.
