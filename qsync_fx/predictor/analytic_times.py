@@ -24,7 +24,7 @@ from qsync_fx.formats import FP32, Precision, precision
 from qsync_fx.graph.cost_algebra import Size, Work
 from qsync_fx.graph.operand_formats import OperandState
 from qsync_fx.graph.operator_costs import cast_cost
-from qsync_fx.predictor.memory.outside_passes import LossMemory, OptimizerMemory
+from qsync_fx.predictor.memory.peak_memory import LossMemory, OptimizerMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph, ModelOperator, ModelRead, StateNames
 from qsync_fx.predictor.times import ANYBODY, TOLD_BY_NONE, Beside, Seconds
 

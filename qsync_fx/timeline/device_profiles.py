@@ -22,7 +22,7 @@ from qsync_fx.devices.machine import Machine, here_for
 from qsync_fx.errors import ProfileError, shown
 from qsync_fx.formatting import many
 from qsync_fx.predictor.analytic_times import ADAMW, DeviceTimes, explained_for, moved_bytes
-from qsync_fx.predictor.memory.outside_passes import TrainingMemory
+from qsync_fx.predictor.memory.peak_memory import TrainingMemory
 from qsync_fx.predictor.model.model_graph import ModelGraph
 from qsync_fx.predictor.replayer.cluster import Cluster, ClusterDevice, Network
 from qsync_fx.predictor.times import Times
