@@ -21,7 +21,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qsync_fx.graph import node_metadata
-from qsync_fx.graph.fx_utils import arguments, is_switch, switches_grad, tensors
+from qsync_fx.graph.fx_utils import arguments, is_float, is_switch, switches_grad, tensors
 from qsync_fx.graph.graph import PrecisionGraph
 from qsync_fx.ops import row_for
 
@@ -213,7 +213,7 @@ class Sharing:
     """
 
     def __init__(self, graph: PrecisionGraph, memory: AliasSets | None = None) -> None:
-        self.memory = memory or AliasSets(graph)
+        self._graph, self.memory = graph, memory or AliasSets(graph)
         # The grad mode at the start of a body depends on its caller.
         self.mode: tuple[Hashable, ...] = (
             graph.context.training if graph.parent is None else None,
@@ -232,6 +232,30 @@ class Sharing:
     def records_as_here(self, node: fx.Node) -> bool:
         """Return whether grad mode is the same here as at an earlier node."""
         return self._modes.get(node, self.mode) == self.mode
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """Return the node that a cast of `node` converts, before conversions that casts replace."""
+        while node.target is torch.ops.aten.to.dtype and self._may_be_skipped(node):
+            (node,) = node.all_input_nodes
+        return node
+
+    def _may_be_skipped(self, conversion: fx.Node) -> bool:
+        """Return whether readers of a conversion may convert its operand themselves.
+
+        It must be lossless, or lossy for the sake of autocast alone.
+        """
+        source: Any = conversion.args[0]
+        before, after = self._graph.value(source), self._graph.value(conversion)
+        if not is_float(before) or not is_float(after):
+            return False
+        places = self.memory.of(conversion)
+        if not node_metadata.is_cast(conversion):
+            # The model may use a conversion to copy a tensor that is written to later.
+            places |= self.memory.of(source)
+        if places & self.memory.written or not self.records_as_here(conversion):
+            return False
+        lossless = torch.promote_types(before.dtype, after.dtype) is after.dtype
+        return lossless or node_metadata.has_purpose(conversion, node_metadata.Purpose.AUTOCAST)
 
     def passed(self, node: fx.Node) -> None:
         self._modes[node] = self.mode

@@ -10,7 +10,7 @@ that they change; `mark_unlisted` adds other calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -100,13 +100,6 @@ def nodes_in(value: object) -> list[fx.Node]:
     if isinstance(value, (list, tuple)):
         return [node for item in value for node in nodes_in(item)]
     return [value] if isinstance(value, fx.Node) else []
-
-
-def map_arguments(node: fx.Node, change: Callable[[int, Any], Any]) -> None:
-    """Replace each given argument by `change(position in the schema, argument)`."""
-    positions = {name: index for index, name in enumerate(arguments(node))}
-    node.args = tuple(change(index, value) for index, value in enumerate(node.args))
-    node.kwargs = {name: change(positions[name], value) for name, value in node.kwargs.items()}
 
 
 _SHORT = {

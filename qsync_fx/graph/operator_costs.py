@@ -292,7 +292,7 @@ class _Walk:
         used: fx.Node,
         sharing: Sharing,
     ) -> None:
-        origin = self._origin(graph, used, sharing)
+        origin = sharing.origin(used)
         live = self._held(graph, used)
         if live.own is None:
             return
@@ -307,26 +307,6 @@ class _Walk:
         if not is_float(value):
             return FormatSource(None, None)
         return FormatSource(self.flow.by_node.get(self.flow.source(node)), format_of(value))
-
-    def _origin(self, graph: PrecisionGraph, node: fx.Node, sharing: Sharing) -> fx.Node:
-        """Return the node to convert, like `Casts.origin`: skip lossless conversions."""
-        while node.target is torch.ops.aten.to.dtype and is_float(graph.value(node)):
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            before, after = graph.value(source), graph.value(node)
-            lossless = (
-                is_float(before) and torch.promote_types(before.dtype, after.dtype) is after.dtype
-            )
-            memory = sharing.memory
-            visited = memory.of(node) | (
-                frozenset() if node_metadata.is_cast(node) else memory.of(source)
-            )
-            if visited & memory.written or not sharing.records_as_here(node):
-                break
-            if not lossless and not node_metadata.has_purpose(node, node_metadata.Purpose.AUTOCAST):
-                break
-            node = source
-        return node
 
 
 States = Mapping[fx.Node, OperandState]
@@ -382,6 +362,17 @@ def needs_cast(before: Precision | None, used: Precision | None, wanted: Precisi
     return not (wanted.plain and (used is wanted or wanted.dtype is before.dtype))
 
 
+def changes_format(before: Precision | None, after: Precision | None, requested: bool) -> bool:
+    """Return whether an operator with result format `after` contains a conversion from `before`.
+
+    Args:
+        requested: whether the model itself requests the conversion.
+    """
+    if before is None or after is None or before is after:
+        return False
+    return requested or before.dtype is not after.dtype
+
+
 def _read(result: dict[Any, CastCost], flow: Flow, states: States, place: CastSite) -> None:
     reader = place.reader
     if reader is not None and reader.node not in states:
@@ -403,12 +394,7 @@ def _read(result: dict[Any, CastCost], flow: Flow, states: States, place: CastSi
 def _changed(result: dict[Any, CastCost], flow: Flow, states: States, change: FormatChange) -> None:
     node = change.site.node
     before, after = _cast_format(change.held, states), states[node].output
-    if (
-        before is None
-        or after is None
-        or before is after
-        or (not change.wanted and before.dtype is after.dtype)
-    ):
+    if before is None or after is None or not changes_format(before, after, change.wanted):
         return
     cost = _cost(flow, change.graph, change.source, before, after)
     result[node, change.wanted] = CastCost(node, change.source, before, after, cost, change.wanted)
