@@ -1,12 +1,8 @@
 """Alias analysis: values that share memory, in-place writes, and the sharing of casts.
 
-Invariant: values that share memory have a common place. The analysis is conservative: an opaque
-node may alias and write all its operands. Places are the storages of fake tensors, which alias like
-real tensors even if the schema differs (`reshape` or a no-op conversion returns its input).
-
-Higher-order operators that only call their body, such as activation checkpointing, are transparent:
-formats, casts and random numbers equal an inlined body's. Training with checkpointing is
-bitwise equal to training without, and tensors saved for recomputation are narrow.
+Places are the storages of fake tensors, which alias like real tensors even if the schema differs.
+The analysis is conservative: an opaque node may alias and write all its operands. Higher-order
+operators that only call their body, such as activation checkpointing, are transparent.
 """
 
 from __future__ import annotations
@@ -63,7 +59,9 @@ def operands(node: fx.Node, body: PrecisionGraph) -> list[tuple[fx.Node, Any]]:
 def results(body: PrecisionGraph) -> tuple[Any, ...]:
     """Return the results of a body, which `getitem` nodes unpack from the higher-order operator."""
     returned = body.nodes[-1].args[0]
-    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    if isinstance(returned, (tuple, list)):
+        return tuple(returned)
+    return (returned,)
 
 
 def result_of(node: fx.Node) -> fx.Node | None:
@@ -71,8 +69,10 @@ def result_of(node: fx.Node) -> fx.Node | None:
     if node.target is not py_operator.getitem:
         return None
     source, index = node.args
-    bodies = node_metadata.bodies(source) if isinstance(source, fx.Node) else None
-    result = results(bodies[0])[index] if bodies and isinstance(index, int) else None
+    bodies = isinstance(source, fx.Node) and node_metadata.bodies(source)
+    if not bodies or not isinstance(index, int):
+        return None
+    result = results(bodies[0])[index]
     return result if isinstance(result, fx.Node) else None
 
 
@@ -94,13 +94,9 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def handed_in(body: PrecisionGraph, node: fx.Node, value: fx.Node, name: str) -> fx.Node:
     """Append a placeholder to a body, pass `value` for it to the higher-order operator `node`."""
-    graph, placeholders = body.graph, [n for n in body.nodes if n.op == "placeholder"]
-    with (
-        graph.inserting_after(placeholders[-1])
-        if placeholders
-        else graph.inserting_before(body.nodes[0])
-    ):
-        result = graph.placeholder(name)
+    first = next(n for n in body.nodes if n.op != "placeholder")
+    with body.graph.inserting_before(first):
+        result = body.graph.placeholder(name)
     result.target = result.name  # argument names must be unique
     result.meta["val"] = value.meta["val"]
     node.args = (*node.args, value)
@@ -214,10 +210,9 @@ class Sharing:
 
     def __init__(self, graph: PrecisionGraph, memory: AliasSets | None = None) -> None:
         self._graph, self.memory = graph, memory or AliasSets(graph)
-        # The grad mode at the start of a body depends on its caller.
-        self.mode: tuple[Hashable, ...] = (
-            graph.context.training if graph.parent is None else None,
-        )
+        self.mode: tuple[Hashable, ...] = (graph.context.training,)
+        if graph.parent is not None:
+            self.mode = (None,)  # the grad mode at the start of a body depends on its caller
         self._writes: Counter[Hashable] = Counter()
         self._modes: dict[fx.Node, Hashable] = {}
 
