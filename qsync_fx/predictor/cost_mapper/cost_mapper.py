@@ -1,11 +1,8 @@
 """Cost mapper: the compute time of a plan on a device, also while single operators change format.
 
 It implements QSync, Algorithm 1, with the cast condition corrected (docs/predictor.md). A change
-visits only the operators whose formats change, their operands and their neighbours. `scheduled`
-builds the step of one device from operator states.
-
-Invariant: after any sequence of changes and undos, formats and times equal the results of a new
-mapper for the same plan, bit for bit.
+visits only operators whose formats change, their operands and their neighbours. Invariant: after
+any changes and undos, the result equals that of a new mapper for the same plan, bit for bit.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ def femtoseconds(seconds: float, where: str) -> int:
     """Return seconds as whole femtoseconds; raise `ProfileError` if negative or not finite."""
     if not math.isfinite(seconds) or seconds < 0:
         raise ProfileError(
-            f"the time {seconds} s is not valid", where=where, do="measure the model again"
+            f"the time of {seconds} seconds is not valid", where=where, do="measure the model again"
         )
     return round(seconds * FEMTO)
 
@@ -255,7 +252,9 @@ class IncrementalCascade:
             precision, output = self._followed(index, self.outputs)
         else:
             precision = self._narrow[index]
-            output = self.tables.wide[index] if self._wide[index] else self._narrow_out[index]
+            output = self._narrow_out[index]
+            if self._wide[index]:
+                output = self.tables.wide[index]
         code = precision + BASE * output
         if code == self.codes[index + REACH]:
             return False
@@ -470,7 +469,7 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
         ProfileError: a time or a size is unknown.
     """
     graph = states.graph
-    own = list(_operators(states, times))
+    seconds = list(_operators(states, times))
     casts = _by_owner(graph, states.casts, times)
     unpacked = _by_owner(graph, states.unpacked, times, differentiated=False)
     outside = times.outside()
@@ -478,12 +477,12 @@ def scheduled(states: States, times: Times, whole_graphs: bool = False) -> Sched
     backward = [Entry("", Part.OUTSIDE, outside.backward)]
     for index, operator in enumerate(graph.operators):
         forward += [Entry(operator.id, Part.CAST, cast.forward) for cast in casts[index]]
-        forward.append(Entry(operator.id, Part.FORWARD, own[index].forward))
+        forward.append(Entry(operator.id, Part.FORWARD, seconds[index].forward))
     ends: dict[int, int] = {}
     for index, operator in reversed(list(enumerate(graph.operators))):
         name = operator.id
         backward += [Entry(name, Part.CAST, cast.forward) for cast in unpacked[index]]
-        backward.append(Entry(name, Part.BACKWARD, own[index].backward))
+        backward.append(Entry(name, Part.BACKWARD, seconds[index].backward))
         backward += [Entry(name, Part.CAST, cast.backward) for cast in reversed(casts[index])]
         ends[index] = len(backward) - 1
     parameters = [parameter for parameter in graph.parameters if parameter.trained]

@@ -181,8 +181,9 @@ class Tables:
         self.wide_readers[index] = tuple(
             (reader, WIDE[Kind(kinds[reader].kind)]) for reader in decided.readers
         )
-        for reader in set(decided.readers) if decided.wide is not None else ():
-            self.widens[reader].append(index)
+        if decided.wide is not None:
+            for reader in set(decided.readers):
+                self.widens[reader].append(index)
 
 
 def _chosen(operator: ModelOperator, formats: Iterable[str]) -> dict[str, int] | None:

@@ -129,7 +129,9 @@ def state_names(graph: ModelGraph, requested: Asked) -> list[StateNames]:
             precisions[index],
         )
     )
-    return _swept(graph, precisions, wide) if wide else narrow
+    if not wide:
+        return narrow
+    return _swept(graph, precisions, wide)
 
 
 def settled(graph: ModelGraph, result: Sequence[StateNames]) -> States:
@@ -168,7 +170,7 @@ def planned(graph: ModelGraph, requested: Asked) -> dict[int, str]:
             name = requested[operator.id]
         else:
             raise PlanError(
-                "nothing is asked for an operator", where=operator.where, do="give each a format"
+                "an operator has no format", where=operator.where, do="give each operator one"
             )
         check_format(graph, name, operator.where)
         result[index] = chosen(_choices(graph, index), name, explicit)
@@ -179,8 +181,9 @@ def check_format(graph: ModelGraph, name: str, where: str) -> None:
     """Raise `PlanError` if the graph contains no costs of a format."""
     if name not in graph.formats:
         do = (
-            f"{nearest(name, graph.formats)}; or measure the model in it, too, precisions=(..., {name!r}); "
-            "a graph of your own has the formats of model_graph(explanation, formats=...)"
+            f"{nearest(name, graph.formats)}; or measure the model in it too, "
+            f"precisions=(..., {name!r}); a graph of your own has the formats of "
+            "model_graph(explanation, formats=...)"
         )
         raise PlanError(f"the model graph was not made for plans with {name!r}", where=where, do=do)
 
@@ -210,10 +213,10 @@ def _swept(
     for index, operator in enumerate(graph.operators):
         decided = operator.decided
         if isinstance(decided, Choices):
-            precision = precisions[index]
-            result.append(
-                (precision, decided.wide if index in wide else decided.outputs.get(precision))
-            )
+            output = decided.outputs.get(precisions[index])
+            if index in wide:
+                output = decided.wide
+            result.append((precisions[index], output))
         else:
             name = _followed(decided, result)
             result.append((name, decided.named or name))
@@ -239,8 +242,8 @@ def _casts(graph: ModelGraph, result: Sequence[StateNames]) -> Iterator[PlannedC
         for read in operator.reads:
             yield from _cast(graph, result, made, read, precision, index)
         if operator.converted:
-            own = graph.values[operator.result].own
-            yield from _change(index, operator.result, own, output, wanted=False)
+            before = graph.values[operator.result].own
+            yield from _change(index, operator.result, before, output, wanted=False)
     for read in graph.outputs:
         yield from _cast(graph, result, made, read, None, graph.values[read.origin].operator)
 
@@ -304,4 +307,6 @@ def unpacked_format(operator: ModelOperator, read: ModelRead, precision: Name) -
 
 def _held(graph: ModelGraph, result: Sequence[StateNames], index: int) -> Name:
     value = graph.values[index]
-    return value.own if value.operator is None else result[value.operator][1] or value.own
+    if value.operator is None:
+        return value.own
+    return result[value.operator][1] or value.own

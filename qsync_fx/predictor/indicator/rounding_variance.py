@@ -2,10 +2,8 @@
 
 Let u be the fractional position of an element between its neighbours on the format's grid, at
 distance s. Stochastic rounding has no bias and the variance s**2 u (1 - u); rounding to nearest or
-toward minus infinity has a fixed error (QSync, Proposition 2, which uses one exponent per tensor).
-
-Invariants: results have the shape of the tensor and are FP64. Saturation is not part of the noise.
-The grid equals `qsync_fx.backend.numerics.reference`'s (tested).
+toward minus infinity has a fixed error (QSync, Proposition 2). Results are FP64 and do not include
+saturation. The grid equals `qsync_fx.backend.numerics.reference`'s (tested).
 """
 
 from __future__ import annotations

@@ -150,9 +150,9 @@ def simulate(
         for selected, item in zip(indices, settings, strict=True)
     )
     used = travel(cluster, buckets) if transfer is None else np.array(transfer, dtype=float)
-    neighbours = _entries(
-        dict(enumerate(beside_computing(cluster, buckets, used) if later is None else later))
-    )
+    if later is None:
+        later = beside_computing(cluster, buckets, used)
+    neighbours = _entries(dict(enumerate(later)))
     devices = {
         name: local(
             schedules[name],
@@ -177,7 +177,7 @@ def travel(cluster: Cluster, buckets: Sequence[SimulatedBucket]) -> Array:
         )
     for index, seconds in _links(cluster, buckets).items():
         settings = buckets[index].coded
-        assert settings is not None, "only what is coded is in it"
+        assert settings is not None, "_links has compressed buckets only"
         used[index] = settings.with_travel(*seconds)
     return used
 
@@ -206,8 +206,10 @@ def sent(cluster: Cluster, bucket: SimulatedBucket) -> tuple[float, float]:
     size, settings = cluster.nodes.ranks, bucket.coded
     if settings is None and cluster.nodes.ring:
         full = share(cluster.ranks) * bucket.travelling
-        return full if size < cluster.ranks else 0.0, full if size > 1 else 0.0
-    inside = bucket.travelling if settings is None else settings.inside
+        return full * (size < cluster.ranks), full * (size > 1)
+    inside = bucket.travelling
+    if settings is not None:
+        inside = settings.inside
     return share(cluster.ranks // size) * bucket.travelling, share(size) * inside
 
 
@@ -242,10 +244,10 @@ def before_sending(
     device: ClusterDevice, settings: Compression | CompressedTransfer | None, nbytes: int
 ) -> float:
     """Return a device's time for a bucket before it is sent, without `slowdown`, in seconds."""
-    compressing = (
-        settings.fixed + settings.each * nbytes if isinstance(settings, Compression) else 0.0
-    )
-    return compressing + _copied(device, nbytes)
+    copying = _copied(device, nbytes)
+    if isinstance(settings, Compression):
+        return settings.fixed + settings.each * nbytes + copying
+    return copying
 
 
 def beside_computing(
@@ -262,19 +264,18 @@ def beside_computing(
     network = cluster.network
     if network is None:
         return [0.0] * len(buckets)
-    coding = min(1.0, network.busy) if network.coding is None else network.coding
+    coding = network.coding
+    if coding is None:
+        coding = min(1.0, network.busy)
     # Coding times refer to the slowest device, and `slowdown` is applied per device later.
     coding /= max(device.slowdown for device in cluster.devices.values())
 
-    links = _links(cluster, buckets)
-    travelling = [
-        sum(links[index]) if index in links else float(seconds)
-        for index, seconds in enumerate(used)
-    ]
-    coded = [0.0 if bucket.coded is None else bucket.coded.coding for bucket in buckets]
-    return [
-        network.busy * sent + coding * owned for sent, owned in zip(travelling, coded, strict=True)
-    ]
+    result = [network.busy * float(seconds) for seconds in used]
+    for index, seconds in _links(cluster, buckets).items():
+        transfer = buckets[index].coded
+        assert transfer is not None, "_links has compressed buckets only"
+        result[index] = network.busy * sum(seconds) + coding * transfer.coding
+    return result
 
 
 def _copied(device: ClusterDevice, nbytes: int) -> float:
@@ -330,7 +331,9 @@ def _bucket(
     paths = tuple(parameter.path for parameter in chosen)
     if isinstance(settings, CompressedTransfer):
         return SimulatedBucket(paths, nbytes, settings.nbytes, settings)
-    return SimulatedBucket(paths, nbytes, nbytes * (1.0 if settings is None else settings.ratio))
+    if settings is None:
+        return SimulatedBucket(paths, nbytes, float(nbytes))
+    return SimulatedBucket(paths, nbytes, nbytes * settings.ratio)
 
 
 def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]:
@@ -346,7 +349,8 @@ def _same_parameters(schedules: Mapping[str, Schedule]) -> tuple[Parameter, ...]
                 "their order",
             )
             raise ProfileError(
-                f"the devices {shown(first)} and {shown(name)} train different parameters: {shown(differs)}",
+                f"the devices {shown(first)} and {shown(name)} train different parameters: "
+                f"{shown(differs)}",
                 where="schedules",
                 do="profile the same model on each class of devices",
             )

@@ -1,12 +1,8 @@
 """Gradient buckets of DistributedDataParallel, and the duration of all-reduces.
 
-`ddp_buckets` returns the lists of torch's `Reducer`. In the first iteration torch puts all
-gradients of a type into one bucket. It then rebuilds the buckets in the order in which gradients
-became ready. A bucket is full when it reaches its limit, so one large gradient can exceed it.
-
-`CollectiveLink` models a ring by bandwidth and latency, `Levels` a hierarchical all-reduce, and
-`MeasuredCollectives` interpolates measurements. Duration never decreases with the number of bytes,
-and 0 bytes need 0 seconds.
+`ddp_buckets` returns the lists of torch's `Reducer`, which rebuilds buckets after the first
+iteration in the order in which gradients became ready. `CollectiveLink` models a ring, `Levels` a
+hierarchical all-reduce, and `MeasuredCollectives` interpolates measurements.
 """
 
 from __future__ import annotations
@@ -52,8 +48,10 @@ class CollectiveLink:
     def seconds(self, nbytes: Sequence[float] | Array, ranks: int, phases: int = _PHASES) -> Array:
         sizes = np.asarray(nbytes, dtype=float)
         latency = self.latency * phases / _PHASES
+        if ranks < 2:
+            return np.zeros_like(sizes)
         used: Array = np.where(sizes > 0, latency + share(ranks) * sizes / self.bandwidth, 0.0)
-        return used if ranks > 1 else np.zeros_like(sizes)
+        return used
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,9 @@ def ddp_buckets(
             arrives twice.
     """
     sizes, kinds = _checked(numels, dtype_bytes, types, limits)
-    order = range(len(sizes))[::-1] if arrival is None else arrival
+    order: Sequence[int] = range(len(sizes))[::-1]
+    if arrival is not None:
+        order = arrival
     do = f"name each of the {len(sizes)} parameters at most once"
     if unknown := [index for index in (*order, *sparse) if index not in range(len(sizes))]:
         raise ProfileError(f"there is no parameter {unknown[0]}", where="arrival", do=do)
@@ -189,8 +189,12 @@ def _checked(
     limits: Sequence[int],
 ) -> tuple[list[int], Sequence[Hashable]]:
     """Return bytes and type of each parameter."""
-    widths = [dtype_bytes] * len(numels) if isinstance(dtype_bytes, int) else list(dtype_bytes)
-    kinds = widths if types is None else types
+    if isinstance(dtype_bytes, int):
+        dtype_bytes = [dtype_bytes] * len(numels)
+    widths = list(dtype_bytes)
+    kinds: Sequence[Hashable] = widths
+    if types is not None:
+        kinds = types
     for name, values in (("dtype_bytes", widths), ("types", kinds)):
         if len(values) != len(numels):
             message = f"{len(values)} {name} for {len(numels)} parameters"

@@ -1,12 +1,8 @@
 """Timelines of a training step: local data flow graphs of devices and the global one (QSync).
 
-`local` computes when a device has finished each entry and when each bucket is ready on it, without
-other devices. `step` joins the devices: a bucket travels once it is ready on all devices and the
-bucket before it has arrived (QSync, Eq. (6)). The optimizer runs after the last bucket. Work that
-starts when it is ready and the piece before it has ended has a closed form (`ends`); with mutual
-slowdown (`Overlap`) the computation iterates over buckets.
-
-Invariant: arrays may have leading axes for plans; then follow devices, then buckets or entries.
+`local` computes when a device finishes each entry. `step` joins the devices: a bucket travels once
+it is ready on all devices and the bucket before it has arrived (QSync, Eq. (6)). `ends` is its
+closed form. Arrays may have leading axes for plans, then devices, then buckets or entries.
 """
 
 from __future__ import annotations

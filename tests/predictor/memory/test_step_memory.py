@@ -243,7 +243,7 @@ def test_no_measured_plan_and_no_bytes_are_errors() -> None:
     found = states(graph_of("mlp"), Plan("fp32"))
     with pytest.raises(ProfileError, match="no measured plan"):
         anchored_bytes(found, [])
-    with pytest.raises(ProfileError, match="taken 0 bytes"):
+    with pytest.raises(ProfileError, match="is 0 bytes"):
         anchored_bytes(found, [Anchor(found, 0)])
 
 
