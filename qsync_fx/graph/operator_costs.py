@@ -256,8 +256,8 @@ class _Walk:
         # An operator that computes in the model's format and outputs another one, such as an
         # embedding.
         if row is not None and row.output_only and not in_place(node):
-            held = FormatSource(None, format_of(graph.value(node)))
-            self.found.append(FormatChange(graph, site, node, held, wanted=False))
+            source = FormatSource(None, format_of(graph.value(node)))
+            self.found.append(FormatChange(graph, site, node, source, wanted=False))
 
     def _read(
         self,

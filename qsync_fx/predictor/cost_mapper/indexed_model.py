@@ -228,8 +228,8 @@ def _points(graph: ModelGraph) -> list[Point | IndexedChange]:
             if read.point is not None:
                 readers[read.point].append((read, _reader(graph, index, operator, read)))
         if operator.converted:
-            held = IndexedFormat(-1, NUMBERS[graph.values[operator.result].own])
-            result.append(IndexedChange(index, operator.result, held, wanted=False))
+            source = IndexedFormat(-1, NUMBERS[graph.values[operator.result].own])
+            result.append(IndexedChange(index, operator.result, source, wanted=False))
     for read in graph.outputs:
         if read.point is not None:
             readers[read.point].append((read, _reader(graph, -1, None, read)))
